@@ -1,0 +1,109 @@
+"""The numbers that classification tasks are scored by, as GLUE uses them, in numpy alone.
+
+Sources: accuracy, F1, Matthews, Pearson and Spearman by task: Wang et al. 2018, arXiv:1804.07461v3, table 1.
+         Matthews for K classes: Gorodkin 2004, "Comparing two K-category assignments by a K-category
+         correlation coefficient".
+
+Every metric takes predictions (N,) and labels (N,), N >= 1, and returns a float; larger is better. Where its
+denominator is zero (one class only, a constant prediction) F1, Matthews and the correlations are 0.0: for the
+first two scikit-learn does the same, the correlations follow suit instead of being NaN.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
+    """The share of rows whose prediction is the label, in [0, 1].
+
+    >>> accuracy([1, 0, 1, 1], [1, 0, 0, 1])
+    0.75
+    """
+    predictions, labels = _pair(predictions, labels)
+    return float(np.mean(predictions == labels))
+
+
+def f1(predictions: np.ndarray, labels: np.ndarray) -> float:
+    """Harmonic mean of class 1's precision and recall, in [0, 1]; 0.0 where nothing is or is called positive.
+
+    >>> f1([1, 1, 0, 0], [1, 0, 1, 0])
+    0.5
+    """
+    predictions, labels = _pair(predictions, labels)
+    found, positive = predictions == 1, labels == 1
+    return _ratio(2.0 * np.sum(found & positive), np.sum(found) + np.sum(positive))
+
+
+def matthews(predictions: np.ndarray, labels: np.ndarray) -> float:
+    """Matthews' correlation of class indices, for any number of classes, in [-1, 1]; 0.0 for one class only.
+
+    >>> matthews([1, 1, 0, 0], [1, 0, 0, 0])
+    0.5773502691896258
+    """
+    predictions, labels = _pair(predictions, labels)
+    classes = np.union1d(predictions, labels)[:, None]
+    predicted, actual = predictions == classes, labels == classes
+    n, times_predicted, times_actual = len(labels), predicted.sum(1), actual.sum(1)
+    covariance = n * np.sum(predicted & actual) - times_predicted @ times_actual
+    variances = n**2 - times_predicted @ times_predicted, n**2 - times_actual @ times_actual
+    return _ratio(covariance, np.sqrt(float(variances[0]) * float(variances[1])))
+
+
+def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
+    """Linear correlation, in [-1, 1]; 0.0 where either side is constant.
+
+    >>> pearson([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    1.0
+    """
+    predictions, labels = _pair(predictions, labels)
+    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    x, y = predictions - predictions.mean(), labels - labels.mean()
+    return float(np.clip(_ratio(x @ y, np.sqrt((x @ x) * (y @ y))), -1, 1))
+
+
+def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
+    """Pearson's correlation of the ranks, ties sharing their average rank; 0.0 where either side is constant.
+
+    >>> spearman([1.0, 2.0, 300.0], [0.1, 0.2, 0.3])
+    1.0
+    """
+    predictions, labels = _pair(predictions, labels)
+    return pearson(_ranks(predictions), _ranks(labels))
+
+
+METRICS = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "pearson": pearson, "spearman": spearman}
+
+
+def score(metric_names: Sequence[str], predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Each named metric of predictions (N,) and labels (N,). Raises: ValueError for a name not in METRICS.
+
+    >>> score(["accuracy", "f1"], [1, 1, 0, 0], [1, 0, 1, 0])
+    {'accuracy': 0.5, 'f1': 0.5}
+    """
+    unknown = [name for name in metric_names if name not in METRICS]
+    if unknown:
+        raise ValueError(f"expected metrics among {', '.join(METRICS)}, found {unknown}")
+    return {name: METRICS[name](predictions, labels) for name in metric_names}
+
+
+def _pair(predictions: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both sides as float64 (N,). Raises: ValueError unless they are 1-D, equally long, finite, not empty."""
+    predictions, labels = np.asarray(predictions, float), np.asarray(labels, float)
+    if predictions.ndim != 1 or predictions.shape != labels.shape or not len(labels):
+        raise ValueError(f"expected predictions (N,) and labels (N,) with N >= 1, "
+                         f"found shapes {predictions.shape} and {labels.shape}")
+    if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
+        raise ValueError("expected finite predictions and labels, found nan or inf; did training diverge?")
+    return predictions, labels
+
+
+def _ratio(above: float, below: float) -> float:
+    return float(above / below) if below else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """1-based ranks (N,); equal values share the mean of the ranks that they take up."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]
