@@ -1,0 +1,73 @@
+"""How sure an exit is: pure numpy functions of its logits. Larger means surer, for every measure.
+
+logits are (B, C) with C >= 2, of any float dtype, computed in float32 at least; each function returns (B,).
+All raise ValueError for C < 2: a regression output says nothing of its own certainty.
+
+    measure               source                           range
+    max_probability       LoRAExit, Right-Tool             [1/C, 1]
+    entropy               DeeBERT, negated, in nats        [-ln C, 0]
+    normalised_entropy    FastBERT, negated                [-1, 0]
+    breaking_ties         self-supervised exits, Eq. 2     [0, 1]      largest minus second largest probability
+    breaking_ties_logits  the same on logits               [0, inf)
+"""
+
+import numpy as np
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """(B, C) -> (B, C), in float32 at least."""
+    logits = np.asarray(logits)
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise ValueError(
+            f"confidence needs logits of shape (B, C) with at least 2 classes, found {logits.shape}: "
+            f"a regression task takes the rules fixed and patience"
+        )
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def max_probability(logits: np.ndarray) -> np.ndarray:
+    """The largest softmax probability.
+
+    >>> max_probability(np.zeros((1, 4)))
+    array([0.25])
+    """
+    return np.exp(log_softmax(logits).max(axis=1))
+
+
+def entropy(logits: np.ndarray) -> np.ndarray:
+    """Minus the entropy of the softmax, in nats. A probability of zero adds nothing."""
+    log_p = log_softmax(logits)
+    p = np.exp(log_p)
+    return (p * np.where(p > 0, log_p, 0)).sum(axis=1)
+
+
+def normalised_entropy(logits: np.ndarray) -> np.ndarray:
+    """Minus the entropy of the softmax over ln C, its largest value."""
+    return entropy(logits) / np.log(np.shape(logits)[1])
+
+
+def breaking_ties(logits: np.ndarray) -> np.ndarray:
+    """The largest softmax probability minus the second largest."""
+    return _gap(np.exp(log_softmax(logits)))
+
+
+def breaking_ties_logits(logits: np.ndarray) -> np.ndarray:
+    """The largest logit minus the second largest, which is the log of the ratio of their probabilities."""
+    return _gap(log_softmax(logits))
+
+
+def _gap(values: np.ndarray) -> np.ndarray:
+    second, first = np.partition(values, -2, axis=1)[:, -2:].T
+    return first - second
+
+
+MEASURES = {
+    "max_probability": (max_probability, 0.0, 1.0),
+    "entropy": (entropy, -np.inf, 0.0),
+    "normalised_entropy": (normalised_entropy, -1.0, 0.0),
+    "breaking_ties": (breaking_ties, 0.0, 1.0),
+    "breaking_ties_logits": (breaking_ties_logits, 0.0, np.inf),
+}
+"""name -> (function, smallest and largest threshold that makes sense)."""

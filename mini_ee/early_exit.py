@@ -1,0 +1,145 @@
+"""The loop: segments + a rule -> a result. It is the only one; whatever exits early, on any engine, goes through it.
+
+A model with exits e_1 < ... < e_K = L is K segments. Segments offer
+
+    segments.exits                       (e_1, ..., e_K), in layers run
+    segments.start(inputs) -> state      the embeddings; a state holds tensors whose first axis is the row
+    segments.advance(k, state) -> state  the layers between exit k - 1 and exit k; k counts from 0
+    segments.read(k, state) -> Reading   the head at exit k
+    state.keep(rows) -> state            row compaction: the rows that go on
+    segments.layer_passes(k)             layers that one row costs in advance(k)
+    segments.flops(k, state)             floating-point operations of one row in advance(k), and in read(k): a pair
+
+and rules.py says what a rule offers. Hidden states stay inside the segments; a Reading is numpy, because the decision
+is taken on the host anyway. No torch here: the ONNX runtime runs this same file.
+"""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Reading(NamedTuple):
+    """What an exit says of the rows that reached it."""
+
+    logits: np.ndarray  # (B, C)
+    exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
+
+
+class Cost(NamedTuple):
+    """What a batch cost. Heads and rules are counted in flops and seconds."""
+
+    layer_passes: np.ndarray  # (B,) layers computed for the row; more than its depth where a schedule restarts
+    flops: np.ndarray  # (B,) floating-point operations, a multiply-add as two
+    seconds: float  # wall-clock time of the whole batch
+
+
+class ExitResult(NamedTuple):
+    """Where each row left, and what the exit there said."""
+
+    logits: np.ndarray  # (B, C)
+    exit_index: np.ndarray  # (B,) int64, index into segments.exits, from 0
+    layers_run: np.ndarray  # (B,) int64, depth of that exit, in 1..L
+    cost: Cost
+
+
+def early_exit(segments, rule, inputs) -> ExitResult:
+    """Run a batch; at each exit ask the rule who stops, and go on with the others alone.
+
+    inputs: what segments.start and rule.plan take; len(inputs) is B. The last exit takes whoever is left.
+    Raises ValueError where the rule does not fit the number of exits.
+    """
+    rule.check(len(segments.exits))
+    begin = time.perf_counter()
+    size, last = len(inputs), len(segments.exits) - 1
+    exit_index = np.zeros(size, np.int64)
+    flops = np.zeros(size)
+    logits = None
+
+    plan = rule.plan(inputs)
+    state = segments.start(inputs)
+    rows = np.arange(size)  # where the rows still in the model stand in the batch
+    memory: dict[str, np.ndarray] = {}
+    for k in range(last + 1):
+        state = segments.advance(k, state)
+        advancing, reading_cost = segments.flops(k, state)
+        flops[rows] += advancing
+        if plan is None:
+            plan = rule.plan(inputs)
+
+        reading = None
+        if k == last:
+            leaves = np.ones(len(rows), bool)
+        elif plan is not None:
+            leaves = plan[rows] <= k
+        elif rule.reads:
+            reading = segments.read(k, state)
+            flops[rows] += reading_cost + rule.flops(reading.logits.shape[1])
+            leaves = rule.stop(k, reading, memory)
+        else:
+            leaves = np.zeros(len(rows), bool)
+        if not leaves.any():
+            continue
+
+        out = rows[leaves]
+        if reading is None:
+            everyone = len(out) == len(rows)
+            reading = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves)))
+            flops[out] += reading_cost[leaves] if np.ndim(reading_cost) else reading_cost
+            said = reading.logits
+        else:
+            said = reading.logits[leaves]
+        if logits is None:
+            logits = np.empty((size, said.shape[1]), said.dtype)
+        logits[out], exit_index[out] = said, k
+        if len(out) == len(rows):
+            break
+        stay = np.flatnonzero(~leaves)
+        state, rows = state.keep(stay), rows[stay]
+        memory = {name: values[stay] for name, values in memory.items()}
+
+    layer_passes = np.cumsum([segments.layer_passes(k) for k in range(last + 1)])[exit_index]
+    layers_run = np.asarray(segments.exits)[exit_index]
+    return ExitResult(logits, exit_index, layers_run, Cost(layer_passes, flops, time.perf_counter() - begin))
+
+
+def read_every_exit(segments, inputs) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of every exit for every row, (B, K, C), and what it costs to advance to and to read each: (B, K, 2)."""
+    state = segments.start(inputs)
+    logits, flops = [], np.zeros((len(inputs), len(segments.exits), 2))
+    for k in range(len(segments.exits)):
+        state = segments.advance(k, state)
+        logits.append(segments.read(k, state).logits)
+        flops[:, k, 0], flops[:, k, 1] = segments.flops(k, state)
+    return np.stack(logits, axis=1), flops
+
+
+class Recorded:
+    """Segments that play back what `read_every_exit` recorded, so that a sweep of rules runs the model once."""
+
+    def __init__(self, exits: tuple[int, ...], logits: np.ndarray, flops: np.ndarray, layer_passes: list[int]):
+        self.exits, self.logits, self._flops, self._layer_passes = exits, logits, flops, layer_passes
+
+    def start(self, inputs) -> "RecordedRows":
+        """inputs: anything whose length is the number of recorded rows."""
+        return RecordedRows(np.arange(len(inputs)))
+
+    def advance(self, k: int, state: "RecordedRows") -> "RecordedRows":
+        return state
+
+    def read(self, k: int, state: "RecordedRows") -> Reading:
+        return Reading(self.logits[state.rows, k])
+
+    def layer_passes(self, k: int) -> int:
+        return self._layer_passes[k]
+
+    def flops(self, k: int, state: "RecordedRows") -> tuple[np.ndarray, np.ndarray]:
+        return tuple(self._flops[state.rows, k].T)
+
+
+class RecordedRows(NamedTuple):
+    rows: np.ndarray
+
+    def keep(self, rows: np.ndarray) -> "RecordedRows":
+        return RecordedRows(self.rows[rows])

@@ -1,0 +1,144 @@
+"""A backbone with exits: heads after chosen layers, and the torch segments that the loop drives.
+
+    MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
+    TorchSegments       the same model as segments for early_exit
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.bert import Bert, padding_mask
+from mini_ee.early_exit import Reading
+
+POOLS = ("first", "mean")
+HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
+
+
+class ExitHead(nn.Module):
+    """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens."""
+
+    def __init__(self, width: int, num_labels: int, pool: str):
+        super().__init__()
+        self.pool = pool
+        self.dense = nn.Linear(width, width)
+        self.dropout = nn.Dropout(HEAD_DROPOUT)
+        self.out = nn.Linear(width, num_labels)
+        for linear in (self.dense, self.out):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """hidden (B, T, D), mask as `padding_mask` gives it; returns logits (B, C)."""
+        return self.out(self.dropout(torch.tanh(self.dense(pooled(hidden, mask, self.pool)))))
+
+
+def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
+    """(B, T, D) -> (B, D): the first token, or the mean over the tokens that are not padding."""
+    if pool == "first":
+        return hidden[:, 0]
+    if mask is None:
+        return hidden.mean(dim=1)
+    weights = mask[:, 0, 0, :, None].to(hidden.dtype)  # (B, T, 1)
+    return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` exits as evenly spread as whole layers allow, the last at num_layers.
+
+    >>> even_exits(12, 4), even_exits(6, 4)
+    ((3, 6, 9, 12), (2, 3, 4, 6))
+    """
+    count = min(count, num_layers)
+    return tuple(sorted({round(num_layers * (i + 1) / count) for i in range(count)}))
+
+
+def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The same exits, or ValueError: they must ascend within 1..L and end at L."""
+    ascending = all(a < b for a, b in zip(exits, exits[1:]))
+    if not exits or not ascending or exits[0] < 1 or exits[-1] != num_layers:
+        raise ValueError(
+            f"exits must ascend from at least 1 and end at the last layer, {num_layers}, "
+            f"got {','.join(map(str, exits)) or 'none'}"
+        )
+    return exits
+
+
+class MultiExit(nn.Module):
+    """A backbone with a head after each layer in `exits`. num_labels is 1 for regression."""
+
+    def __init__(self, backbone: Bert, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+        super().__init__()
+        if pool not in POOLS:
+            raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool = num_labels, pool
+        self.backbone = backbone
+        self.heads = nn.ModuleList(ExitHead(backbone.config.hidden_size, num_labels, pool) for _ in exits)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """Logits (B, C) of every exit. The three inputs are (B, T) int64."""
+        mask = padding_mask(attention_mask)
+        hidden, depth, logits = self.backbone.embed(input_ids, token_type_ids), 0, []
+        for layer, head in zip(self.exits, self.heads):
+            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
+            logits.append(head(hidden, mask))
+        return logits
+
+
+class TorchState(NamedTuple):
+    hidden: Tensor  # (B, T, D)
+    mask: Tensor | None  # (B, 1, 1, T)
+
+    @torch.inference_mode()
+    def keep(self, rows: np.ndarray) -> "TorchState":
+        index = torch.from_numpy(rows).to(self.hidden.device)
+        return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
+
+
+class TorchSegments:
+    """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
+
+    def __init__(self, model: MultiExit):
+        self.model = model.eval()
+        self.exits = model.exits
+        self.device = next(model.parameters()).device
+        self.starts = (0, *model.exits)
+
+    @torch.inference_mode()
+    def start(self, inputs) -> TorchState:
+        input_ids, attention_mask, token_type_ids = (
+            torch.from_numpy(array).to(self.device)
+            for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+        )
+        return TorchState(self.model.backbone.embed(input_ids, token_type_ids), padding_mask(attention_mask))
+
+    @torch.inference_mode()
+    def advance(self, k: int, state: TorchState) -> TorchState:
+        hidden = self.model.backbone.run_layers(state.hidden, state.mask, self.starts[k], self.exits[k])
+        return TorchState(hidden, state.mask)
+
+    @torch.inference_mode()
+    def read(self, k: int, state: TorchState) -> Reading:
+        return Reading(self.model.heads[k](state.hidden, state.mask).float().cpu().numpy())
+
+    def layer_passes(self, k: int) -> int:
+        return self.exits[k] - self.starts[k]
+
+    def flops(self, k: int, state: TorchState) -> tuple[float, float]:
+        config, tokens = self.model.backbone.config, state.hidden.shape[1]
+        layers = self.layer_passes(k) * layer_flops(config.hidden_size, config.intermediate_size, tokens)
+        return layers, head_flops(config.hidden_size, self.model.num_labels, tokens if self.model.pool == "mean" else 0)
+
+
+def layer_flops(width: int, intermediate: int, tokens: int) -> float:
+    """One post-norm layer on one row: the matrix products, a multiply-add as two operations."""
+    projections = 4 * width * width + 2 * width * intermediate
+    return 2.0 * tokens * projections + 4.0 * tokens * tokens * width
+
+
+def head_flops(width: int, num_labels: int, averaged_tokens: int) -> float:
+    """One exit head on one row, with the mean over tokens where there is one."""
+    return 2.0 * width * (width + num_labels) + float(averaged_tokens * width)

@@ -1,0 +1,173 @@
+"""When to stop. A rule is asked at every exit but the last, which takes whoever is left.
+
+    rule.plan(inputs) -> (B,) exit index, or None      known without this row's logits; None: not yet, or never
+    rule.stop(k, reading, memory) -> (B,) bool         decided at exit k; memory is arrays by row, kept with the rows
+    rule.reads                                         False where no head before a row's own exit need be read
+    rule.flops(classes)                                what one decision costs for one row
+    rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
+
+Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mini_ee.confidence import MEASURES
+
+
+class Rule:
+    """What all rules share: never plan, always read."""
+
+    name = ""
+    reads = True
+
+    def plan(self, inputs) -> np.ndarray | None:
+        return None
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        return np.zeros(len(reading.logits), bool)
+
+    def check(self, num_exits: int) -> None:
+        """Raise ValueError where the rule does not fit a model with so many exits."""
+
+    def flops(self, classes: int) -> float:
+        return 0.0
+
+    def to_dict(self) -> dict:
+        return {"name": self.name} | self.__dict__
+
+
+@dataclass(frozen=True)
+class NeverExit(Rule):
+    """Every row runs to the last exit; only that head is read. The full model."""
+
+    name = "never"
+    reads = False
+
+
+@dataclass(frozen=True)
+class FixedExit(Rule):
+    """Every row leaves at one exit, whatever it says. `exit` is an index into exits, from 0."""
+
+    exit: int
+    name = "fixed"
+    reads = False
+
+    def plan(self, inputs) -> np.ndarray:
+        return np.full(len(inputs), self.exit)
+
+    def check(self, num_exits: int) -> None:
+        if not 0 <= self.exit < num_exits:
+            raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit}")
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """Leave where a confidence is at least the threshold: one number, or one for each exit (the last is not asked).
+
+    Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy).
+    inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
+    """
+
+    threshold: float | tuple[float, ...]
+    measure: str = "max_probability"
+    name = "threshold"
+
+    def __post_init__(self):
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {self.measure!r}")
+        several = isinstance(self.threshold, Sequence) and not isinstance(self.threshold, str)
+        value = tuple(map(float, self.threshold)) if several else float(self.threshold)
+        object.__setattr__(self, "threshold", value)
+        _, least, most = MEASURES[self.measure]
+        for value in np.atleast_1d(self.threshold):
+            if not (least <= value <= most or np.isinf(value)):
+                raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
+        return MEASURES[self.measure][0](reading.logits) >= threshold
+
+    def check(self, num_exits: int) -> None:
+        if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
+            raise ValueError(f"expected one threshold or {num_exits}, one for each exit, got {len(self.threshold)}")
+
+    def to_dict(self) -> dict:
+        written = [str(t) if np.isinf(t) else t for t in np.atleast_1d(self.threshold).tolist()]  # JSON has no infinity
+        return super().to_dict() | {"threshold": written if isinstance(self.threshold, tuple) else written[0]}
+
+    def flops(self, classes: int) -> float:
+        return 5.0 * classes  # shift, exponential, sum, logarithm, comparison
+
+
+@dataclass(frozen=True)
+class Patience(Rule):
+    """Leave when `patience` exits in a row repeat the prediction of the exit before them.
+
+    Source: PABEE (Zhou et al. 2020): patience t needs t + 1 equal predictions. For regression (C = 1) two
+    predictions are equal when they differ by less than `tolerance`.
+    """
+
+    patience: int
+    tolerance: float = 0.5
+    name = "patience"
+
+    def __post_init__(self):
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least 1, got {self.patience}")
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        if reading.logits.shape[1] == 1:
+            prediction = reading.logits[:, 0]
+            same = abs(prediction - memory.get("prediction", np.inf)) < self.tolerance
+        else:
+            prediction = reading.logits.argmax(axis=1)
+            same = prediction == memory.get("prediction", -1)
+        memory["streak"] = np.where(same, memory.get("streak", 0) + 1, 0)
+        memory["prediction"] = prediction
+        return memory["streak"] >= self.patience
+
+    def flops(self, classes: int) -> float:
+        return classes + 3.0
+
+
+@dataclass(frozen=True)
+class PatienceConfidence(Rule):
+    """Leave when `patience` exits in a row were confident, whatever they predicted.
+
+    Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` of at least `threshold`, as in Threshold.
+    """
+
+    patience: int
+    threshold: float
+    measure: str = "max_probability"
+    name = "patience-confidence"
+
+    def __post_init__(self):
+        Patience(self.patience)
+        Threshold(self.threshold, self.measure)
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        confident = MEASURES[self.measure][0](reading.logits) >= self.threshold
+        memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
+        return memory["streak"] >= self.patience
+
+    def flops(self, classes: int) -> float:
+        return 5.0 * classes + 2.0
+
+
+RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence)}
+
+
+def rule_from_dict(config: dict) -> Rule:
+    """The rule that `to_dict` described. Raises ValueError for an unknown name, key or value."""
+    settings = dict(config)
+    name = settings.pop("name", None)
+    if name not in RULES:
+        raise ValueError(f"the rule must be one of {', '.join(RULES)}, found {name!r}")
+    try:
+        return RULES[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"the rule {name} does not take these settings: {error}") from None
