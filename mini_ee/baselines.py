@@ -1,0 +1,71 @@
+"""Training recipes that the papers compare with. A recipe gives the stages that training.py runs.
+
+    joint        one stage; the exits' losses summed with their depth as weight (ConsistentEE, Eq. 1; PABEE)
+    two-stage    fine-tune for the last exit, freeze, train the other heads (DeeBERT, Xin et al. 2020)
+"""
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from mini_ee.exits import MultiExit
+from mini_ee.training import Stage
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy for class indices, mean squared error for float labels (C = 1); in float32."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits.float()[:, 0], labels)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def depth_weighted_sum(losses, exits: tuple[int, ...]):
+    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit.
+
+    >>> depth_weighted_sum([1.0, 4.0], (1, 3))
+    3.25
+    """
+    return sum(depth * loss for depth, loss in zip(exits, losses, strict=True)) / sum(exits)
+
+
+def joint(model: MultiExit) -> list[Stage]:
+    """All exits and the backbone at once, under Eq. 1."""
+    return [
+        Stage(
+            name="joint",
+            learns=lambda name: not _unused(name),
+            loss=lambda logits, labels: depth_weighted_sum([task_loss(each, labels) for each in logits], model.exits),
+            score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
+        )
+    ]
+
+
+def two_stage(model: MultiExit) -> list[Stage]:
+    """DeeBERT: first backbone and last head, as any fine-tuning; then the other heads, on the frozen backbone."""
+    last = f"heads.{len(model.exits) - 1}."
+    stages = [
+        Stage(
+            name="fine-tune",
+            learns=lambda name: (name.startswith("backbone.") and not _unused(name)) or name.startswith(last),
+            loss=lambda logits, labels: task_loss(logits[-1], labels),
+            score=lambda scores: float(scores[-1]),
+        )
+    ]
+    if len(model.exits) > 1:
+        stages.append(
+            Stage(
+                name="heads",
+                learns=lambda name: name.startswith("heads.") and not name.startswith(last),
+                loss=lambda logits, labels: sum(task_loss(each, labels) for each in logits[:-1]),
+                score=lambda scores: float(np.mean(scores[:-1])),
+            )
+        )
+    return stages
+
+
+def _unused(name: str) -> bool:
+    """Parts of the backbone that no exit reads: they keep their pretrained values."""
+    return name.startswith(("backbone.poolers.", "backbone.lm_head."))
+
+
+RECIPES = {"joint": joint, "two-stage": two_stage}

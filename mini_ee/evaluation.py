@@ -1,0 +1,178 @@
+"""Accuracy against layers and against measured time, for any segments and any rule.
+
+What a model says at each exit is recorded once; rules are then replayed on the record, through the same loop. Time is
+always measured on the model itself, the compared things interleaved batch by batch in one process.
+"""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mini_ee.confidence import max_probability
+from mini_ee.early_exit import ExitResult, Recorded, early_exit, read_every_exit
+from mini_ee.rules import NeverExit, Patience, Rule, Threshold
+from mini_ee.tasks import Encoded, Task, batches
+
+TIMED_ROWS = 1024  # time is measured on this many rows at most, drawn with a seed
+REPEATS = 3  # of each batch; the median counts
+CANDIDATES = 100  # thresholds tried by `default_rule`
+
+
+class Record(NamedTuple):
+    """What every exit says of N rows, and what the full model costs."""
+
+    segments: Recorded
+    logits: np.ndarray  # (N, K, C)
+    full_flops: float  # mean over rows: all layers, last head only
+
+    def replay(self, rule: Rule) -> ExitResult:
+        """The loop on the record. Its cost holds layers and operations; its seconds mean nothing."""
+        return early_exit(self.segments, rule, range(len(self.logits)))
+
+
+def record(segments, encoded: Encoded, batch_size: int, progress: str | None = None) -> Record:
+    """Read every exit for every row. `progress` names the bar that is shown where this takes long."""
+    order = list(batches(encoded, batch_size))
+    parts = []
+    for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
+        parts.append(read_every_exit(segments, encoded.batch(rows)))
+    back = np.argsort(np.concatenate(order))
+    logits, flops = (np.concatenate(part)[back] for part in zip(*parts))
+    passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
+    full = flops[:, :, 0].sum(axis=1) + flops[:, -1, 1]
+    return Record(Recorded(segments.exits, logits, flops, passes), logits, float(full.mean()))
+
+
+def predictions(logits: np.ndarray) -> np.ndarray:
+    """(N, C) logits -> (N,): the class index, or the value itself for regression (C = 1)."""
+    return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(axis=1)
+
+
+def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
+    """One of the task's metrics at every exit, over all rows."""
+    return [task.score(predictions(recorded.logits[:, k]), labels)[metric] for k in range(recorded.logits.shape[1])]
+
+
+def default_rule(recorded: Record, task: Task, labels: np.ndarray, max_loss: float) -> Rule:
+    """The rule that saves most layers on these rows and scores within max_loss of the last exit.
+
+    For classes a threshold on the max probability, among quantiles of what the exits say; for regression a patience.
+    NeverExit where no candidate qualifies.
+    """
+    num_exits = recorded.logits.shape[1]
+    if task.regression:
+        candidates = [Patience(patience) for patience in range(1, num_exits)]
+    else:
+        seen = [max_probability(recorded.logits[:, k]) for k in range(num_exits - 1)]
+        levels = np.quantile(np.concatenate(seen), np.linspace(0, 1, CANDIDATES)) if seen else []
+        candidates = [Threshold(float(min(level, 1.0))) for level in levels]
+    full = task.score(predictions(recorded.logits[:, -1]), labels)["score"]
+    best, best_layers = NeverExit(), float(recorded.segments.exits[-1])
+    for rule in candidates:
+        result = recorded.replay(rule)
+        good = task.score(predictions(result.logits), labels)["score"] >= full - max_loss
+        if good and result.layers_run.mean() < best_layers:
+            best, best_layers = rule, float(result.layers_run.mean())
+    return best
+
+
+def sweep_rules(num_labels: int, num_exits: int, count: int) -> list[Rule]:
+    """The rules of a speed-accuracy curve: `count` thresholds evenly in (1/#labels, 1), as LoRAExit has them.
+
+    For regression (num_labels = 1) every patience instead.
+    """
+    if num_labels == 1:
+        return [Patience(patience) for patience in range(1, num_exits)]
+    return [Threshold(float(value)) for value in np.linspace(1 / num_labels, 1, count + 2)[1:-1]]
+
+
+def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
+    """Score, depth and operations of one result, under DESIGN.md's JSON keys."""
+    num_layers = recorded.segments.exits[-1]
+    mean_layers = float(result.layers_run.mean())
+    return task.score(predictions(result.logits), labels) | {
+        "mean_layers": mean_layers,
+        "layers_saved": 1 - mean_layers / num_layers,
+        "layer_passes": float(result.cost.layer_passes.mean()),
+        "flops_ratio": float(result.cost.flops.mean()) / recorded.full_flops,
+        "exit_counts": np.bincount(result.exit_index, minlength=len(recorded.segments.exits)).tolist(),
+    }
+
+
+def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarray]:
+    """Batches of row indices to measure time on: all rows, or TIMED_ROWS of them drawn with the seed, by length."""
+    order = list(batches(encoded, batch_size))
+    most = max(1, TIMED_ROWS // batch_size)
+    if len(order) <= most:
+        return order
+    chosen = np.random.default_rng(seed).permutation(len(order))[:most]
+    return [order[i] for i in sorted(chosen)]
+
+
+def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS) -> np.ndarray:
+    """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
+
+    runs: (segments, rule, encoded) each. All runs take turns on each batch, so that a drift of the machine hits all.
+    """
+    for segments, rule, encoded in runs:
+        early_exit(segments, rule, encoded.batch(order[0]))  # warm
+    total = np.zeros(len(runs))
+    for rows in tqdm(order, desc="timing", unit="batch", delay=2):
+        inputs = [encoded.batch(rows) for _, _, encoded in runs]
+        seconds = np.zeros((repeats, len(runs)))
+        for repeat in range(repeats):
+            for number, (segments, rule, _) in enumerate(runs):
+                begin = time.perf_counter()
+                early_exit(segments, rule, inputs[number])
+                seconds[repeat, number] = time.perf_counter() - begin
+        total += np.median(seconds, axis=0)
+    return total
+
+
+def evaluate(
+    segments, rule: Rule, task: Task, split: str, encoded: Encoded, batch_size: int, sweep: int, seed: int
+) -> dict:
+    """Accuracy, layers and measured speed-up of one rule on one split.
+
+    With `sweep` above 0 also `rows`: the same of a curve of so many thresholds.
+    Raises ValueError where the split has no labels.
+    """
+    labels = labels_of(task, split)
+    rule.check(len(segments.exits))
+    rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
+    recorded = record(segments, encoded, batch_size, progress="reading")
+    main = recorded.replay(rule)
+    order = timed_batches(encoded, batch_size, seed)
+    runs = [(segments, each, encoded) for each in (NeverExit(), rule, *rules)]
+    full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
+    answer = {"task": task.name, "split": split} | summary(main, recorded, task, labels)
+    answer |= {
+        "exits": list(segments.exits),
+        "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
+        "per_exit_score": (scores := exit_scores(recorded, task, labels)),
+        "full_score": scores[-1],
+        "seconds": seconds,
+        "full_seconds": full_seconds,
+        "speedup": full_seconds / seconds,
+        "timed_rows": sum(map(len, order)),
+        "batch_size": batch_size,
+        "rows_truncated": encoded.truncated,
+        "rule": rule.to_dict(),
+    }
+    if sweep:
+        answer["rows"] = [
+            {"rule": each.to_dict(), **summary(recorded.replay(each), recorded, task, labels),
+             "seconds": each_seconds, "speedup": full_seconds / each_seconds}
+            for each, each_seconds in zip(rules, sweep_seconds)
+        ]
+    return answer
+
+
+def labels_of(task: Task, split: str) -> np.ndarray:
+    """The labels of a split, or ValueError where it has none."""
+    labels = task.split(split).labels
+    if labels is None:
+        raise ValueError(f"{task.name}: the split {split} has no labels; choose another with --split")
+    return labels

@@ -1,0 +1,135 @@
+"""A run on disk: what is written is read back the same; what was damaged is told, in one line, and never loaded."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee.baselines import joint
+from mini_ee.checkpoint import read_json, write_json
+from mini_ee.early_exit import early_exit
+from mini_ee.rules import Threshold
+from mini_ee.runs import load_run
+from mini_ee.tasks import load_task
+from mini_ee.training import TrainConfig, train_run
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    train_run(out, "joint", joint, checkpoint_folder, load_task(task_folder), TrainConfig(epochs=1, batch_size=8))
+    return out
+
+
+@pytest.fixture
+def copy(run_folder, tmp_path):
+    return shutil.copytree(run_folder, tmp_path / "copy")
+
+
+def answers(run):
+    encoded = run.tokenizer.encode([("the film was lovely",), ("a very dull song",)])
+    return early_exit(run.segments(), Threshold(0.5001), encoded.batch(np.arange(2))).logits
+
+
+def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder):
+    assert sorted(path.name for path in run_folder.iterdir()) == [
+        "config.json", "metrics.json", "model.safetensors", "tokenizer.json",
+    ]
+    config = json.loads((run_folder / "config.json").read_text())
+    assert config["format_version"] == 1 and config["method"] == "joint" and config["exits"] == [1, 2, 3]
+    assert config["task"] == {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"]}
+    assert {"backbone", "rule", "seed", "versions", "pool", "max_length", "training", "files"} <= config.keys()
+
+
+def test_a_run_is_read_back_as_it_was_and_loading_draws_no_random_numbers(run_folder):
+    torch.manual_seed(1)
+    first = answers(load_run(run_folder))
+    drawn = torch.rand(2)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(2), drawn)
+    assert np.array_equal(first, answers(load_run(run_folder)))
+
+
+def test_a_byte_flipped_anywhere_in_a_run_is_told_or_changes_nothing(run_folder, tmp_path):
+    rng, expected, told = random.Random(0), answers(load_run(run_folder)), 0
+    for number in range(160):
+        folder = shutil.copytree(run_folder, tmp_path / str(number))
+        path = rng.choice(sorted(folder.iterdir()))
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            run = load_run(folder)
+        except (ValueError, FileNotFoundError) as error:
+            assert "\n" not in str(error) and str(folder) in str(error)
+            told += 1
+        else:
+            assert np.array_equal(answers(run), expected)
+            assert run.config == load_run(run_folder).config
+        shutil.rmtree(folder)
+    assert told > 120
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(FileNotFoundError, match="no run here" if name == "config.json" else name):
+        load_run(copy)
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "model.safetensors", "tokenizer.json"])
+def test_a_truncated_file_is_named(copy, name):
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"{name}.*damaged"):
+        load_run(copy)
+
+
+def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, task_folder):
+    other = tmp_path / "other"
+    config = TrainConfig(epochs=1, batch_size=8, seed=1)
+    train_run(other, "joint", joint, checkpoint_folder, load_task(task_folder), config)
+    shutil.copy(other / "model.safetensors", copy / "model.safetensors")
+    with pytest.raises(ValueError, match="checksum"):
+        load_run(copy)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"format_version": 2}, "format_version 1, found 2"),
+        ({"exits": [2, 1, 3]}, "ascend"),
+        ({"exits": [1, 2]}, "end at the last layer, 3"),
+        ({"rule": {"name": "oracle"}}, "'oracle'"),
+        ({"rule": {"name": "threshold", "threshold": 7}}, "from 0.0 to 1.0, got 7"),
+        ({"pool": "max"}, "pool must be"),
+    ],
+)
+def test_a_config_that_says_something_else_is_refused(copy, change, message):
+    write_json(copy / "config.json", read_json(copy / "config.json") | change)
+    with pytest.raises(ValueError, match=message):
+        load_run(copy)
+
+
+def test_a_config_without_a_key_is_refused(copy):
+    config = read_json(copy / "config.json")
+    del config["pool"]
+    write_json(copy / "config.json", config)
+    with pytest.raises(ValueError, match="no key 'pool'"):
+        load_run(copy)
+
+
+def test_an_edited_config_is_told(copy):
+    text = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ValueError, match="damaged or edited"):
+        load_run(copy)
+
+
+def test_an_unfinished_training_is_pointed_to(tmp_path):
+    (tmp_path / "run.training").mkdir()
+    with pytest.raises(FileNotFoundError, match="--resume"):
+        load_run(tmp_path / "run")
