@@ -1,0 +1,172 @@
+"""The command line: arguments in, one answer out. What the commands do stands in commands.py.
+
+Exit status 0; 1 for a failure; 2 for wrong arguments. Errors are one line on standard error.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mini_ee import __version__
+from mini_ee.confidence import MEASURES
+from mini_ee.rules import RULES
+from mini_ee.tasks import TOY
+
+METHODS = ("joint", "two-stage")
+BENCHMARKS = ("backbone", "exit-tax", "batch")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, help with a working example."""
+
+    def __init__(self, *args, example: str = "", **kwargs):
+        super().__init__(
+            *args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example:\n  {example}" if example else None, **kwargs,
+        )
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parser() -> Parser:
+    """The whole command line."""
+    main = Parser("mini-ee", description="Early-exit transformers from scratch.")
+    main.add_argument("--version", action="version", version=__version__)
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str, example: str) -> Parser:
+        sub = commands.add_parser(name, help=help, description=help, example=example)
+        sub.add_argument("--json", action="store_true", help="print exactly one JSON object")
+        sub.add_argument("--seed", type=_count, default=0, help="0 by default")
+        sub.add_argument("--threads", type=_positive, help="processor threads; torch's choice by default")
+        return sub
+
+    sub = command("demo", "the main job: train exits, decide when to stop, show accuracy against measured time",
+                  "mini-ee demo --model ../shared/weights/all-MiniLM-L6-v2 --task ../shared/data/SST-2 --max-train 6000")
+    _add_training(sub)
+    sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there; mini-ee-demo")
+
+    sub = command("train", "give a checkpoint exits and train them", "mini-ee train joint --out run")
+    sub.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    _add_training(sub)
+    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder for the trained model; must not be there")
+    sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
+
+    sub = command("evaluate", "accuracy, layers saved and measured speed-up of a run", "mini-ee evaluate run --sweep")
+    sub.add_argument("run", type=Path, metavar="RUN")
+    _add_evaluation(sub)
+    _add_rule(sub)
+    sub.add_argument("--sweep", action="store_true", help="also 51 thresholds evenly in (1/#labels, 1)")
+
+    sub = command("compare", "several runs in one table, on one clock", "mini-ee compare run-a run-b")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    _add_evaluation(sub)
+
+    sub = command("classify", "one sentence through the exits, layer by layer",
+                  'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."')
+    sub.add_argument("run", type=Path, metavar="RUN")
+    sub.add_argument("--text", required=True, help="the sentence")
+    sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    _add_rule(sub)
+
+    sub = command("bench", "ratios measured side by side in one process", "mini-ee bench exit-tax --threads 2")
+    sub.add_argument("name", choices=(*BENCHMARKS, "all"), metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
+    sub.add_argument("--model", type=Path, help="weights of the minilm cases; random ones of that shape by default")
+    return main
+
+
+def _add_training(sub: Parser) -> None:
+    sub.add_argument("--model", type=Path, metavar="DIR", help="checkpoint folder; the built-in 12-layer BERT by default")
+    sub.add_argument("--task", default=TOY, metavar="DIR", help=f"task folder; the built-in {TOY} by default")
+    sub.add_argument("--exits", type=_integers, help="layers to leave at, such as 2,4,6; every layer by default")
+    sub.add_argument("--pool", choices=("first", "mean"), default="mean", help="what heads read; mean by default")
+    sub.add_argument("--epochs", type=_positive, default=3, help="3 by default")
+    sub.add_argument("--lr", type=float, help="learning rate of the backbone; 5e-5, for the built-in one 2e-4")
+    sub.add_argument("--head-lr", type=float, default=5e-4, help="5e-4 by default")
+    sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default")
+    sub.add_argument("--max-train", type=_positive, metavar="N", help="train on N rows at most, drawn with the seed")
+    sub.add_argument("--max-length", type=_positive, default=128, metavar="TOKENS", help="longer texts are cut; 128")
+    sub.add_argument("--max-loss", type=_share, default=0.01, help="the default rule may lose this much score; .01")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+
+
+def _add_evaluation(sub: Parser) -> None:
+    sub.add_argument("--task", default=TOY, metavar="DIR", help=f"task folder; the built-in {TOY} by default")
+    sub.add_argument("--split", help="dev by default where there is one, else test")
+    sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default; 1 shows latency")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+
+
+def _add_rule(sub: Parser) -> None:
+    sub.add_argument("--rule", choices=tuple(RULES), help="instead of the run's own rule")
+    sub.add_argument("--threshold", type=_numbers, help="one number, or one for each exit: .8,.8,.9")
+    sub.add_argument("--measure", choices=tuple(MEASURES), default="max_probability", help="what the threshold is on")
+    sub.add_argument("--patience", type=_positive, help="exits in a row, for patience and patience-confidence")
+    sub.add_argument("--layer", type=_positive, help="for fixed: the layer at which all leave")
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return value
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or several with commas, found {text!r}") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = parser().parse_args(argv)
+    prog = f"mini-ee {args.command}"
+    from mini_ee import commands  # torch takes a second to import: wrong arguments are told before
+
+    try:
+        answer = commands.run(args)
+    except KeyboardInterrupt:
+        print(f"{prog}: stopped", file=sys.stderr)
+        return 130
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, commands.WrongArguments) as error:
+        print(f"{prog}: {_line(error)}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"{prog}: {_line(error)}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(answer, allow_nan=False))
+    return 0
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The main job, end to end: take an encoder, give it exits, decide when to stop, show accuracy against measured time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.baselines import joint
+from mini_ee.checkpoint import atomic_folder, write_bytes, write_json
+from mini_ee.evaluation import evaluate, labels_of, measure_seconds, predictions, record, timed_batches
+from mini_ee.report import can_draw, draw_exits_by_hardness, draw_speed_accuracy, table, text_plot
+from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.tasks import Task
+from mini_ee.training import TrainConfig, train_run
+
+CURVE_POINTS = 9  # thresholds whose time is measured
+
+EXIT_COLUMNS = {
+    "layer": "layer",
+    "score": "score:.3f",
+    "share": "share leaving:.1%",
+    "seconds": "seconds:.3f",
+    "speedup": "speed-up:.2f",
+}
+CURVE_COLUMNS = {
+    "threshold": "threshold:.2f",
+    "score": "score:.3f",
+    "mean_layers": "mean layers:.2f",
+    "layers_saved": "layers saved:.1%",
+    "seconds": "seconds:.3f",
+    "speedup": "speed-up:.2f",
+}
+HARDNESS_COLUMNS = {"hardness": "hardness", "count": "sentences", "score": "score:.3f", "mean_layers": "mean layers:.2f"}
+
+
+def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Callable[[str], None], **options) -> dict:
+    """Train `joint`, evaluate, and write report.md, pictures and the run itself to the folder `out`.
+
+    say: called with each piece of text as it is ready; options: what train_run takes. Returns the JSON answer.
+    """
+    split = task.default_split
+    labels = labels_of(task, split)
+    with atomic_folder(out, replace=True) as folder:
+        run = train_run(folder / "run", "joint", joint, model_folder, task, config, **options)
+        segments, exits = run.segments(), run.model.exits
+        encoded = run.tokenizer.encode(task.split(split).texts)
+        say(f"Evaluating {len(labels)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
+        answer = {"method": "joint", **evaluate(segments, run.rule, task, split, encoded, config.batch_size, CURVE_POINTS, config.seed)}
+        answer["curve"] = answer.pop("rows")
+        answer["rows"] = _exit_rows(segments, task, encoded, answer, config)
+        if task.split(split).hardness:
+            answer["hardness"] = _hardness_rows(run, task, split, encoded, config.batch_size)
+        text = _report(answer, exits)
+        say(text)
+        pictures = []
+        if can_draw():
+            draw_speed_accuracy(folder / "speed_accuracy.png", answer)
+            pictures.append("speed_accuracy.png")
+            if "hardness" in answer:
+                draw_exits_by_hardness(folder / "exits_by_hardness.png", answer)
+                pictures.append("exits_by_hardness.png")
+        else:
+            say(_curve_plot(answer))
+        write_json(folder / "demo.json", answer)
+        plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
+        write_bytes(folder / "report.md", f"# mini-ee demo\n\n```\n{text}\n```\n\n{plot}\n".encode())
+    say(f"Report: {out / 'report.md'}" + "".join(f", {out / name}" for name in pictures))
+    return answer | {"report": str(out), "run": str(out / "run"), "pictures": [str(out / name) for name in pictures]}
+
+
+def _exit_rows(segments, task: Task, encoded, answer: dict, config: TrainConfig) -> list[dict]:
+    """One row an exit: its score on all sentences, the share that leaves there, the time when all leave there."""
+    runs = [(segments, rule, encoded) for rule in (NeverExit(), *map(FixedExit, range(len(segments.exits))))]
+    full, *seconds = measure_seconds(runs, timed_batches(encoded, config.batch_size, config.seed), repeats=1)
+    total = sum(answer["exit_counts"])
+    return [
+        {"layer": layer, "score": score, "share": count / total, "seconds": float(each), "speedup": float(full / each)}
+        for layer, score, count, each in zip(segments.exits, answer["per_exit_score"], answer["exit_counts"], seconds)
+    ]
+
+
+def _hardness_rows(run, task: Task, split: str, encoded, batch_size: int) -> list[dict]:
+    """The built-in task knows how hard each sentence was made: where each kind leaves, and how often it is right."""
+    recorded = record(run.segments(), encoded, batch_size)
+    result, data = recorded.replay(run.rule), task.split(split)
+    kinds = np.array(data.hardness)
+    rows = []
+    for kind in dict.fromkeys(data.hardness):
+        chosen = kinds == kind
+        rows.append({
+            "hardness": kind,
+            "count": int(chosen.sum()),
+            "score": task.score(predictions(result.logits[chosen]), data.labels[chosen])["score"],
+            "mean_layers": float(result.layers_run[chosen].mean()),
+            "exit_counts": np.bincount(result.exit_index[chosen], minlength=len(run.model.exits)).tolist(),
+        })
+    return sorted(rows, key=lambda row: row["mean_layers"])
+
+
+def _report(answer: dict, exits: tuple[int, ...]) -> str:
+    best = max((row for row in answer["curve"] if row["score"] >= answer["full_score"] - 0.01),
+               key=lambda row: row["layers_saved"], default=None)
+    curve = [row | {"threshold": row["rule"].get("threshold", row["rule"].get("patience"))} for row in answer["curve"]]
+    parts = [
+        f"Each exit on its own ({answer['task']} {answer['split']}; time of {answer['timed_rows']} sentences, "
+        f"batch {answer['batch_size']}):",
+        table(answer["rows"], EXIT_COLUMNS),
+        "",
+        "Leave when the max probability reaches a threshold:" if "threshold" in answer["curve"][0]["rule"] else "Leave by patience:",
+        table(curve, CURVE_COLUMNS),
+        "",
+        f"Full model {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
+        f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, {answer['speedup']:.2f} times as fast.",
+    ]
+    if best:
+        parts.append(f"Within one point of the full model, this curve saves up to {best['layers_saved']:.0%} of the layers.")
+    if "hardness" in answer:
+        parts += ["", "The layer a sentence needs, against the hardness it was made with:",
+                  table(answer["hardness"], HARDNESS_COLUMNS)]
+    return "\n".join(parts)
+
+
+def _curve_plot(answer: dict) -> str:
+    return text_plot([(row["speedup"], row["score"]) for row in answer["curve"] + answer["rows"]], "speed-up", "score")

@@ -1,0 +1,252 @@
+"""The command line: the answers of DESIGN.md as one JSON object, and wrong input as one line."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mini_ee import checkpoint
+from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
+from mini_ee.baselines import RECIPES
+from mini_ee.bench import BENCHES
+from mini_ee.runs import load_run
+
+FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
+    out = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", "joint", "--model", str(checkpoint_folder), "--task", str(task_folder), "--out", str(out), *FAST]) == 0
+    return out
+
+
+def answer(capsys, *argv):
+    """The one JSON object that a command prints."""
+    assert main([*map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv):
+    """The one line and the status of a command that fails."""
+    try:
+        status = main([*map(str, argv)])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    line = printed.err.splitlines()[-1]
+    assert status in (1, 2) and printed.out == "" and "Traceback" not in printed.err
+    assert len(printed.err.splitlines()) == 1, printed.err
+    return line
+
+
+def test_methods_and_benchmarks_are_those_that_there_are():
+    assert set(METHODS) == set(RECIPES) and BENCHMARKS == tuple(BENCHES)
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    for command in ("demo", "train", "evaluate", "compare", "classify", "bench"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0 and f"example:\n  mini-ee {command}" in capsys.readouterr().out
+
+
+def test_the_examples_in_the_help_parse():
+    import shlex
+
+    for sub in parser()._subparsers._group_actions[0].choices.values():
+        parser().parse_args(shlex.split(sub.epilog.partition("mini-ee ")[2]))
+
+
+def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
+    said = answer(capsys, "train", "two-stage", "--model", checkpoint_folder, "--task", task_folder,
+                  "--out", tmp_path / "run", "--exits", "1,3", "--pool", "first", "--seed", "3", *FAST)
+    assert said["method"] == "two-stage" and said["exits"] == [1, 3] and said["seed"] == 3
+    assert {"task", "split", "accuracy", "mean_layers", "layers_saved", "rule", "versions", "threads"} <= said.keys()
+    assert load_run(tmp_path / "run").model.pool == "first"
+
+
+def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_folder):
+    said = answer(capsys, "evaluate", run_folder, "--task", task_folder, "--sweep")
+    assert {
+        "method", "task", "split", "accuracy", "exits", "exit_counts", "per_exit_accuracy", "mean_layers", "layers_saved",
+        "layer_passes", "speedup", "seconds", "flops_ratio", "rule", "versions", "seed", "threads",
+    } <= said.keys()
+    assert said["split"] == "dev" and said["exits"] == [1, 2, 3] and sum(said["exit_counts"]) == 20
+    assert len(said["per_exit_accuracy"]) == 3 and len(said["rows"]) == 51
+    thresholds = [row["rule"]["threshold"] for row in said["rows"]]
+    assert thresholds[0] > 0.5 and thresholds[-1] < 1 and thresholds == sorted(thresholds)
+    depths = [row["mean_layers"] for row in said["rows"]]
+    assert depths == sorted(depths)
+    assert said["layers_saved"] == pytest.approx(1 - said["mean_layers"] / 3)
+
+
+@pytest.mark.parametrize(
+    "options, depth",
+    [(["--rule", "never"], 3), (["--layer", "2"], 2), (["--threshold", "0"], 1), (["--threshold", "inf,0,0"], 2),
+     (["--patience", "2"], 3), (["--rule", "patience-confidence", "--patience", "2", "--threshold", "0"], 2),
+     (["--measure", "entropy", "--threshold=-inf"], 1)],
+)
+def test_a_rule_may_be_given_instead_of_the_runs_own(capsys, run_folder, task_folder, options, depth):
+    assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] <= depth
+    if "2" not in options[:2]:
+        assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] == depth
+
+
+def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
+    said = answer(capsys, "compare", run_folder, run_folder, "--task", task_folder)
+    assert len(said["rows"]) == 2 and said["split"] == "dev"
+    assert {"method", "accuracy", "mean_layers", "layers_saved", "seconds", "speedup"} <= said["rows"][0].keys()
+    assert said["rows"][0]["accuracy"] == said["rows"][1]["accuracy"]
+
+
+def test_classify_shows_every_layer_and_where_it_stopped(capsys, run_folder):
+    said = answer(capsys, "classify", run_folder, "--text", "the film was lovely", "--layer", "2")
+    assert [row["layer"] for row in said["rows"]] == [1, 2, 3] and said["layers"] == 2
+    assert [row["left_here"] for row in said["rows"]] == [False, True, False]
+    assert said["label"] == said["rows"][1]["label"] in ("bad", "good") and 0 < said["confidence"] <= 1
+
+
+def test_a_text_of_100000_characters_is_cut_and_counted(capsys, run_folder):
+    said = answer(capsys, "classify", run_folder, "--text", "the film was lovely " * 5000)
+    assert said["rows_truncated"] == 1
+
+
+def test_demo_ends_in_one_object_with_rows_and_a_report(capsys, tmp_path, checkpoint_folder, task_folder):
+    argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
+    said = answer(capsys, *argv)
+    assert [row["layer"] for row in said["rows"]] == [1, 2, 3] and sum(row["share"] for row in said["rows"]) == pytest.approx(1)
+    assert said["report"] == str(tmp_path / "demo") and (tmp_path / "demo" / "report.md").is_file()
+    assert len(said["curve"]) == 9 and load_run(said["run"]).config["method"] == "joint"
+    again = answer(capsys, *argv)
+    assert again["score"] == said["score"] and sorted(p.name for p in tmp_path.iterdir()) == ["demo"]
+
+
+def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
+    monkeypatch.setattr("mini_ee.demo.can_draw", lambda: False)
+    argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
+    assert main([*map(str, argv)]) == 0
+    assert "speed-up" in capsys.readouterr().out and not list((tmp_path / "demo").glob("*.png"))
+    assert "+-----" in (tmp_path / "demo" / "report.md").read_text()
+
+
+# ---- Wrong input ----
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--exits", "3,2"], "ascend"), (["--exits", "1,9"], "end at the last layer, 3"), (["--exits", "x"], "whole number"),
+        (["--epochs", "0"], "at least 1"), (["--lr", "-1"], "lr must be"), (["--pool", "max"], "first"),
+        (["--device", "cuda:99"], "use cpu"), (["--max-loss", "2"], "0 to 1"), (["--epoch", "3"], "--epoch"),
+        (["--model", "/nowhere"], "/nowhere"), (["--task", "/nowhere"], "/nowhere"), (["--max-length", "2"], "max_length"),
+    ],
+)
+def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder, task_folder, options, message):
+    line = refused(capsys, "train", "joint", "--model", checkpoint_folder, "--task", task_folder,
+                   "--out", tmp_path / "run", *options)
+    assert message in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--threshold", "1.5"], "from 0.0 to 1.0"), (["--threshold", "nan"], "nan"), (["--threshold", ".5,.5"], "one threshold or 3"),
+        (["--layer", "7"], "one of the exits 1,2,3"), (["--rule", "patience"], "needs --patience"),
+        (["--rule", "fixed", "--threshold", ".5"], "needs --layer"), (["--patience", "2", "--threshold", ".5"], "does not take"),
+        (["--split", "validation"], "validation"), (["--task", "reviews"], "trained on words"), (["--rule", "oracle"], "oracle"),
+    ],
+)
+def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder, options, message):
+    assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options)
+
+
+@pytest.mark.parametrize("text", ["", "   "])
+def test_an_empty_text_is_one_line(capsys, run_folder, text):
+    assert "empty" in refused(capsys, "classify", run_folder, "--text", text)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare", "classify"])
+def test_a_missing_run_is_one_line(capsys, command):
+    extra = ["--text", "x"] if command == "classify" else []
+    assert "no run here" in refused(capsys, command, "/nowhere", *extra)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "empty"), ("sentence\tlabel\n", "row"), ("sentence\nx\n", "label"), ("sentence\tlabel\ngood\n", "column"),
+        (b"sentence\tlabel\ncaf\xe9\t1\n", "UTF-8"), ("sentence\tlabel\na\tgood\nb\tugly\n", "ugly"),
+    ],
+)
+def test_a_broken_task_file_is_one_line_that_names_it(capsys, tmp_path, run_folder, task_folder, content, message):
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "train.jsonl").write_bytes((task_folder / "train.jsonl").read_bytes())
+    (folder / "dev.tsv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    line = refused(capsys, "evaluate", run_folder, "--task", folder)
+    assert "dev.tsv" in line and message in line
+
+
+def test_a_regression_refuses_confidence_and_takes_patience(capsys, tmp_path, checkpoint_folder):
+    folder = tmp_path / "sts-b"
+    folder.mkdir()
+    rows = [f"{i}\tx\tx\t{i}\tx\tx\tx\tthe {w} was good\tthe {v} was good\t{(i * 7) % 6:.1f}" for i, (w, v) in
+            enumerate([("film", "song"), ("meal", "room"), ("book", "film")] * 10)]
+    head = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text(head + "\n".join(rows) + "\n")
+    said = answer(capsys, "train", "joint", "--model", checkpoint_folder, "--task", folder, "--out", tmp_path / "run", *FAST)
+    assert {"pearson", "spearman", "score"} <= said.keys() and "accuracy" not in said
+    assert said["score"] == pytest.approx((said["pearson"] + said["spearman"]) / 2)
+    assert said["rule"]["name"] in ("patience", "never")
+    assert answer(capsys, "evaluate", tmp_path / "run", "--task", folder, "--patience", "1")["rule"]["name"] == "patience"
+    assert "no confidence" in refused(capsys, "evaluate", tmp_path / "run", "--task", folder, "--threshold", ".9")
+    assert isinstance(answer(capsys, "classify", tmp_path / "run", "--text", "the film", "--text-b", "the song")["label"], float)
+
+
+def test_an_output_folder_that_cannot_be_written_is_one_line(capsys, tmp_path, checkpoint_folder, task_folder):
+    (tmp_path / "file").write_text("")
+    line = refused(capsys, "train", "joint", "--out", tmp_path / "file" / "run", "--model", checkpoint_folder, "--task", task_folder, *FAST)
+    assert "file" in line
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_run(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    line = refused(capsys, "train", "joint", "--model", checkpoint_folder, "--task", task_folder,
+                   "--out", tmp_path / "run", *FAST)
+    assert "No space left" in line and not (tmp_path / "run").exists()
+
+
+def test_a_kill_at_any_moment_never_leaves_a_run_that_loads_wrong(tmp_path, checkpoint_folder, task_folder):
+    """kill -9 while it trains and writes; what is there loads, and what is not there can be resumed or begun anew."""
+    command = [sys.executable, "-m", "mini_ee", "train", "joint", "--model", str(checkpoint_folder),
+               "--task", str(task_folder), "--threads", "1", "--epochs", "40", *FAST[2:]]
+    begin = time.monotonic()
+    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    whole = time.monotonic() - begin
+    for number in range(5):
+        out = tmp_path / str(number)
+        process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(whole * (0.4 + 0.65 * number / 5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if not out.exists():
+            resume = ["--resume"] if (tmp_path / f"{number}.training" / "state.safetensors").exists() else []
+            for leftover in (tmp_path / f"{number}.training",) if not resume else ():
+                if leftover.exists():
+                    leftover.rmdir()
+            subprocess.run([*command, "--out", str(out), *resume], check=True, capture_output=True)
+        load_run(out)
+        found, expected = (checkpoint.read_tensors(folder / "model.safetensors") for folder in (out, tmp_path / "whole"))
+        assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
