@@ -22,8 +22,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args, example: str = "", **kwargs):
         super().__init__(
-            *args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=f"example:\n  {example}" if example else None, **kwargs,
+            *args,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example:\n  {example}" if example else None,
+            **kwargs,
         )
 
     def error(self, message: str):
@@ -43,15 +46,29 @@ def parser() -> Parser:
         sub.add_argument("--threads", type=_positive, help="processor threads; torch's choice by default")
         return sub
 
-    sub = command("demo", "the main job: train exits, decide when to stop, show accuracy against measured time",
-                  "mini-ee demo --model ../shared/weights/all-MiniLM-L6-v2 --task ../shared/data/SST-2 --max-train 6000")
+    sub = command(
+        "demo",
+        "the main job: train exits, decide when to stop, show accuracy against measured time",
+        "mini-ee demo --model ../shared/weights/all-MiniLM-L6-v2 --task ../shared/data/SST-2 --max-train 6000",
+    )
     _add_training(sub)
-    sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there; mini-ee-demo")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        default=Path("mini-ee-demo"),
+        help="report folder, replaced if there; mini-ee-demo",
+    )
 
     sub = command("train", "give a checkpoint exits and train them", "mini-ee train joint --out run")
     sub.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     _add_training(sub)
-    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder for the trained model; must not be there")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="RUN",
+        help="folder for the trained model; must not be there",
+    )
     sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
 
     sub = command("evaluate", "accuracy, layers saved and measured speed-up of a run", "mini-ee evaluate run --sweep")
@@ -64,8 +81,11 @@ def parser() -> Parser:
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     _add_evaluation(sub)
 
-    sub = command("classify", "one sentence through the exits, layer by layer",
-                  'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."')
+    sub = command(
+        "classify",
+        "one sentence through the exits, layer by layer",
+        'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."',
+    )
     sub.add_argument("run", type=Path, metavar="RUN")
     sub.add_argument("--text", required=True, help="the sentence")
     sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
@@ -79,7 +99,9 @@ def parser() -> Parser:
 
 
 def _add_training(sub: Parser) -> None:
-    sub.add_argument("--model", type=Path, metavar="DIR", help="checkpoint folder; the built-in 12-layer BERT by default")
+    sub.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint folder; the built-in 12-layer BERT by default"
+    )
     sub.add_argument("--task", default=TOY, metavar="DIR", help=f"task folder; the built-in {TOY} by default")
     sub.add_argument("--exits", type=_integers, help="layers to leave at, such as 2,4,6; every layer by default")
     sub.add_argument("--pool", choices=("first", "mean"), default="mean", help="what heads read; mean by default")

@@ -1,7 +1,7 @@
 """Training recipes that the papers compare with. A recipe gives the stages that training.py runs.
 
-    joint        one stage; the exits' losses summed with their depth as weight (ConsistentEE, Eq. 1; PABEE)
-    two-stage    fine-tune for the last exit, freeze, train the other heads (DeeBERT, Xin et al. 2020)
+joint        one stage; the exits' losses summed with their depth as weight (ConsistentEE, Eq. 1; PABEE)
+two-stage    fine-tune for the last exit, freeze, train the other heads (DeeBERT, Xin et al. 2020)
 """
 
 import numpy as np

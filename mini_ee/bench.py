@@ -1,9 +1,9 @@
 """Benchmarks: ratios of interleaved medians in one process, warm. A row is a case of DESIGN.md's list and its bar.
 
-    backbone    our forward over that of transformers, on the same weights
-    exit-tax    a run forced out at layer e, every head on the way read and judged, over e/L of the full model
-                without heads
-    batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
+backbone    our forward over that of transformers, on the same weights
+exit-tax    a run forced out at layer e, every head on the way read and judged, over e/L of the full model
+            without heads
+batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
 """
 
 import os
@@ -25,12 +25,22 @@ from mini_ee.rules import Rule, Threshold
 from mini_ee.tasks import Inputs
 
 MINILM = BertConfig(
-    model_type="bert", vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
-    intermediate_size=1536, max_position_embeddings=512,
+    model_type="bert",
+    vocab_size=30522,
+    hidden_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=12,
+    intermediate_size=1536,
+    max_position_embeddings=512,
 )
 BERT_BASE = BertConfig(
-    model_type="bert", vocab_size=30522, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
-    intermediate_size=3072, max_position_embeddings=512,
+    model_type="bert",
+    vocab_size=30522,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    max_position_embeddings=512,
 )
 MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
 WARM_ROUNDS = 3
@@ -54,8 +64,8 @@ def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
         ids, mask, _ = _tensors(_inputs(ours.config, batch, tokens, seed))
         with torch.inference_mode():
             expected = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
-            torch.testing.assert_close(ours.hidden_states(ids, mask)[-1], expected, atol=1e-5, rtol=0)
-            runs = [partial(ours.hidden_states, ids, mask), partial(theirs, input_ids=ids, attention_mask=mask)]
+            torch.testing.assert_close(ours(ids, mask), expected, atol=1e-5, rtol=0)
+            runs = [partial(ours, ids, mask), partial(theirs, input_ids=ids, attention_mask=mask)]
             own, other = medians(runs, f"backbone b{batch} t{tokens}")
         yield _row(f"minilm b{batch} t{tokens}", own, other, bar=0.90 if (batch, tokens) == (1, 32) else 1.03)
 
@@ -78,7 +88,7 @@ def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar
 
     @torch.inference_mode()
     def full_model():
-        return backbone.run_layers(backbone.embed(ids, types), None, 0, depth)
+        return backbone(ids, None, types)
 
     first_exit = segments.advance(0, segments.start(inputs))
 
@@ -155,7 +165,14 @@ def _forced_out(k: int, num_exits: int) -> Threshold:
 
 def _row(case: str, seconds: float, against: float, bar: float) -> dict:
     ratio = seconds / against
-    return {"case": case, "seconds": seconds, "against_seconds": against, "ratio": ratio, "bar": bar, "holds": ratio <= bar}
+    return {
+        "case": case,
+        "seconds": seconds,
+        "against_seconds": against,
+        "ratio": ratio,
+        "bar": bar,
+        "holds": ratio <= bar,
+    }
 
 
 def _minilm(model: Path | None, seed: int) -> Bert:

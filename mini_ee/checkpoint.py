@@ -1,8 +1,9 @@
 """Folders on disk: a Hugging Face checkpoint <-> a backbone, strict both ways; atomic writes; tensors with a checksum.
 
 A backbone folder is what one downloads: config.json and model.safetensors, or several shards with their index. Tensor
-names may carry the model's prefix (`bert.`) or not. Every tensor must find its parameter and every parameter its tensor;
-the few that carry no weight of ours (position ids, the next-sentence head) are named in IGNORED. Nothing is unpickled.
+names may carry the model's prefix (`bert.`) or not. Every tensor must find its parameter and every parameter its
+tensor; the few that carry no weight of ours (position ids, the next-sentence head) are named in IGNORED. Nothing is
+unpickled.
 
 What mini_ee writes carries a checksum: safetensors files in their metadata, JSON files in a key of their own.
 """
@@ -14,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -23,16 +25,17 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, BertConfig
 
-# ---- Names: ours -> Hugging Face's. {i} is the layer, counted from 0. ----
+BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
+"""The 12-layer BERT that comes with the project (weights/README.md)."""
+
+# ---- Names: ours -> Hugging Face's. {i} is the layer, counted from 0; {qkv} is query, key and value, stacked. ----
 
 _BERT_NAMES = {
     "embeddings.word": "embeddings.word_embeddings",
     "embeddings.position": "embeddings.position_embeddings",
     "embeddings.token_type": "embeddings.token_type_embeddings",
     "embeddings.norm": "embeddings.LayerNorm",
-    "layers.{i}.query": "encoder.layer.{i}.attention.self.query",
-    "layers.{i}.key": "encoder.layer.{i}.attention.self.key",
-    "layers.{i}.value": "encoder.layer.{i}.attention.self.value",
+    "layers.{i}.qkv": "encoder.layer.{i}.attention.self.{qkv}",
     "layers.{i}.attention_output": "encoder.layer.{i}.attention.output.dense",
     "layers.{i}.attention_norm": "encoder.layer.{i}.attention.output.LayerNorm",
     "layers.{i}.up": "encoder.layer.{i}.intermediate.dense",
@@ -52,9 +55,7 @@ NAMES = {
     "albert": _BERT_NAMES
     | {
         "embeddings.to_hidden": "encoder.embedding_hidden_mapping_in",
-        "layers.{i}.query": f"{_LAYER}.attention.query",
-        "layers.{i}.key": f"{_LAYER}.attention.key",
-        "layers.{i}.value": f"{_LAYER}.attention.value",
+        "layers.{i}.qkv": f"{_LAYER}.attention.{{qkv}}",
         "layers.{i}.attention_output": f"{_LAYER}.attention.dense",
         "layers.{i}.attention_norm": f"{_LAYER}.attention.LayerNorm",
         "layers.{i}.up": f"{_LAYER}.ffn",
@@ -70,20 +71,22 @@ ARCHITECTURES = {"bert": "Bert", "elasticbert": "ElasticBert", "roberta": "Rober
 IGNORED = re.compile(r"(.*\.)?(position_ids|cls\.seq_relationship\..*|sop_classifier\..*)$")
 
 
-def hugging_face_name(model_type: str, name: str) -> str:
-    """The Hugging Face name, without prefix, of one of our parameters.
+def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
+    """The Hugging Face names, without prefix, of one of our parameters: several where ours stacks them.
 
-    >>> hugging_face_name("bert", "layers.3.up.weight")
-    'encoder.layer.3.intermediate.dense.weight'
+    >>> hugging_face_names("bert", "layers.3.up.weight")
+    ('encoder.layer.3.intermediate.dense.weight',)
     """
     module, leaf = name.rsplit(".", 1)
     number = re.search(r"\.(\d+)", module)
     if module.startswith("poolers"):
-        depth = int(number[1]) - 1
         pattern = NAMES[model_type].get("poolers.{i}", NAMES[model_type]["poolers"])
-        return f"{pattern.replace('{i}', str(depth))}.{leaf}"
-    pattern = NAMES[model_type][re.sub(r"\.\d+", ".{i}", module)]
-    return f"{pattern.replace('{i}', number[1]) if number else pattern}.{leaf}"
+        pattern = pattern.replace("{i}", str(int(number[1]) - 1))
+    else:
+        pattern = NAMES[model_type][re.sub(r"\.\d+", ".{i}", module)]
+        pattern = pattern.replace("{i}", number[1]) if number else pattern
+    parts = ("query", "key", "value") if "{qkv}" in pattern else ("",)
+    return tuple(f"{pattern.replace('{qkv}', part)}.{leaf}" for part in parts)
 
 
 # ---- A backbone ----
@@ -97,16 +100,18 @@ def load_backbone(folder: str | Path) -> Bert:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors")
+        raise FileNotFoundError(
+            f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
+        )
     config = read_config(folder / "config.json")
-    tensors = _without_prefix(_read_shards(folder), config.model_type)
-    head = hugging_face_name(config.model_type, "lm_head.bias").removesuffix("bias")
-    pooler = hugging_face_name(config.model_type, f"poolers.{config.num_hidden_layers}.weight")
+    tensors = _without_prefix(_read_shards(folder), config.model_type, folder)
+    head = _head_prefix(config.model_type)
+    (pooler,) = hugging_face_names(config.model_type, f"poolers.{config.num_hidden_layers}.weight")
     with torch.device("meta"):  # the weights come from the file: draw none
         backbone = Bert(config, pooler=pooler in tensors, lm_head=any(name.startswith(head) for name in tensors))
     if backbone.lm_head is not None:
         _fold_tied(tensors, head, folder)
-    load_strict(backbone, {ours: tensors.pop(theirs, None) for ours, theirs in _name_map(backbone).items()}, tensors, folder)
+    load_strict(backbone, tensors, _name_map(backbone), folder)
     return backbone.eval()
 
 
@@ -131,11 +136,11 @@ def write_backbone(backbone: Bert, folder: Path) -> None:
     """config.json and model.safetensors into a folder that is there. Names carry the prefix where there is a head."""
     config, with_head = backbone.config, backbone.lm_head is not None
     prefix = f"{config.model_type}." if with_head else ""
-    heads = hugging_face_name(config.model_type, "lm_head.bias").removesuffix("bias")
-    state = backbone.state_dict()
+    state, names, head = backbone.state_dict(), _name_map(backbone), _head_prefix(config.model_type)
     tensors = {
-        theirs if theirs.startswith(heads) else prefix + theirs: state[ours]
-        for ours, theirs in _name_map(backbone).items()
+        name if name.startswith(head) else prefix + name: part
+        for ours, theirs in names.items()
+        for name, part in zip(theirs, state[ours].chunk(len(theirs)), strict=True)
     }
     architecture = ARCHITECTURES[config.model_type] + ("ForMaskedLM" if with_head else "Model")
     write_tensors(folder / "model.safetensors", tensors)
@@ -146,7 +151,7 @@ def read_config(path: Path) -> BertConfig:
     """The config of a backbone, from its config.json. Errors name the file."""
     config = read_json(path)
     model_type = config.get("model_type")
-    if model_type not in NAMES:
+    if not isinstance(model_type, str) or model_type not in NAMES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(NAMES)}, found {model_type!r}")
     try:
         return BertConfig.from_dict(config)
@@ -154,40 +159,59 @@ def read_config(path: Path) -> BertConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def load_strict(module: nn.Module, found: dict[str, Tensor | None], unexpected, source: Path) -> None:
-    """Give `module` (on any device, meta too) its parameters, or say what is missing, unexpected or of another shape."""
-    missing = sorted(name for name, tensor in found.items() if tensor is None)
-    unexpected = sorted(name for name in unexpected if not IGNORED.match(name))
+def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, tuple[str, ...]], source: Path) -> None:
+    """Give `module` (on any device, meta too) its parameters, or say what is missing, unexpected or of another shape.
+
+    names: parameter -> the tensors that it is made of, stacked along the first axis. Raises ValueError.
+    """
+    state = module.state_dict()
+    wanted = {
+        name: part.shape
+        for ours, theirs in names.items()
+        for name, part in zip(theirs, state[ours].chunk(len(theirs)), strict=True)
+    }
+    missing = sorted(wanted.keys() - tensors.keys())
+    unexpected = sorted(name for name in tensors.keys() - wanted.keys() if not IGNORED.match(name))
     if missing or unexpected:
-        parts = [f"{len(names)} {what} ({_some(names)})" for what, names in
-                 (("missing", missing), ("unexpected", unexpected)) if names]
+        found = (("missing", missing), ("unexpected", unexpected))
+        parts = [f"{len(some)} {what} ({_some(some)})" for what, some in found if some]
         raise ValueError(f"{source}: the tensors do not fit this model: {'; '.join(parts)}")
-    for name, own in module.state_dict().items():
-        if found[name].shape != own.shape:
-            raise ValueError(f"{source}: {name} must have shape {tuple(own.shape)}, found {tuple(found[name].shape)}")
-        if not found[name].is_floating_point():
-            raise ValueError(f"{source}: {name} must hold floating-point numbers, found {found[name].dtype}")
-    own = {name: tensor.to(torch.float32, copy=True) for name, tensor in found.items()}  # not a view of the file
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{source}: {name} must have shape {tuple(shape)}, found {tuple(tensors[name].shape)}")
+        if not tensors[name].is_floating_point():
+            raise ValueError(f"{source}: {name} must hold floating-point numbers, found {tensors[name].dtype}")
+    # torch.cat copies: the parameters are no views of the file.
+    own = {ours: torch.cat([tensors[name].float() for name in theirs]) for ours, theirs in names.items()}
     module.load_state_dict(own, strict=True, assign=True)
 
 
-def _name_map(backbone: Bert) -> dict[str, str]:
-    return {name: hugging_face_name(backbone.config.model_type, name) for name in backbone.state_dict()}
+def _name_map(backbone: Bert) -> dict[str, tuple[str, ...]]:
+    return {name: hugging_face_names(backbone.config.model_type, name) for name in backbone.state_dict()}
 
 
-def _without_prefix(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
+def _head_prefix(model_type: str) -> str:
+    return hugging_face_names(model_type, "lm_head.bias")[0].removesuffix("bias")
+
+
+def _without_prefix(tensors: dict[str, Tensor], model_type: str, folder: Path) -> dict[str, Tensor]:
     """Names without `bert.`, and with weight and bias where the oldest checkpoints say gamma and beta."""
     plain = {}
     for name, tensor in tensors.items():
         name = name.removeprefix(f"{model_type}.")
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+        if name in plain:
+            raise ValueError(f"{folder}: {name} is there twice, under two spellings of its name; keep one")
         plain[name] = tensor
     return plain
 
 
 def _fold_tied(tensors: dict[str, Tensor], head: str, folder: Path) -> None:
     """The decoder's weight and bias may be stored once more: take them out, if they are what they are tied to."""
-    for copy, original in ((f"{head}decoder.weight", "embeddings.word_embeddings.weight"), (f"{head}decoder.bias", f"{head}bias")):
+    for copy, original in (
+        (f"{head}decoder.weight", "embeddings.word_embeddings.weight"),
+        (f"{head}decoder.bias", f"{head}bias"),
+    ):
         if copy in tensors:
             tied = tensors.pop(copy)
             if not torch.equal(tied, tensors.setdefault(original, tied)):
@@ -199,14 +223,16 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not index.exists():
         return read_tensors(folder / "model.safetensors")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: expected a weight_map from tensor names to files")
+    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not shards or not all(isinstance(shard, str) and shard == Path(shard).name for shard in shards):
+        raise ValueError(f"{index}: expected a weight_map from tensor names to files in this folder")
     tensors = {}
-    for shard in sorted(set(weight_map.values())):
-        tensors |= read_tensors(folder / shard)
-    if tensors.keys() != weight_map.keys():
-        differ = sorted(tensors.keys() ^ weight_map.keys())
-        raise ValueError(f"{index}: the index and the shards name different tensors ({_some(differ)})")
+    for shard in sorted(set(shards)):
+        found = read_tensors(folder / shard)
+        differ = sorted(found.keys() ^ {name for name, file in weight_map.items() if file == shard})
+        if differ:
+            raise ValueError(f"{index}: the index and {shard} name different tensors ({_some(differ)})")
+        tensors |= found
     return tensors
 
 
@@ -235,7 +261,7 @@ def read_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
     if expected is not None and expected != tensors_sha256(tensors):
         raise ValueError(f"{path}: damaged: the content does not have the checksum that was written with it")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             raise ValueError(f"{path}: {name} must be finite, found NaN or infinity")
     return tensors
 
@@ -243,9 +269,17 @@ def read_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """A safetensors file with its checksum in the metadata, written whole or not at all. Returns the checksum."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    digest = tensors_sha256(tensors)
-    write_bytes(path, save(tensors, metadata={"format": "pt", "sha256": digest}))
-    return digest
+    metadata = {"format": "pt", "sha256": tensors_sha256(tensors)}
+    write_bytes(path, _ordered(save(tensors, metadata=metadata), metadata))
+    return metadata["sha256"]
+
+
+def _ordered(content: bytes, metadata: dict[str, str]) -> bytes:
+    """The file with its metadata in this order. safetensors shuffles it; equal tensors must be equal bytes."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]) | {"__metadata__": metadata}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the values stay aligned
+    return len(header).to_bytes(8, "little") + header + content[end:]
 
 
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
@@ -264,8 +298,8 @@ def read_json(path: Path) -> dict:
         raise FileNotFoundError(f"{path}: no such file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected a JSON object, found text that is none ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a JSON object, found none ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
     digest = content.pop("sha256", None)
@@ -281,6 +315,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def json_sha256(content: dict) -> str:
+    """One digest over the content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -305,10 +340,11 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
     Raises FileExistsError where the name is taken, unless it may be replaced.
     """
     folder = Path(folder)
+    partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
+    _restore(outgoing, folder)
     if folder.exists() and not replace:
         raise FileExistsError(f"{folder}: is there already; name another folder or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
     for leftover in (partial, outgoing):  # of a process that was killed
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -321,4 +357,11 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(outgoing, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        _restore(outgoing, folder)
         raise
+
+
+def _restore(outgoing: Path, folder: Path) -> None:
+    """Undo half a replacement: the old folder is out of the way, and the new one did not get its name."""
+    if outgoing.exists() and not folder.exists():
+        os.rename(outgoing, folder)

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,19 @@ import torch
 
 from mini_ee.baselines import RECIPES
 from mini_ee.bench import BENCHES
-from mini_ee.checkpoint import read_config, read_json
+from mini_ee.checkpoint import BUILT_IN_MODEL, read_config, read_json
 from mini_ee.confidence import max_probability
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.evaluation import evaluate, labels_of, measure_seconds, predictions, record, summary, timed_batches
+from mini_ee.evaluation import (
+    evaluate,
+    labels_of,
+    measure_seconds,
+    predictions,
+    record,
+    summary,
+    timed_batches,
+)
 from mini_ee.exits import check_exits
 from mini_ee.report import table
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
@@ -23,7 +30,6 @@ from mini_ee.runs import Run, load_run, versions
 from mini_ee.tasks import TOY, Task, load_task, toy_task
 from mini_ee.training import TrainConfig, train_run
 
-BUILT_IN_MODEL = files("mini_ee.weights") / "bert-12x128"
 BUILT_IN_LR = 2e-4  # small models want larger steps
 SWEEP_POINTS = 51  # LoRAExit, section 4
 
@@ -44,12 +50,13 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def run_demo(args, say) -> dict:
+    """The main job, on the built-in weights and task or on others."""
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     layers = read_config(model_folder / "config.json").num_hidden_layers
     say(
-        f"Training {len(options['exits'] or range(layers))} exits on {model_folder.name} ({layers} layers) for {task.name}: "
-        f"all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1)."
+        f"Training {len(options['exits'] or range(layers))} exits on {model_folder.name} ({layers} layers) "
+        f"for {task.name}: all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1)."
     )
     begin = time.perf_counter()
     answer = demo(model_folder, task, args.out, config, say, **options)
@@ -58,6 +65,7 @@ def run_demo(args, say) -> dict:
 
 
 def run_train(args, say) -> dict:
+    """Train one method and write the run."""
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
@@ -66,17 +74,31 @@ def run_train(args, say) -> dict:
     )
     metrics = read_json(args.out / "metrics.json")
     held = metrics["hold_out"]
-    say(f"Trained on {metrics['rows']} rows, {metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens.")
-    say(f"On {metrics['rows_held']} rows held out: score {held['score']:.3f}, {held['layers_saved']:.0%} of the layers saved.")
+    say(
+        f"Trained on {metrics['rows']} rows, "
+        f"{metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens."
+    )
+    say(
+        f"On {metrics['rows_held']} rows held out: score {held['score']:.3f}, "
+        f"{held['layers_saved']:.0%} of the layers saved."
+    )
     say(f"Run: {args.out}")
     return {
-        "method": args.method, "task": task.name, "split": "hold-out", **held, "exits": list(trained.model.exits),
-        "rule": trained.rule.to_dict(), "run": str(args.out), "seconds": time.perf_counter() - begin,
+        "method": args.method,
+        "task": task.name,
+        "split": "hold-out",
+        **held,
+        "exits": list(trained.model.exits),
+        "per_exit_accuracy": metrics["per_exit_accuracy"],
+        "rule": trained.rule.to_dict(),
+        "run": str(args.out),
+        "seconds": time.perf_counter() - begin,
         "rows_truncated": metrics["rows_truncated"],
     }
 
 
 def run_evaluate(args, say) -> dict:
+    """Accuracy, layers and measured speed-up of one run."""
     trained, task = load_run(args.run), open_task(args.task)
     check_labels(trained, task, args.run)
     rule = choose_rule(args, trained)
@@ -89,17 +111,32 @@ def run_evaluate(args, say) -> dict:
     sweep = SWEEP_POINTS if args.sweep else 0
     answer = evaluate(trained.segments(), rule, task, split, encoded, args.batch_size, sweep, args.seed)
     answer = {"method": trained.config["method"]} | answer
-    say(table(
-        [{"layer": layer, "score": score, "left": count}
-         for layer, score, count in zip(answer["exits"], answer["per_exit_score"], answer["exit_counts"])],
-        {"layer": "layer", "score": "score:.3f", "left": "left here"},
-    ))
+    say(
+        table(
+            [
+                {"layer": layer, "score": score, "left": count}
+                for layer, score, count in zip(answer["exits"], answer["per_exit_score"], answer["exit_counts"])
+            ],
+            {"layer": "layer", "score": "score:.3f", "left": "left here"},
+        )
+    )
     if args.sweep:
-        say(table(
-            [row | {"setting": row["rule"].get("threshold", row["rule"].get("patience"))} for row in answer["rows"]],
-            {"setting": "threshold:.3f", "score": "score:.3f", "mean_layers": "mean layers:.2f",
-             "layers_saved": "layers saved:.1%", "flops_ratio": "flops:.3f", "speedup": "speed-up:.2f"},
-        ))
+        say(
+            table(
+                [
+                    row | {"setting": row["rule"].get("threshold", row["rule"].get("patience"))}
+                    for row in answer["rows"]
+                ],
+                {
+                    "setting": "threshold:.3f",
+                    "score": "score:.3f",
+                    "mean_layers": "mean layers:.2f",
+                    "layers_saved": "layers saved:.1%",
+                    "flops_ratio": "flops:.3f",
+                    "speedup": "speed-up:.2f",
+                },
+            )
+        )
     say(
         f"{task.name} {split}: score {answer['score']:.3f} (full model {answer['full_score']:.3f}), "
         f"{answer['mean_layers']:.2f} layers of {answer['exits'][-1]} ({answer['layers_saved']:.1%} saved), "
@@ -110,6 +147,7 @@ def run_evaluate(args, say) -> dict:
 
 
 def run_compare(args, say) -> dict:
+    """Several runs, each under its own rule, timed in turns."""
     trained, task = [load_run(folder) for folder in args.runs], open_task(args.task)
     for one, folder in zip(trained, args.runs):
         check_labels(one, task, folder)
@@ -126,27 +164,54 @@ def run_compare(args, say) -> dict:
     for number, (one, folder) in enumerate(zip(trained, args.runs)):
         recorded = record(segments[number], encoded[number], args.batch_size, progress="reading")
         full_seconds, own = float(seconds[number]), float(seconds[len(trained) + number])
-        rows.append({
-            "run": str(folder), "method": one.config["method"],
-            **summary(recorded.replay(one.rule), recorded, task, labels),
-            "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
-            "exits": list(one.model.exits), "rule": one.rule.to_dict(), "pool": one.model.pool,
-            "seconds": own, "full_seconds": full_seconds, "speedup": full_seconds / own,
-        })
-    say(table(rows, {
-        "run": "run", "method": "method", "score": "score:.3f", "full_score": "full:.3f", "mean_layers": "layers:.2f",
-        "layers_saved": "saved:.1%", "seconds": "seconds:.3f", "speedup": "speed-up:.2f",
-    }))
-    return {"task": task.name, "split": split, "rows": rows, "batch_size": args.batch_size,
-            "timed_rows": sum(map(len, order))}
+        rows.append(
+            {
+                "run": str(folder),
+                "method": one.config["method"],
+                **summary(recorded.replay(one.rule), recorded, task, labels),
+                "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
+                "exits": list(one.model.exits),
+                "rule": one.rule.to_dict(),
+                "pool": one.model.pool,
+                "seconds": own,
+                "full_seconds": full_seconds,
+                "speedup": full_seconds / own,
+            }
+        )
+    say(
+        table(
+            rows,
+            {
+                "run": "run",
+                "method": "method",
+                "score": "score:.3f",
+                "full_score": "full:.3f",
+                "mean_layers": "layers:.2f",
+                "layers_saved": "saved:.1%",
+                "seconds": "seconds:.3f",
+                "speedup": "speed-up:.2f",
+            },
+        )
+    )
+    return {
+        "task": task.name,
+        "split": split,
+        "rows": rows,
+        "batch_size": args.batch_size,
+        "timed_rows": sum(map(len, order)),
+    }
 
 
 def run_classify(args, say) -> dict:
+    """What every exit says of one text, and where it left."""
     trained = load_run(args.run)
     rule = choose_rule(args, trained)
     text = (args.text,) if args.text_b is None else (args.text, args.text_b)
     encoded = trained.tokenizer.encode([text])
-    inputs, segments = encoded.batch(np.arange(1)), Run(trained.config, trained.model.to(args.device), trained.tokenizer, rule).segments()
+    inputs, segments = (
+        encoded.batch(np.arange(1)),
+        Run(trained.config, trained.model.to(args.device), trained.tokenizer, rule).segments(),
+    )
     logits, _ = read_every_exit(segments, inputs)
     result = early_exit(segments, rule, inputs)
     names = trained.label_names
@@ -154,32 +219,56 @@ def run_classify(args, say) -> dict:
     for layer, said in zip(segments.exits, logits[0]):
         row = {"layer": layer, **_said(said, names), "left_here": layer == int(result.layers_run[0])}
         rows.append(row)
-    say(table([row | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows],
-              {"layer": "layer", "label": "label", **({"confidence": "confidence:.3f"} if names else {}), "left_here": " "}))
+    say(
+        table(
+            [row | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows],
+            {
+                "layer": "layer",
+                "label": "label",
+                **({"confidence": "confidence:.3f"} if names else {}),
+                "left_here": " ",
+            },
+        )
+    )
     layers = int(result.layers_run[0])
     if encoded.truncated:
         say(f"the text was cut to {trained.tokenizer.max_length} tokens")
-    answer = {"method": trained.config["method"], "text": args.text, **_said(result.logits[0], names),
-              "exit": int(result.exit_index[0]), "layers": layers, "exits": list(segments.exits),
-              "layers_saved": 1 - layers / segments.exits[-1], "rows": rows, "rule": rule.to_dict(),
-              "rows_truncated": encoded.truncated}
+    answer = {
+        "method": trained.config["method"],
+        "text": args.text,
+        **_said(result.logits[0], names),
+        "exit": int(result.exit_index[0]),
+        "layers": layers,
+        "exits": list(segments.exits),
+        "layers_saved": 1 - layers / segments.exits[-1],
+        "rows": rows,
+        "rule": rule.to_dict(),
+        "rows_truncated": encoded.truncated,
+    }
     say(f"{answer['label']}, after {layers} of {segments.exits[-1]} layers")
     return answer
 
 
 def run_bench(args, say) -> dict:
+    """One benchmark, or all."""
     names = list(BENCHES) if args.name == "all" else [args.name]
     rows = []
     for name in names:
         for row in BENCHES[name](args.model, args.seed):
             rows.append(row)
-            say(f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "
-                f"ratio {row['ratio']:.3f}   bar {row['bar']:.3f}   {'holds' if row['holds'] else 'MISSED'}")
+            say(
+                f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "
+                f"ratio {row['ratio']:.3f}   bar {row['bar']:.3f}   {'holds' if row['holds'] else 'MISSED'}"
+            )
     return {"bench": args.name, "rows": rows, "device": "cpu"}
 
 
 COMMANDS = {
-    "demo": run_demo, "train": run_train, "evaluate": run_evaluate, "compare": run_compare, "classify": run_classify,
+    "demo": run_demo,
+    "train": run_train,
+    "evaluate": run_evaluate,
+    "compare": run_compare,
+    "classify": run_classify,
     "bench": run_bench,
 }
 
@@ -191,9 +280,11 @@ def open_task(name: str) -> Task:
 
 def open_model(folder: Path | None) -> Path:
     """A checkpoint folder, the built-in one by default."""
-    folder = folder or Path(str(BUILT_IN_MODEL))
+    folder = folder or BUILT_IN_MODEL
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors")
+        raise FileNotFoundError(
+            f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
+        )
     return folder
 
 
@@ -208,7 +299,9 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
             raise WrongArguments(str(error)) from None
     lr = args.lr if args.lr is not None else (BUILT_IN_LR if args.model is None else TrainConfig.lr)
     try:
-        config = TrainConfig(epochs=args.epochs, lr=lr, head_lr=args.head_lr, batch_size=args.batch_size, seed=args.seed)
+        config = TrainConfig(
+            epochs=args.epochs, lr=lr, head_lr=args.head_lr, batch_size=args.batch_size, seed=args.seed
+        )
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     names = ("exits", "pool", "max_train", "max_length", "max_loss", "device")
@@ -217,9 +310,15 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
 
 def choose_rule(args, trained: Run) -> Rule:
     """The rule that the command line names, or the run's own. Raises WrongArguments where the pieces do not fit."""
-    name = args.rule or ("threshold" if args.threshold else "patience" if args.patience else "fixed" if args.layer else None)
-    needs = {"threshold": ("threshold",), "patience": ("patience",), "patience-confidence": ("patience", "threshold"),
-             "fixed": ("layer",)}.get(name, ())
+    name = args.rule or (
+        "threshold" if args.threshold else "patience" if args.patience else "fixed" if args.layer else None
+    )
+    needs = {
+        "threshold": ("threshold",),
+        "patience": ("patience",),
+        "patience-confidence": ("patience", "threshold"),
+        "fixed": ("layer",),
+    }.get(name, ())
     given = {option for option in ("threshold", "patience", "layer") if getattr(args, option)}
     for option in needs:
         if option not in given:
@@ -229,11 +328,11 @@ def choose_rule(args, trained: Run) -> Rule:
     threshold = args.threshold[0] if args.threshold and len(args.threshold) == 1 else args.threshold
     if name in ("threshold", "patience-confidence") and not trained.label_names:
         raise WrongArguments("a regression task has no confidence: use --rule fixed or --rule patience")
-    if name == "patience-confidence" and isinstance(threshold, tuple):
-        raise WrongArguments("the rule patience-confidence takes one threshold")
     try:
         if name == "fixed" and args.layer not in trained.model.exits:
-            raise ValueError(f"--layer must be one of the exits {','.join(map(str, trained.model.exits))}, got {args.layer}")
+            raise ValueError(
+                f"--layer must be one of the exits {','.join(map(str, trained.model.exits))}, got {args.layer}"
+            )
         build = {
             None: lambda: trained.rule,
             "never": NeverExit,
@@ -250,6 +349,7 @@ def choose_rule(args, trained: Run) -> Rule:
 
 
 def check_labels(trained: Run, task: Task, folder: Path) -> None:
+    """Raise WrongArguments where the run was trained for other labels than the task has."""
     if trained.label_names != list(task.label_names):
         raise WrongArguments(
             f"{folder}: was trained on {trained.config['task']['name']} with the labels "

@@ -11,6 +11,8 @@ All raise ValueError for C < 2: a regression output says nothing of its own cert
     breaking_ties_logits  the same on logits               [0, inf)
 """
 
+import math
+
 import numpy as np
 
 
@@ -45,7 +47,7 @@ def entropy(logits: np.ndarray) -> np.ndarray:
 
 def normalised_entropy(logits: np.ndarray) -> np.ndarray:
     """Minus the entropy of the softmax over ln C, its largest value."""
-    return entropy(logits) / np.log(np.shape(logits)[1])
+    return np.maximum(entropy(logits) / math.log(np.shape(logits)[1]), -1)  # rounding would pass the end of the range
 
 
 def breaking_ties(logits: np.ndarray) -> np.ndarray:

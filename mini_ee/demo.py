@@ -1,4 +1,4 @@
-"""The main job, end to end: take an encoder, give it exits, decide when to stop, show accuracy against measured time."""
+"""The main job, end to end: give an encoder exits, decide when to stop, show accuracy against measured time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,44 +13,42 @@ from mini_ee.rules import FixedExit, NeverExit
 from mini_ee.tasks import Task
 from mini_ee.training import TrainConfig, train_run
 
+ANSWER = "demo.json"
 CURVE_POINTS = 9  # thresholds whose time is measured
 
-EXIT_COLUMNS = {
-    "layer": "layer",
-    "score": "score:.3f",
-    "share": "share leaving:.1%",
-    "seconds": "seconds:.3f",
-    "speedup": "speed-up:.2f",
-}
+EXIT_COLUMNS = {"share": "share leaving:.1%", "seconds": "seconds:.3f", "speedup": "speed-up:.2f"}
 CURVE_COLUMNS = {
-    "threshold": "threshold:.2f",
-    "score": "score:.3f",
     "mean_layers": "mean layers:.2f",
     "layers_saved": "layers saved:.1%",
     "seconds": "seconds:.3f",
     "speedup": "speed-up:.2f",
 }
-HARDNESS_COLUMNS = {"hardness": "hardness", "count": "sentences", "score": "score:.3f", "mean_layers": "mean layers:.2f"}
 
 
 def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Callable[[str], None], **options) -> dict:
     """Train `joint`, evaluate, and write report.md, pictures and the run itself to the folder `out`.
 
     say: called with each piece of text as it is ready; options: what train_run takes. Returns the JSON answer.
+    A report of an earlier demo is replaced; FileExistsError where `out` is anything else.
     """
+    if out.exists() and not (out / ANSWER).is_file():
+        raise FileExistsError(f"{out}: is there and holds no demo report; name another folder with --out")
     split = task.default_split
     labels = labels_of(task, split)
     with atomic_folder(out, replace=True) as folder:
         run = train_run(folder / "run", "joint", joint, model_folder, task, config, **options)
-        segments, exits = run.segments(), run.model.exits
+        segments = run.segments()
         encoded = run.tokenizer.encode(task.split(split).texts)
         say(f"Evaluating {len(labels)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
-        answer = {"method": "joint", **evaluate(segments, run.rule, task, split, encoded, config.batch_size, CURVE_POINTS, config.seed)}
+        answer = {
+            "method": "joint",
+            **evaluate(segments, run.rule, task, split, encoded, config.batch_size, CURVE_POINTS, config.seed),
+        }
         answer["curve"] = answer.pop("rows")
         answer["rows"] = _exit_rows(segments, task, encoded, answer, config)
         if task.split(split).hardness:
             answer["hardness"] = _hardness_rows(run, task, split, encoded, config.batch_size)
-        text = _report(answer, exits)
+        text = _report(answer, task.regression)
         say(text)
         pictures = []
         if can_draw():
@@ -61,11 +59,15 @@ def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Ca
                 pictures.append("exits_by_hardness.png")
         else:
             say(_curve_plot(answer))
-        write_json(folder / "demo.json", answer)
+        write_json(folder / ANSWER, answer)
         plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
         write_bytes(folder / "report.md", f"# mini-ee demo\n\n```\n{text}\n```\n\n{plot}\n".encode())
     say(f"Report: {out / 'report.md'}" + "".join(f", {out / name}" for name in pictures))
-    return answer | {"report": str(out), "run": str(out / "run"), "pictures": [str(out / name) for name in pictures]}
+    return answer | {
+        "report": str(out),
+        "run": str(out / "run"),
+        "pictures": [str(out / name) for name in pictures],
+    }
 
 
 def _exit_rows(segments, task: Task, encoded, answer: dict, config: TrainConfig) -> list[dict]:
@@ -74,8 +76,11 @@ def _exit_rows(segments, task: Task, encoded, answer: dict, config: TrainConfig)
     full, *seconds = measure_seconds(runs, timed_batches(encoded, config.batch_size, config.seed), repeats=1)
     total = sum(answer["exit_counts"])
     return [
-        {"layer": layer, "score": score, "share": count / total, "seconds": float(each), "speedup": float(full / each)}
-        for layer, score, count, each in zip(segments.exits, answer["per_exit_score"], answer["exit_counts"], seconds)
+        {"layer": layer, "accuracy": accuracy, "score": score, "share": count / total}
+        | {"seconds": float(each), "speedup": float(full / each)}
+        for layer, accuracy, score, count, each in zip(
+            answer["exits"], answer["per_exit_accuracy"], answer["per_exit_score"], answer["exit_counts"], seconds
+        )
     ]
 
 
@@ -87,36 +92,47 @@ def _hardness_rows(run, task: Task, split: str, encoded, batch_size: int) -> lis
     rows = []
     for kind in dict.fromkeys(data.hardness):
         chosen = kinds == kind
-        rows.append({
-            "hardness": kind,
-            "count": int(chosen.sum()),
-            "score": task.score(predictions(result.logits[chosen]), data.labels[chosen])["score"],
-            "mean_layers": float(result.layers_run[chosen].mean()),
-            "exit_counts": np.bincount(result.exit_index[chosen], minlength=len(run.model.exits)).tolist(),
-        })
+        rows.append(
+            {
+                "hardness": kind,
+                "count": int(chosen.sum()),
+                **task.score(predictions(result.logits[chosen]), data.labels[chosen]),
+                "mean_layers": float(result.layers_run[chosen].mean()),
+                "exit_counts": np.bincount(result.exit_index[chosen], minlength=len(run.model.exits)).tolist(),
+            }
+        )
     return sorted(rows, key=lambda row: row["mean_layers"])
 
 
-def _report(answer: dict, exits: tuple[int, ...]) -> str:
-    best = max((row for row in answer["curve"] if row["score"] >= answer["full_score"] - 0.01),
-               key=lambda row: row["layers_saved"], default=None)
-    curve = [row | {"threshold": row["rule"].get("threshold", row["rule"].get("patience"))} for row in answer["curve"]]
+def _report(answer: dict, regression: bool) -> str:
+    best = max(
+        (row for row in answer["curve"] if row["score"] >= answer["full_score"] - 0.01),
+        key=lambda row: row["layers_saved"],
+        default=None,
+    )
+    setting, quality = ("patience", "score") if regression else ("threshold", "accuracy")
+    measured = {quality: f"{quality}:.3f"}
+    curve = [row | {setting: row["rule"][setting]} for row in answer["curve"]]
     parts = [
         f"Each exit on its own ({answer['task']} {answer['split']}; time of {answer['timed_rows']} sentences, "
         f"batch {answer['batch_size']}):",
-        table(answer["rows"], EXIT_COLUMNS),
+        table(answer["rows"], {"layer": "layer", **measured, **EXIT_COLUMNS}),
         "",
-        "Leave when the max probability reaches a threshold:" if "threshold" in answer["curve"][0]["rule"] else "Leave by patience:",
-        table(curve, CURVE_COLUMNS),
+        "Leave by patience:" if regression else "Leave when the max probability reaches a threshold:",
+        table(curve, {setting: f"{setting}:.3g", **measured, **CURVE_COLUMNS}),
         "",
-        f"Full model {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
-        f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, {answer['speedup']:.2f} times as fast.",
+        f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
+        f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, "
+        f"{answer['speedup']:.2f} times as fast.",
     ]
     if best:
-        parts.append(f"Within one point of the full model, this curve saves up to {best['layers_saved']:.0%} of the layers.")
+        parts.append(
+            f"Within one point of the full model, this curve saves up to {best['layers_saved']:.0%} of the layers."
+        )
     if "hardness" in answer:
-        parts += ["", "The layer a sentence needs, against the hardness it was made with:",
-                  table(answer["hardness"], HARDNESS_COLUMNS)]
+        columns = {"hardness": "hardness", "count": "sentences", **measured, "mean_layers": "mean layers:.2f"}
+        parts += ["", "The layer a sentence needs, against the hardness it was made with:"]
+        parts.append(table(answer["hardness"], columns))
     return "\n".join(parts)
 
 

@@ -48,9 +48,11 @@ def early_exit(segments, rule, inputs) -> ExitResult:
     """Run a batch; at each exit ask the rule who stops, and go on with the others alone.
 
     inputs: what segments.start and rule.plan take; len(inputs) is B. The last exit takes whoever is left.
-    Raises ValueError where the rule does not fit the number of exits.
+    Raises ValueError where the rule does not fit the number of exits, and for a batch without rows.
     """
     rule.check(len(segments.exits))
+    if not len(inputs):
+        raise ValueError("expected a batch of at least one row, got none")
     begin = time.perf_counter()
     size, last = len(inputs), len(segments.exits) - 1
     exit_index = np.zeros(size, np.int64)
@@ -139,6 +141,8 @@ class Recorded:
 
 
 class RecordedRows(NamedTuple):
+    """The state of recorded segments: which rows are still in the model."""
+
     rows: np.ndarray
 
     def keep(self, rows: np.ndarray) -> "RecordedRows":

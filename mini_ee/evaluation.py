@@ -163,8 +163,12 @@ def evaluate(
     }
     if sweep:
         answer["rows"] = [
-            {"rule": each.to_dict(), **summary(recorded.replay(each), recorded, task, labels),
-             "seconds": each_seconds, "speedup": full_seconds / each_seconds}
+            {
+                "rule": each.to_dict(),
+                **summary(recorded.replay(each), recorded, task, labels),
+                "seconds": each_seconds,
+                "speedup": full_seconds / each_seconds,
+            }
             for each, each_seconds in zip(rules, sweep_seconds)
         ]
     return answer

@@ -1,7 +1,7 @@
 """A backbone with exits: heads after chosen layers, and the torch segments that the loop drives.
 
-    MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
-    TorchSegments       the same model as segments for early_exit
+MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
+TorchSegments       the same model as segments for early_exit
 """
 
 from typing import NamedTuple
@@ -89,6 +89,8 @@ class MultiExit(nn.Module):
 
 
 class TorchState(NamedTuple):
+    """The rows still in the model."""
+
     hidden: Tensor  # (B, T, D)
     mask: Tensor | None  # (B, 1, 1, T)
 

@@ -92,8 +92,10 @@ def _pair(predictions: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.n
     """Both sides as float64 (N,). Raises: ValueError unless they are 1-D, equally long, finite, not empty."""
     predictions, labels = np.asarray(predictions, float), np.asarray(labels, float)
     if predictions.ndim != 1 or predictions.shape != labels.shape or not len(labels):
-        raise ValueError(f"expected predictions (N,) and labels (N,) with N >= 1, "
-                         f"found shapes {predictions.shape} and {labels.shape}")
+        raise ValueError(
+            f"expected predictions (N,) and labels (N,) with N >= 1, "
+            f"found shapes {predictions.shape} and {labels.shape}"
+        )
     if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
         raise ValueError("expected finite predictions and labels, found nan or inf; did training diverge?")
     return predictions, labels

@@ -22,7 +22,9 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells)]
     numeric = [all(not isinstance(row[key], str) for row in rows) for key in columns]
     return "\n".join(
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)).rstrip()
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
+        ).rstrip()
         for line in cells
     )
 
@@ -56,10 +58,22 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     figure, axes = _figure()
     exits, curve = answer["rows"], sorted(answer["curve"], key=lambda row: row["speedup"])
     axes.plot([row["speedup"] for row in curve], [row["score"] for row in curve], "o-", label="threshold, swept")
-    axes.plot([row["speedup"] for row in exits], [row["score"] for row in exits], "s", color="0.6", label="one exit for all")
+    axes.plot(
+        [row["speedup"] for row in exits],
+        [row["score"] for row in exits],
+        "s",
+        color="0.6",
+        label="one exit for all",
+    )
     for row in exits:
-        axes.annotate(str(row["layer"]), (row["speedup"], row["score"]), textcoords="offset points", xytext=(4, -11),
-                      fontsize=8, color="0.4")
+        axes.annotate(
+            str(row["layer"]),
+            (row["speedup"], row["score"]),
+            textcoords="offset points",
+            xytext=(4, -11),
+            fontsize=8,
+            color="0.4",
+        )
     axes.plot(answer["speedup"], answer["score"], "*", markersize=14, color="tab:red", label="default rule")
     axes.axhline(answer["full_score"], color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")

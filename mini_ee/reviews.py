@@ -37,6 +37,7 @@ SHARES = (30, 20, 10, 10, 10, 10, 10)                    # percent of every spli
 
 
 class Review(NamedTuple):
+    """One sentence, or a few, with a sentiment and the kind of composition that it takes to read it."""
     text: str
     label: int                                          # 0 negative, 1 positive
     hardness: str                                       # one of HARDNESS
@@ -360,7 +361,7 @@ def make_reviews(seed: int = 0, *, train: int = 4000, dev: int = 600, test: int 
     >>> [len(reviews) for reviews in make_reviews(train=40, dev=20, test=10).values()]
     [40, 20, 10]
     """
-    rng, seen, splits = random.Random(seed), set(), {}
+    rng, seen, known, splits = random.Random(seed), set(), set(), {}
     for split, size in (("train", train), ("dev", dev), ("test", test)):
         if size < 0:
             raise ValueError(f"sizes must be 0 or more, got {split}={size}")

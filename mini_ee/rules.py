@@ -9,6 +9,7 @@
 Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,14 @@ class Rule:
         return 0.0
 
     def to_dict(self) -> dict:
-        return {"name": self.name} | self.__dict__
+        return {"name": self.name} | {key: _json(value) for key, value in self.__dict__.items()}
+
+
+def _json(value):
+    """A setting as JSON holds it: lists for tuples, and strings for what JSON has no numbers for, inf and -inf."""
+    if isinstance(value, tuple):
+        return [_json(each) for each in value]
+    return str(value) if value in (math.inf, -math.inf) else value
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,8 @@ class FixedExit(Rule):
         return np.full(len(inputs), self.exit)
 
     def check(self, num_exits: int) -> None:
-        if not 0 <= self.exit < num_exits:
-            raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit}")
+        if self.exit not in range(num_exits):
+            raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit!r}")
 
 
 @dataclass(frozen=True)
@@ -94,10 +102,6 @@ class Threshold(Rule):
         if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
             raise ValueError(f"expected one threshold or {num_exits}, one for each exit, got {len(self.threshold)}")
 
-    def to_dict(self) -> dict:
-        written = [str(t) if np.isinf(t) else t for t in np.atleast_1d(self.threshold).tolist()]  # JSON has no infinity
-        return super().to_dict() | {"threshold": written if isinstance(self.threshold, tuple) else written[0]}
-
     def flops(self, classes: int) -> float:
         return 5.0 * classes  # shift, exponential, sum, logarithm, comparison
 
@@ -115,8 +119,10 @@ class Patience(Rule):
     name = "patience"
 
     def __post_init__(self):
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least 1, got {self.patience}")
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"patience must be a whole number of at least 1, got {self.patience!r}")
+        if not 0 < self.tolerance < math.inf:
+            raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.logits.shape[1] == 1:
@@ -137,7 +143,7 @@ class Patience(Rule):
 class PatienceConfidence(Rule):
     """Leave when `patience` exits in a row were confident, whatever they predicted.
 
-    Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` of at least `threshold`, as in Threshold.
+    Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` of at least `threshold`, one for all exits.
     """
 
     patience: int
@@ -147,7 +153,10 @@ class PatienceConfidence(Rule):
 
     def __post_init__(self):
         Patience(self.patience)
-        Threshold(self.threshold, self.measure)
+        threshold = Threshold(self.threshold, self.measure).threshold
+        if isinstance(threshold, tuple):
+            raise ValueError(f"the rule {self.name} takes one threshold, got {len(threshold)}")
+        object.__setattr__(self, "threshold", threshold)
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         confident = MEASURES[self.measure][0](reading.logits) >= self.threshold

@@ -1,10 +1,10 @@
 """A trained model on disk: a folder that is readable without us, whole or not there, and checked when it is read.
 
-    run/config.json          format_version, method, backbone, exits, pool, rule, task, max_length, training, versions,
-                             and the checksum of every other file
-    run/model.safetensors    what the method trained: heads, and the backbone where it was fine-tuned
-    run/metrics.json         what training measured
-    run/tokenizer.json       the backbone's
+run/config.json          format_version, method, backbone, exits, pool, rule, task, max_length, training, versions,
+                         and the checksum of every other file
+run/model.safetensors    what the method trained: heads, and the backbone where it was fine-tuned
+run/metrics.json         what training measured
+run/tokenizer.json       the backbone's
 """
 
 import hashlib
@@ -53,15 +53,26 @@ def versions() -> dict[str, str]:
 
 
 def save_run(
-    folder: Path, method: str, model: MultiExit, tokenizer: Tokenizer, rule: Rule, task: Task, backbone: dict,
-    training: dict, metrics: dict,
+    folder: Path,
+    method: str,
+    model: MultiExit,
+    tokenizer: Tokenizer,
+    rule: Rule,
+    task: Task,
+    backbone: dict,
+    training: dict,
+    metrics: dict,
 ) -> None:
     """Write a run folder. backbone: folder and sha256 of the checkpoint it began from; training: the settings used."""
     config = {
         "format_version": FORMAT_VERSION,
         "method": method,
-        "backbone": backbone | {"config": model.backbone.config.to_dict(), "pooler": bool(model.backbone.poolers),
-                                "lm_head": model.backbone.lm_head is not None},
+        "backbone": backbone
+        | {
+            "config": model.backbone.config.to_dict(),
+            "pooler": bool(model.backbone.poolers),
+            "lm_head": model.backbone.lm_head is not None,
+        },
         "exits": list(model.exits),
         "pool": model.pool,
         "rule": rule.to_dict(),
@@ -108,15 +119,16 @@ def _read_run(folder: Path, config: dict) -> Run:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; train the run again")
         if _file_sha256(folder / name) != config["files"][name]:
-            raise ValueError(f"{folder / name}: damaged: the content does not have the checksum that was written with it")
+            raise ValueError(
+                f"{folder / name}: damaged: the content does not have the checksum that was written with it"
+            )
     source = config["backbone"]
     num_labels = len(config["task"]["label_names"]) or 1
     with torch.device("meta"):
         backbone = Bert(BertConfig(**source["config"]), pooler=source["pooler"], lm_head=source["lm_head"])
         model = MultiExit(backbone, tuple(config["exits"]), num_labels, config["pool"])
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
-    found = {name: tensors.pop(name, None) for name in model.state_dict()}
-    load_strict(model, found, tensors, folder / "model.safetensors")
+    load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder / "model.safetensors")
     tokenizer = Tokenizer.from_folder(folder, config["max_length"])
     rule = rule_from_dict(config["rule"])
     rule.check(len(model.exits))

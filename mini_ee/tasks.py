@@ -47,9 +47,11 @@ class Split:
     def take(self, rows: np.ndarray) -> "Split":
         """The given rows (indices, a mask or a slice), in the given order."""
         rows = np.arange(len(self))[rows]
-        return Split(tuple(self.texts[row] for row in rows),
-                     None if self.labels is None else self.labels[rows],
-                     None if self.hardness is None else tuple(self.hardness[row] for row in rows))
+        return Split(
+            tuple(self.texts[row] for row in rows),
+            None if self.labels is None else self.labels[rows],
+            None if self.hardness is None else tuple(self.hardness[row] for row in rows),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +80,10 @@ class Task:
     def split(self, name: str) -> Split:
         """Raises: ValueError that lists the splits where there is none of this name."""
         if name not in self.splits:
-            raise ValueError(f"task {self.name}: expected one of its splits {', '.join(self.splits)}, "
-                             f"found {name!r}; choose another or add the file")
+            raise ValueError(
+                f"task {self.name}: expected one of its splits {', '.join(self.splits)}, "
+                f"found {name!r}; choose another or add the file"
+            )
         return self.splits[name]
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -96,10 +100,14 @@ def toy_task() -> Task:
     """The built-in review task, the same on every machine; its splits know the hardness of each row."""
     from mini_ee.reviews import make_reviews
 
-    splits = {name: Split(tuple((review.text,) for review in reviews),
-                          np.array([review.label for review in reviews], np.int64),
-                          tuple(review.hardness for review in reviews))
-              for name, reviews in make_reviews(seed=0).items()}
+    splits = {
+        name: Split(
+            tuple((review.text,) for review in reviews),
+            np.array([review.label for review in reviews], np.int64),
+            tuple(review.hardness for review in reviews),
+        )
+        for name, reviews in make_reviews(seed=0).items()
+    }
     return Task(TOY, ("negative", "positive"), ("accuracy",), splits)
 
 
@@ -130,7 +138,7 @@ class _Glue(NamedTuple):
     name: str
     label_names: tuple[str, ...]
     metrics: tuple[str, ...] = ("accuracy",)
-    columns: tuple[str, str] | None = None      # one of its own and the label's; None: known by name alone
+    columns: tuple[str, str] | None = None  # one of its own and the label's; None: known by name alone
 
 
 _GLUE = (
@@ -145,16 +153,32 @@ _GLUE = (
     _Glue("WNLI", ("not_entailment", "entailment")),
 )
 
-_TEXT_COLUMNS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
-                 ("question", "sentence"), ("question", "passage"), ("#1 String", "#2 String"),
-                 ("sentence",), ("text",))
+_TEXT_COLUMNS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("#1 String", "#2 String"),
+    ("sentence",),
+    ("text",),
+)
 _LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
 
-_SPLITS = {"train": "train",
-           "dev": "dev", "validation": "dev", "valid": "dev", "val": "dev",
-           "dev_matched": "dev", "validation_matched": "dev",
-           "dev_mismatched": "dev_mismatched", "validation_mismatched": "dev_mismatched",
-           "test": "test", "test_matched": "test", "test_mismatched": "test_mismatched"}
+_SPLITS = {
+    "train": "train",
+    "dev": "dev",
+    "validation": "dev",
+    "valid": "dev",
+    "val": "dev",
+    "dev_matched": "dev",
+    "validation_matched": "dev",
+    "dev_mismatched": "dev_mismatched",
+    "validation_mismatched": "dev_mismatched",
+    "test": "test",
+    "test_matched": "test",
+    "test_mismatched": "test_mismatched",
+}
 
 
 class _File(NamedTuple):
@@ -174,16 +198,22 @@ def load_task(folder: str | os.PathLike) -> Task:
     """
     folder = Path(os.path.abspath(folder))
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: expected a task folder, "
-                                f"found {'a file' if folder.exists() else 'nothing'}; "
-                                "name the folder that holds train.tsv, dev.tsv or test.tsv")
+        raise FileNotFoundError(
+            f"{folder}: expected a task folder, "
+            f"found {'a file' if folder.exists() else 'nothing'}; "
+            "name the folder that holds train.tsv, dev.tsv or test.tsv"
+        )
     named = next((glue for glue in _GLUE if _plain(glue.name) == _plain(folder.name)), None)
     files = {split: _read(path, split, named) for split, path in _split_files(folder).items()}
     glue = next((file.glue for file in files.values() if file.glue), None)
     if glue is None:
         glue = _Glue(folder.name, _labels_of_train(folder, files.get("train")))
-    return Task(glue.name, glue.label_names, glue.metrics, {
-        split: Split(tuple(file.texts), _numbers(file, glue)) for split, file in files.items()})
+    return Task(
+        glue.name,
+        glue.label_names,
+        glue.metrics,
+        {split: Split(tuple(file.texts), _numbers(file, glue)) for split, file in files.items()},
+    )
 
 
 def _plain(name: str) -> str:
@@ -196,16 +226,19 @@ def _split_files(folder: Path) -> dict[str, Path]:
         for path in (folder / f"{stem}{suffix}" for suffix in (".tsv", ".csv", ".jsonl")):
             if path.is_file():
                 if split in files:
-                    raise ValueError(f"{folder}: expected one {split} file, found {files[split].name} "
-                                     f"and {path.name}; remove one")
+                    raise ValueError(
+                        f"{folder}: expected one {split} file, found {files[split].name} and {path.name}; remove one"
+                    )
                 files[split] = path
-    for split in ("train", "test"):             # MRPC as Microsoft distributes it; GLUE's own files go first
+    for split in ("train", "test"):  # MRPC as Microsoft distributes it; GLUE's own files go first
         path = folder / f"msr_paraphrase_{split}.txt"
         if path.is_file():
             files.setdefault(split, path)
     if not files:
-        raise ValueError(f"{folder}: expected train, dev or test files (.tsv, .csv or .jsonl), "
-                         f"found {sorted(path.name for path in folder.iterdir())[:5]}; name another folder")
+        raise ValueError(
+            f"{folder}: expected train, dev or test files (.tsv, .csv or .jsonl), "
+            f"found {sorted(path.name for path in folder.iterdir())[:5]}; name another folder"
+        )
     return files
 
 
@@ -215,25 +248,45 @@ def _read(path: Path, split: str, named: _Glue | None) -> _File:
     _, header = next(rows)
     text_columns = next((names for names in _TEXT_COLUMNS if set(names) <= set(header)), None)
     if text_columns is None:
-        raise _error(path, 1, "a text column (sentence, text) or two (sentence1 and sentence2, ...)",
-                     f"columns {_short(header)}", "rename the columns")
+        raise _error(
+            path,
+            1,
+            "a text column (sentence, text) or two (sentence1 and sentence2, ...)",
+            f"columns {_short(header)}",
+            "rename the columns",
+        )
     label_column = next((name for name in _LABEL_COLUMNS if name in header), None)
-    glue = named or next((glue for glue in _GLUE if glue.columns and glue.columns[0] in header
-                          and glue.columns[1] == label_column), None)
+    glue = named or next(
+        (glue for glue in _GLUE if glue.columns and glue.columns[0] in header and glue.columns[1] == label_column),
+        None,
+    )
     if label_column is None and not split.startswith("test"):
-        raise _error(path, 1, f"a label column ({', '.join(_LABEL_COLUMNS)})", f"columns {_short(header)}",
-                     "rename the column; only test files go without")
+        raise _error(
+            path,
+            1,
+            f"a label column ({', '.join(_LABEL_COLUMNS)})",
+            f"columns {_short(header)}",
+            "rename the column; only test files go without",
+        )
 
     text_at = [header.index(name) for name in text_columns]
     file = _File(path, glue, [], [], None if label_column is None else [])
     for line, fields in rows:
         # QQP as GLUE distributes it has a few rows cut in two by a line end, or with one question missing.
-        if glue and glue.name == "QQP" and (
-                len(fields) < len(header) or not all(str(fields[at]).strip() for at in text_at)):
+        if (
+            glue
+            and glue.name == "QQP"
+            and (len(fields) < len(header) or not all(str(fields[at]).strip() for at in text_at))
+        ):
             continue
         if len(fields) != len(header):
-            raise _error(path, line, f"{len(header)} columns", f"{len(fields)}",
-                         "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab")
+            raise _error(
+                path,
+                line,
+                f"{len(header)} columns",
+                f"{len(fields)}",
+                "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab",
+            )
         texts = tuple(fields[at] for at in text_at)
         flaw = next(filter(None, map(_text_flaw, texts)), None)
         if flaw:
@@ -256,8 +309,13 @@ def _rows(path: Path) -> Iterator[tuple[int, list]]:
     try:
         text = data.decode().removeprefix("\ufeff").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise _error(path, data.count(b"\n", 0, error.start) + 1, "UTF-8", f"byte {data[error.start]:#04x}",
-                     "convert the file to UTF-8") from None
+        raise _error(
+            path,
+            data.count(b"\n", 0, error.start) + 1,
+            "UTF-8",
+            f"byte {data[error.start]:#04x}",
+            "convert the file to UTF-8",
+        ) from None
     if not text:
         raise _error(path, 1, "a header and rows", "an empty file", "fill it in or remove it")
     yield from {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix, _tsv_rows)(path, text)
@@ -268,7 +326,7 @@ def _tsv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
     rows = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
     for line, fields in enumerate(rows, start=1):
         if line == 1 and len(fields) == 4 and fields[1] in ("0", "1") and fields[2] in ("", "*"):
-            yield 0, ["source", "label", "star", "sentence"]    # CoLA's train and dev files have no header
+            yield 0, ["source", "label", "star", "sentence"]  # CoLA's train and dev files have no header
         yield line, fields
 
 
@@ -280,8 +338,13 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
             yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
-        raise _error(path, line, "comma-separated values", str(error),
-                     "close every quotation mark, and double the ones inside a text") from None
+        raise _error(
+            path,
+            line,
+            "comma-separated values",
+            str(error),
+            "close every quotation mark, and double the ones inside a text",
+        ) from None
 
 
 def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
@@ -290,28 +353,38 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
         try:
             row = json.loads(source)
         except (ValueError, RecursionError) as error:
-            raise _error(path, line, "one JSON object", f"{_short(source)}: {error}",
-                         "correct the line") from None
+            raise _error(path, line, "one JSON object", f"{_short(source)}: {error}", "correct the line") from None
         if not isinstance(row, dict):
             raise _error(path, line, "one JSON object", _short(source), 'write {"text": ..., "label": ...}')
         if not header:
             header = list(row)
             yield 0, header
         if not row.keys() >= set(header):
-            raise _error(path, line, f"the keys {_short(header)} of the first line", _short(list(row)),
-                         "write every key in each line")
+            raise _error(
+                path,
+                line,
+                f"the keys {_short(header)} of the first line",
+                _short(list(row)),
+                "write every key in each line",
+            )
         yield line, [row[name] for name in header]
 
 
 def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
     """The label set of a plain task: numbers in their order, words in that of the alphabet."""
     if train is None:
-        raise ValueError(f"{folder}: expected a train file, which says what labels there are, found none; "
-                         "add train.tsv")
+        raise ValueError(
+            f"{folder}: expected a train file, which says what labels there are, found none; add train.tsv"
+        )
     names = set(train.labels)
     if len(names) < 2:
-        raise _error(train.path, train.lines[0], "at least two labels in the file",
-                     f"only {_short(train.labels[0])}", "add rows with another label")
+        raise _error(
+            train.path,
+            train.lines[0],
+            "at least two labels in the file",
+            f"only {_short(train.labels[0])}",
+            "add rows with another label",
+        )
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return tuple(sorted(names, key=int if numeric else str))
 
@@ -328,10 +401,15 @@ def _numbers(file: _File, glue: _Glue) -> np.ndarray | None:
     numbers = [index.get(label) for label in file.labels]
     if None in numbers:
         row = numbers.index(None)
-        raise _error(file.path, file.lines[row], f"one of the labels {', '.join(glue.label_names)}",
-                     _short(file.labels[row]),
-                     "correct it, or remove the label column of a test file that has no labels"
-                     if glue in _GLUE else "correct it, or add rows with this label to the train file")
+        raise _error(
+            file.path,
+            file.lines[row],
+            f"one of the labels {', '.join(glue.label_names)}",
+            _short(file.labels[row]),
+            "correct it, or remove the label column of a test file that has no labels"
+            if glue in _GLUE
+            else "correct it, or add rows with this label to the train file",
+        )
     return np.array(numbers, np.int64)
 
 
@@ -341,8 +419,7 @@ def _finite(file: _File, row: int) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise _error(file.path, file.lines[row], "a finite number as label", _short(file.labels[row]),
-                     "correct it")
+        raise _error(file.path, file.lines[row], "a finite number as label", _short(file.labels[row]), "correct it")
     return number
 
 
@@ -386,8 +463,12 @@ class Inputs:
     def take(self, rows: np.ndarray) -> "Inputs":
         """The given rows (indices, a mask or a slice) at the same width T."""
         rows = np.arange(len(self))[rows]
-        return Inputs(self.input_ids[rows], self.attention_mask[rows], self.token_type_ids[rows],
-                      tuple(self.texts[row] for row in rows))
+        return Inputs(
+            self.input_ids[rows],
+            self.attention_mask[rows],
+            self.token_type_ids[rows],
+            tuple(self.texts[row] for row in rows),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,11 +489,15 @@ class Encoded:
         rows = np.arange(len(self))[rows]
         lengths = np.array([len(self.ids[row]) for row in rows], np.int64)
         mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-        inputs = Inputs(np.full(mask.shape, self.pad_token_id, np.int64), mask.astype(np.int64),
-                        np.zeros(mask.shape, np.int64), tuple(self.texts[row] for row in rows))
+        inputs = Inputs(
+            np.full(mask.shape, self.pad_token_id, np.int64),
+            mask.astype(np.int64),
+            np.zeros(mask.shape, np.int64),
+            tuple(self.texts[row] for row in rows),
+        )
         for at, row in enumerate(rows):
-            inputs.input_ids[at, :lengths[at]] = self.ids[row]
-            inputs.token_type_ids[at, :lengths[at]] = self.type_ids[row]
+            inputs.input_ids[at, : lengths[at]] = self.ids[row]
+            inputs.token_type_ids[at, : lengths[at]] = self.type_ids[row]
         return inputs
 
 
@@ -421,7 +506,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int = 128):
         special = max(backend.num_special_tokens_to_add(pair) for pair in (False, True))
-        if max_length <= special:               # the backend would then not truncate at all, and say nothing
+        if max_length <= special:  # the backend would then not truncate at all, and say nothing
             raise ValueError(f"expected max_length above the {special} special tokens, found {max_length}")
         backend.no_padding()
         backend.enable_truncation(max_length)
@@ -441,12 +526,12 @@ class Tokenizer:
             if path.is_file():
                 try:
                     backend = read(str(path))
-                except Exception as error:      # the type that the library raises
-                    raise ValueError(f"{path}: expected a tokenizer, found {_short(str(error))}; "
-                                     "copy the file again") from None
+                except Exception as error:  # the type that the library raises
+                    raise ValueError(
+                        f"{path}: expected a tokenizer, found {_short(str(error))}; copy the file again"
+                    ) from None
                 return cls(backend, max_length)
-        raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; "
-                         "copy one beside the model")
+        raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one beside the model")
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
         """Tokenize rows of one text or two; a tokenizer that knows no pairs gets two lines of one text.
@@ -457,14 +542,13 @@ class Tokenizer:
         for number, row in enumerate(rows):
             flaw = next(filter(None, map(_text_flaw, row)), None if len(row) in (1, 2) else len(row))
             if flaw is not None:
-                raise ValueError(f"row {number}: expected one text or two, found {flaw}; "
-                                 "correct or drop the row")
+                raise ValueError(f"row {number}: expected one text or two, found {flaw}; correct or drop the row")
         # Without a template for pairs (many decoders) the backend drops "<s>" or glues the texts together.
         pairs = self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
         sequences = [row if pairs and len(row) == 2 else "\n".join(row) for row in rows]
         ids, type_ids, truncated = [], [], 0
-        for start in range(0, len(rows), 1000):         # an Encoding is far larger than its ids
-            for encoding in self.backend.encode_batch(sequences[start:start + 1000]):
+        for start in range(0, len(rows), 1000):  # an Encoding is far larger than its ids
+            for encoding in self.backend.encode_batch(sequences[start : start + 1000]):
                 ids.append(np.array(encoding.ids, np.int64))
                 type_ids.append(np.array(encoding.type_ids, np.int64))
                 truncated += bool(encoding.overflowing)
@@ -531,4 +615,4 @@ def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = Non
 
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
-    return [rows[start:start + size] for start in range(0, len(rows), size)]
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

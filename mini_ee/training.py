@@ -1,4 +1,4 @@
-"""The one training loop: AdamW, warm-up and linear decay, clipping, the best checkpoint, and a state that survives a kill.
+"""The one training loop: AdamW, warm-up, linear decay, clipping, the best checkpoint; its state survives a kill.
 
 A recipe is a list of stages (see baselines.py); a stage says which parameters learn, from which loss, and which score
 decides the best checkpoint. Epochs are scored on rows held out of train; the split that is reported is never seen here.
@@ -120,7 +120,9 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
     total = config.epochs * steps_per_epoch
     last_save = time.monotonic()
     for epoch in range(progress["step"] // steps_per_epoch, config.epochs):
-        order = list(batches(train.encoded, config.batch_size, shuffle_seed=config.seed * 10_000 + number * 100 + epoch))
+        order = list(
+            batches(train.encoded, config.batch_size, shuffle_seed=config.seed * 10_000 + number * 100 + epoch)
+        )
         _train_mode(model, stage)
         for rows in order[progress["step"] - epoch * steps_per_epoch :]:
             inputs = train.encoded.batch(rows)
@@ -144,7 +146,12 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
         recorded = record(TorchSegments(model), held.encoded, config.batch_size)
         scores = exit_scores(recorded, task, held.labels)
         progress["history"].append(
-            {"stage": stage.name, "epoch": epoch + 1, "loss": float(np.mean(progress["losses"])), "exit_scores": scores}
+            {
+                "stage": stage.name,
+                "epoch": epoch + 1,
+                "loss": float(np.mean(progress["losses"])),
+                "exit_scores": scores,
+            }
         )
         progress["losses"] = []
         score = stage.score(np.array(scores))
@@ -179,7 +186,10 @@ def _optimizer(model: MultiExit, stage: Stage, config: TrainConfig) -> torch.opt
 def _train_mode(model: MultiExit, stage: Stage) -> None:
     """Dropout only where something learns: a frozen backbone or head stays as it will be used."""
     model.train()
-    for name, module in [("backbone", model.backbone), *((f"heads.{k}", head) for k, head in enumerate(model.heads))]:
+    for name, module in [
+        ("backbone", model.backbone),
+        *((f"heads.{k}", head) for k, head in enumerate(model.heads)),
+    ]:
         module.train(any(stage.learns(f"{name}.{parameter}") for parameter, _ in module.named_parameters()))
 
 
@@ -259,8 +269,15 @@ def train_run(
     exits = exits or tuple(range(1, backbone.config.num_hidden_layers + 1))
     source = {"folder": str(Path(model_folder).resolve()), "sha256": backbone_sha256(model_folder)}
     settings = asdict(config) | {"max_train": max_train, "max_loss": max_loss}
-    begun_with = settings | {"method": method, "backbone": source["sha256"], "exits": list(exits), "pool": pool,
-                             "max_length": tokenizer.max_length, "task": task.name, "rows": len(train.labels)}
+    begun_with = settings | {
+        "method": method,
+        "backbone": source["sha256"],
+        "exits": list(exits),
+        "pool": pool,
+        "max_length": tokenizer.max_length,
+        "task": task.name,
+        "rows": len(train.labels),
+    }
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model = MultiExit(backbone, exits, task.num_labels, pool).to(device)
@@ -270,6 +287,7 @@ def train_run(
     metrics = {
         "epochs": history,
         "exits": list(model.exits),
+        "per_exit_accuracy": exit_scores(recorded, task, held.labels, "score" if task.regression else "accuracy"),
         "hold_out": summary(recorded.replay(rule), recorded, task, held.labels),
         "rows": len(train.labels),
         "rows_held": len(held.labels),

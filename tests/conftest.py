@@ -1,13 +1,19 @@
 """Small checkpoints and tasks in the layouts of real ones, made afresh: nothing is downloaded."""
 
+import functools
 import json
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import save_backbone
+from mini_ee.exits import MultiExit
+from mini_ee.tasks import Inputs
+
+torch.set_num_threads(1)  # small models: threads would only wait for each other
 
 GOOD, BAD = ("good", "great", "fine", "lovely"), ("bad", "awful", "poor", "dull")
 THINGS = ("film", "meal", "book", "song", "room")
@@ -20,8 +26,13 @@ def checkpoint_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "bert"
     vocab = {token: i for i, token in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS))}
     config = BertConfig(
-        model_type="bert", vocab_size=len(vocab), hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=24,
+        model_type="bert",
+        vocab_size=len(vocab),
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -49,3 +60,43 @@ def task_folder(tmp_path_factory):
     for split, part in (("train", rows[:60]), ("dev", rows[60:])):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return folder
+
+
+@pytest.fixture(scope="session")
+def random_model():
+    """random_model(exits, num_labels, pool): a MultiExit on a random 6-layer BERT, in eval mode, made once each.
+
+    Every parameter is drawn, norms and biases too: fresh ones would hide a norm that forgets its weight. Words and
+    heads are drawn wider than layers, so that rows differ and leave at different exits.
+    """
+    made = functools.cache(_random_model)
+    return lambda exits=(1, 2, 4, 6), num_labels=3, pool="mean": made(exits, num_labels, pool)
+
+
+def _random_model(exits, num_labels, pool):
+    config = BertConfig(
+        model_type="bert",
+        vocab_size=60,
+        hidden_size=24,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        intermediate_size=48,
+        max_position_embeddings=40,
+    )
+    model = MultiExit(Bert(config, lm_head=False), exits, num_labels, pool).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, std = float(name.endswith("norm.weight")), 1.0 if ".word." in name or ".out." in name else 0.15
+            parameter.normal_(mean, std, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="session")
+def padded_inputs():
+    """Seven rows of 3 to 12 random tokens, padded to 12 with token 0."""
+    random = np.random.default_rng(0)
+    lengths = np.array([5, 12, 3, 9, 12, 4, 7])
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    ids = random.integers(5, 60, mask.shape) * mask
+    return Inputs(ids, mask, random.integers(0, 2, mask.shape) * mask, tuple((f"row {i}",) for i in range(len(ids))))

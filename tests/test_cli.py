@@ -22,7 +22,22 @@ FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
     out = tmp_path_factory.mktemp("cli") / "run"
-    assert main(["train", "joint", "--model", str(checkpoint_folder), "--task", str(task_folder), "--out", str(out), *FAST]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "joint",
+                "--model",
+                str(checkpoint_folder),
+                "--task",
+                str(task_folder),
+                "--out",
+                str(out),
+                *FAST,
+            ]
+        )
+        == 0
+    )
     return out
 
 
@@ -66,18 +81,58 @@ def test_the_examples_in_the_help_parse():
 
 
 def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
-    said = answer(capsys, "train", "two-stage", "--model", checkpoint_folder, "--task", task_folder,
-                  "--out", tmp_path / "run", "--exits", "1,3", "--pool", "first", "--seed", "3", *FAST)
+    said = answer(
+        capsys,
+        "train",
+        "two-stage",
+        "--model",
+        checkpoint_folder,
+        "--task",
+        task_folder,
+        "--out",
+        tmp_path / "run",
+        "--exits",
+        "1,3",
+        "--pool",
+        "first",
+        "--seed",
+        "3",
+        *FAST,
+    )
     assert said["method"] == "two-stage" and said["exits"] == [1, 3] and said["seed"] == 3
-    assert {"task", "split", "accuracy", "mean_layers", "layers_saved", "rule", "versions", "threads"} <= said.keys()
+    assert {
+        "task",
+        "split",
+        "accuracy",
+        "mean_layers",
+        "layers_saved",
+        "rule",
+        "versions",
+        "threads",
+    } <= said.keys()
     assert load_run(tmp_path / "run").model.pool == "first"
 
 
 def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_folder):
     said = answer(capsys, "evaluate", run_folder, "--task", task_folder, "--sweep")
     assert {
-        "method", "task", "split", "accuracy", "exits", "exit_counts", "per_exit_accuracy", "mean_layers", "layers_saved",
-        "layer_passes", "speedup", "seconds", "flops_ratio", "rule", "versions", "seed", "threads",
+        "method",
+        "task",
+        "split",
+        "accuracy",
+        "exits",
+        "exit_counts",
+        "per_exit_accuracy",
+        "mean_layers",
+        "layers_saved",
+        "layer_passes",
+        "speedup",
+        "seconds",
+        "flops_ratio",
+        "rule",
+        "versions",
+        "seed",
+        "threads",
     } <= said.keys()
     assert said["split"] == "dev" and said["exits"] == [1, 2, 3] and sum(said["exit_counts"]) == 20
     assert len(said["per_exit_accuracy"]) == 3 and len(said["rows"]) == 51
@@ -90,9 +145,15 @@ def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_
 
 @pytest.mark.parametrize(
     "options, depth",
-    [(["--rule", "never"], 3), (["--layer", "2"], 2), (["--threshold", "0"], 1), (["--threshold", "inf,0,0"], 2),
-     (["--patience", "2"], 3), (["--rule", "patience-confidence", "--patience", "2", "--threshold", "0"], 2),
-     (["--measure", "entropy", "--threshold=-inf"], 1)],
+    [
+        (["--rule", "never"], 3),
+        (["--layer", "2"], 2),
+        (["--threshold", "0"], 1),
+        (["--threshold", "inf,0,0"], 2),
+        (["--patience", "2"], 3),
+        (["--rule", "patience-confidence", "--patience", "2", "--threshold", "0"], 2),
+        (["--measure", "entropy", "--threshold=-inf"], 1),
+    ],
 )
 def test_a_rule_may_be_given_instead_of_the_runs_own(capsys, run_folder, task_folder, options, depth):
     assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] <= depth
@@ -122,11 +183,23 @@ def test_a_text_of_100000_characters_is_cut_and_counted(capsys, run_folder):
 def test_demo_ends_in_one_object_with_rows_and_a_report(capsys, tmp_path, checkpoint_folder, task_folder):
     argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
     said = answer(capsys, *argv)
-    assert [row["layer"] for row in said["rows"]] == [1, 2, 3] and sum(row["share"] for row in said["rows"]) == pytest.approx(1)
+    assert [row["layer"] for row in said["rows"]] == [1, 2, 3] and sum(
+        row["share"] for row in said["rows"]
+    ) == pytest.approx(1)
     assert said["report"] == str(tmp_path / "demo") and (tmp_path / "demo" / "report.md").is_file()
     assert len(said["curve"]) == 9 and load_run(said["run"]).config["method"] == "joint"
     again = answer(capsys, *argv)
     assert again["score"] == said["score"] and sorted(p.name for p in tmp_path.iterdir()) == ["demo"]
+
+
+def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folder, task_folder):
+    (tmp_path / "precious.txt").write_text("mine")
+    try:
+        status = main(["demo", "--model", str(checkpoint_folder), "--task", str(task_folder), "--out", str(tmp_path)])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and "holds no demo report" in capsys.readouterr().err
+    assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
 def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
@@ -143,25 +216,49 @@ def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--exits", "3,2"], "ascend"), (["--exits", "1,9"], "end at the last layer, 3"), (["--exits", "x"], "whole number"),
-        (["--epochs", "0"], "at least 1"), (["--lr", "-1"], "lr must be"), (["--pool", "max"], "first"),
-        (["--device", "cuda:99"], "use cpu"), (["--max-loss", "2"], "0 to 1"), (["--epoch", "3"], "--epoch"),
-        (["--model", "/nowhere"], "/nowhere"), (["--task", "/nowhere"], "/nowhere"), (["--max-length", "2"], "max_length"),
+        (["--exits", "3,2"], "ascend"),
+        (["--exits", "1,9"], "end at the last layer, 3"),
+        (["--exits", "x"], "whole number"),
+        (["--epochs", "0"], "at least 1"),
+        (["--lr", "-1"], "lr must be"),
+        (["--pool", "max"], "first"),
+        (["--device", "cuda:99"], "use cpu"),
+        (["--max-loss", "2"], "0 to 1"),
+        (["--epoch", "3"], "--epoch"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--task", "/nowhere"], "/nowhere"),
+        (["--max-length", "2"], "max_length"),
     ],
 )
 def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder, task_folder, options, message):
-    line = refused(capsys, "train", "joint", "--model", checkpoint_folder, "--task", task_folder,
-                   "--out", tmp_path / "run", *options)
+    line = refused(
+        capsys,
+        "train",
+        "joint",
+        "--model",
+        checkpoint_folder,
+        "--task",
+        task_folder,
+        "--out",
+        tmp_path / "run",
+        *options,
+    )
     assert message in line and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--threshold", "1.5"], "from 0.0 to 1.0"), (["--threshold", "nan"], "nan"), (["--threshold", ".5,.5"], "one threshold or 3"),
-        (["--layer", "7"], "one of the exits 1,2,3"), (["--rule", "patience"], "needs --patience"),
-        (["--rule", "fixed", "--threshold", ".5"], "needs --layer"), (["--patience", "2", "--threshold", ".5"], "does not take"),
-        (["--split", "validation"], "validation"), (["--task", "reviews"], "trained on words"), (["--rule", "oracle"], "oracle"),
+        (["--threshold", "1.5"], "from 0.0 to 1.0"),
+        (["--threshold", "nan"], "nan"),
+        (["--threshold", ".5,.5"], "one threshold or 3"),
+        (["--layer", "7"], "one of the exits 1,2,3"),
+        (["--rule", "patience"], "needs --patience"),
+        (["--rule", "fixed", "--threshold", ".5"], "needs --layer"),
+        (["--patience", "2", "--threshold", ".5"], "does not take"),
+        (["--split", "validation"], "validation"),
+        (["--task", "reviews"], "trained on words"),
+        (["--rule", "oracle"], "oracle"),
     ],
 )
 def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder, options, message):
@@ -182,8 +279,12 @@ def test_a_missing_run_is_one_line(capsys, command):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("", "empty"), ("sentence\tlabel\n", "row"), ("sentence\nx\n", "label"), ("sentence\tlabel\ngood\n", "column"),
-        (b"sentence\tlabel\ncaf\xe9\t1\n", "UTF-8"), ("sentence\tlabel\na\tgood\nb\tugly\n", "ugly"),
+        ("", "empty"),
+        ("sentence\tlabel\n", "row"),
+        ("sentence\nx\n", "label"),
+        ("sentence\tlabel\ngood\n", "column"),
+        (b"sentence\tlabel\ncaf\xe9\t1\n", "UTF-8"),
+        ("sentence\tlabel\na\tgood\nb\tugly\n", "ugly"),
     ],
 )
 def test_a_broken_task_file_is_one_line_that_names_it(capsys, tmp_path, run_folder, task_folder, content, message):
@@ -198,23 +299,52 @@ def test_a_broken_task_file_is_one_line_that_names_it(capsys, tmp_path, run_fold
 def test_a_regression_refuses_confidence_and_takes_patience(capsys, tmp_path, checkpoint_folder):
     folder = tmp_path / "sts-b"
     folder.mkdir()
-    rows = [f"{i}\tx\tx\t{i}\tx\tx\tx\tthe {w} was good\tthe {v} was good\t{(i * 7) % 6:.1f}" for i, (w, v) in
-            enumerate([("film", "song"), ("meal", "room"), ("book", "film")] * 10)]
+    rows = [
+        f"{i}\tx\tx\t{i}\tx\tx\tx\tthe {w} was good\tthe {v} was good\t{(i * 7) % 6:.1f}"
+        for i, (w, v) in enumerate([("film", "song"), ("meal", "room"), ("book", "film")] * 10)
+    ]
     head = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
     for split in ("train", "dev"):
         (folder / f"{split}.tsv").write_text(head + "\n".join(rows) + "\n")
-    said = answer(capsys, "train", "joint", "--model", checkpoint_folder, "--task", folder, "--out", tmp_path / "run", *FAST)
+    said = answer(
+        capsys,
+        "train",
+        "joint",
+        "--model",
+        checkpoint_folder,
+        "--task",
+        folder,
+        "--out",
+        tmp_path / "run",
+        *FAST,
+    )
     assert {"pearson", "spearman", "score"} <= said.keys() and "accuracy" not in said
     assert said["score"] == pytest.approx((said["pearson"] + said["spearman"]) / 2)
     assert said["rule"]["name"] in ("patience", "never")
-    assert answer(capsys, "evaluate", tmp_path / "run", "--task", folder, "--patience", "1")["rule"]["name"] == "patience"
+    assert (
+        answer(capsys, "evaluate", tmp_path / "run", "--task", folder, "--patience", "1")["rule"]["name"] == "patience"
+    )
     assert "no confidence" in refused(capsys, "evaluate", tmp_path / "run", "--task", folder, "--threshold", ".9")
-    assert isinstance(answer(capsys, "classify", tmp_path / "run", "--text", "the film", "--text-b", "the song")["label"], float)
+    assert isinstance(
+        answer(capsys, "classify", tmp_path / "run", "--text", "the film", "--text-b", "the song")["label"],
+        float,
+    )
 
 
 def test_an_output_folder_that_cannot_be_written_is_one_line(capsys, tmp_path, checkpoint_folder, task_folder):
     (tmp_path / "file").write_text("")
-    line = refused(capsys, "train", "joint", "--out", tmp_path / "file" / "run", "--model", checkpoint_folder, "--task", task_folder, *FAST)
+    line = refused(
+        capsys,
+        "train",
+        "joint",
+        "--out",
+        tmp_path / "file" / "run",
+        "--model",
+        checkpoint_folder,
+        "--task",
+        task_folder,
+        *FAST,
+    )
     assert "file" in line
 
 
@@ -223,15 +353,39 @@ def test_a_full_disk_is_one_line_and_leaves_no_run(capsys, tmp_path, checkpoint_
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint.os, "fsync", full)
-    line = refused(capsys, "train", "joint", "--model", checkpoint_folder, "--task", task_folder,
-                   "--out", tmp_path / "run", *FAST)
+    line = refused(
+        capsys,
+        "train",
+        "joint",
+        "--model",
+        checkpoint_folder,
+        "--task",
+        task_folder,
+        "--out",
+        tmp_path / "run",
+        *FAST,
+    )
     assert "No space left" in line and not (tmp_path / "run").exists()
 
 
 def test_a_kill_at_any_moment_never_leaves_a_run_that_loads_wrong(tmp_path, checkpoint_folder, task_folder):
     """kill -9 while it trains and writes; what is there loads, and what is not there can be resumed or begun anew."""
-    command = [sys.executable, "-m", "mini_ee", "train", "joint", "--model", str(checkpoint_folder),
-               "--task", str(task_folder), "--threads", "1", "--epochs", "40", *FAST[2:]]
+    command = [
+        sys.executable,
+        "-m",
+        "mini_ee",
+        "train",
+        "joint",
+        "--model",
+        str(checkpoint_folder),
+        "--task",
+        str(task_folder),
+        "--threads",
+        "1",
+        "--epochs",
+        "40",
+        *FAST[2:],
+    ]
     begin = time.monotonic()
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     whole = time.monotonic() - begin
@@ -248,5 +402,7 @@ def test_a_kill_at_any_moment_never_leaves_a_run_that_loads_wrong(tmp_path, chec
                     leftover.rmdir()
             subprocess.run([*command, "--out", str(out), *resume], check=True, capture_output=True)
         load_run(out)
-        found, expected = (checkpoint.read_tensors(folder / "model.safetensors") for folder in (out, tmp_path / "whole"))
+        found, expected = (
+            checkpoint.read_tensors(folder / "model.safetensors") for folder in (out, tmp_path / "whole")
+        )
         assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)

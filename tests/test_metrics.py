@@ -7,14 +7,17 @@ import pytest
 
 from mini_ee.metrics import METRICS, accuracy, f1, matthews, pearson, score, spearman
 
-PREDICTIONS, LABELS = [1, 1, 1, 0, 0, 0, 0, 1], [1, 1, 0, 0, 0, 1, 0, 0]        # TP 2, FP 2, FN 1, TN 3
+PREDICTIONS, LABELS = [1, 1, 1, 0, 0, 0, 0, 1], [1, 1, 0, 0, 0, 1, 0, 0]  # TP 2, FP 2, FN 1, TN 3
 
 
-@pytest.mark.parametrize(("metric", "by_hand"), [
-    (accuracy, 5 / 8),
-    (f1, 2 * 2 / (2 * 2 + 2 + 1)),
-    (matthews, (2 * 3 - 2 * 1) / math.sqrt((2 + 2) * (2 + 1) * (3 + 2) * (3 + 1))),
-])
+@pytest.mark.parametrize(
+    ("metric", "by_hand"),
+    [
+        (accuracy, 5 / 8),
+        (f1, 2 * 2 / (2 * 2 + 2 + 1)),
+        (matthews, (2 * 3 - 2 * 1) / math.sqrt((2 + 2) * (2 + 1) * (3 + 2) * (3 + 1))),
+    ],
+)
 def test_binary_metrics_equal_their_formula_in_true_and_false_positives(metric, by_hand):
     assert metric(PREDICTIONS, LABELS) == pytest.approx(by_hand, abs=1e-12)
 
@@ -37,10 +40,13 @@ def test_matthews_of_many_classes_equals_the_covariance_over_all_pairs_of_cells(
     random = np.random.default_rng(0)
     labels = random.integers(0, 4, 60)
     predictions = np.where(random.random(60) < 0.6, labels, random.integers(0, 4, 60))
-    cells = [[sum(1 for p, t in zip(predictions, labels, strict=True) if (t, p) == (k, m)) for m in range(4)]
-             for k in range(4)]
-    above = sum(cells[k][k] * cells[m][n] - cells[n][k] * cells[k][m]
-                for k in range(4) for m in range(4) for n in range(4))
+    cells = [
+        [sum(1 for p, t in zip(predictions, labels, strict=True) if (t, p) == (k, m)) for m in range(4)]
+        for k in range(4)
+    ]
+    above = sum(
+        cells[k][k] * cells[m][n] - cells[n][k] * cells[k][m] for k in range(4) for m in range(4) for n in range(4)
+    )
     rows, columns = [sum(row) for row in cells], [sum(column) for column in zip(*cells, strict=True)]
     below = [math.sqrt(sum(size * (60 - size) for size in sizes)) for sizes in (rows, columns)]
     assert matthews(predictions, labels) == pytest.approx(above / (below[0] * below[1]), abs=1e-12)
@@ -70,16 +76,19 @@ def test_correlations_survive_scale_and_shift_and_stay_within_one():
         assert abs(pearson(same, -same)) <= 1
 
 
-@pytest.mark.parametrize(("metric", "predictions", "labels"), [
-    (f1, [0, 0], [0, 0]),
-    (f1, [2, 2], [0, 2]),
-    (matthews, [1, 1, 1], [0, 1, 0]),
-    (matthews, [0, 1, 0], [1, 1, 1]),
-    (pearson, [0.1] * 3, [0.7] * 3),                    # the mean of three 0.1 is not 0.1 in floating point
-    (pearson, [1e-200, 2e-200], [1, 2]),
-    (spearman, [1, 2, 3], [0.1] * 3),
-    (pearson, [1], [1]),
-])
+@pytest.mark.parametrize(
+    ("metric", "predictions", "labels"),
+    [
+        (f1, [0, 0], [0, 0]),
+        (f1, [2, 2], [0, 2]),
+        (matthews, [1, 1, 1], [0, 1, 0]),
+        (matthews, [0, 1, 0], [1, 1, 1]),
+        (pearson, [0.1] * 3, [0.7] * 3),  # the mean of three 0.1 is not 0.1 in floating point
+        (pearson, [1e-200, 2e-200], [1, 2]),
+        (spearman, [1, 2, 3], [0.1] * 3),
+        (pearson, [1], [1]),
+    ],
+)
 def test_a_zero_denominator_gives_zero(metric, predictions, labels):
     assert metric(predictions, labels) == 0.0
 
@@ -95,12 +104,15 @@ def test_no_metric_depends_on_the_order_of_rows_or_changes_its_arguments(metric)
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-@pytest.mark.parametrize(("predictions", "labels", "message"), [
-    ([], [], r"N >= 1, found shapes \(0,\) and \(0,\)"),
-    ([1, 0], [1], r"found shapes \(2,\) and \(1,\)"),
-    ([[1], [0]], [1, 0], r"found shapes \(2, 1\) and \(2,\)"),
-    ([1, math.nan], [1, 0], "found nan or inf; did training diverge"),
-])
+@pytest.mark.parametrize(
+    ("predictions", "labels", "message"),
+    [
+        ([], [], r"N >= 1, found shapes \(0,\) and \(0,\)"),
+        ([1, 0], [1], r"found shapes \(2,\) and \(1,\)"),
+        ([[1], [0]], [1, 0], r"found shapes \(2, 1\) and \(2,\)"),
+        ([1, math.nan], [1, 0], "found nan or inf; did training diverge"),
+    ],
+)
 def test_shapes_that_do_not_fit_and_nan_are_errors(metric, predictions, labels, message):
     with pytest.raises(ValueError, match=message):
         metric(predictions, labels)

@@ -36,12 +36,24 @@ def answers(run):
 
 def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder):
     assert sorted(path.name for path in run_folder.iterdir()) == [
-        "config.json", "metrics.json", "model.safetensors", "tokenizer.json",
+        "config.json",
+        "metrics.json",
+        "model.safetensors",
+        "tokenizer.json",
     ]
     config = json.loads((run_folder / "config.json").read_text())
     assert config["format_version"] == 1 and config["method"] == "joint" and config["exits"] == [1, 2, 3]
     assert config["task"] == {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"]}
-    assert {"backbone", "rule", "seed", "versions", "pool", "max_length", "training", "files"} <= config.keys()
+    assert {
+        "backbone",
+        "rule",
+        "seed",
+        "versions",
+        "pool",
+        "max_length",
+        "training",
+        "files",
+    } <= config.keys()
 
 
 def test_a_run_is_read_back_as_it_was_and_loading_draws_no_random_numbers(run_folder):

@@ -39,66 +39,121 @@ PLAIN = table("sentence|label", "a good film|pos", "a bad film|neg")
 
 class Layout(NamedTuple):
     files: dict[str, str]
-    first: tuple[str, ...]                      # the texts of train's first row
-    labels: list[float]                         # of train
+    first: tuple[str, ...]  # the texts of train's first row
+    labels: list[float]  # of train
     label_names: tuple[str, ...]
     metrics: tuple[str, ...]
 
 
 STSB = "index|genre|filename|year|old_index|source1|source2|sentence1|sentence2"
-MNLI = ("index|promptID|pairID|genre|sentence1_binary_parse|sentence2_binary_parse|sentence1_parse"
-        "|sentence2_parse|sentence1|sentence2")
+MNLI = (
+    "index|promptID|pairID|genre|sentence1_binary_parse|sentence2_binary_parse|sentence1_parse"
+    "|sentence2_parse|sentence1|sentence2"
+)
 GLUE = {
     "SST-2": Layout(
-        {"train_tsv": table("sentence|label", "fine |1", "dull |0"),
-         "dev_tsv": table("sentence|label", "ok|1"),
-         "test_tsv": table("index|sentence", "0|so so")},
-        ("fine ",), [1, 0], ("negative", "positive"), ("accuracy",)),
+        {
+            "train_tsv": table("sentence|label", "fine |1", "dull |0"),
+            "dev_tsv": table("sentence|label", "ok|1"),
+            "test_tsv": table("index|sentence", "0|so so"),
+        },
+        ("fine ",),
+        [1, 0],
+        ("negative", "positive"),
+        ("accuracy",),
+    ),
     "CoLA": Layout(
-        {"train_tsv": table("gj04|1||They drank.", "gj04|0|*|They drank the pub."),
-         "dev_tsv": table("gj04|1||We yelled."),
-         "test_tsv": table("index|sentence", "0|Bill sang.")},
-        ("They drank.",), [1, 0], ("unacceptable", "acceptable"), ("matthews",)),
+        {
+            "train_tsv": table("gj04|1||They drank.", "gj04|0|*|They drank the pub."),
+            "dev_tsv": table("gj04|1||We yelled."),
+            "test_tsv": table("index|sentence", "0|Bill sang."),
+        },
+        ("They drank.",),
+        [1, 0],
+        ("unacceptable", "acceptable"),
+        ("matthews",),
+    ),
     "MRPC": Layout(
-        {"train_tsv": "\ufeff" + table("Quality|#1 ID|#2 ID|#1 String|#2 String",
-                                       '1|7|8|He said "yes.|Yes.', "0|9|9|One .|Two ."),
-         "test_tsv": table("index|#1 ID|#2 ID|#1 String|#2 String", "0|1|2|A|B")},
-        ('He said "yes.', "Yes."), [1, 0], ("not_equivalent", "equivalent"), ("accuracy", "f1")),
+        {
+            "train_tsv": "\ufeff"
+            + table("Quality|#1 ID|#2 ID|#1 String|#2 String", '1|7|8|He said "yes.|Yes.', "0|9|9|One .|Two ."),
+            "test_tsv": table("index|#1 ID|#2 ID|#1 String|#2 String", "0|1|2|A|B"),
+        },
+        ('He said "yes.', "Yes."),
+        [1, 0],
+        ("not_equivalent", "equivalent"),
+        ("accuracy", "f1"),
+    ),
     "QQP": Layout(
-        {"train_tsv": table("id|qid1|qid2|question1|question2|is_duplicate",
-                            "1|2|3|Why?|How so?|1", "4|5|6|What?|Who?|0"),
-         "test_tsv": table("id|question1|question2", "0|When?|Then?")},
-        ("Why?", "How so?"), [1, 0], ("not_duplicate", "duplicate"), ("accuracy", "f1")),
+        {
+            "train_tsv": table(
+                "id|qid1|qid2|question1|question2|is_duplicate", "1|2|3|Why?|How so?|1", "4|5|6|What?|Who?|0"
+            ),
+            "test_tsv": table("id|question1|question2", "0|When?|Then?"),
+        },
+        ("Why?", "How so?"),
+        [1, 0],
+        ("not_duplicate", "duplicate"),
+        ("accuracy", "f1"),
+    ),
     "STS-B": Layout(
-        {"train_tsv": table(f"{STSB}|score",
-                            "0|g|f|y|1|s|s|A man.|A woman.|3.800", "1|g|f|y|1|s|s|A.|B.|0.500"),
-         "test_tsv": table(STSB, "0|g|f|y|1|s|s|A.|B.")},
-        ("A man.", "A woman."), [3.8, 0.5], (), ("pearson", "spearman")),
+        {
+            "train_tsv": table(f"{STSB}|score", "0|g|f|y|1|s|s|A man.|A woman.|3.800", "1|g|f|y|1|s|s|A.|B.|0.500"),
+            "test_tsv": table(STSB, "0|g|f|y|1|s|s|A.|B."),
+        },
+        ("A man.", "A woman."),
+        [3.8, 0.5],
+        (),
+        ("pearson", "spearman"),
+    ),
     "MNLI": Layout(
-        {"train_tsv": table(f"{MNLI}|label1|gold_label",
-                            "0|1|1|g|(|(|(|(|It rains.|It is dry.|neutral|contradiction",
-                            "1|1|1|g|(|(|(|(|He ran.|He moved.|entailment|entailment"),
-         "dev_matched_tsv": table(f"{MNLI}|label1|label2|gold_label",
-                                  "0|1|1|g|(|(|(|(|So.|No.|neutral||neutral"),
-         "dev_mismatched_tsv": table(f"{MNLI}|label1|label2|gold_label",
-                                     "0|1|1|g|(|(|(|(|Up.|Down.|||neutral"),
-         "test_matched_tsv": table(MNLI, "0|1|1|g|(|(|(|(|X.|Y.")},
-        ("It rains.", "It is dry."), [2, 0], ("entailment", "neutral", "contradiction"), ("accuracy",)),
+        {
+            "train_tsv": table(
+                f"{MNLI}|label1|gold_label",
+                "0|1|1|g|(|(|(|(|It rains.|It is dry.|neutral|contradiction",
+                "1|1|1|g|(|(|(|(|He ran.|He moved.|entailment|entailment",
+            ),
+            "dev_matched_tsv": table(f"{MNLI}|label1|label2|gold_label", "0|1|1|g|(|(|(|(|So.|No.|neutral||neutral"),
+            "dev_mismatched_tsv": table(f"{MNLI}|label1|label2|gold_label", "0|1|1|g|(|(|(|(|Up.|Down.|||neutral"),
+            "test_matched_tsv": table(MNLI, "0|1|1|g|(|(|(|(|X.|Y."),
+        },
+        ("It rains.", "It is dry."),
+        [2, 0],
+        ("entailment", "neutral", "contradiction"),
+        ("accuracy",),
+    ),
     "QNLI": Layout(
-        {"train_tsv": table("index|question|sentence|label",
-                            "0|Who?|She.|entailment", "1|When?|Here.|not_entailment"),
-         "test_tsv": table("index|question|sentence", "0|Who?|Now.")},
-        ("Who?", "She."), [0, 1], ("entailment", "not_entailment"), ("accuracy",)),
+        {
+            "train_tsv": table(
+                "index|question|sentence|label", "0|Who?|She.|entailment", "1|When?|Here.|not_entailment"
+            ),
+            "test_tsv": table("index|question|sentence", "0|Who?|Now."),
+        },
+        ("Who?", "She."),
+        [0, 1],
+        ("entailment", "not_entailment"),
+        ("accuracy",),
+    ),
     "RTE": Layout(
-        {"train_tsv": table("index|sentence1|sentence2|label",
-                            "0|No.|Yes.|not_entailment", "1|A.|A.|entailment"),
-         "test_tsv": table("index|sentence1|sentence2", "0|A.|B.")},
-        ("No.", "Yes."), [1, 0], ("entailment", "not_entailment"), ("accuracy",)),
+        {
+            "train_tsv": table("index|sentence1|sentence2|label", "0|No.|Yes.|not_entailment", "1|A.|A.|entailment"),
+            "test_tsv": table("index|sentence1|sentence2", "0|A.|B."),
+        },
+        ("No.", "Yes."),
+        [1, 0],
+        ("entailment", "not_entailment"),
+        ("accuracy",),
+    ),
     "WNLI": Layout(
-        {"train_tsv": table("index|sentence1|sentence2|label",
-                            "0|I put it up.|It was put.|1", "1|It fell.|I.|0"),
-         "test_tsv": table("index|sentence1|sentence2", "0|A.|B.")},
-        ("I put it up.", "It was put."), [1, 0], ("not_entailment", "entailment"), ("accuracy",)),
+        {
+            "train_tsv": table("index|sentence1|sentence2|label", "0|I put it up.|It was put.|1", "1|It fell.|I.|0"),
+            "test_tsv": table("index|sentence1|sentence2", "0|A.|B."),
+        },
+        ("I put it up.", "It was put."),
+        [1, 0],
+        ("not_entailment", "entailment"),
+        ("accuracy",),
+    ),
 }
 KNOWN_BY_COLUMNS = ("CoLA", "MRPC", "QQP", "STS-B", "MNLI")
 
@@ -166,8 +221,9 @@ def test_qqp_alone_skips_rows_that_were_cut(tmp_path):
 # Plain tasks
 
 
-@pytest.mark.parametrize("columns", ["sentence1|sentence2", "premise|hypothesis", "question|sentence",
-                                     "question1|question2"])
+@pytest.mark.parametrize(
+    "columns", ["sentence1|sentence2", "premise|hypothesis", "question|sentence", "question1|question2"]
+)
 def test_a_plain_task_finds_its_pair_of_texts_by_name(columns, tmp_path):
     rows = table(f"label|id|{columns}", "b|1|A a|B b", "a|2|C|D")
     task = load_task(folder(tmp_path, "mine", train_tsv=rows))
@@ -193,15 +249,14 @@ def test_tsv_csv_and_jsonl_of_the_same_rows_are_the_same_task(tmp_path):
     formats = {
         "train_tsv": ["text\tlabel", *(f"{text}\t{label}" for text, label in rows)],
         "train_csv": ["text,label", *('"' + text.replace('"', '""') + f'",{label}' for text, label in rows)],
-        "train_jsonl": [json.dumps({"text": text, "label": label}, ensure_ascii=False)
-                        for text, label in rows],
+        "train_jsonl": [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in rows],
     }
     for file, lines in formats.items():
         content = "\n".join(lines)
         for variant in (content, content + "\n", content + "\n\n", "\ufeff" + content, "\r\n".join(lines)):
             task = load_task(folder(tmp_path, f"plain-{file}", **{file: variant}))
-            assert [text for text, in task.split("train").texts] == texts
-            assert task.label_names == ("9", "10")                      # by number: "10" < "9" as words
+            assert [text for (text,) in task.split("train").texts] == texts
+            assert task.label_names == ("9", "10")  # by number: "10" < "9" as words
             assert task.split("train").labels.tolist() == [0, 1, 0, 0]
 
 
@@ -224,82 +279,120 @@ def test_a_test_file_may_lack_the_label_column(tmp_path):
 JSON_ROW = '{"text": "a", "label": 1}\n'
 ERRORS = {
     "no file": (
-        {}, "mine: expected train, dev or test files (.tsv, .csv or .jsonl), found []; name another folder"),
+        {},
+        "mine: expected train, dev or test files (.tsv, .csv or .jsonl), found []; name another folder",
+    ),
     "two files": (
         {"train_tsv": PLAIN, "dev_tsv": PLAIN, "val_csv": PLAIN},
-        "mine: expected one dev file, found dev.tsv and val.csv; remove one"),
+        "mine: expected one dev file, found dev.tsv and val.csv; remove one",
+    ),
     "empty file": (
-        {"train_tsv": ""}, "train.tsv:1: expected a header and rows, found an empty file; fill it in"),
+        {"train_tsv": ""},
+        "train.tsv:1: expected a header and rows, found an empty file; fill it in",
+    ),
     "only line ends": (
-        {"train_tsv": "\ufeff\r\n\n"}, "train.tsv:1: expected a header and rows, found an empty file"),
+        {"train_tsv": "\ufeff\r\n\n"},
+        "train.tsv:1: expected a header and rows, found an empty file",
+    ),
     "only a header": (
-        {"train_tsv": "sentence\tlabel\n"}, "train.tsv:1: expected rows below the header, found none; add"),
+        {"train_tsv": "sentence\tlabel\n"},
+        "train.tsv:1: expected rows below the header, found none; add",
+    ),
     "no text column": (
         {"train_tsv": table("words|label", "a|b")},
         "train.tsv:1: expected a text column (sentence, text) or two (sentence1 and sentence2, ...), "
-        "found columns ['words', 'label']; rename the columns"),
+        "found columns ['words', 'label']; rename the columns",
+    ),
     "no label column": (
         {"train_tsv": table("sentence|class", "a|b")},
         "train.tsv:1: expected a label column (gold_label, label, is_duplicate, Quality, score), "
-        "found columns ['sentence', 'class']; rename the column; only test files go without"),
+        "found columns ['sentence', 'class']; rename the column; only test files go without",
+    ),
     "dev without labels": (
-        {"train_tsv": PLAIN, "dev_tsv": table("sentence", "a")}, "dev.tsv:1: expected a label column"),
+        {"train_tsv": PLAIN, "dev_tsv": table("sentence", "a")},
+        "dev.tsv:1: expected a label column",
+    ),
     "too few columns": (
-        {"train_tsv": PLAIN + "alone\n"}, "train.tsv:4: expected 2 columns, found 1; a text holds no tab"),
+        {"train_tsv": PLAIN + "alone\n"},
+        "train.tsv:4: expected 2 columns, found 1; a text holds no tab",
+    ),
     "too many columns": (
-        {"train_tsv": PLAIN + "a\tb\tc\n"}, "train.tsv:4: expected 2 columns, found 3; a text holds no tab"),
+        {"train_tsv": PLAIN + "a\tb\tc\n"},
+        "train.tsv:4: expected 2 columns, found 3; a text holds no tab",
+    ),
     "blank line": (
-        {"train_tsv": table("sentence|label", "", "a|b")}, "train.tsv:2: expected 2 columns, found 1; "),
+        {"train_tsv": table("sentence|label", "", "a|b")},
+        "train.tsv:2: expected 2 columns, found 1; ",
+    ),
     "empty text": (
         {"train_tsv": PLAIN + " \u2028 \tpos\n"},
-        "train.tsv:4: expected text in sentence, found an empty text; correct or drop the row"),
+        "train.tsv:4: expected text in sentence, found an empty text; correct or drop the row",
+    ),
     "empty label": (
-        {"train_tsv": PLAIN + "a film\t\n"}, "train.tsv:4: expected a label in label, found ''; fill it in"),
+        {"train_tsv": PLAIN + "a film\t\n"},
+        "train.tsv:4: expected a label in label, found ''; fill it in",
+    ),
     "label unknown": (
         {"train_tsv": PLAIN, "dev_tsv": PLAIN + "hm\tmeh\n"},
-        "dev.tsv:4: expected one of the labels neg, pos, found 'meh'; correct it, or add rows with this"),
+        "dev.tsv:4: expected one of the labels neg, pos, found 'meh'; correct it, or add rows with this",
+    ),
     "one label": (
         {"train_tsv": table("sentence|label", "a|b")},
-        "train.tsv:2: expected at least two labels in the file, found only 'b'; add rows with another label"),
+        "train.tsv:2: expected at least two labels in the file, found only 'b'; add rows with another label",
+    ),
     "no train file": (
         {"dev_tsv": PLAIN},
-        "mine: expected a train file, which says what labels there are, found none; add train.tsv"),
+        "mine: expected a train file, which says what labels there are, found none; add train.tsv",
+    ),
     "not UTF-8": (
         {"train_tsv": PLAIN.encode() + b"caf\xe9 society\tpos\n"},
-        "train.tsv:4: expected UTF-8, found byte 0xe9; convert the file to UTF-8"),
+        "train.tsv:4: expected UTF-8, found byte 0xe9; convert the file to UTF-8",
+    ),
     "UTF-16": (
-        {"train_tsv": PLAIN.encode("utf-16")}, "train.tsv:1: expected UTF-8, found byte 0xff; convert"),
+        {"train_tsv": PLAIN.encode("utf-16")},
+        "train.tsv:1: expected UTF-8, found byte 0xff; convert",
+    ),
     "open quote": (
         {"train_csv": 'text,label\na,x\n"b,y\n'},
-        "train.csv:3: expected comma-separated values, found unexpected end of data; close every quotation"),
+        "train.csv:3: expected comma-separated values, found unexpected end of data; close every quotation",
+    ),
     "broken JSON": (
         {"train_jsonl": JSON_ROW + '{"text": "b"\n'},
-        """train.jsonl:2: expected one JSON object, found '{"text": "b"': Expecting ',' delimiter"""),
+        """train.jsonl:2: expected one JSON object, found '{"text": "b"': Expecting ',' delimiter""",
+    ),
     "blank line of JSON": (
-        {"train_jsonl": JSON_ROW + "\n" + JSON_ROW}, "train.jsonl:2: expected one JSON object, found '': "),
-    "deep JSON": (
-        {"train_jsonl": "[" * 100_000}, "train.jsonl:1: expected one JSON object, found '[[["),
+        {"train_jsonl": JSON_ROW + "\n" + JSON_ROW},
+        "train.jsonl:2: expected one JSON object, found '': ",
+    ),
+    "deep JSON": ({"train_jsonl": "[" * 100_000}, "train.jsonl:1: expected one JSON object, found '[[["),
     "no JSON object": (
         {"train_jsonl": '["a", 1]\n'},
-        """train.jsonl:1: expected one JSON object, found '["a", 1]'; write {"text": ..., "label": ...}"""),
+        """train.jsonl:1: expected one JSON object, found '["a", 1]'; write {"text": ..., "label": ...}""",
+    ),
     "missing key": (
         {"train_jsonl": JSON_ROW + '{"text": "b"}\n'},
-        "train.jsonl:2: expected the keys ['text', 'label'] of the first line, found ['text']; write every"),
+        "train.jsonl:2: expected the keys ['text', 'label'] of the first line, found ['text']; write every",
+    ),
     "text no string": (
         {"train_jsonl": '{"text": 5, "label": 1}\n'},
-        "train.jsonl:1: expected text in text, found 5, which is no string; correct or drop the row"),
+        "train.jsonl:1: expected text in text, found 5, which is no string; correct or drop the row",
+    ),
     "half a character": (
         {"train_jsonl": '{"text": "\\ud800", "label": 1}\n'},
-        "train.jsonl:1: expected text in text, found half of a surrogate pair, which is no character"),
+        "train.jsonl:1: expected text in text, found half of a surrogate pair, which is no character",
+    ),
     "null as label": (
         {"train_jsonl": '{"text": "a", "label": null}\n'},
-        "train.jsonl:1: expected a label in label, found None; fill it in"),
+        "train.jsonl:1: expected a label in label, found None; fill it in",
+    ),
     "truth as label": (
         {"train_jsonl": '{"text": "a", "label": true}\n'},
-        "train.jsonl:1: expected a label in label, found True; fill it in"),
+        "train.jsonl:1: expected a label in label, found True; fill it in",
+    ),
     "score no number": (
         {"train_tsv": table("sentence1|sentence2|score", "a|b|nan")},
-        "train.tsv:2: expected a finite number as label, found 'nan'; correct it"),
+        "train.tsv:2: expected a finite number as label, found 'nan'; correct it",
+    ),
 }
 
 
@@ -418,9 +511,11 @@ def decoder_backend(bos: str = "<s> ") -> tokenizers.Tokenizer:
 def test_bert_vocabulary_gives_the_documented_sequences_and_type_ids(tmp_path):
     encoded = Tokenizer.from_folder(bert_folder(tmp_path)).encode(["a b", ("GREAT films", "c"), ("zz",)])
     inputs = encoded.batch([0, 1, 2])
-    assert inputs.input_ids.tolist() == [[2, 5, 6, 3, 0, 0, 0],
-                                         [2, 9, 10, 11, 3, 7, 3],
-                                         [2, 1, 3, 0, 0, 0, 0]]
+    assert inputs.input_ids.tolist() == [
+        [2, 5, 6, 3, 0, 0, 0],
+        [2, 9, 10, 11, 3, 7, 3],
+        [2, 1, 3, 0, 0, 0, 0],
+    ]
     assert inputs.token_type_ids.tolist() == [[0] * 7, [0, 0, 0, 0, 0, 1, 1], [0] * 7]
     assert inputs.attention_mask.tolist() == [[1] * 4 + [0] * 3, [1] * 7, [1] * 3 + [0] * 4]
     assert inputs.texts == (("a b",), ("GREAT films", "c"), ("zz",))
@@ -458,7 +553,7 @@ def test_a_text_of_100000_characters_is_cut_and_counted(tmp_path):
     encoded = tokenizer.encode(["a b " * 25_000, "a", ("c d " * 25_000, "b")])
     assert [len(ids) for ids in encoded.ids] == [32, 3, 32]
     assert encoded.truncated == 2
-    assert encoded.ids[2][-3:].tolist() == [3, 6, 3]            # the longer text is the one that is cut
+    assert encoded.ids[2][-3:].tolist() == [3, 6, 3]  # the longer text is the one that is cut
 
 
 def test_a_tokenizer_without_a_template_for_pairs_reads_two_lines(tmp_path):
@@ -482,14 +577,17 @@ def test_padding_uses_the_tokenizers_own_id():
     assert Tokenizer(backend).encode(["A a", "a"]).batch([1, 0]).input_ids.tolist() == [[2, 1], [2, 2]]
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    (["a", ""], "row 1: expected one text or two, found an empty text; correct"),
-    ([("a", " \n")], "row 0: .* found an empty text"),
-    ([()], "row 0: .* found 0"),
-    ([("a", "b", "c")], "row 0: .* found 3"),
-    ([("a", 5)], "row 0: .* found 5, which is no string"),
-    (["\ud800"], "row 0: .* half of a surrogate pair"),
-])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["a", ""], "row 1: expected one text or two, found an empty text; correct"),
+        ([("a", " \n")], "row 0: .* found an empty text"),
+        ([()], "row 0: .* found 0"),
+        ([("a", "b", "c")], "row 0: .* found 3"),
+        ([("a", 5)], "row 0: .* found 5, which is no string"),
+        (["\ud800"], "row 0: .* half of a surrogate pair"),
+    ],
+)
 def test_texts_that_cannot_be_encoded_are_errors(rows, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(bert_folder(tmp_path)).encode(rows)
@@ -529,7 +627,8 @@ def test_every_row_is_in_one_batch_and_batches_are_full_but_one(count, batch_siz
     cut = list(batches(encoded, batch_size, shuffle_seed=seed))
     assert sorted(row for rows in cut for row in rows) == list(range(count))
     assert sorted((len(rows) for rows in cut), reverse=True) == [
-        min(batch_size, count - start) for start in range(0, count, batch_size)]
+        min(batch_size, count - start) for start in range(0, count, batch_size)
+    ]
 
 
 def test_without_a_seed_rows_go_from_short_to_long_and_ties_keep_their_order(tmp_path):

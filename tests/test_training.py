@@ -54,13 +54,17 @@ def test_two_stages_learn_disjoint_parts_that_together_are_all_that_exits_read(c
     names = [name for name, _ in model.named_parameters()]
     first, second = ({name for name in names if stage.learns(name)} for stage in two_stage(model))
     assert not first & second
-    assert {name for name in first if name.startswith("heads.")} == {name for name in names if name.startswith("heads.2.")}
+    assert {name for name in first if name.startswith("heads.")} == {
+        name for name in names if name.startswith("heads.2.")
+    }
     assert all(name.startswith("heads.") for name in second)
     unread = {name for name in names if name.startswith(("backbone.poolers", "backbone.lm_head"))}
     assert first | second == set(names) - unread == {name for name in names if joint(model)[0].learns(name)}
 
 
-def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(tmp_path, checkpoint_folder, task_folder, monkeypatch):
+def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
+    tmp_path, checkpoint_folder, task_folder, monkeypatch
+):
     only_first = tmp_path / "first"
     with monkeypatch.context() as patch:
         patch.setitem(RECIPES, "two-stage", lambda model: two_stage(model)[:1])
@@ -81,7 +85,13 @@ def test_frozen_parts_are_in_eval_mode_so_that_dropout_does_not_blur_what_heads_
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_seed_gives_the_same_weights_twice_and_another_seed_others(tmp_path, checkpoint_folder, task_folder, method):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        train(tmp_path / name, checkpoint_folder, task_folder, method, TrainConfig(epochs=1, batch_size=8, seed=seed))
+        train(
+            tmp_path / name,
+            checkpoint_folder,
+            task_folder,
+            method,
+            TrainConfig(epochs=1, batch_size=8, seed=seed),
+        )
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
@@ -140,7 +150,13 @@ def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder,
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
     with pytest.raises(ValueError, match="was started with lr 0.001"):
-        train(tmp_path / "run", checkpoint_folder, task_folder, config=TrainConfig(epochs=2, batch_size=8), resume=True)
+        train(
+            tmp_path / "run",
+            checkpoint_folder,
+            task_folder,
+            config=TrainConfig(epochs=2, batch_size=8),
+            resume=True,
+        )
     with pytest.raises(FileExistsError, match="go on with --resume"):
         train(tmp_path / "run", checkpoint_folder, task_folder)
 
@@ -156,7 +172,9 @@ def test_an_existing_run_is_never_overwritten(tmp_path, checkpoint_folder, task_
 def test_the_best_epoch_is_kept_not_the_last(
     tmp_path, checkpoint_folder, task_folder, monkeypatch, scores, first_is_best
 ):
-    monkeypatch.setattr(training, "_schedule", lambda step, total, warmup: 1.0)  # the first epoch of one and of two alike
+    monkeypatch.setattr(
+        training, "_schedule", lambda step, total, warmup: 1.0
+    )  # the first epoch of one and of two alike
     one, two = (TrainConfig(epochs=epochs, lr=1e-3, batch_size=8) for epochs in (1, 2))
     train(tmp_path / "one", checkpoint_folder, task_folder, config=one)
     scores = iter(scores)
@@ -182,7 +200,9 @@ def test_rows_held_out_are_never_trained_on_and_max_train_shrinks_both_parts():
         assert not set(train_part.texts) & set(held.texts)
 
 
-@pytest.mark.parametrize("setting", [{"epochs": 0}, {"lr": -1.0}, {"warmup": 2.0}, {"lr": float("nan")}, {"batch_size": 0}])
+@pytest.mark.parametrize(
+    "setting", [{"epochs": 0}, {"lr": -1.0}, {"warmup": 2.0}, {"lr": float("nan")}, {"batch_size": 0}]
+)
 def test_settings_that_make_no_sense_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         TrainConfig(**setting)
@@ -236,7 +256,10 @@ def test_metrics_tell_every_epoch_and_exit(tmp_path, checkpoint_folder, task_fol
     train(tmp_path / "run", checkpoint_folder, task_folder, "two-stage", exits=(2, 3))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert [(epoch["stage"], epoch["epoch"]) for epoch in metrics["epochs"]] == [
-        ("fine-tune", 1), ("fine-tune", 2), ("heads", 1), ("heads", 2),
+        ("fine-tune", 1),
+        ("fine-tune", 2),
+        ("heads", 1),
+        ("heads", 2),
     ]
     assert all(len(epoch["exit_scores"]) == 2 for epoch in metrics["epochs"])
 

@@ -1,0 +1,145 @@
+"""Write tests/golden: small checkpoints as transformers saves them, and what transformers computes with them.
+
+    pip install transformers
+    python tests/make_golden.py                                          the four small checkpoints
+    MINI_EE_SHARED=/path/to/shared python tests/make_golden.py           and the values of the real all-MiniLM-L6-v2
+
+Every parameter is drawn at random, norms and biases too: a norm that forgets its weight must not pass. For each kind
+
+    config.json, model.safetensors  a Hugging Face folder, by save_pretrained (ElasticBERT by hand)
+    expected.safetensors            input_ids, attention_mask, token_type_ids, hidden.{0..L}, lm_logits, pooled.{depth}
+    provenance.json                 command, seed, versions
+
+The tests need none of this: they read the files. This script imports nothing of mini_ee.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+GOLDEN = Path(__file__).parent / "golden"
+SEED = 20250701
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+}
+MINILM_EVERY = 8
+"""Of all-MiniLM-L6-v2, every eighth of the 384 numbers is kept."""
+MINILM_TOKENS = [  # [CLS] this is a test . [SEP], and two more
+    [101, 2023, 2003, 1037, 3231, 1012, 102],
+    [101, 1996, 3185, 2001, 6919, 1010, 1998, 2061, 2001, 1996, 2338, 102],
+    [101, 2204, 102],
+]
+
+
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draw every parameter: matrices so that signals keep their size, norms around one, biases around zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # names a tied one once
+            parameter.normal_(generator=generator)
+            if parameter.dim() == 1:
+                parameter.mul_(0.3).add_("norm" in name.lower() and name.endswith("weight"))
+            else:
+                parameter.mul_(0.5 if "embeddings." in name else parameter.shape[1] ** -0.5)
+
+
+def draw_batch(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Three rows of 9, 6 and 4 tokens, padded to 9; both token types where there are two."""
+    shape, lengths = (3, 9), (9, 6, 4)
+    ids = torch.randint(5, config.vocab_size, shape, generator=generator)
+    mask = torch.zeros(shape, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    if config.model_type == "roberta":  # pads one row on the left: positions must be counted there, not numbered
+        mask[-1] = mask[-1].flip(0)
+    types = (torch.arange(shape[1]).expand(shape) >= 3).long() % config.type_vocab_size
+    return {
+        "input_ids": ids.where(mask.bool(), config.pad_token_id),
+        "attention_mask": mask,
+        "token_type_ids": types.contiguous(),
+    }
+
+
+def run(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers computes: the inputs, every hidden state, and logits and pooled output where there are any."""
+    with torch.no_grad():
+        output = model(**batch, output_hidden_states=True)
+        pooled = model.base_model(**batch).pooler_output
+    expected = batch | {f"hidden.{depth}": state for depth, state in enumerate(output.hidden_states)}
+    if pooled is not None:
+        expected[f"pooled.{model.config.num_hidden_layers}"] = pooled
+    for name in ("logits", "prediction_logits"):
+        if name in output:
+            expected["lm_logits"] = output[name]
+    return expected
+
+
+def write(name: str, expected: dict[str, torch.Tensor]) -> None:
+    """expected.safetensors and provenance.json of one folder."""
+    folder = GOLDEN / name
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in expected.items()}, folder / "expected.safetensors")
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    provenance = {"command": "python tests/make_golden.py", "seed": SEED, "versions": versions}
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def make(name: str, model_class: type, config) -> None:
+    """A kind that transformers has."""
+    generator = torch.Generator().manual_seed(SEED)
+    model = model_class(config).eval()
+    randomise(model, generator)
+    model.save_pretrained(GOLDEN / name)
+    (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
+    write(name, run(model, draw_batch(config, generator)))
+
+
+def make_elasticbert() -> None:
+    """A BERT under ElasticBERT's names, with a pooler at every layer."""
+    generator = torch.Generator().manual_seed(SEED)
+    config = transformers.BertConfig(**SIZES, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-3)
+    model = transformers.BertForMaskedLM(config).eval()
+    randomise(model, generator)
+    expected = run(model, draw_batch(config, generator))
+    tensors = {
+        name.replace("bert.", "elasticbert.", 1): tensor
+        for name, tensor in model.state_dict().items()
+        if name not in model.all_tied_weights_keys
+    }
+    for depth in range(1, config.num_hidden_layers + 1):
+        pooler = torch.nn.Linear(config.hidden_size, config.hidden_size).requires_grad_(False)
+        randomise(pooler, generator)
+        for name, tensor in pooler.state_dict().items():
+            tensors[f"elasticbert.encoder.pooler.{depth - 1}.dense.{name}"] = tensor
+        expected[f"pooled.{depth}"] = torch.tanh(pooler(expected[f"hidden.{depth}"][:, 0]))
+    write("elasticbert", expected)
+    save_file(tensors, GOLDEN / "elasticbert" / "model.safetensors", metadata={"format": "pt"})
+    content = config.to_dict() | {"model_type": "elasticbert", "architectures": ["ElasticBertForMaskedLM"]}
+    (GOLDEN / "elasticbert" / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def make_minilm(folder: Path) -> None:
+    """The values of the real all-MiniLM-L6-v2, thinned, and none of its weights."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in MINILM_TOKENS], batch_first=True)
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "token_type_ids": torch.zeros_like(ids)}
+    expected = run(transformers.AutoModel.from_pretrained(folder).eval(), batch)
+    thinned = {name: t[..., ::MINILM_EVERY] if name.startswith("hidden.") else t for name, t in expected.items()}
+    write("all-MiniLM-L6-v2", thinned)
+
+
+if __name__ == "__main__":
+    make("bert", transformers.BertForPreTraining, transformers.BertConfig(**SIZES))
+    roberta = transformers.RobertaConfig(**SIZES, type_vocab_size=1, hidden_act="relu")  # the head stays with gelu
+    make("roberta", transformers.RobertaForMaskedLM, roberta)
+    make("albert", transformers.AlbertForPreTraining, transformers.AlbertConfig(**SIZES, embedding_size=12))
+    make_elasticbert()
+    if "MINI_EE_SHARED" in os.environ:
+        make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")

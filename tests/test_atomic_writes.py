@@ -1,0 +1,120 @@
+"""Files and folders are written whole or not at all, carry a checksum, and the same content is the same bytes."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mini_ee.checkpoint import atomic_folder, read_json, read_tensors, write_bytes, write_json, write_tensors
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out") as partial:
+        (partial / "half").write_text("x")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+    with atomic_folder(tmp_path / "deep" / "out") as partial:
+        assert not (tmp_path / "deep" / "out").exists()
+        (partial / "all").write_text("x")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+    assert (tmp_path / "deep" / "out" / "all").read_text() == "x"
+
+
+def test_a_folder_is_replaced_as_a_whole_if_asked_and_kept_if_that_fails(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True):
+        raise KeyboardInterrupt
+    assert [path.name for path in out.iterdir()] == ["old"]
+    with atomic_folder(out, replace=True) as partial:
+        (partial / "new").write_text("new")
+    assert [path.name for path in out.iterdir()] == ["new"] and list(tmp_path.iterdir()) == [out]
+
+
+def test_a_replaced_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", os.rename
+    out.mkdir()
+    (out / "old").write_text("old")
+
+    def second_fails(source, target):
+        if Path(source).name.endswith(".partial"):
+            raise OSError(errno.EIO, "no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(OSError, match="no"), atomic_folder(out, replace=True):
+        pass
+    assert [path.name for path in out.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [out]
+
+
+def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
+    for name in (".out.partial", ".out.old", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "leftover").write_text("x")
+    with atomic_folder(tmp_path / "out", replace=True) as partial:
+        assert not list(partial.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list((tmp_path / "out").iterdir())
+
+
+def test_the_old_folder_survives_a_kill_between_the_two_renames(tmp_path):
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "old").write_text("old")
+    with pytest.raises(FileExistsError, match="is there already"), atomic_folder(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "old").read_text() == "old"
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_json_is_read_back_as_it_was_and_an_edit_is_told(tmp_path):
+    path, content = tmp_path / "x.json", {"a": [1, 2.5, None], "b": {"c": "é"}}
+    write_json(path, content)
+    assert read_json(path) == content
+    path.write_text(path.read_text().replace("2.5", "2.6"))
+    with pytest.raises(ValueError, match="x.json: damaged or edited"):
+        read_json(path)
+
+
+def test_tensors_are_read_back_and_compared_with_the_checksum_that_was_given(tmp_path):
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3).T,
+        "b": torch.tensor([True]),
+        "c": torch.zeros(0, 2),
+        "d": torch.tensor(3),
+    }
+    digest = write_tensors(tmp_path / "x.safetensors", tensors)
+    found = read_tensors(tmp_path / "x.safetensors", digest)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    write_tensors(tmp_path / "x.safetensors", tensors | {"b": torch.tensor([False])})
+    with pytest.raises(ValueError, match="x.safetensors: damaged"):
+        read_tensors(tmp_path / "x.safetensors", digest)
+
+
+def test_the_same_tensors_are_the_same_bytes_in_a_file_that_safetensors_reads(tmp_path):
+    tensors, path = {"é": torch.ones(3), "b": torch.arange(4)}, tmp_path / "x.safetensors"
+    written = set()
+    for _ in range(20):
+        write_tensors(path, dict(reversed(tensors.items())))
+        written.add(path.read_bytes())
+    assert len(written) == 1 and torch.equal(load_file(path)["é"], tensors["é"])
+
+
+@pytest.mark.parametrize("name", ["a", "aa", "aaa"])
+def test_the_values_stay_aligned_to_eight_bytes(tmp_path, name):
+    write_tensors(tmp_path / "x.safetensors", {name: torch.ones(1)})
+    assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0

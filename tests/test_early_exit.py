@@ -1,0 +1,715 @@
+"""The loop: what must hold for every pair of segments and rule, what a batch costs, and bugs that these tests catch."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mini_ee import early_exit as loop
+from mini_ee.bert import padding_mask
+from mini_ee.confidence import MEASURES
+from mini_ee.early_exit import Reading, Recorded, read_every_exit
+from mini_ee.exits import TorchSegments, TorchState, head_flops, layer_flops
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
+from mini_ee.tasks import Inputs
+
+EXITS = (1, 2, 4, 6)
+K, B, C = 4, 7, 3
+ATOL = 2e-5  # float32 logits of size 7, at another batch size or padding; measured max 1.9e-6, torch 2.13 on CPU
+
+PLAN = np.array([0, 3, 1, 2, 0, 3, 1])
+
+
+class FakeState(NamedTuple):
+    ids: np.ndarray  # (B,) which rows these are
+    hidden: np.ndarray  # (B, D)
+
+    def keep(self, rows):
+        return FakeState(self.ids[rows], self.hidden[rows])
+
+
+class Fake:
+    """Segments in numpy that write down whom they ran and whom they read. Inputs are (B,) row ids."""
+
+    exits = EXITS
+
+    def __init__(self, rows=B, classes=C, passes=None, seed=3):
+        random = np.random.default_rng(seed)
+        self.embeddings = random.normal(size=(rows, 5))
+        self.layers = random.normal(0, 1.5, (EXITS[-1], 5, 5))
+        self.heads = random.normal(size=(K, 5, classes))
+        self.passes = passes
+        self.ran, self.was_read = [], []
+
+    def layer(self, depth, hidden):
+        return np.tanh(np.einsum("bd,de->be", hidden, self.layers[depth]))
+
+    def start(self, inputs):
+        return FakeState(np.asarray(inputs), self.embeddings[inputs])
+
+    def advance(self, k, state):
+        self.ran.append((k, state.ids.tolist()))
+        hidden = state.hidden
+        for depth in range((0, *EXITS)[k], EXITS[k]):
+            hidden = self.layer(depth, hidden)
+        return FakeState(state.ids, hidden)
+
+    def read(self, k, state):
+        self.was_read.append((k, state.ids.tolist()))
+        return Reading(np.einsum("bd,dc->bc", state.hidden, self.heads[k]))
+
+    def layer_passes(self, k):
+        return self.passes[k] if self.passes else EXITS[k] - (0, *EXITS)[k]
+
+    def flops(self, k, state):
+        return 1000.0 * self.layer_passes(k), 10.0
+
+    def logits_by_hand(self):
+        """(B, K, C), row by row and layer by layer."""
+        said = np.zeros((len(self.embeddings), K, self.heads.shape[2]))
+        for row, hidden in enumerate(self.embeddings):
+            for depth in range(1, EXITS[-1] + 1):
+                hidden = np.tanh(hidden @ self.layers[depth - 1])
+                if depth in EXITS:
+                    said[row, EXITS.index(depth)] = hidden @ self.heads[EXITS.index(depth)]
+        return said
+
+
+class Case(NamedTuple):
+    """One kind of segments, a batch of B, each of its rows as a batch of one, and the whole model's answer."""
+
+    segments: object
+    inputs: object
+    alone: list  # (segments, inputs) each
+    logits: np.ndarray  # (B, K, C) of the whole model, not through segments
+
+
+def unpadded(inputs, row):
+    length = inputs.attention_mask[row].sum()
+    one = inputs.take([row])
+    return Inputs(one.input_ids[:, :length], one.attention_mask[:, :length], one.token_type_ids[:, :length], one.texts)
+
+
+def tensors(inputs):
+    return [torch.from_numpy(a) for a in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+
+
+def torch_case(model, inputs):
+    segments = TorchSegments(model)
+    input_ids, attention_mask, token_type_ids = tensors(inputs)
+    with torch.no_grad():
+        hidden = model.backbone.hidden_states(input_ids, attention_mask, token_type_ids)
+        said = [head(hidden[e], padding_mask(attention_mask)) for e, head in zip(model.exits, model.heads)]
+    alone = [(segments, unpadded(inputs, row)) for row in range(len(inputs))]
+    return Case(segments, inputs, alone, torch.stack(said, 1).numpy())
+
+
+def recorded_case(source):
+    logits, flops = read_every_exit(source.segments, source.inputs)
+    passes = [source.segments.layer_passes(k) for k in range(K)]
+    alone = [(Recorded(EXITS, logits[[row]], flops[[row]], passes), range(1)) for row in range(B)]
+    return Case(Recorded(EXITS, logits, flops, passes), range(B), alone, source.logits)
+
+
+def fake_case(**options):
+    fake = Fake(**options)
+    return Case(fake, np.arange(B), [(fake, np.array([row])) for row in range(B)], fake.logits_by_hand())
+
+
+NAMES = ("torch first", "torch mean", "recorded", "numpy")
+
+
+@pytest.fixture(scope="module")
+def cases(random_model, padded_inputs):
+    first, mean = (torch_case(random_model(pool=pool), padded_inputs) for pool in ("first", "mean"))
+    return dict(zip(NAMES, (first, mean, recorded_case(mean), fake_case())))
+
+
+@pytest.fixture(params=NAMES)
+def case(request, cases):
+    return cases[request.param]
+
+
+# Rules, for the given rows of the batch
+
+
+class Planned(Rule):
+    """Knows the exit of each row beforehand, after `late` questions."""
+
+    def __init__(self, exits, late=0, reads=False):
+        self.exits, self.late, self.reads, self.asked = exits, late, reads, 0
+
+    def plan(self, inputs):
+        self.asked += 1
+        return self.exits if self.asked > self.late else None
+
+
+class Remembers(Rule):
+    """Leaves where the mean of all max probabilities so far is high: memory matters."""
+
+    def stop(self, k, reading, memory):
+        memory["sum"] = memory.get("sum", 0) + MEASURES["max_probability"][0](reading.logits)
+        return memory["sum"] / (k + 1) >= 0.75
+
+
+RULES = {
+    "never": lambda rows: NeverExit(),
+    **{f"fixed {k}": lambda rows, k=k: FixedExit(k) for k in range(K)},
+    "always": lambda rows: Threshold(-np.inf),
+    "infinite threshold": lambda rows: Threshold(np.inf),
+    "max_probability": lambda rows: Threshold(0.85),
+    "one threshold an exit": lambda rows: Threshold((0.95, 0.9, 0.8, 0.0)),
+    "entropy": lambda rows: Threshold(-0.4, "entropy"),
+    "normalised_entropy": lambda rows: Threshold(-0.4, "normalised_entropy"),
+    "breaking_ties": lambda rows: Threshold(0.8, "breaking_ties"),
+    "breaking_ties_logits": lambda rows: Threshold(2.0, "breaking_ties_logits"),
+    "patience 1": lambda rows: Patience(1),
+    "patience 2": lambda rows: Patience(2),
+    "patience-confidence": lambda rows: PatienceConfidence(2, 0.8),
+    "remembers": lambda rows: Remembers(),
+    "planned": lambda rows: Planned(PLAN[rows]),
+    "planned late": lambda rows: Planned(PLAN[rows], late=3),
+    "threshold, then a plan": lambda rows: Planned(PLAN[rows], late=3, reads=True),
+}
+each_rule = pytest.mark.parametrize("rule", RULES)
+ALL = np.arange(B)
+
+
+def run(case, rule):
+    return loop.early_exit(case.segments, rule, case.inputs)
+
+
+def exit_by_hand(logits, rule):
+    """The exit of one row that is alone in the model: no batch, no compaction. logits (K, C)."""
+    memory = {}
+    plan = rule.plan([0])
+    for k in range(K - 1):
+        if plan is None:
+            plan = rule.plan([0])
+        if plan is not None:
+            if plan[0] <= k:
+                return k
+        elif rule.reads and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
+            return k
+    return K - 1
+
+
+def assert_same(found, logits, exit_index):
+    np.testing.assert_array_equal(found.exit_index, exit_index)
+    np.testing.assert_array_equal(found.layers_run, np.array(EXITS)[exit_index])
+    np.testing.assert_allclose(found.logits, logits, rtol=0, atol=ATOL)
+
+
+# Six invariants
+
+
+def test_never_exit_equals_the_full_model(case):
+    assert_same(run(case, NeverExit()), case.logits[:, -1], np.full(B, K - 1))
+
+
+@pytest.mark.parametrize("rule", ["fixed 0", "always"])
+def test_always_exit_equals_the_first_head(case, rule):
+    assert_same(run(case, RULES[rule](ALL)), case.logits[:, 0], np.zeros(B, int))
+
+
+@each_rule
+def test_a_batch_of_B_equals_B_batches_of_one(case, rule):
+    together = run(case, RULES[rule](ALL))
+    singles = [
+        loop.early_exit(segments, RULES[rule]([row]), inputs) for row, (segments, inputs) in enumerate(case.alone)
+    ]
+    assert_same(
+        together, np.concatenate([one.logits for one in singles]), np.concatenate([one.exit_index for one in singles])
+    )
+    passes = [one.cost.layer_passes for one in singles]
+    np.testing.assert_array_equal(together.cost.layer_passes, np.concatenate(passes))
+
+
+def test_chained_segments_equal_the_whole_model(case):
+    state = case.segments.start(case.inputs)
+    for k in range(K):
+        state = case.segments.advance(k, state)
+        np.testing.assert_allclose(case.segments.read(k, state).logits, case.logits[:, k], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_layers_run_does_not_grow_as_a_threshold_loosens(case, measure):
+    least, most = {"entropy": (-1.1, 0.0), "breaking_ties_logits": (0.0, 9.0)}.get(measure, MEASURES[measure][1:])
+    layers = np.stack([run(case, Threshold(level, measure)).layers_run for level in np.linspace(most, least, 21)])
+    assert (np.diff(layers, axis=0) <= 0).all()
+    assert len(np.unique(layers.sum(axis=1))) > 3, "the sweep has to meet more than both ends"
+
+
+@pytest.mark.parametrize("make", [Patience, lambda t: PatienceConfidence(t, 0.6)], ids=["patience", "with confidence"])
+def test_layers_run_does_not_grow_as_patience_shrinks(case, make):
+    layers = np.stack([run(case, make(t)).layers_run for t in (5, 4, 3, 2, 1)])
+    assert (np.diff(layers, axis=0) <= 0).all()
+    assert (layers[0] == EXITS[-1]).all() and (layers[-1] < EXITS[-1]).any()
+
+
+@each_rule
+@pytest.mark.parametrize("pool", ["torch first", "torch mean"])
+def test_padding_does_not_change_the_decision(cases, rule, pool):
+    """Nor does what stands under it: here other tokens, and more of them."""
+    case = cases[pool]
+    mask = np.pad(case.inputs.attention_mask, ((0, 0), (0, 5)))
+    junk = np.random.default_rng(1).integers(5, 60, mask.shape) * (1 - mask)
+    wider = Inputs(
+        np.pad(case.inputs.input_ids, ((0, 0), (0, 5))) + junk,
+        mask,
+        np.pad(case.inputs.token_type_ids, ((0, 0), (0, 5))),
+        case.inputs.texts,
+    )
+    expected = run(case, RULES[rule](ALL))
+    assert_same(loop.early_exit(case.segments, RULES[rule](ALL), wider), expected.logits, expected.exit_index)
+
+
+# The loop against a slow oracle
+
+
+@each_rule
+def test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, rule):
+    expected = np.array([exit_by_hand(case.logits[row], RULES[rule]([row])) for row in range(B)])
+    assert_same(run(case, RULES[rule](ALL)), case.logits[ALL, expected], expected)
+
+
+@pytest.mark.parametrize("rule", ["max_probability", "entropy", "patience 1", "remembers", "planned", "planned late"])
+def test_these_batches_are_mixed_so_that_compaction_is_at_work(case, rule):
+    assert len(set(run(case, RULES[rule](ALL)).exit_index)) >= 2
+
+
+def test_many_rows_and_many_rules_leave_where_the_slow_oracle_says():
+    fake = Fake(rows=300, seed=11)
+    logits = fake.logits_by_hand()
+    for rule in (
+        Threshold(0.8),
+        Threshold((0.9, 0.5, 0.8, 0.0)),
+        Patience(1),
+        Patience(2),
+        PatienceConfidence(2, 0.6),
+        Remembers(),
+    ):
+        found = loop.early_exit(fake, rule, np.arange(300))
+        expected = np.array([exit_by_hand(row, rule) for row in logits])
+        assert len(set(expected)) >= 2
+        assert_same(found, logits[np.arange(300), expected], expected)
+
+
+def test_the_last_exit_takes_whoever_is_left_and_is_not_asked(case):
+    asked = []
+
+    class Refuses(Rule):
+        def stop(self, k, reading, memory):
+            asked.append(k)
+            return np.zeros(len(reading.logits), bool)
+
+    assert_same(run(case, Refuses()), case.logits[:, -1], np.full(B, K - 1))
+    assert asked == [0, 1, 2]
+
+
+def test_a_plan_beyond_the_last_exit_ends_there(case):
+    assert_same(run(case, Planned(np.full(B, K + 5))), case.logits[:, -1], np.full(B, K - 1))
+
+
+@pytest.mark.parametrize("late", range(K + 3))
+def test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, late):
+    """It may come with the first question, before anything has run, or with one of those at exits 0, 1, ..."""
+    rule = Planned(PLAN, late)
+    arrives = max(late - 1, 0)
+    expected = np.minimum(np.maximum(PLAN, arrives), K - 1)
+    assert_same(run(case, rule), case.logits[ALL, expected], expected)
+    assert rule.asked == min(late + 1, K + 1), "asked until it answers, not again"
+
+
+def test_a_rule_that_reads_decides_until_its_plan_arrives():
+    class Both(Planned):
+        def stop(self, k, reading, memory):
+            return np.full(len(reading.logits), True) if k == 1 else np.arange(len(reading.logits)) == 0
+
+    fake = Fake()
+    result = loop.early_exit(fake, Both(np.full(B, 2), late=2, reads=True), ALL)
+    assert result.exit_index.tolist() == [0, *[2] * (B - 1)], "row 0 by decision, the others by the plan of exit 1"
+    assert [k for k, _ in fake.was_read] == [0, 2]
+
+
+# Who is run, read and remembered
+
+
+def test_a_row_that_left_is_neither_run_nor_read_again():
+    fake = Fake()
+    result = loop.early_exit(fake, Threshold(0.8), ALL)
+    assert len(set(result.exit_index)) >= 3
+    for k, ids in (*fake.ran, *fake.was_read):
+        assert ids == np.flatnonzero(result.exit_index >= k).tolist()
+    assert [k for k, _ in fake.ran] == list(range(result.exit_index.max() + 1))
+
+
+def test_nothing_runs_after_the_last_row_has_left():
+    fake = Fake()
+    loop.early_exit(fake, FixedExit(1), ALL)
+    assert [k for k, _ in fake.ran] == [0, 1]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(late):
+    fake = Fake()
+    result = loop.early_exit(fake, Planned(PLAN, late), ALL)
+    expected = [(k, np.flatnonzero(result.exit_index == k).tolist()) for k in range(K)]
+    assert fake.was_read == [(k, ids) for k, ids in expected if ids]
+
+
+def test_never_exit_reads_the_last_head_once():
+    fake = Fake()
+    loop.early_exit(fake, NeverExit(), ALL)
+    assert fake.was_read == [(K - 1, ALL.tolist())]
+
+
+def test_memory_is_kept_with_the_rows():
+    fake, met = Fake(), []
+
+    class Ids(Rule):
+        """Remembers who each row is, and lets every other go: the segments know who is really there."""
+
+        def stop(self, k, reading, memory):
+            here = np.array(fake.was_read[-1][1])
+            np.testing.assert_array_equal(memory.setdefault("ids", here), here)
+            np.testing.assert_array_equal(memory.setdefault("squares", here[:, None] ** 2)[:, 0], here**2)
+            met.append(here.tolist())
+            return np.arange(len(here)) % 2 == 0
+
+    result = loop.early_exit(fake, Ids(), ALL)
+    assert met == [[0, 1, 2, 3, 4, 5, 6], [1, 3, 5], [3]]
+    assert result.exit_index.tolist() == [0, 1, 0, 2, 0, 1, 0]
+
+
+# Costs
+
+
+@each_rule
+def test_layer_passes_equal_layers_run_where_segments_follow_one_another(case, rule):
+    result = run(case, RULES[rule](ALL))
+    np.testing.assert_array_equal(result.cost.layer_passes, result.layers_run)
+
+
+def test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes():
+    logits, flops, exits = np.zeros((4, 4, 2)), np.zeros((4, 4, 2)), (3, 6, 9, 12)
+    restart = Recorded(exits, logits, flops, list(exits))
+    result = loop.early_exit(restart, Planned(np.arange(4)), range(4))
+    assert result.layers_run.tolist() == [3, 6, 9, 12]
+    assert result.cost.layer_passes.tolist() == [3, 9, 18, 30]
+
+
+def test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions():
+    fake = Fake(passes=[3, 6, 9, 12])
+    layers = np.cumsum([3000.0, 6000.0, 9000.0, 12000.0])
+    planned = loop.early_exit(fake, Planned(PLAN), ALL)
+    np.testing.assert_array_equal(planned.cost.flops, layers[PLAN] + 10)
+    rule = Threshold(0.8)
+    asked = loop.early_exit(fake, rule, ALL)
+    e = asked.exit_index
+    assert len(set(e)) >= 3 and (e == K - 1).any()
+    decisions = np.minimum(e + 1, K - 1) * rule.flops(C)
+    np.testing.assert_array_equal(asked.cost.flops, layers[e] + 10 * (e + 1) + decisions)
+
+
+def layer_flops_by_hand(config, tokens):
+    """Every matrix product of one layer as (m, k, n): 2 m k n operations."""
+    d, h, i = config.hidden_size, config.num_attention_heads, config.intermediate_size
+    products = [(tokens, d, d)] * 4 + [(tokens, d, i), (tokens, i, d)]
+    products += [(tokens, d // h, tokens), (tokens, tokens, d // h)] * h
+    return sum(2 * m * k * n for m, k, n in products)
+
+
+@pytest.mark.parametrize("pool, averaged", [("torch first", 0), ("torch mean", 12 * 24)])
+def test_flops_of_torch_segments_equal_a_count_of_every_matrix_product(cases, pool, averaged):
+    case = cases[pool]
+    config = case.segments.model.backbone.config
+    layer, head = layer_flops_by_hand(config, 12), 2 * (24 * 24 + 24 * C) + averaged
+    result = run(case, NeverExit())
+    np.testing.assert_array_equal(result.cost.flops, 6 * layer + head)
+    rule = Threshold(0.9)
+    result = run(case, rule)
+    decisions = np.minimum(result.exit_index + 1, K - 1) * rule.flops(C)
+    heads = (result.exit_index + 1) * head
+    np.testing.assert_array_equal(result.cost.flops, result.layers_run * layer + heads + decisions)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens):
+    model = random_model(pool="first")
+    hidden = torch.zeros(2, tokens, 24)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as layer:
+            model.backbone.run_layers(hidden, None, 0, 1)
+        with FlopCounterMode(display=False) as head:
+            model.heads[0](hidden, None)
+    assert layer.get_total_flops() == 2 * layer_flops(24, 48, tokens) > 0
+    assert head.get_total_flops() == 2 * head_flops(24, C, 0) > 0
+
+
+def test_seconds_are_the_time_of_the_whole_batch(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def perf_counter(self):
+            return self.now
+
+    class Slow(Fake):
+        def start(self, inputs):
+            clock.now += 1
+            return super().start(inputs)
+
+        def advance(self, k, state):
+            clock.now += 2
+            return super().advance(k, state)
+
+        def read(self, k, state):
+            clock.now += 4
+            return super().read(k, state)
+
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    assert loop.early_exit(Slow(), NeverExit(), ALL).cost.seconds == 1 + 4 * 2 + 4
+    assert loop.early_exit(Slow(), Threshold(-np.inf), ALL).cost.seconds == 1 + 2 + 4
+
+
+# Results, records and refusals
+
+
+@each_rule
+def test_a_result_has_one_entry_a_row_of_the_documented_type(case, rule):
+    result = run(case, RULES[rule](ALL))
+    assert result.logits.shape == (B, C) and result.logits.dtype == case.logits.dtype
+    assert result.exit_index.shape == (B,) and result.exit_index.dtype == np.int64
+    assert result.layers_run.shape == (B,) and result.layers_run.dtype == np.int64
+    assert result.cost.layer_passes.shape == (B,) and result.cost.layer_passes.dtype == np.int64
+    assert result.cost.flops.shape == (B,) and (result.cost.flops > 0).all()
+    assert isinstance(result.cost.seconds, float) and result.cost.seconds > 0
+
+
+def test_read_every_exit_gives_all_logits_and_what_each_exit_costs(case):
+    logits, flops = read_every_exit(case.segments, case.inputs)
+    assert logits.shape == (B, K, C) and flops.shape == (B, K, 2)
+    np.testing.assert_allclose(logits, case.logits, rtol=0, atol=ATOL)
+    never = run(case, NeverExit())
+    np.testing.assert_array_equal(flops[:, :, 0].sum(axis=1) + flops[:, -1, 1], never.cost.flops)
+
+
+@each_rule
+@pytest.mark.parametrize("name", ["torch first", "torch mean", "numpy"])
+def test_a_record_replayed_equals_the_loop_on_the_model_cost_and_all(cases, name, rule):
+    real, replayed = (run(case, RULES[rule](ALL)) for case in (cases[name], recorded_case(cases[name])))
+    assert_same(replayed, real.logits, real.exit_index)
+    np.testing.assert_array_equal(replayed.cost.flops, real.cost.flops)
+    np.testing.assert_array_equal(replayed.cost.layer_passes, real.cost.layer_passes)
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.3])
+def test_a_regression_leaves_by_patience_and_returns_one_number_a_row(random_model, padded_inputs, tolerance):
+    case = torch_case(random_model(num_labels=1), padded_inputs)
+    result = run(case, Patience(1, tolerance))
+    expected = np.array([exit_by_hand(case.logits[row], Patience(1, tolerance)) for row in range(B)])
+    assert_same(result, case.logits[ALL, expected], expected)
+    assert result.logits.shape == (B, 1)
+    with pytest.raises(ValueError, match="a regression task takes the rules fixed and patience"):
+        run(case, Threshold(0.9))
+
+
+@pytest.mark.parametrize("rule", [FixedExit(K), Threshold((0.5, 0.5))])
+def test_a_rule_that_does_not_fit_is_refused_before_anything_runs(rule):
+    fake = Fake()
+    with pytest.raises(ValueError, match="the fixed exit must be|expected one threshold or 4"):
+        loop.early_exit(fake, rule, ALL)
+    assert not fake.ran and not fake.was_read
+
+
+@pytest.mark.parametrize("rule", ["never", "max_probability", "planned"])
+def test_a_batch_without_rows_is_refused(case, rule):
+    none = case.inputs.take([]) if isinstance(case.inputs, Inputs) else case.inputs[:0]
+    with pytest.raises(ValueError, match="expected a batch of at least one row, got none"):
+        loop.early_exit(case.segments, RULES[rule]([]), none)
+
+
+def test_the_model_answers_in_eval_mode_and_its_weights_stay_as_they_were(random_model, padded_inputs):
+    model = random_model().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    segments = TorchSegments(model)
+    assert not any(module.training for module in model.modules())
+    twice = [loop.early_exit(segments, Threshold(0.9), padded_inputs).logits for _ in range(2)]
+    np.testing.assert_array_equal(*twice)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_loop_its_rules_and_the_tasks_import_without_torch():
+    """For the deployer, who has none: an import of torch, direct or not, is an error here."""
+    code = """
+        import sys
+
+        class NoTorch:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "torch":
+                    raise ImportError(f"{name} is blocked")
+
+        sys.meta_path.insert(0, NoTorch())
+        import mini_ee, mini_ee.confidence, mini_ee.early_exit, mini_ee.metrics, mini_ee.rules, mini_ee.tasks
+        try:
+            import mini_ee.exits
+        except ImportError as error:
+            print(error)
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (0, "torch is blocked"), found.stderr
+
+
+# These tests can fail: planted bugs, each with a test that must catch it
+
+
+def mutant(monkeypatch, old, new):
+    """The loop with one piece of its source replaced."""
+    source = inspect.getsource(loop.early_exit)
+    assert source.count(old) == 1, f"{old!r} is not in the loop any more: plant this bug anew"
+    namespace = dict(vars(loop))
+    exec(source.replace(old, new), namespace)
+    monkeypatch.setattr(loop, "early_exit", namespace["early_exit"])
+
+
+LOOP_BUGS = [
+    (
+        "state, rows = state.keep(stay), rows[stay]",
+        "state, rows = state.keep(stay), rows[: len(stay)]",
+        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
+    ),
+    (
+        "state, rows = state.keep(stay), rows[stay]",
+        "state, rows = state.keep(np.arange(len(stay))), rows[stay]",
+        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
+    ),
+    (
+        "values[stay]",
+        "values[: len(stay)]",
+        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "remembers"),
+    ),
+    ("values[stay]", "values[: len(stay)]", lambda case: test_memory_is_kept_with_the_rows()),
+    (
+        "plan[rows] <= k",
+        "plan[: len(rows)] <= k",
+        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "planned"),
+    ),
+    (
+        "plan[rows] <= k",
+        "plan[rows] == k",
+        lambda case: test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, 3),
+    ),
+    (
+        "if plan is None:",
+        "if k == 0 and plan is None:",
+        lambda case: test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, 3),
+    ),
+    ("if k == last:", "if k >= last - 1:", test_never_exit_equals_the_full_model),
+    ("if k == last:", "if k >= last - 1:", test_the_last_exit_takes_whoever_is_left_and_is_not_asked),
+    (
+        "said = reading.logits[leaves]",
+        "said = reading.logits[: leaves.sum()]",
+        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
+    ),
+    (
+        "state.keep(np.flatnonzero(leaves))",
+        "state",
+        lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(0),
+    ),
+    ("elif rule.reads:", "elif True:", lambda case: test_never_exit_reads_the_last_head_once()),
+    (
+        "flops[rows] += advancing",
+        "flops += advancing",
+        lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
+    ),
+    (
+        "flops[rows] += reading_cost + ",
+        "flops[rows] += ",
+        lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
+    ),
+    (
+        "np.cumsum([segments.layer_passes(k) for k in range(last + 1)])",
+        "np.asarray(segments.exits)",
+        lambda case: test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes(),
+    ),
+    ("break", "pass", lambda case: test_nothing_runs_after_the_last_row_has_left()),
+]
+
+
+@pytest.mark.parametrize("old, new, caught", LOOP_BUGS, ids=[f"{new} for {old}" for old, new, _ in LOOP_BUGS])
+def test_the_tests_of_the_loop_can_fail(monkeypatch, cases, old, new, caught):
+    """Bugs in the loop itself. Some break shapes before a test can compare: a ValueError is a catch too."""
+    caught(cases["numpy"])
+    mutant(monkeypatch, old, new)
+    with pytest.raises((AssertionError, ValueError)):
+        caught(cases["numpy"])
+
+
+def drop_mask(self, rows):
+    return TorchState(self.hidden[torch.from_numpy(rows)], None)
+
+
+def forget_mask(self, rows):
+    return TorchState(self.hidden[torch.from_numpy(rows)], self.mask[: len(rows)])
+
+
+@pytest.mark.parametrize("pool", ["torch first", "torch mean"])
+@pytest.mark.parametrize("bug", [drop_mask, forget_mask])
+def test_the_tests_of_compaction_can_fail_where_keep_loses_the_mask(monkeypatch, cases, pool, bug):
+    monkeypatch.setattr(TorchState, "keep", bug)
+    with pytest.raises(AssertionError):
+        test_a_batch_of_B_equals_B_batches_of_one(cases[pool], "max_probability")
+    with pytest.raises(AssertionError):
+        test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(cases[pool], "planned")
+
+
+@pytest.mark.parametrize("pool", ["torch first", "torch mean"])
+@pytest.mark.parametrize("shift", [1, -1])
+@pytest.mark.parametrize(
+    "caught",
+    [
+        lambda case: test_always_exit_equals_the_first_head(case, "always"),
+        test_never_exit_equals_the_full_model,
+        test_chained_segments_equal_the_whole_model,
+    ],
+    ids=["always", "never", "chained"],
+)
+def test_the_invariants_can_fail_where_the_wrong_head_is_read(monkeypatch, cases, pool, shift, caught):
+    """Off by one between the layer that a head was trained on and the one that it reads."""
+    read = TorchSegments.read
+    monkeypatch.setattr(TorchSegments, "read", lambda self, k, state: read(self, (k + shift) % K, state))
+    with pytest.raises(AssertionError):
+        caught(cases[pool])
+
+
+@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (0, 2, 3, 5)], ids=["a layer twice", "a layer skipped"])
+def test_the_invariants_can_fail_where_segments_do_not_meet(monkeypatch, cases, starts):
+    case = cases["torch mean"]
+    monkeypatch.setattr(case.segments, "starts", starts)
+    for caught in (test_never_exit_equals_the_full_model, test_chained_segments_equal_the_whole_model):
+        with pytest.raises(AssertionError):
+            caught(case)
+
+
+def test_the_padding_test_can_fail(monkeypatch, cases):
+    """Planted bug: padding is read like any token."""
+    monkeypatch.setattr("mini_ee.exits.padding_mask", lambda attention_mask: None)
+    with pytest.raises(AssertionError):
+        test_padding_does_not_change_the_decision(cases, "never", "torch first")
+
+
+def test_the_monotone_test_can_fail(monkeypatch, cases):
+    """Planted bug: the comparison is the wrong way round."""
+    monkeypatch.setattr(
+        Threshold, "stop", lambda self, k, reading, memory: MEASURES[self.measure][0](reading.logits) < self.threshold
+    )
+    with pytest.raises(AssertionError):
+        test_layers_run_does_not_grow_as_a_threshold_loosens(cases["numpy"], "max_probability")

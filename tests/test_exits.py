@@ -1,0 +1,265 @@
+"""Exit heads against numpy, where exits may stand, what MultiExit's forward gives, and who gets a gradient."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee import exits
+from mini_ee.bert import padding_mask
+from mini_ee.exits import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled
+
+FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
+ATOL = 2e-5  # float32 logits of size 7, alone or padded; measured max 1.9e-6, torch 2.13 on CPU
+
+each_pool = pytest.mark.parametrize("pool", ["first", "mean"])
+
+LENGTHS = (4, 1, 6, 3)
+
+
+def random_head(pool, num_labels=3, width=8):
+    head = ExitHead(width, num_labels, pool).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(0, 0.7, generator=generator)
+    return head
+
+
+def random_hidden(rows=len(LENGTHS), tokens=max(LENGTHS), width=8):
+    return torch.randn(rows, tokens, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def attention_mask(lengths=LENGTHS):
+    return torch.tensor([[int(t < length) for t in range(max(lengths))] for length in lengths])
+
+
+# Heads
+
+
+def head_by_hand(head, hidden, lengths):
+    """Row by row: linear(tanh(dense(pooled))), the mean over the row's own tokens only."""
+    dense, out = ((w.weight.detach().numpy(), w.bias.detach().numpy()) for w in (head.dense, head.out))
+    logits = []
+    for row, length in zip(hidden.numpy(), lengths):
+        vector = row[0] if head.pool == "first" else sum(row[t] for t in range(length)) / length
+        vector = [math.tanh(w @ vector + b) for w, b in zip(*dense)]
+        logits.append([w @ np.array(vector) + b for w, b in zip(*out)])
+    return np.array(logits)
+
+
+@each_pool
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector(pool, num_labels):
+    head, hidden = random_head(pool, num_labels), random_hidden()
+    with torch.no_grad():
+        padded = head(hidden, padding_mask(attention_mask())).numpy()
+        full = head(hidden, None).numpy()
+    np.testing.assert_allclose(padded, head_by_hand(head, hidden, LENGTHS), rtol=0, atol=FLOAT64_ATOL)
+    np.testing.assert_allclose(full, head_by_hand(head, hidden, [6] * 4), rtol=0, atol=FLOAT64_ATOL)
+    assert padded.shape == (4, num_labels)
+
+
+def test_the_mean_is_over_real_tokens_only_whatever_stands_under_the_padding():
+    hidden, mask = random_hidden(), padding_mask(attention_mask())
+    junk = torch.where(mask[:, 0, 0, :, None], hidden, 1e6)
+    torch.testing.assert_close(pooled(junk, mask, "mean"), pooled(hidden, mask, "mean"), rtol=0, atol=FLOAT64_ATOL)
+    torch.testing.assert_close(pooled(hidden, mask, "mean")[1], hidden[1, 0], rtol=0, atol=FLOAT64_ATOL)
+
+
+def test_the_first_token_is_the_first_token():
+    hidden = random_hidden()
+    assert torch.equal(pooled(hidden, padding_mask(attention_mask()), "first"), hidden[:, 0])
+
+
+@each_pool
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_pooling_keeps_the_dtype(pool, dtype):
+    assert pooled(random_hidden().to(dtype), padding_mask(attention_mask()), pool).dtype == dtype
+
+
+def test_a_new_head_has_small_weights_no_biases_and_drops_a_tenth_in_training_only():
+    head = ExitHead(256, 2, "first")
+    assert head.dense.bias.abs().max() == head.out.bias.abs().max() == 0
+    assert head.dense.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert head.dropout.p == HEAD_DROPOUT == 0.1
+    hidden = torch.randn(2, 3, 256)
+    assert not torch.equal(head(hidden, None), head(hidden, None))
+    head.eval()
+    assert torch.equal(head(hidden, None), head(hidden, None))
+
+
+# Where exits stand
+
+
+@pytest.mark.parametrize(
+    "num_layers, count, expected",
+    [
+        (12, 4, (3, 6, 9, 12)),
+        (12, 3, (4, 8, 12)),
+        (6, 6, (1, 2, 3, 4, 5, 6)),
+        (6, 1, (6,)),
+        (6, 4, (2, 3, 4, 6)),
+    ],
+)
+def test_even_exits_of_common_models(num_layers, count, expected):
+    assert even_exits(num_layers, count) == expected
+
+
+def test_even_exits_are_as_many_as_asked_valid_and_as_even_as_whole_layers_allow():
+    for num_layers in range(1, 41):
+        for count in range(1, num_layers + 1):
+            found = even_exits(num_layers, count)
+            gaps = np.diff((0, *found))
+            assert len(found) == count and gaps.max() - gaps.min() <= 1, (num_layers, count, found)
+            assert check_exits(found, num_layers) == found
+        assert even_exits(num_layers, num_layers + 3) == tuple(range(1, num_layers + 1))
+
+
+@pytest.mark.parametrize(
+    "wrong, found",
+    [
+        ((3, 2, 6), "3,2,6"),
+        ((2, 2, 6), "2,2,6"),
+        ((2, 7), "2,7"),
+        ((2, 4), "2,4"),
+        ((0, 6), "0,6"),
+        ((-1, 6), "-1,6"),
+        ((), "none"),
+    ],
+    ids=["not ascending", "twice", "beyond the last layer", "not up to the last layer", "layer 0", "negative", "empty"],
+)
+def test_exits_that_no_model_can_have_are_refused(random_model, wrong, found):
+    said = f"exits must ascend from at least 1 and end at the last layer, 6, got {found}$"
+    with pytest.raises(ValueError, match=said):
+        check_exits(wrong, 6)
+    with pytest.raises(ValueError, match=said):
+        MultiExit(random_model().backbone, wrong, 2)
+
+
+@pytest.mark.parametrize("right", [(6,), (1, 6), (1, 2, 3, 4, 5, 6)])
+def test_exits_that_a_model_can_have_come_back_as_they_are(right):
+    assert check_exits(right, 6) == right
+
+
+@pytest.mark.parametrize("pool", ["last", "", None])
+def test_an_unknown_pool_is_refused(random_model, pool):
+    with pytest.raises(ValueError, match=f"pool must be one of first, mean, got {pool!r}"):
+        MultiExit(random_model().backbone, (6,), 2, pool)
+
+
+# The model
+
+
+def arrays(inputs):
+    return [torch.from_numpy(a) for a in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+
+
+@each_pool
+@pytest.mark.parametrize("chosen, num_labels", [((6,), 3), ((1, 2, 4, 6), 3), ((1, 2, 3, 4, 5, 6), 1)])
+def test_forward_gives_the_logits_of_every_exit_in_order(random_model, padded_inputs, pool, chosen, num_labels):
+    logits = random_model(chosen, num_labels, pool)(*arrays(padded_inputs))
+    assert [each.shape for each in logits] == [(7, num_labels)] * len(chosen)
+
+
+@each_pool
+def test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k(random_model, padded_inputs, pool):
+    """The head that is trained on layer e reads layer e: published code has been off by one here."""
+    model = random_model(pool=pool)
+    ids, mask, types = arrays(padded_inputs)
+    with torch.no_grad():
+        hidden = model.backbone.hidden_states(ids, mask, types)
+        found = model(ids, mask, types)
+    for k, layer in enumerate(model.exits):
+        expected = model.heads[k](hidden[layer], padding_mask(mask))
+        torch.testing.assert_close(found[k], expected, rtol=0, atol=ATOL)
+        wrong = model.heads[k](hidden[layer - 1], padding_mask(mask))
+        assert (found[k] - wrong).abs().max() > 100 * ATOL
+
+
+@each_pool
+def test_a_row_says_the_same_alone_and_in_a_padded_batch(random_model, padded_inputs, pool):
+    model = random_model(pool=pool)
+    with torch.no_grad():
+        together = model(*arrays(padded_inputs))
+        for row in range(len(padded_inputs)):
+            length = padded_inputs.attention_mask[row].sum()
+            alone = model(*(each[[row], :length] for each in arrays(padded_inputs)))
+            for one, many in zip(alone, together):
+                torch.testing.assert_close(one[0], many[row], rtol=0, atol=ATOL)
+
+
+def test_heads_are_separate_and_their_names_are_those_of_a_run_on_disk(random_model):
+    model = random_model()
+    names = {name for name, _ in model.named_parameters() if not name.startswith("backbone.")}
+    parts = ("dense.weight", "dense.bias", "out.weight", "out.bias")
+    assert names == {f"heads.{k}.{part}" for k in range(4) for part in parts}
+    assert len({parameter.data_ptr() for parameter in model.heads.parameters()}) == 4 * 4
+
+
+# Who gets a gradient
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone(random_model, padded_inputs, k):
+    model = random_model()
+    model.zero_grad()
+    model(*arrays(padded_inputs))[k].square().sum().backward()
+    reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    model.zero_grad()
+    expected = {
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith((f"heads.{k}.", "backbone.embeddings."))
+        or any(name.startswith(f"backbone.layers.{depth}.") for depth in range(model.exits[k]))
+    }
+    assert reached == expected
+
+
+@each_pool
+def test_padding_gets_no_gradient(pool):
+    hidden, mask = random_hidden().requires_grad_(), attention_mask()
+    random_head(pool)(hidden, padding_mask(mask)).square().sum().backward()
+    touched = hidden.grad.abs().amax(dim=2) > 0
+    expected = mask.bool() if pool == "mean" else torch.arange(6) == torch.zeros(4, 1)
+    assert torch.equal(touched, expected)
+
+
+# These tests can fail
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda hidden, mask, pool: hidden.mean(dim=1),
+        lambda hidden, mask, pool: hidden[:, -1],
+        lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1),
+    ],
+    ids=["mean over padding too", "last token", "division by all tokens"],
+)
+def test_the_head_test_can_fail(monkeypatch, bug):
+    monkeypatch.setattr(exits, "pooled", bug)
+    with pytest.raises(AssertionError):
+        test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector("mean", 3)
+
+
+def test_the_layer_test_can_fail(monkeypatch, random_model, padded_inputs):
+    """Planted bug: where several layers lie between two exits, the last of them is not run."""
+    backbone = random_model().backbone
+    run_layers = backbone.run_layers
+    monkeypatch.setattr(
+        backbone,
+        "run_layers",
+        lambda hidden, mask, start, stop: run_layers(hidden, mask, start, stop - (stop - start > 1)),
+    )
+    with pytest.raises(AssertionError):
+        test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k(random_model, padded_inputs, "mean")
+
+
+def test_the_gradient_test_can_fail(monkeypatch, random_model, padded_inputs):
+    """Planted bug: one head serves all exits."""
+    model = random_model()
+    monkeypatch.setitem(model._modules, "heads", torch.nn.ModuleList([model.heads[3]] * 4))
+    with pytest.raises(AssertionError):
+        test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone(random_model, padded_inputs, 1)

@@ -1,0 +1,102 @@
+"""The plan of the house: what stands where, and imports that go down the floors."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = (
+    ("__init__", "shapes", "metrics", "confidence"),
+    ("bert",),
+    ("checkpoint", "reviews", "tasks"),
+    ("rules", "early_exit", "exits", "evaluation", "runs", "training"),
+    ("baselines",),
+    ("report", "demo", "bench", "commands", "__main__"),
+)
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+WITHOUT_TORCH = ("__init__", "metrics", "confidence", "rules", "early_exit", "tasks", "reviews")
+MODULES = sorted((ROOT / "mini_ee").glob("*.py"))
+
+
+def imported(path):
+    """Names of the modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            if node.module == "mini_ee":
+                yield from (
+                    f"mini_ee.{alias.name}" for alias in node.names if f"{alias.name}.py" in {m.name for m in MODULES}
+                )
+
+
+def test_every_module_has_its_floor():
+    assert {path.stem for path in MODULES} == set(FLOOR)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_imports_go_down_the_floors(path):
+    for name in imported(path):
+        if name.startswith("mini_ee."):
+            below = name.split(".")[1]
+            assert FLOOR[below] <= FLOOR[path.stem], f"{path.name} imports {name}, which is above it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_the_loop_its_rules_and_the_tasks_import_no_torch(path):
+    if path.stem in WITHOUT_TORCH:
+        assert not [name for name in imported(path) if name.split(".")[0] in ("torch", "safetensors")]
+
+
+def test_there_are_no_circles():
+    graph = {path.stem: {n.split(".")[1] for n in imported(path) if n.startswith("mini_ee.")} for path in MODULES}
+    done = set()
+    while len(done) < len(graph):
+        ready = {name for name in graph if name not in done and graph[name] <= done}
+        assert ready, f"these import each other: {sorted(set(graph) - done)}"
+        done |= ready
+
+
+def test_the_top_level_is_the_one_in_the_design():
+    planned = {
+        "pyproject.toml",
+        "README.md",
+        "tutorial.md",
+        "LICENSE",
+        "mini_ee",
+        "export",
+        "weights",
+        "tests",
+    }
+    import subprocess
+
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    found = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert found - planned <= {".ci", ".gitignore"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md"])
+def test_files_that_a_page_names_are_there(page):
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"`((?:mini_ee|tests|weights|export)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_the_package_ships_nothing_above_20_megabytes():
+    assert all(path.stat().st_size < 20e6 for path in (ROOT / "weights").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "weights").glob("*.py"))], ids=lambda path: path.stem)
+def test_nothing_is_unpickled_and_public_things_are_explained(path):
+    source = path.read_text()
+    assert not re.search(r"\bpickle|torch\.load\(|strict=False|TODO|FIXME", source)
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"

@@ -1,0 +1,388 @@
+"""Rules: each against its paper's definition written as a loop, its limits, its settings as JSON."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mini_ee import rules
+from mini_ee.confidence import MEASURES
+from mini_ee.early_exit import Reading, Recorded, early_exit
+from mini_ee.rules import RULES, FixedExit, NeverExit, Patience, PatienceConfidence, Threshold, rule_from_dict
+
+EXITS = 8
+
+
+def replay(rule, logits):
+    """Exit index (B,) of each row under the loop, for logits (B, K, C)."""
+    rows, exits, _ = logits.shape
+    segments = Recorded(tuple(range(1, exits + 1)), logits, np.zeros((rows, exits, 2)), [1] * exits)
+    return early_exit(segments, rule, range(rows)).exit_index
+
+
+def random_logits(rows=200, classes=3, seed=0):
+    return np.random.default_rng(seed).normal(0, 2, (rows, EXITS, classes)).astype(np.float32)
+
+
+def predicting(*sequences, classes=2):
+    """Logits (B, K, C) that predict these classes, exit by exit."""
+    return np.eye(classes, dtype=np.float32)[np.array(sequences)]
+
+
+# Thresholds
+
+
+def threshold_by_hand(logits, thresholds, measure):
+    for k in range(len(logits) - 1):
+        if MEASURES[measure][0](logits[k : k + 1])[0] >= thresholds[k]:
+            return k
+    return len(logits) - 1
+
+
+LEVELS = {
+    "max_probability": 0.8,
+    "entropy": -0.5,
+    "normalised_entropy": -0.45,
+    "breaking_ties": 0.6,
+    "breaking_ties_logits": 2.0,
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_threshold_lets_a_row_go_at_the_first_exit_that_reaches_it(measure):
+    logits = random_logits()
+    found = replay(Threshold(LEVELS[measure], measure), logits)
+    assert found.tolist() == [threshold_by_hand(row, [LEVELS[measure]] * EXITS, measure) for row in logits]
+    assert 0 < found.mean() < EXITS - 1
+
+
+def test_one_threshold_for_each_exit_is_compared_at_that_exit():
+    logits = random_logits()
+    levels = np.linspace(0.95, 0.5, EXITS)
+    found = replay(Threshold(levels.tolist()), logits)
+    assert found.tolist() == [threshold_by_hand(row, levels, "max_probability") for row in logits]
+    assert (found != replay(Threshold(float(levels[0])), logits)).any()
+
+
+def test_at_least_the_threshold_is_enough_equality_leaves():
+    logits = np.log(np.array([[[0.75, 0.25], [0.5, 0.5]]]))
+    level = float(MEASURES["max_probability"][0](logits[:, 0])[0])
+    assert replay(Threshold(level), logits) == 0
+    assert replay(Threshold(float(np.nextafter(level, 1))), logits) == 1
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_minus_infinity_and_the_smallest_threshold_always_exit_and_infinity_never(measure):
+    logits = np.concatenate([random_logits(), np.zeros((1, EXITS, 3), np.float32)])
+    assert (replay(Threshold(-math.inf, measure), logits) == 0).all()
+    assert (replay(Threshold(MEASURES[measure][1], measure), logits) == 0).all()
+    assert (replay(Threshold(math.inf, measure), logits) == EXITS - 1).all()
+
+
+def test_infinity_closes_one_exit_and_leaves_the_others_open():
+    levels = [math.inf, 0.6, math.inf, *[0.6] * (EXITS - 3)]
+    found = replay(Threshold(levels), random_logits())
+    assert set(found) >= {1, 3} and not set(found) & {0, 2}
+
+
+@pytest.mark.parametrize(
+    "threshold, measure, said",
+    [
+        (1.5, "max_probability", "max_probability must be from 0.0 to 1.0, got 1.5"),
+        (-0.1, "max_probability", "must be from 0.0 to 1.0, got -0.1"),
+        (0.1, "entropy", "entropy must be from -inf to 0.0, got 0.1"),
+        (-1.1, "normalised_entropy", "must be from -1.0 to 0.0"),
+        (2.0, "breaking_ties", "must be from 0.0 to 1.0"),
+        (-1.0, "breaking_ties_logits", "must be from 0.0 to inf"),
+        (math.nan, "max_probability", "got nan"),
+        ((0.5, 1.5), "max_probability", "got 1.5"),
+        (0.5, "margin", "measure must be one of max_probability, .*, got 'margin'"),
+        ("high", "max_probability", "could not convert string to float: 'high'"),
+    ],
+)
+def test_a_threshold_outside_the_range_of_its_measure_is_refused(threshold, measure, said):
+    with pytest.raises(ValueError, match=said):
+        Threshold(threshold, measure)
+
+
+def test_a_number_of_thresholds_other_than_of_exits_is_refused():
+    Threshold((0.5, 0.6)).check(2)
+    Threshold(0.5).check(7)
+    for levels in ((), (0.5,), (0.5, 0.6, 0.7)):
+        with pytest.raises(ValueError, match=f"expected one threshold or 2, one for each exit, got {len(levels)}"):
+            Threshold(levels).check(2)
+
+
+# Patience
+
+
+def pabee(predictions, t, same=lambda a, b: a == b):
+    """PABEE, Section 3.2, counting from 1 as the paper does: cnt_i = cnt_{i-1} + 1 where y_i = y_{i-1}, else 0."""
+    count = 0
+    for i in range(2, len(predictions) + 1):
+        count = count + 1 if same(predictions[i - 1], predictions[i - 2]) else 0
+        if count == t:
+            return i - 1  # as an index from 0
+    return len(predictions) - 1
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("classes", [2, 4])
+def test_patience_t_leaves_where_pabees_counter_reaches_t(t, classes):
+    logits = random_logits(400, classes)
+    found = replay(Patience(t), logits)
+    assert found.tolist() == [pabee(row.argmax(axis=1).tolist(), t) for row in logits]
+    assert {t, EXITS - 1} <= set(found)
+
+
+def test_patience_on_sequences_worked_by_hand():
+    logits = predicting([0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0])
+    assert replay(Patience(1), logits).tolist() == [1, 2, 3, 1]
+    assert replay(Patience(2), logits).tolist() == [2, 3, 3, 3]
+
+
+def test_the_first_exit_repeats_nothing_so_patience_never_leaves_there():
+    assert replay(Patience(1), random_logits()).min() == 1
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("tolerance", [0.1, 0.5, 2.0])
+def test_patience_on_numbers_counts_predictions_closer_than_the_tolerance(t, tolerance):
+    logits = random_logits(400, classes=1)
+    found = replay(Patience(t, tolerance), logits)
+    assert found.tolist() == [pabee(row[:, 0].tolist(), t, lambda a, b: abs(a - b) < tolerance) for row in logits]
+
+
+def test_a_difference_of_exactly_the_tolerance_is_a_change():
+    logits = np.array([[[1.0], [1.5], [1.75], [1.75]]])
+    assert replay(Patience(1, tolerance=0.5), logits) == 2
+    assert replay(Patience(1, tolerance=0.625), logits) == 1
+
+
+@pytest.mark.parametrize("patience", [0, -1, 1.5, "2", None])
+def test_patience_has_to_be_a_whole_number_of_at_least_1(patience):
+    for make in (Patience, lambda p: PatienceConfidence(p, 0.5)):
+        with pytest.raises(ValueError, match=f"patience must be a whole number of at least 1, got {patience!r}"):
+            make(patience)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, math.inf, math.nan])
+def test_the_tolerance_has_to_be_a_number_above_0(tolerance):
+    with pytest.raises(ValueError, match="tolerance must be a number above 0, got"):
+        Patience(1, tolerance)
+
+
+# Patience with confidence
+
+
+def pcee(logits, t, threshold, measure):
+    """PCEE-BERT, Section 3: the counter of confident exits in a row, from 1 at the first exit."""
+    count = 0
+    for k in range(len(logits) - 1):
+        count = count + 1 if MEASURES[measure][0](logits[k : k + 1])[0] >= threshold else 0
+        if count == t:
+            return k
+    return len(logits) - 1
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_patience_confidence_leaves_after_t_confident_exits_in_a_row(t, measure):
+    logits = random_logits(400)
+    found = replay(PatienceConfidence(t, LEVELS[measure], measure), logits)
+    assert found.tolist() == [pcee(row, t, LEVELS[measure], measure) for row in logits]
+    assert {t - 1, EXITS - 1} <= set(found)
+
+
+def test_patience_confidence_of_1_is_the_threshold():
+    logits = random_logits()
+    np.testing.assert_array_equal(replay(PatienceConfidence(1, 0.8), logits), replay(Threshold(0.8), logits))
+
+
+def test_patience_confidence_does_not_mind_a_change_of_prediction():
+    logits = 10 * predicting([0, 1, 0, 1])
+    assert replay(PatienceConfidence(2, 0.9), logits) == 1
+    assert replay(Patience(2), logits) == 3
+
+
+def test_patience_confidence_takes_one_threshold_in_the_range_of_its_measure():
+    with pytest.raises(ValueError, match="the rule patience-confidence takes one threshold, got 2"):
+        PatienceConfidence(1, (0.5, 0.6))
+    with pytest.raises(ValueError, match="must be from 0.0 to 1.0, got 2.0"):
+        PatienceConfidence(1, 2.0)
+    with pytest.raises(ValueError, match="measure must be one of"):
+        PatienceConfidence(1, 0.5, "margin")
+
+
+# Fixed and never
+
+
+def test_a_fixed_exit_is_planned_for_every_row_and_reads_no_head_before():
+    assert FixedExit(2).plan(range(5)).tolist() == [2] * 5
+    assert not FixedExit(2).reads
+    assert (replay(FixedExit(2), random_logits()) == 2).all()
+
+
+@pytest.mark.parametrize("index", [-1, 4, 1.5, "1"])
+def test_a_fixed_exit_has_to_be_one_of_the_exits(index):
+    FixedExit(3).check(4)
+    with pytest.raises(ValueError, match=f"the fixed exit must be one of the 4 exits, got index {index!r}"):
+        FixedExit(index).check(4)
+
+
+def test_never_exit_plans_nothing_and_reads_nothing():
+    assert NeverExit().plan(range(5)) is None and not NeverExit().reads
+    assert (replay(NeverExit(), random_logits()) == EXITS - 1).all()
+
+
+# Settings
+
+
+ONE_OF_EACH = [
+    NeverExit(),
+    FixedExit(3),
+    Threshold(0.5),
+    Threshold(-0.25, "entropy"),
+    Threshold((0.1, math.inf, -math.inf)),
+    Threshold(math.inf),
+    Threshold(-math.inf, "breaking_ties_logits"),
+    Patience(2),
+    Patience(1, 0.25),
+    PatienceConfidence(3, 0.75),
+    PatienceConfidence(1, math.inf, "breaking_ties"),
+]
+
+
+def test_one_of_each_has_one_of_each():
+    assert {type(rule) for rule in ONE_OF_EACH} == set(RULES.values())
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
+def test_a_rule_written_as_json_and_read_back_is_the_same_rule(rule):
+    written = json.dumps(rule.to_dict(), allow_nan=False)
+    assert rule_from_dict(json.loads(written)) == rule
+    assert type(rule_from_dict(json.loads(written))) is type(rule)
+
+
+def test_the_json_of_a_rule_is_its_name_and_settings():
+    assert Threshold((0.5, math.inf)).to_dict() == {
+        "name": "threshold",
+        "threshold": [0.5, "inf"],
+        "measure": "max_probability",
+    }
+    assert PatienceConfidence(2, -math.inf, "entropy").to_dict() == {
+        "name": "patience-confidence",
+        "patience": 2,
+        "threshold": "-inf",
+        "measure": "entropy",
+    }
+    assert NeverExit().to_dict() == {"name": "never"}
+
+
+def test_reading_a_rule_leaves_the_config_as_it_was():
+    config = Threshold(0.5).to_dict()
+    rule_from_dict(config)
+    assert config == Threshold(0.5).to_dict()
+
+
+def test_a_list_or_integers_from_json_become_a_tuple_of_floats():
+    rule = rule_from_dict({"name": "threshold", "threshold": [0, 1]})
+    assert rule.threshold == (0.0, 1.0) and hash(rule) == hash(Threshold((0.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"name": "oracle"}, "the rule must be one of never, fixed, threshold, .*, found 'oracle'"),
+        ({}, "found None"),
+        ({"name": "threshold"}, "the rule threshold does not take these settings: .*threshold"),
+        ({"name": "threshold", "threshold": None}, "the rule threshold does not take these settings"),
+        (
+            {"name": "threshold", "threshold": 0.5, "speed": 1},
+            "the rule threshold does not take these settings: .*'speed'",
+        ),
+        ({"name": "never", "exit": 1}, "the rule never does not take these settings"),
+        ({"name": "patience"}, "the rule patience does not take these settings: .*patience"),
+        ({"name": "patience", "patience": "2"}, "patience must be a whole number"),
+        ({"name": "patience-confidence", "patience": 1, "threshold": [0.5]}, "takes one threshold"),
+    ],
+)
+def test_what_rule_from_dict_does_not_know_is_a_value_error(config, said):
+    with pytest.raises(ValueError, match=said):
+        rule_from_dict(config)
+
+
+# No state
+
+
+def stops(rule, logits, memory, k):
+    stop = rule.stop(k, Reading(logits[:, k]), memory)
+    assert stop.shape == (len(logits),) and stop.dtype == bool
+    return stop.tolist()
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
+def test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give(rule):
+    first, second = (random_logits(20, seed=seed)[:, :3] for seed in (1, 2))
+    one, other, alone = {}, {}, {}
+    in_turns = []
+    for k in range(3):
+        in_turns.append(stops(rule, first, one, k))
+        stops(rule, second, other, k)
+    fresh = rule_from_dict(rule.to_dict())
+    assert in_turns == [stops(fresh, first, alone, k) for k in range(3)]
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
+def test_memory_is_arrays_by_row(rule):
+    memory = {}
+    for k in range(3):
+        stops(rule, random_logits(20), memory, k)
+    assert all(isinstance(values, np.ndarray) and values.shape == (20,) for values in memory.values())
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
+def test_a_rule_cannot_be_changed(rule):
+    with pytest.raises(AttributeError):
+        rule.threshold = 0.5
+
+
+# These tests can fail
+
+
+def counts_equal_predictions(self, k, reading, memory):
+    """t equal predictions instead of t + 1: the first one counts too."""
+    prediction = reading.logits.argmax(axis=1)
+    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
+    memory["prediction"] = prediction
+    return memory["streak"] >= self.patience
+
+
+def never_starts_again(self, k, reading, memory):
+    prediction = reading.logits.argmax(axis=1)
+    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
+    memory["prediction"] = prediction
+    return memory["streak"] >= self.patience
+
+
+@pytest.mark.parametrize("bug", [counts_equal_predictions, never_starts_again])
+def test_the_pabee_test_can_fail(monkeypatch, bug):
+    monkeypatch.setattr(Patience, "stop", bug)
+    with pytest.raises(AssertionError):
+        test_patience_t_leaves_where_pabees_counter_reaches_t(2, 4)
+
+
+def test_the_no_state_test_can_fail(monkeypatch):
+    """Planted bug: the counter is kept on the rule."""
+    kept, stop = {}, Patience.stop
+    monkeypatch.setattr(Patience, "stop", lambda self, k, reading, memory: stop(self, k, reading, kept))
+    with pytest.raises(AssertionError):
+        test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give(Patience(1))
+
+
+def test_the_json_test_can_fail(monkeypatch):
+    """Planted bug: infinity is written as json writes it, which is no JSON."""
+    monkeypatch.setattr(rules, "_json", lambda value: value)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        test_a_rule_written_as_json_and_read_back_is_the_same_rule(PatienceConfidence(1, math.inf))
