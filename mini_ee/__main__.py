@@ -187,6 +187,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
 
 

@@ -328,6 +328,9 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:  # a full disk does not say which file
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

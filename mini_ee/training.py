@@ -115,7 +115,6 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
     best = {}
     if saved:
         best = _restore(model, optimizer, saved)
-    device = next(model.parameters()).device
     steps_per_epoch = -(-len(train.labels) // config.batch_size)
     total = config.epochs * steps_per_epoch
     last_save = time.monotonic()
@@ -125,18 +124,9 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
         )
         _train_mode(model, stage)
         for rows in order[progress["step"] - epoch * steps_per_epoch :]:
-            inputs = train.encoded.batch(rows)
-            arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, train.labels[rows])
-            *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * _schedule(progress["step"], total, config.warmup)
-            loss = stage.loss(model(*ids), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], config.clip)
-            optimizer.step()
+            rate = _schedule(progress["step"], total, config.warmup)
+            progress["losses"].append(_update(model, stage, optimizer, train, rows, rate, config.clip))
             progress["step"] += 1
-            progress["losses"].append(loss.item())
             bar.update()
             recent = np.mean(progress["losses"][-50:])
             bar.set_postfix(stage=stage.name, loss=f"{recent:.3f}", held_out=progress["best"], refresh=False)
@@ -161,6 +151,24 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
         _write_state(path, model, optimizer, best, progress)
         last_save = time.monotonic()
     model.load_state_dict(model.state_dict() | best)
+
+
+def _update(model, stage, optimizer, train: Data, rows: np.ndarray, rate: float, clip: float) -> float:
+    """One step of the optimizer on the given rows, at `rate` times the peak learning rates; returns the loss."""
+    device = next(model.parameters()).device
+    inputs = train.encoded.batch(rows)
+    arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, train.labels[rows])
+    *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * rate
+    loss = stage.loss(model(*ids), labels)
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+    optimizer.step()
+    return loss.item()
 
 
 def _schedule(step: int, total: int, warmup: float) -> float:

@@ -191,6 +191,12 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
     assert training._schedule(0, 1, 0.0) == 1.0
 
 
+def test_a_training_that_diverges_says_so_and_writes_no_run(tmp_path, checkpoint_folder, task_folder):
+    with pytest.raises(ValueError, match="diverged.*smaller --lr"):
+        train(tmp_path / "run", checkpoint_folder, task_folder, config=TrainConfig(epochs=3, lr=1e30, batch_size=8))
+    assert not (tmp_path / "run").exists()
+
+
 def test_rows_held_out_are_never_trained_on_and_max_train_shrinks_both_parts():
     texts = tuple((f"text {i}",) for i in range(100))
     task = Task("t", ("a", "b"), ("accuracy",), {"train": Split(texts, np.zeros(100, np.int64))})

@@ -1,0 +1,1 @@
+"""Small checkpoints that this project trained itself, and the recipes that made them."""
