@@ -270,16 +270,16 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """A safetensors file with its checksum in the metadata, written whole or not at all. Returns the checksum."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt", "sha256": tensors_sha256(tensors)}
-    write_bytes(path, _ordered(save(tensors, metadata=metadata), metadata))
+    write_bytes(path, *_ordered(save(tensors, metadata=metadata), metadata))
     return metadata["sha256"]
 
 
-def _ordered(content: bytes, metadata: dict[str, str]) -> bytes:
-    """The file with its metadata in this order. safetensors shuffles it; equal tensors must be equal bytes."""
+def _ordered(content: bytes, metadata: dict[str, str]) -> tuple[bytes, bytes, memoryview]:
+    """A safetensors file with its metadata in this order. safetensors shuffles it; equal tensors must be equal bytes."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8:end]) | {"__metadata__": metadata}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the values stay aligned
-    return len(header).to_bytes(8, "little") + header + content[end:]
+    return len(header).to_bytes(8, "little"), header, memoryview(content)[end:]
 
 
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
@@ -319,12 +319,12 @@ def json_sha256(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """To a temporary name beside `path`, then renamed: a kill leaves the old file or the new one."""
+def write_bytes(path: Path, *content: bytes | memoryview) -> None:
+    """The pieces of content to a temporary name beside `path`, then renamed: a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -18,15 +18,20 @@ import numpy as np
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """(B, C) -> (B, C), in float32 at least."""
+    logits = _checked(logits)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def _checked(logits: np.ndarray) -> np.ndarray:
+    """The logits in float32 at least, or ValueError where they are not those of two classes or more."""
     logits = np.asarray(logits)
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(
             f"confidence needs logits of shape (B, C) with at least 2 classes, found {logits.shape}: "
             f"a regression task takes the rules fixed and patience"
         )
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return logits.astype(np.float32) if logits.dtype == np.float16 else logits
 
 
 def max_probability(logits: np.ndarray) -> np.ndarray:
@@ -35,7 +40,8 @@ def max_probability(logits: np.ndarray) -> np.ndarray:
     >>> max_probability(np.zeros((1, 4)))
     array([0.25])
     """
-    return np.exp(log_softmax(logits).max(axis=1))
+    logits = _checked(logits)
+    return 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:

@@ -8,7 +8,8 @@ A model with exits e_1 < ... < e_K = L is K segments. Segments offer
     segments.read(k, state) -> Reading   the head at exit k
     state.keep(rows) -> state            row compaction: the rows that go on
     segments.layer_passes(k)             layers that one row costs in advance(k)
-    segments.flops(k, state)             floating-point operations of one row in advance(k), and in read(k): a pair
+    segments.flops(k, inputs)            floating-point operations of a row in advance(k), and in read(k): a pair of
+                                         numbers, or of arrays (B,)
 
 and rules.py says what a rule offers. Hidden states stay inside the segments; a Reading is numpy, because the decision
 is taken on the host anyway. No torch here: the ONNX runtime runs this same file.
@@ -56,7 +57,7 @@ def early_exit(segments, rule, inputs) -> ExitResult:
     begin = time.perf_counter()
     size, last = len(inputs), len(segments.exits) - 1
     exit_index = np.zeros(size, np.int64)
-    flops = np.zeros(size)
+    asked = np.zeros(last + 1, bool)  # exits where every row was read and the rule decided
     logits = None
 
     plan = rule.plan(inputs)
@@ -65,8 +66,6 @@ def early_exit(segments, rule, inputs) -> ExitResult:
     memory: dict[str, np.ndarray] = {}
     for k in range(last + 1):
         state = segments.advance(k, state)
-        advancing, reading_cost = segments.flops(k, state)
-        flops[rows] += advancing
         if plan is None:
             plan = rule.plan(inputs)
 
@@ -76,8 +75,7 @@ def early_exit(segments, rule, inputs) -> ExitResult:
         elif plan is not None:
             leaves = plan[rows] <= k
         elif rule.reads:
-            reading = segments.read(k, state)
-            flops[rows] += reading_cost + rule.flops(reading.logits.shape[1])
+            reading, asked[k] = segments.read(k, state), True
             leaves = rule.stop(k, reading, memory)
         else:
             leaves = np.zeros(len(rows), bool)
@@ -87,9 +85,7 @@ def early_exit(segments, rule, inputs) -> ExitResult:
         out = rows[leaves]
         if reading is None:
             everyone = len(out) == len(rows)
-            reading = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves)))
-            flops[out] += reading_cost[leaves] if np.ndim(reading_cost) else reading_cost
-            said = reading.logits
+            said = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves))).logits
         else:
             said = reading.logits[leaves]
         if logits is None:
@@ -101,9 +97,21 @@ def early_exit(segments, rule, inputs) -> ExitResult:
         state, rows = state.keep(stay), rows[stay]
         memory = {name: values[stay] for name, values in memory.items()}
 
+    seconds = time.perf_counter() - begin
     layer_passes = np.cumsum([segments.layer_passes(k) for k in range(last + 1)])[exit_index]
-    layers_run = np.asarray(segments.exits)[exit_index]
-    return ExitResult(logits, exit_index, layers_run, Cost(layer_passes, flops, time.perf_counter() - begin))
+    flops = _flops(segments, inputs, exit_index, asked, rule.flops(logits.shape[1]))
+    return ExitResult(logits, exit_index, np.asarray(segments.exits)[exit_index], Cost(layer_passes, flops, seconds))
+
+
+def _flops(segments, inputs, exit_index: np.ndarray, asked: np.ndarray, decision: float) -> np.ndarray:
+    """(B,): the segments up to each row's exit, the heads that were read on the way, and the rule's decisions."""
+    total = np.zeros(len(exit_index))
+    for k in range(len(segments.exits)):
+        advance, read = segments.flops(k, inputs)
+        reached = exit_index >= k
+        total += reached * advance
+        total += reached * (read + decision) if asked[k] else (exit_index == k) * read
+    return total
 
 
 def read_every_exit(segments, inputs) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +121,7 @@ def read_every_exit(segments, inputs) -> tuple[np.ndarray, np.ndarray]:
     for k in range(len(segments.exits)):
         state = segments.advance(k, state)
         logits.append(segments.read(k, state).logits)
-        flops[:, k, 0], flops[:, k, 1] = segments.flops(k, state)
+        flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
     return np.stack(logits, axis=1), flops
 
 
@@ -136,8 +144,8 @@ class Recorded:
     def layer_passes(self, k: int) -> int:
         return self._layer_passes[k]
 
-    def flops(self, k: int, state: "RecordedRows") -> tuple[np.ndarray, np.ndarray]:
-        return tuple(self._flops[state.rows, k].T)
+    def flops(self, k: int, inputs) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(self._flops[:, k].T)
 
 
 class RecordedRows(NamedTuple):

@@ -111,11 +111,13 @@ class TorchSegments:
 
     @torch.inference_mode()
     def start(self, inputs) -> TorchState:
-        input_ids, attention_mask, token_type_ids = (
-            torch.from_numpy(array).to(self.device)
-            for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-        )
-        return TorchState(self.model.backbone.embed(input_ids, token_type_ids), padding_mask(attention_mask))
+        hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
+        # Asked of numpy: on a GPU the question to a tensor would wait for the device.
+        padded = not inputs.attention_mask.all()
+        return TorchState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if padded else None)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     @torch.inference_mode()
     def advance(self, k: int, state: TorchState) -> TorchState:
@@ -129,8 +131,8 @@ class TorchSegments:
     def layer_passes(self, k: int) -> int:
         return self.exits[k] - self.starts[k]
 
-    def flops(self, k: int, state: TorchState) -> tuple[float, float]:
-        config, tokens = self.model.backbone.config, state.hidden.shape[1]
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        config, tokens = self.model.backbone.config, inputs.input_ids.shape[1]
         layers = self.layer_passes(k) * layer_flops(config.hidden_size, config.intermediate_size, tokens)
         return layers, head_flops(config.hidden_size, self.model.num_labels, tokens if self.model.pool == "mean" else 0)
 

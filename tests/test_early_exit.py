@@ -68,7 +68,7 @@ class Fake:
     def layer_passes(self, k):
         return self.passes[k] if self.passes else EXITS[k] - (0, *EXITS)[k]
 
-    def flops(self, k, state):
+    def flops(self, k, inputs):
         return 1000.0 * self.layer_passes(k), 10.0
 
     def logits_by_hand(self):
@@ -626,13 +626,13 @@ LOOP_BUGS = [
     ),
     ("elif rule.reads:", "elif True:", lambda case: test_never_exit_reads_the_last_head_once()),
     (
-        "flops[rows] += advancing",
-        "flops += advancing",
+        "segments.read(k, state), True",
+        "segments.read(k, state), False",
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (
-        "flops[rows] += reading_cost + ",
-        "flops[rows] += ",
+        "rule.flops(logits.shape[1])",
+        "0.0",
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (
