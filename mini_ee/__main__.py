@@ -14,6 +14,7 @@ from mini_ee.rules import RULES
 from mini_ee.tasks import TOY
 
 METHODS = ("joint", "two-stage")
+MAX_THREADS = 1024  # more than torch can start would end the process without a word
 BENCHMARKS = ("backbone", "exit-tax", "batch")
 
 
@@ -42,8 +43,8 @@ def parser() -> Parser:
     def command(name: str, help: str, example: str) -> Parser:
         sub = commands.add_parser(name, help=help, description=help, example=example)
         sub.add_argument("--json", action="store_true", help="print exactly one JSON object")
-        sub.add_argument("--seed", type=_count, default=0, help="0 by default")
-        sub.add_argument("--threads", type=_positive, help="processor threads; torch's choice by default")
+        sub.add_argument("--seed", type=_seed, default=0, help="0 by default")
+        sub.add_argument("--threads", type=_threads, help="processor threads; torch's choice by default")
         return sub
 
     sub = command(
@@ -105,7 +106,7 @@ def _add_training(sub: Parser) -> None:
     sub.add_argument("--task", default=TOY, metavar="DIR", help=f"task folder; the built-in {TOY} by default")
     sub.add_argument("--exits", type=_integers, help="layers to leave at, such as 2,4,6; every layer by default")
     sub.add_argument("--pool", choices=("first", "mean"), default="mean", help="what heads read; mean by default")
-    sub.add_argument("--epochs", type=_positive, default=3, help="3 by default")
+    sub.add_argument("--epochs", type=_positive, help="3 by default, for the built-in model 5")
     sub.add_argument("--lr", type=float, help="learning rate of the backbone; 5e-5, for the built-in one 2e-4")
     sub.add_argument("--head-lr", type=float, default=5e-4, help="5e-4 by default")
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default")
@@ -125,7 +126,7 @@ def _add_evaluation(sub: Parser) -> None:
 def _add_rule(sub: Parser) -> None:
     sub.add_argument("--rule", choices=tuple(RULES), help="instead of the run's own rule")
     sub.add_argument("--threshold", type=_numbers, help="one number, or one for each exit: .8,.8,.9")
-    sub.add_argument("--measure", choices=tuple(MEASURES), default="max_probability", help="what the threshold is on")
+    sub.add_argument("--measure", choices=tuple(MEASURES), help="what the threshold is on; max_probability by default")
     sub.add_argument("--patience", type=_positive, help="exits in a row, for patience and patience-confidence")
     sub.add_argument("--layer", type=_positive, help="for fixed: the layer at which all leave")
 
@@ -134,6 +135,20 @@ def _positive(text: str) -> int:
     value = _count(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _count(text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a number below 2**32, found {text}")
+    return value
+
+
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_THREADS} threads, found {text}")
     return value
 
 

@@ -275,7 +275,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def _ordered(content: bytes, metadata: dict[str, str]) -> tuple[bytes, bytes, memoryview]:
-    """A safetensors file with its metadata in this order. safetensors shuffles it; equal tensors must be equal bytes."""
+    """A safetensors file with its metadata in this order: safetensors shuffles it, and equal runs are equal bytes."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8:end]) | {"__metadata__": metadata}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the values stay aligned
@@ -320,7 +320,7 @@ def json_sha256(content: dict) -> str:
 
 
 def write_bytes(path: Path, *content: bytes | memoryview) -> None:
-    """The pieces of content to a temporary name beside `path`, then renamed: a kill leaves the old file or the new one."""
+    """The content, in pieces, to a temporary name, then renamed: a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:

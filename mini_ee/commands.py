@@ -30,7 +30,7 @@ from mini_ee.runs import Run, load_run, versions
 from mini_ee.tasks import TOY, Task, load_task, toy_task
 from mini_ee.training import TrainConfig, train_run
 
-BUILT_IN_LR = 2e-4  # small models want larger steps
+BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 SWEEP_POINTS = 51  # LoRAExit, section 4
 
 
@@ -207,6 +207,10 @@ def run_classify(args, say) -> dict:
     trained = load_run(args.run)
     rule = choose_rule(args, trained)
     text = (args.text,) if args.text_b is None else (args.text, args.text_b)
+    expected = trained.config["task"]["texts"]
+    if len(text) != expected:
+        advice = "give the second one with --text-b" if expected == 2 else "leave out --text-b"
+        raise WrongArguments(f"{args.run}: was trained on rows of {expected} texts, found {len(text)}; {advice}")
     encoded = trained.tokenizer.encode([text])
     inputs, segments = (
         encoded.batch(np.arange(1)),
@@ -297,10 +301,14 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
             check_exits(exits, layers)
         except ValueError as error:
             raise WrongArguments(str(error)) from None
-    lr = args.lr if args.lr is not None else (BUILT_IN_LR if args.model is None else TrainConfig.lr)
+    lr, epochs = (BUILT_IN_LR, BUILT_IN_EPOCHS) if args.model is None else (TrainConfig.lr, TrainConfig.epochs)
     try:
         config = TrainConfig(
-            epochs=args.epochs, lr=lr, head_lr=args.head_lr, batch_size=args.batch_size, seed=args.seed
+            epochs=epochs if args.epochs is None else args.epochs,
+            lr=lr if args.lr is None else args.lr,
+            head_lr=args.head_lr,
+            batch_size=args.batch_size,
+            seed=args.seed,
         )
     except ValueError as error:
         raise WrongArguments(str(error)) from None
@@ -325,6 +333,9 @@ def choose_rule(args, trained: Run) -> Rule:
             raise WrongArguments(f"the rule {name} needs --{option}")
     if given - set(needs):
         raise WrongArguments(f"the rule {name} does not take --{', --'.join(sorted(given - set(needs)))}")
+    measure = args.measure or "max_probability"
+    if args.measure and "threshold" not in given:
+        raise WrongArguments("--measure says what a threshold is on: give --threshold too")
     threshold = args.threshold[0] if args.threshold and len(args.threshold) == 1 else args.threshold
     if name in ("threshold", "patience-confidence") and not trained.label_names:
         raise WrongArguments("a regression task has no confidence: use --rule fixed or --rule patience")
@@ -337,9 +348,9 @@ def choose_rule(args, trained: Run) -> Rule:
             None: lambda: trained.rule,
             "never": NeverExit,
             "fixed": lambda: FixedExit(trained.model.exits.index(args.layer)),
-            "threshold": lambda: Threshold(threshold, args.measure),
+            "threshold": lambda: Threshold(threshold, measure),
             "patience": lambda: Patience(args.patience),
-            "patience-confidence": lambda: PatienceConfidence(args.patience, threshold, args.measure),
+            "patience-confidence": lambda: PatienceConfidence(args.patience, threshold, measure),
         }
         rule = build[name]()
         rule.check(len(trained.model.exits))

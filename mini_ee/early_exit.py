@@ -28,12 +28,34 @@ class Reading(NamedTuple):
     exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
 
 
-class Cost(NamedTuple):
-    """What a batch cost. Heads and rules are counted in flops and seconds."""
+class Cost:
+    """What a batch cost. Layers and operations are counted when they are asked for: the run does not wait for it."""
 
-    layer_passes: np.ndarray  # (B,) layers computed for the row; more than its depth where a schedule restarts
-    flops: np.ndarray  # (B,) floating-point operations, a multiply-add as two
-    seconds: float  # wall-clock time of the whole batch
+    def __init__(self, seconds: float, segments, inputs, exit_index: np.ndarray, asked: np.ndarray, decision: float):
+        self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
+        self._run = segments, inputs, exit_index
+        self._asked, self._decision = asked, decision
+
+    @property
+    def layer_passes(self) -> np.ndarray:
+        """(B,): layers computed for the row; more than its depth where a schedule restarts."""
+        segments, _, exit_index = self._run
+        return np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])[exit_index]
+
+    @property
+    def flops(self) -> np.ndarray:
+        """(B,): floating-point operations, a multiply-add as two.
+
+        The segments up to each row's exit, the heads that were read on the way, and the rule's decisions.
+        """
+        segments, inputs, exit_index = self._run
+        total = np.zeros(len(exit_index))
+        for k in range(len(segments.exits)):
+            advance, read = segments.flops(k, inputs)
+            reached = exit_index >= k
+            total += reached * advance
+            total += reached * (read + self._decision) if self._asked[k] else (exit_index == k) * read
+        return total
 
 
 class ExitResult(NamedTuple):
@@ -57,7 +79,7 @@ def early_exit(segments, rule, inputs) -> ExitResult:
     begin = time.perf_counter()
     size, last = len(inputs), len(segments.exits) - 1
     exit_index = np.zeros(size, np.int64)
-    asked = np.zeros(last + 1, bool)  # exits where every row was read and the rule decided
+    asked = [False] * (last + 1)  # exits where every row was read and the rule decided
     logits = None
 
     plan = rule.plan(inputs)
@@ -69,49 +91,37 @@ def early_exit(segments, rule, inputs) -> ExitResult:
         if plan is None:
             plan = rule.plan(inputs)
 
-        reading = None
-        if k == last:
-            leaves = np.ones(len(rows), bool)
-        elif plan is not None:
-            leaves = plan[rows] <= k
-        elif rule.reads:
-            reading, asked[k] = segments.read(k, state), True
-            leaves = rule.stop(k, reading, memory)
-        else:
-            leaves = np.zeros(len(rows), bool)
-        if not leaves.any():
-            continue
+        reading, everyone = None, k == last
+        if not everyone:
+            if plan is not None:
+                leaves = plan[rows] <= k
+            elif rule.reads:
+                reading, asked[k] = segments.read(k, state), True
+                leaves = rule.stop(k, reading, memory)
+            else:
+                continue
+            if not leaves.any():
+                continue
+            everyone = leaves.all()
 
-        out = rows[leaves]
         if reading is None:
-            everyone = len(out) == len(rows)
             said = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves))).logits
         else:
-            said = reading.logits[leaves]
+            said = reading.logits if everyone else reading.logits[leaves]
+        out = rows if everyone else rows[leaves]
         if logits is None:
             logits = np.empty((size, said.shape[1]), said.dtype)
         logits[out], exit_index[out] = said, k
-        if len(out) == len(rows):
+        if everyone:
             break
         stay = np.flatnonzero(~leaves)
         state, rows = state.keep(stay), rows[stay]
         memory = {name: values[stay] for name, values in memory.items()}
 
+    layers_run = np.asarray(segments.exits)[exit_index]
     seconds = time.perf_counter() - begin
-    layer_passes = np.cumsum([segments.layer_passes(k) for k in range(last + 1)])[exit_index]
-    flops = _flops(segments, inputs, exit_index, asked, rule.flops(logits.shape[1]))
-    return ExitResult(logits, exit_index, np.asarray(segments.exits)[exit_index], Cost(layer_passes, flops, seconds))
-
-
-def _flops(segments, inputs, exit_index: np.ndarray, asked: np.ndarray, decision: float) -> np.ndarray:
-    """(B,): the segments up to each row's exit, the heads that were read on the way, and the rule's decisions."""
-    total = np.zeros(len(exit_index))
-    for k in range(len(segments.exits)):
-        advance, read = segments.flops(k, inputs)
-        reached = exit_index >= k
-        total += reached * advance
-        total += reached * (read + decision) if asked[k] else (exit_index == k) * read
-    return total
+    cost = Cost(seconds, segments, inputs, exit_index, asked, rule.flops(logits.shape[1]))
+    return ExitResult(logits, exit_index, layers_run, cost)
 
 
 def read_every_exit(segments, inputs) -> tuple[np.ndarray, np.ndarray]:

@@ -76,7 +76,12 @@ def save_run(
         "exits": list(model.exits),
         "pool": model.pool,
         "rule": rule.to_dict(),
-        "task": {"name": task.name, "label_names": list(task.label_names), "metrics": list(task.metrics)},
+        "task": {
+            "name": task.name,
+            "label_names": list(task.label_names),
+            "metrics": list(task.metrics),
+            "texts": len(task.split("train").texts[0]),
+        },
         "max_length": tokenizer.max_length,
         "seed": training["seed"],
         "training": training,

@@ -266,14 +266,20 @@ def train_run(
     A killed training leaves `out`.training behind, from which `resume` goes on. The caller's random state is kept.
     Raises FileExistsError where `out` or an unfinished training of it is there already.
     """
-    state_folder = training_folder(out)
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    state_folder = training_folder(out)
     if (state_folder / STATE).exists() and not resume:
         raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
     backbone = load_backbone(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, min(max_length, backbone.config.max_tokens))
     train, held = (Data(tokenizer.encode(part.texts), part.labels) for part in split_rows(task, config.seed, max_train))
+    largest = max(int(ids.max()) for part in (train, held) for ids in part.encoded.ids)
+    if largest >= backbone.config.vocab_size:
+        raise ValueError(
+            f"{model_folder}: the tokenizer gives the id {largest}, the model knows {backbone.config.vocab_size} tokens; "
+            f"put the tokenizer that belongs to the model beside it"
+        )
     exits = exits or tuple(range(1, backbone.config.num_hidden_layers + 1))
     source = {"folder": str(Path(model_folder).resolve()), "sha256": backbone_sha256(model_folder)}
     settings = asdict(config) | {"max_train": max_train, "max_loss": max_loss}

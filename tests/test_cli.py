@@ -255,6 +255,9 @@ def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder
         (["--layer", "7"], "one of the exits 1,2,3"),
         (["--rule", "patience"], "needs --patience"),
         (["--rule", "fixed", "--threshold", ".5"], "needs --layer"),
+        (["--measure", "entropy"], "give --threshold too"),
+        (["--threads", "100000"], "at most 1024"),
+        (["--seed", "9" * 30], "below 2**32"),
         (["--patience", "2", "--threshold", ".5"], "does not take"),
         (["--split", "validation"], "validation"),
         (["--task", "reviews"], "trained on words"),
@@ -263,6 +266,21 @@ def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder
 )
 def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder, options, message):
     assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options)
+
+
+def test_a_second_text_for_a_task_of_one_is_one_line(capsys, run_folder):
+    assert "leave out --text-b" in refused(capsys, "classify", run_folder, "--text", "a", "--text-b", "b")
+
+
+def test_a_tokenizer_of_another_model_is_one_line(capsys, tmp_path, checkpoint_folder, task_folder):
+    import shutil
+
+    folder = shutil.copytree(checkpoint_folder, tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["film"] = 500
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    line = refused(capsys, "train", "joint", "--model", folder, "--task", task_folder, "--out", tmp_path / "run")
+    assert "the id 500" in line
 
 
 @pytest.mark.parametrize("text", ["", "   "])
@@ -325,6 +343,7 @@ def test_a_regression_refuses_confidence_and_takes_patience(capsys, tmp_path, ch
         answer(capsys, "evaluate", tmp_path / "run", "--task", folder, "--patience", "1")["rule"]["name"] == "patience"
     )
     assert "no confidence" in refused(capsys, "evaluate", tmp_path / "run", "--task", folder, "--threshold", ".9")
+    assert "second one with --text-b" in refused(capsys, "classify", tmp_path / "run", "--text", "the film")
     assert isinstance(
         answer(capsys, "classify", tmp_path / "run", "--text", "the film", "--text-b", "the song")["label"],
         float,

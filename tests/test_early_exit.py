@@ -572,12 +572,13 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
 
 
 def mutant(monkeypatch, old, new):
-    """The loop with one piece of its source replaced."""
-    source = inspect.getsource(loop.early_exit)
-    assert source.count(old) == 1, f"{old!r} is not in the loop any more: plant this bug anew"
+    """The loop, or its cost, with one piece of its source replaced."""
+    sources = {name: inspect.getsource(getattr(loop, name)) for name in ("early_exit", "Cost")}
+    found = [name for name, source in sources.items() if source.count(old) == 1]
+    assert len(found) == 1, f"{old!r} is not in the loop any more: plant this bug anew"
     namespace = dict(vars(loop))
-    exec(source.replace(old, new), namespace)
-    monkeypatch.setattr(loop, "early_exit", namespace["early_exit"])
+    exec(sources[found[0]].replace(old, new), namespace)
+    monkeypatch.setattr(loop, found[0], namespace[found[0]])
 
 
 LOOP_BUGS = [
@@ -612,11 +613,11 @@ LOOP_BUGS = [
         "if k == 0 and plan is None:",
         lambda case: test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, 3),
     ),
-    ("if k == last:", "if k >= last - 1:", test_never_exit_equals_the_full_model),
-    ("if k == last:", "if k >= last - 1:", test_the_last_exit_takes_whoever_is_left_and_is_not_asked),
+    ("None, k == last", "None, k >= last - 1", test_never_exit_equals_the_full_model),
+    ("None, k == last", "None, k >= last - 1", test_the_last_exit_takes_whoever_is_left_and_is_not_asked),
     (
-        "said = reading.logits[leaves]",
-        "said = reading.logits[: leaves.sum()]",
+        "else reading.logits[leaves]",
+        "else reading.logits[: leaves.sum()]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
     ),
     (
@@ -636,7 +637,7 @@ LOOP_BUGS = [
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (
-        "np.cumsum([segments.layer_passes(k) for k in range(last + 1)])",
+        "np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])",
         "np.asarray(segments.exits)",
         lambda case: test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes(),
     ),

@@ -43,7 +43,7 @@ def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder):
     ]
     config = json.loads((run_folder / "config.json").read_text())
     assert config["format_version"] == 1 and config["method"] == "joint" and config["exits"] == [1, 2, 3]
-    assert config["task"] == {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"]}
+    assert config["task"] == {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
     assert {
         "backbone",
         "rule",
