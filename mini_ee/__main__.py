@@ -5,10 +5,11 @@ Exit status 0; 1 for a failure; 2 for wrong arguments. Errors are one line on st
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from mini_ee import __version__
+from mini_ee import WrongArguments, __version__
 from mini_ee.confidence import MEASURES
 from mini_ee.rules import RULES
 from mini_ee.tasks import TOY
@@ -117,7 +118,7 @@ def _add_training(sub: Parser) -> None:
 
 
 def _add_evaluation(sub: Parser) -> None:
-    sub.add_argument("--task", default=TOY, metavar="DIR", help=f"task folder; the built-in {TOY} by default")
+    sub.add_argument("--task", metavar="DIR", help=f"task folder; may be left out for runs on the built-in {TOY}")
     sub.add_argument("--split", help="dev by default where there is one, else test")
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default; 1 shows latency")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
@@ -125,7 +126,7 @@ def _add_evaluation(sub: Parser) -> None:
 
 def _add_rule(sub: Parser) -> None:
     sub.add_argument("--rule", choices=tuple(RULES), help="instead of the run's own rule")
-    sub.add_argument("--threshold", type=_numbers, help="one number, or one for each exit: .8,.8,.9")
+    sub.add_argument("--threshold", type=_numbers, help="one number, or one for each exit: --threshold=.8,.8,.9")
     sub.add_argument("--measure", choices=tuple(MEASURES), help="what the threshold is on; max_probability by default")
     sub.add_argument("--patience", type=_positive, help="exits in a row, for patience and patience-confidence")
     sub.add_argument("--layer", type=_positive, help="for fixed: the layer at which all leave")
@@ -183,22 +184,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = parser().parse_args(argv)
     prog = f"mini-ee {args.command}"
-    from mini_ee import commands  # torch takes a second to import: wrong arguments are told before
-
     try:
+        from mini_ee import commands  # torch takes a second to import: wrong arguments are told before
+
         answer = commands.run(args)
+        if args.json:
+            print(json.dumps(answer, allow_nan=False))
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"{prog}: stopped", file=sys.stderr)
-        return 130
-    except (FileNotFoundError, FileExistsError, NotADirectoryError, commands.WrongArguments) as error:
-        print(f"{prog}: {_line(error)}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"{prog}: {_line(error)}", file=sys.stderr)
+        return _told(prog, "stopped", 1)
+    except BrokenPipeError:  # whoever read has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if args.json:
-        print(json.dumps(answer, allow_nan=False))
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, WrongArguments) as error:
+        return _told(prog, _line(error), 2)
+    except (ValueError, OSError, MemoryError, AssertionError) as error:
+        return _told(prog, _line(error), 1)
+    except RuntimeError as error:  # torch's own, such as a device without memory: the first line says it
+        return _told(prog, str(error).partition("\n")[0], 1)
     return 0
+
+
+def _told(prog: str, line: str, status: int) -> int:
+    print(f"{prog}: {line}", file=sys.stderr)
+    return status
 
 
 def _line(error: Exception) -> str:

@@ -33,7 +33,7 @@ def joint(model: MultiExit) -> list[Stage]:
     return [
         Stage(
             name="joint",
-            learns=lambda name: not _unused(name),
+            learns=lambda name: True,
             loss=lambda logits, labels: depth_weighted_sum([task_loss(each, labels) for each in logits], model.exits),
             score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
         )
@@ -46,7 +46,7 @@ def two_stage(model: MultiExit) -> list[Stage]:
     stages = [
         Stage(
             name="fine-tune",
-            learns=lambda name: (name.startswith("backbone.") and not _unused(name)) or name.startswith(last),
+            learns=lambda name: name.startswith(("backbone.", last)),
             loss=lambda logits, labels: task_loss(logits[-1], labels),
             score=lambda scores: float(scores[-1]),
         )
@@ -61,11 +61,6 @@ def two_stage(model: MultiExit) -> list[Stage]:
             )
         )
     return stages
-
-
-def _unused(name: str) -> bool:
-    """Parts of the backbone that no exit reads: they keep their pretrained values."""
-    return name.startswith(("backbone.poolers.", "backbone.lm_head."))
 
 
 RECIPES = {"joint": joint, "two-stage": two_stage}

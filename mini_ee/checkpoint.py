@@ -292,8 +292,8 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object; its checksum is compared where it carries one."""
+def read_json(path: Path, signed: str | None = None) -> dict:
+    """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -303,6 +303,8 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
     digest = content.pop("sha256", None)
+    if digest is None and signed in content:
+        raise ValueError(f"{path}: damaged or edited: the checksum that was written with it is gone")
     if digest is not None and digest != json_sha256(content):
         raise ValueError(f"{path}: damaged or edited: the content does not have the checksum that was written with it")
     return content
@@ -354,7 +356,7 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        if folder.exists():
+        if folder.exists() and replace:
             os.rename(folder, outgoing)
         os.rename(partial, folder)
         shutil.rmtree(outgoing, ignore_errors=True)

@@ -1,6 +1,7 @@
 """What each command does: open the parts, call the library, print for a reader. Each returns its JSON answer."""
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mini_ee import WrongArguments
 from mini_ee.baselines import RECIPES
 from mini_ee.bench import BENCHES
 from mini_ee.checkpoint import BUILT_IN_MODEL, read_config, read_json
@@ -32,10 +34,6 @@ from mini_ee.training import TrainConfig, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 SWEEP_POINTS = 51  # LoRAExit, section 4
-
-
-class WrongArguments(ValueError):
-    """Arguments that do not fit each other or the run: exit status 2."""
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -99,13 +97,14 @@ def run_train(args, say) -> dict:
 
 def run_evaluate(args, say) -> dict:
     """Accuracy, layers and measured speed-up of one run."""
-    trained, task = load_run(args.run), open_task(args.task)
-    check_labels(trained, task, args.run)
+    trained = load_run(args.run)
+    task = open_task_of([trained], args.task)
+    check_task(trained, task, args.run)
     rule = choose_rule(args, trained)
     split = args.split or task.default_split
     labels_of(task, split)
     trained.model.to(args.device)
-    encoded = trained.tokenizer.encode(task.split(split).texts)
+    encoded = trained.encode(task.split(split).texts)
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
     sweep = SWEEP_POINTS if args.sweep else 0
@@ -128,7 +127,7 @@ def run_evaluate(args, say) -> dict:
                     for row in answer["rows"]
                 ],
                 {
-                    "setting": "threshold:.3f",
+                    "setting": "patience" if task.regression else "threshold:.3f",
                     "score": "score:.3f",
                     "mean_layers": "mean layers:.2f",
                     "layers_saved": "layers saved:.1%",
@@ -148,13 +147,14 @@ def run_evaluate(args, say) -> dict:
 
 def run_compare(args, say) -> dict:
     """Several runs, each under its own rule, timed in turns."""
-    trained, task = [load_run(folder) for folder in args.runs], open_task(args.task)
+    trained = [load_run(folder) for folder in args.runs]
+    task = open_task_of(trained, args.task)
     for one, folder in zip(trained, args.runs):
-        check_labels(one, task, folder)
+        check_task(one, task, folder)
         one.model.to(args.device)
     split = args.split or task.default_split
     labels = labels_of(task, split)
-    encoded = [one.tokenizer.encode(task.split(split).texts) for one in trained]
+    encoded = [one.encode(task.split(split).texts) for one in trained]
     order = timed_batches(encoded[0], args.batch_size, args.seed)
     segments = [one.segments() for one in trained]
     full = [(each, NeverExit(), rows) for each, rows in zip(segments, encoded)]
@@ -173,6 +173,7 @@ def run_compare(args, say) -> dict:
                 "exits": list(one.model.exits),
                 "rule": one.rule.to_dict(),
                 "pool": one.model.pool,
+                "rows_truncated": encoded[number].truncated,
                 "seconds": own,
                 "full_seconds": full_seconds,
                 "speedup": full_seconds / own,
@@ -211,7 +212,7 @@ def run_classify(args, say) -> dict:
     if len(text) != expected:
         advice = "give the second one with --text-b" if expected == 2 else "leave out --text-b"
         raise WrongArguments(f"{args.run}: was trained on rows of {expected} texts, found {len(text)}; {advice}")
-    encoded = trained.tokenizer.encode([text])
+    encoded = trained.encode([text])
     inputs, segments = (
         encoded.batch(np.arange(1)),
         Run(trained.config, trained.model.to(args.device), trained.tokenizer, rule).segments(),
@@ -280,6 +281,14 @@ COMMANDS = {
 def open_task(name: str) -> Task:
     """A task folder, or the built-in task where no folder has its name."""
     return toy_task() if name == TOY and not Path(name).is_dir() else load_task(name)
+
+
+def open_task_of(trained: list[Run], name: str | None) -> Task:
+    """The task that was named, or the built-in one where all runs were trained on it."""
+    others = [one.config["task"]["name"] for one in trained if one.config["task"]["name"] != TOY]
+    if name is None and others:
+        raise WrongArguments(f"the run was trained on {others[0]}: give that task's folder with --task")
+    return open_task(name or TOY)
 
 
 def open_model(folder: Path | None) -> Path:
@@ -359,8 +368,11 @@ def choose_rule(args, trained: Run) -> Rule:
     return rule
 
 
-def check_labels(trained: Run, task: Task, folder: Path) -> None:
-    """Raise WrongArguments where the run was trained for other labels than the task has."""
+def check_task(trained: Run, task: Task, folder: Path) -> None:
+    """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
+    texts, found = trained.config["task"]["texts"], len(task.split("train").texts[0])
+    if texts != found:
+        raise WrongArguments(f"{folder}: was trained on rows of {texts} texts; {task.name} has {found}")
     if trained.label_names != list(task.label_names):
         raise WrongArguments(
             f"{folder}: was trained on {trained.config['task']['name']} with the labels "
@@ -371,9 +383,12 @@ def check_labels(trained: Run, task: Task, folder: Path) -> None:
 
 def _check_device(device: str) -> None:
     try:
+        if not re.fullmatch(r"cuda(:\d+)?", device):
+            raise RuntimeError("expected cpu, cuda or cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise WrongArguments(f"--device {device}: cannot be used here ({error}); use cpu") from None
+        reason = str(error).partition("\n")[0]
+        raise WrongArguments(f"--device {device}: cannot be used here ({reason}); use cpu") from None
 
 
 def _said(logits: np.ndarray, names: list[str]) -> dict:

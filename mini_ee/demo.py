@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from mini_ee.baselines import joint
 from mini_ee.checkpoint import atomic_folder, write_bytes, write_json
 from mini_ee.evaluation import evaluate, labels_of, measure_seconds, predictions, record, timed_batches
 from mini_ee.report import can_draw, draw_exits_by_hardness, draw_speed_accuracy, table, text_plot
 from mini_ee.rules import FixedExit, NeverExit, Rule
+from mini_ee.runs import versions
 from mini_ee.tasks import Task
 from mini_ee.training import TrainConfig, train_run
 
@@ -37,14 +39,18 @@ def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Ca
     labels = labels_of(task, split)
     with atomic_folder(out, replace=True) as folder:
         run = train_run(folder / "run", "joint", joint, model_folder, task, config, **options)
+        run.model.to(options["device"])
         segments = run.segments()
-        encoded = run.tokenizer.encode(task.split(split).texts)
+        encoded = run.encode(task.split(split).texts)
+        if encoded.truncated:
+            say(f"{encoded.truncated} of {len(encoded)} texts cut to {run.tokenizer.max_length} tokens")
         say(f"Evaluating {len(labels)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         answer = {
             "method": "joint",
             **evaluate(segments, run.rule, task, split, encoded, config.batch_size, CURVE_POINTS, config.seed),
         }
         answer["curve"] = answer.pop("rows")
+        answer |= {"seed": config.seed, "threads": torch.get_num_threads(), "versions": versions()}
         answer["rows"] = _exit_rows(segments, task, encoded, answer, config)
         answer["latency_speedup"] = _latency_speedup(segments, run.rule, encoded, config.seed)
         if task.split(split).hardness:
@@ -135,7 +141,8 @@ def _report(answer: dict, regression: bool) -> str:
     ]
     if best:
         parts.append(
-            f"Within one point of the full model, this curve saves up to {best['layers_saved']:.0%} of the layers."
+            f"Picked on this split: within one point of the full model "
+            f"the curve saves {best['layers_saved']:.0%} of the layers."
         )
     if "hardness" in answer:
         columns = {"hardness": "hardness", "count": "sentences", **measured, "mean_layers": "mean layers:.2f"}

@@ -77,6 +77,7 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     axes.plot(answer["speedup"], answer["score"], "*", markersize=14, color="tab:red", label="default rule")
     axes.axhline(answer["full_score"], color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")
+    axes.yaxis.label.set_parse_math(False)  # a task may have any name
     axes.legend(frameon=False)
     _save(figure, path)
 

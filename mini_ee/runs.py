@@ -20,7 +20,7 @@ from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import atomic_folder, load_strict, read_json, read_tensors, write_json, write_tensors
 from mini_ee.exits import MultiExit, TorchSegments
 from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.tasks import Task, Tokenizer
+from mini_ee.tasks import Encoded, Task, Tokenizer
 
 FORMAT_VERSION = 1
 
@@ -36,10 +36,30 @@ class Run(NamedTuple):
     def segments(self) -> TorchSegments:
         return TorchSegments(self.model)
 
+    def encode(self, texts) -> Encoded:
+        """Tokenize texts of one sentence or two, checked against the backbone."""
+        return encode(self.tokenizer, texts, self.model.backbone.config)
+
     @property
     def label_names(self) -> list[str]:
         """Empty for regression."""
         return self.config["task"]["label_names"]
+
+
+def encode(tokenizer: Tokenizer, texts, config: BertConfig) -> Encoded:
+    """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
+    encoded = tokenizer.encode(texts)
+    for kind, rows, size in (
+        ("token", encoded.ids, config.vocab_size),
+        ("type", encoded.type_ids, config.type_vocab_size),
+    ):
+        largest = max(int(row.max()) for row in rows)
+        if largest >= size:
+            raise ValueError(
+                f"the tokenizer gives the {kind} id {largest}, the model knows {size}; "
+                f"put the tokenizer that belongs to the model beside it"
+            )
+    return encoded
 
 
 def versions() -> dict[str, str]:
@@ -107,7 +127,7 @@ def load_run(folder: str | Path) -> Run:
         unfinished = training_folder(folder)
         hint = f"; {unfinished} holds an unfinished training, go on with --resume" if unfinished.is_dir() else ""
         raise FileNotFoundError(f"{folder}: no run here; expected a folder that `mini-ee train` wrote{hint}")
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", signed="format_version")
     if config.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{folder}: expected a run of format_version {FORMAT_VERSION}, found {config.get('format_version')!r}; "
@@ -117,6 +137,10 @@ def load_run(folder: str | Path) -> Run:
         return _read_run(folder, config)
     except KeyError as error:
         raise ValueError(f"{folder}: config.json has no key {error}; train the run again") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: config.json holds a value of a wrong type ({error}); train the run again"
+        ) from None
 
 
 def _read_run(folder: Path, config: dict) -> Run:

@@ -548,11 +548,21 @@ class Tokenizer:
         sequences = [row if pairs and len(row) == 2 else "\n".join(row) for row in rows]
         ids, type_ids, truncated = [], [], 0
         for start in range(0, len(rows), 1000):  # an Encoding is far larger than its ids
-            for encoding in self.backend.encode_batch(sequences[start : start + 1000]):
+            for encoding in self._encode_batch(sequences[start : start + 1000]):
+                if not encoding.ids:
+                    raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
                 ids.append(np.array(encoding.ids, np.int64))
                 type_ids.append(np.array(encoding.type_ids, np.int64))
                 truncated += bool(encoding.overflowing)
         return Encoded(ids, type_ids, rows, truncated, self.pad_token_id)
+
+    def _encode_batch(self, sequences: list) -> list[tokenizers.Encoding]:
+        try:
+            return self.backend.encode_batch(sequences)
+        except Exception as error:  # the type that the library raises
+            raise ValueError(
+                f"the tokenizer cannot read a text ({error}); copy the model's own tokenizer again"
+            ) from None
 
     def token_id(self, word: str) -> int | None:
         """The id of a word that is one token, else None. RoBERTa: " word", as inside a sentence."""

@@ -4,6 +4,7 @@ A recipe is a list of stages (see baselines.py); a stage says which parameters l
 decides the best checkpoint. Epochs are scored on rows held out of train; the split that is reported is never seen here.
 """
 
+import hashlib
 import json
 import shutil
 import time
@@ -14,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from mini_ee.checkpoint import backbone_sha256, load_backbone, read_tensors, write_tensors
 from mini_ee.evaluation import default_rule, exit_scores, record, summary
 from mini_ee.exits import MultiExit, TorchSegments
-from mini_ee.runs import Run, load_run, save_run, training_folder
+from mini_ee.runs import Run, encode, load_run, save_run, training_folder
 from mini_ee.tasks import Encoded, Split, Task, Tokenizer, batches, holdout, subset
 
 STATE = "state.safetensors"
@@ -43,7 +44,9 @@ class TrainConfig:
     def __post_init__(self):
         for name, value in asdict(self).items():
             if not np.isfinite(value) or value < 0 or (value == 0 and name in ("epochs", "batch_size", "clip")):
-                raise ValueError(f"{name} must be a number above 0, got {value}")
+                raise ValueError(
+                    f"{name} must be a number of at least 0, epochs, batch_size and clip above it, got {value}"
+                )
         if self.warmup > 1:
             raise ValueError(f"warmup is a share of the steps, at most 1, got {self.warmup}")
 
@@ -207,8 +210,9 @@ def _write_state(path: Path, model, optimizer, best: dict[str, Tensor], progress
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
     tensors["random.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
     tensors["progress"] = torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
     write_tensors(path, tensors)
 
@@ -232,8 +236,9 @@ def _restore(model, optimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(saved["random.cpu"])
-    if "random.cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["random.cuda"])
+    device = next(model.parameters()).device
+    if device.type == "cuda" and "random.cuda" in saved:
+        torch.cuda.set_rng_state(saved["random.cuda"], device)
     return part("best.")
 
 
@@ -272,14 +277,12 @@ def train_run(
     if (state_folder / STATE).exists() and not resume:
         raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
     backbone = load_backbone(model_folder)
+    backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
     tokenizer = Tokenizer.from_folder(model_folder, min(max_length, backbone.config.max_tokens))
-    train, held = (Data(tokenizer.encode(part.texts), part.labels) for part in split_rows(task, config.seed, max_train))
-    largest = max(int(ids.max()) for part in (train, held) for ids in part.encoded.ids)
-    if largest >= backbone.config.vocab_size:
-        raise ValueError(
-            f"{model_folder}: the tokenizer gives the id {largest}, the model knows {backbone.config.vocab_size} tokens; "
-            f"put the tokenizer that belongs to the model beside it"
-        )
+    train, held = (
+        Data(encode(tokenizer, part.texts, backbone.config), part.labels)
+        for part in split_rows(task, config.seed, max_train)
+    )
     exits = exits or tuple(range(1, backbone.config.num_hidden_layers + 1))
     source = {"folder": str(Path(model_folder).resolve()), "sha256": backbone_sha256(model_folder)}
     settings = asdict(config) | {"max_train": max_train, "max_loss": max_loss}
@@ -292,6 +295,7 @@ def train_run(
         "task": task.name,
         "rows": len(train.labels),
     }
+    begun_with["data"] = _sha256(train, held)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model = MultiExit(backbone, exits, task.num_labels, pool).to(device)
@@ -310,3 +314,13 @@ def train_run(
     save_run(out, method, model, tokenizer, rule, task, source, settings, metrics)
     shutil.rmtree(state_folder)
     return load_run(out)
+
+
+def _sha256(*parts: Data) -> str:
+    """One digest over tokens and labels, so that a resumed training knows its data again."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for ids in part.encoded.ids:
+            digest.update(ids.tobytes() + b"|")
+        digest.update(part.labels.tobytes())
+    return digest.hexdigest()

@@ -268,6 +268,18 @@ def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder,
     assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options)
 
 
+def test_a_run_on_another_task_than_the_built_in_needs_its_task_named(capsys, run_folder):
+    assert "give that task's folder with --task" in refused(capsys, "evaluate", run_folder)
+
+
+def test_a_task_of_pairs_is_refused_by_a_run_on_single_texts(capsys, tmp_path, run_folder):
+    folder = tmp_path / "words"
+    folder.mkdir()
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text("sentence1\tsentence2\tlabel\na\tb\tbad\nb\ta\tgood\n")
+    assert "rows of 1 texts" in refused(capsys, "evaluate", run_folder, "--task", folder)
+
+
 def test_a_second_text_for_a_task_of_one_is_one_line(capsys, run_folder):
     assert "leave out --text-b" in refused(capsys, "classify", run_folder, "--text", "a", "--text-b", "b")
 
@@ -280,7 +292,7 @@ def test_a_tokenizer_of_another_model_is_one_line(capsys, tmp_path, checkpoint_f
     tokenizer["model"]["vocab"]["film"] = 500
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     line = refused(capsys, "train", "joint", "--model", folder, "--task", task_folder, "--out", tmp_path / "run")
-    assert "the id 500" in line
+    assert "the token id 500" in line
 
 
 @pytest.mark.parametrize("text", ["", "   "])
@@ -408,10 +420,10 @@ def test_a_kill_at_any_moment_never_leaves_a_run_that_loads_wrong(tmp_path, chec
     begin = time.monotonic()
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     whole = time.monotonic() - begin
-    for number in range(5):
+    for number in range(3):
         out = tmp_path / str(number)
         process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(whole * (0.4 + 0.65 * number / 5))
+        time.sleep(whole * (0.4 + 0.65 * number / 3))
         process.send_signal(signal.SIGKILL)
         process.wait()
         if not out.exists():
