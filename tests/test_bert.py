@@ -169,7 +169,7 @@ def test_the_comparison_with_transformers_can_fail(monkeypatch, bug):
         test_hidden_states_pooled_outputs_and_logits_are_those_of_transformers(bug.split(":")[0])
 
 
-@pytest.mark.skipif("MINI_EE_SHARED" not in os.environ, reason="needs the real all-MiniLM-L6-v2 (2025-07)")
+@pytest.mark.skipif("MINI_EE_SHARED" not in os.environ, reason="needs the real all-MiniLM-L6-v2 (2026-11)")
 def test_the_real_minilm_has_the_hidden_states_of_transformers():
     model = load_backbone(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")
     expected = read_tensors(GOLDEN / "all-MiniLM-L6-v2" / "expected.safetensors")
