@@ -15,7 +15,7 @@ from mini_ee.rules import NeverExit, Threshold
 from mini_ee.tasks import Tokenizer, load_task
 
 SHARED = os.environ.get("MINI_EE_SHARED")
-ATOL = 5e-6  # float32 logits of single rows against padded batches; measured max 4.2e-7, torch 2.13 on CPU
+ATOL = 1e-6  # float32 logits of single rows against padded batches; measured max 5.6e-8, torch 2.13 on CPU
 
 pytestmark = pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
 
