@@ -93,8 +93,10 @@ def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar
     def full_model():
         return backbone(ids, None, types)
 
-    first_exit = segments.advance(0, segments.start(inputs))
+    with segments.running():
+        first_exit = segments.advance(0, segments.start(inputs))
 
+    @torch.inference_mode()
     def one_head():
         return _forced_out(0, len(exits)).stop(0, segments.read(0, first_exit), {})
 

@@ -1,21 +1,12 @@
 """The loop: segments + a rule -> a result. It is the only one; whatever exits early, on any engine, goes through it.
 
-A model with exits e_1 < ... < e_K = L is K segments. Segments offer
-
-    segments.exits                       (e_1, ..., e_K), in layers run
-    segments.start(inputs) -> state      the embeddings; a state holds tensors whose first axis is the row
-    segments.advance(k, state) -> state  the layers between exit k - 1 and exit k; k counts from 0
-    segments.read(k, state) -> Reading   the head at exit k
-    state.keep(rows) -> state            row compaction: the rows that go on
-    segments.layer_passes(k)             layers that one row costs in advance(k)
-    segments.flops(k, inputs)            floating-point operations of a row in advance(k), and in read(k): a pair of
-                                         numbers, or of arrays (B,)
-
-and rules.py says what a rule offers. Hidden states stay inside the segments; a Reading is numpy, because the decision
-is taken on the host anyway. No torch here: the ONNX runtime runs this same file.
+A model with exits e_1 < ... < e_K = L is K segments (class Segments); rules.py says what a rule offers. Hidden states
+stay inside the segments; a Reading is numpy, because the decision is taken on the host anyway. No torch here: the ONNX
+runtime runs this same file.
 """
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +19,34 @@ class Reading(NamedTuple):
     exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
 
 
+class Segments:
+    """What the loop drives. Engines offer these; k counts from 0 along exits.
+
+    start(inputs) -> state         the embeddings; a state holds tensors whose first axis is the row
+    advance(k, state) -> state     the layers between exit k - 1 and exit k
+    read(k, state) -> Reading      the head at exit k
+    state.keep(rows) -> state      row compaction: the rows that go on
+    flops(k, inputs)               floating-point operations of a row in advance(k), and in read(k): a pair of numbers,
+                                   or of arrays (B,)
+    """
+
+    exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
+
+    def running(self) -> AbstractContextManager:
+        """Held while a batch runs, for engines that have a mode for it."""
+        return nullcontext()
+
+    def layer_passes(self, k: int) -> int:
+        """Layers that one row costs in advance(k)."""
+        return self.exits[k] - (self.exits[k - 1] if k else 0)
+
+
 class Cost:
     """What a batch cost. Layers and operations are counted when they are asked for: the run does not wait for it."""
 
-    def __init__(self, seconds: float, segments, inputs, exit_index: np.ndarray, asked: np.ndarray, decision: float):
+    def __init__(
+        self, seconds: float, segments: Segments, inputs, exit_index: np.ndarray, asked: np.ndarray, decision: float
+    ):
         self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
         self._run = segments, inputs, exit_index
         self._asked, self._decision = asked, decision
@@ -67,7 +82,7 @@ class ExitResult(NamedTuple):
     cost: Cost
 
 
-def early_exit(segments, rule, inputs) -> ExitResult:
+def early_exit(segments: Segments, rule, inputs) -> ExitResult:
     """Run a batch; at each exit ask the rule who stops, and go on with the others alone.
 
     inputs: what segments.start and rule.plan take; len(inputs) is B. The last exit takes whoever is left.
@@ -77,6 +92,16 @@ def early_exit(segments, rule, inputs) -> ExitResult:
     if not len(inputs):
         raise ValueError("expected a batch of at least one row, got none")
     begin = time.perf_counter()
+    with segments.running():
+        logits, exit_index, asked = _run(segments, rule, inputs)
+    layers_run = np.asarray(segments.exits)[exit_index]
+    seconds = time.perf_counter() - begin
+    cost = Cost(seconds, segments, inputs, exit_index, asked, rule.flops(logits.shape[1]))
+    return ExitResult(logits, exit_index, layers_run, cost)
+
+
+def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list[bool]]:
+    """The loop itself: logits (B, C), exit index (B,), and whether every row was read and judged, (K,)."""
     size, last = len(inputs), len(segments.exits) - 1
     exit_index = np.zeros(size, np.int64)
     asked = [False] * (last + 1)  # exits where every row was read and the rule decided
@@ -117,25 +142,22 @@ def early_exit(segments, rule, inputs) -> ExitResult:
         stay = np.flatnonzero(~leaves)
         state, rows = state.keep(stay), rows[stay]
         memory = {name: values[stay] for name, values in memory.items()}
-
-    layers_run = np.asarray(segments.exits)[exit_index]
-    seconds = time.perf_counter() - begin
-    cost = Cost(seconds, segments, inputs, exit_index, asked, rule.flops(logits.shape[1]))
-    return ExitResult(logits, exit_index, layers_run, cost)
+    return logits, exit_index, asked
 
 
-def read_every_exit(segments, inputs) -> tuple[np.ndarray, np.ndarray]:
+def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray]:
     """Logits of every exit for every row, (B, K, C), and what it costs to advance to and to read each: (B, K, 2)."""
-    state = segments.start(inputs)
     logits, flops = [], np.zeros((len(inputs), len(segments.exits), 2))
-    for k in range(len(segments.exits)):
-        state = segments.advance(k, state)
-        logits.append(segments.read(k, state).logits)
-        flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
+    with segments.running():
+        state = segments.start(inputs)
+        for k in range(len(segments.exits)):
+            state = segments.advance(k, state)
+            logits.append(segments.read(k, state).logits)
+            flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
     return np.stack(logits, axis=1), flops
 
 
-class Recorded:
+class Recorded(Segments):
     """Segments that play back what `read_every_exit` recorded, so that a sweep of rules runs the model once."""
 
     def __init__(self, exits: tuple[int, ...], logits: np.ndarray, flops: np.ndarray, layer_passes: list[int]):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert, padding_mask
-from mini_ee.early_exit import Reading
+from mini_ee.early_exit import Reading, Segments
 
 POOLS = ("first", "mean")
 HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
@@ -94,13 +94,12 @@ class TorchState(NamedTuple):
     hidden: Tensor  # (B, T, D)
     mask: Tensor | None  # (B, 1, 1, T)
 
-    @torch.inference_mode()
     def keep(self, rows: np.ndarray) -> "TorchState":
         index = torch.from_numpy(rows).to(self.hidden.device)
         return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
 
 
-class TorchSegments:
+class TorchSegments(Segments):
     """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
 
     def __init__(self, model: MultiExit):
@@ -109,7 +108,10 @@ class TorchSegments:
         self.device = next(model.parameters()).device
         self.starts = (0, *model.exits)
 
-    @torch.inference_mode()
+    def running(self) -> torch.inference_mode:
+        """Without gradients: asked once a batch, since once a call is felt at batch 1."""
+        return torch.inference_mode()
+
     def start(self, inputs) -> TorchState:
         hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
         # Asked of numpy: on a GPU the question to a tensor would wait for the device.
@@ -119,17 +121,12 @@ class TorchSegments:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    @torch.inference_mode()
     def advance(self, k: int, state: TorchState) -> TorchState:
         hidden = self.model.backbone.run_layers(state.hidden, state.mask, self.starts[k], self.exits[k])
         return TorchState(hidden, state.mask)
 
-    @torch.inference_mode()
     def read(self, k: int, state: TorchState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden, state.mask).float().cpu().numpy())
-
-    def layer_passes(self, k: int) -> int:
-        return self.exits[k] - self.starts[k]
+        return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         config, tokens = self.model.backbone.config, inputs.input_ids.shape[1]
