@@ -1,20 +1,16 @@
-"""Folders on disk: a Hugging Face checkpoint <-> a backbone, strict both ways; atomic writes; tensors with a checksum.
+"""A Hugging Face checkpoint on disk <-> a backbone, strict both ways; tensors with a checksum.
 
 A backbone folder is what one downloads: config.json and model.safetensors, or several shards with their index. Tensor
 names may carry the model's prefix (`bert.`) or not. Every tensor must find its parameter and every parameter its
 tensor; the few that carry no weight of ours (position ids, the next-sentence head) are named in IGNORED. Nothing is
 unpickled.
 
-What mini_ee writes carries a checksum: safetensors files in their metadata, JSON files in a key of their own.
+What mini_ee writes carries a checksum: safetensors files in their metadata, JSON files (files.py) in a key of theirs.
 """
 
 import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert, BertConfig
+from mini_ee.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
 
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
 """The 12-layer BERT that comes with the project (weights/README.md)."""
@@ -128,7 +125,7 @@ def backbone_sha256(folder: str | Path) -> str:
     """One digest over the config and the weight files of a backbone's folder, so that a run knows it again."""
     digest = hashlib.sha256()
     for path in [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        digest.update(bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()
 
 
@@ -240,7 +237,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-# ---- Files ----
+# ---- Tensors ----
 
 
 def read_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
@@ -290,83 +287,3 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def read_json(path: Path, signed: str | None = None) -> dict:
-    """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a JSON object, found none ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    digest = content.pop("sha256", None)
-    if digest is None and signed in content:
-        raise ValueError(f"{path}: damaged or edited: the checksum that was written with it is gone")
-    if digest is not None and digest != json_sha256(content):
-        raise ValueError(f"{path}: damaged or edited: the content does not have the checksum that was written with it")
-    return content
-
-
-def write_json(path: Path, content: dict) -> None:
-    """A JSON object with a checksum of its own content, written whole or not at all."""
-    text = json.dumps(content | {"sha256": json_sha256(content)}, indent=2)
-    write_bytes(path, (text + "\n").encode())
-
-
-def json_sha256(content: dict) -> str:
-    """One digest over the content, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def write_bytes(path: Path, *content: bytes | memoryview) -> None:
-    """The content, in pieces, to a temporary name, then renamed: a kill leaves the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.writelines(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:  # a full disk does not say which file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes its name only when the block ends well.
-
-    Raises FileExistsError where the name is taken, unless it may be replaced.
-    """
-    folder = Path(folder)
-    partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
-    _restore(outgoing, folder)
-    if folder.exists() and not replace:
-        raise FileExistsError(f"{folder}: is there already; name another folder or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in (partial, outgoing):  # of a process that was killed
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    partial.mkdir()
-    try:
-        yield partial
-        if folder.exists() and replace:
-            os.rename(folder, outgoing)
-        os.rename(partial, folder)
-        shutil.rmtree(outgoing, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        _restore(outgoing, folder)
-        raise
-
-
-def _restore(outgoing: Path, folder: Path) -> None:
-    """Undo half a replacement: the old folder is out of the way, and the new one did not get its name."""
-    if outgoing.exists() and not folder.exists():
-        os.rename(outgoing, folder)

@@ -12,7 +12,7 @@ import torch
 from mini_ee import WrongArguments
 from mini_ee.baselines import RECIPES
 from mini_ee.bench import BENCHES
-from mini_ee.checkpoint import BUILT_IN_MODEL, read_config, read_json
+from mini_ee.checkpoint import BUILT_IN_MODEL, read_config
 from mini_ee.confidence import max_probability
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
@@ -26,6 +26,7 @@ from mini_ee.evaluation import (
     timed_batches,
 )
 from mini_ee.exits import check_exits
+from mini_ee.files import read_json
 from mini_ee.report import table
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
 from mini_ee.runs import Run, load_run, versions

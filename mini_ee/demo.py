@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from mini_ee.baselines import joint
-from mini_ee.checkpoint import atomic_folder, write_bytes, write_json
 from mini_ee.evaluation import evaluate, labels_of, measure_seconds, predictions, record, timed_batches
+from mini_ee.files import atomic_folder, write_bytes, write_json
 from mini_ee.report import can_draw, draw_exits_by_hardness, draw_speed_accuracy, table, text_plot
 from mini_ee.rules import FixedExit, NeverExit, Rule
 from mini_ee.runs import versions

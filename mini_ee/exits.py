@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, padding_mask
 from mini_ee.early_exit import Reading, Segments
+from mini_ee.flops import head_flops, layer_flops
 
 POOLS = ("first", "mean")
 HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
@@ -132,14 +133,3 @@ class TorchSegments(Segments):
         config, tokens = self.model.backbone.config, inputs.input_ids.shape[1]
         layers = self.layer_passes(k) * layer_flops(config.hidden_size, config.intermediate_size, tokens)
         return layers, head_flops(config.hidden_size, self.model.num_labels, tokens if self.model.pool == "mean" else 0)
-
-
-def layer_flops(width: int, intermediate: int, tokens: int) -> float:
-    """One post-norm layer on one row: the matrix products, a multiply-add as two operations."""
-    projections = 4 * width * width + 2 * width * intermediate
-    return 2.0 * tokens * projections + 4.0 * tokens * tokens * width
-
-
-def head_flops(width: int, num_labels: int, averaged_tokens: int) -> float:
-    """One exit head on one row, with the mean over tokens where there is one."""
-    return 2.0 * width * (width + num_labels) + float(averaged_tokens * width)

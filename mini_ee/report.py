@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee.checkpoint import write_bytes
+from mini_ee.files import write_bytes
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 12  # characters
 

@@ -7,7 +7,6 @@ run/metrics.json         what training measured
 run/tokenizer.json       the backbone's
 """
 
-import hashlib
 import platform
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,9 @@ import torch
 
 from mini_ee import __version__
 from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import atomic_folder, load_strict, read_json, read_tensors, write_json, write_tensors
+from mini_ee.checkpoint import load_strict, read_tensors, write_tensors
 from mini_ee.exits import MultiExit, TorchSegments
+from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Task, Tokenizer
 
@@ -112,7 +112,7 @@ def save_run(
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
         config["files"] = {"model.safetensors": digest} | {
-            name: _file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")
+            name: file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")
         }
         write_json(partial / "config.json", config)
 
@@ -147,7 +147,7 @@ def _read_run(folder: Path, config: dict) -> Run:
     for name in ("tokenizer.json", "metrics.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; train the run again")
-        if _file_sha256(folder / name) != config["files"][name]:
+        if file_sha256(folder / name) != config["files"][name]:
             raise ValueError(
                 f"{folder / name}: damaged: the content does not have the checksum that was written with it"
             )
@@ -167,7 +167,3 @@ def _read_run(folder: Path, config: dict) -> Run:
 def training_folder(folder: Path) -> Path:
     """Where the state of a training that will become `folder` stands until it is finished."""
     return folder.with_name(f"{folder.name}.training")
-
-
-def _file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

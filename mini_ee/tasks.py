@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee import metrics
+from mini_ee.files import write_bytes
 
 TOY = "reviews"
 
@@ -584,13 +585,7 @@ class Tokenizer:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json; a kill leaves the old file or the new one."""
-        path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            part.write_text(self.backend.to_str(), encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_bytes(Path(path), self.backend.to_str().encode())
 
 
 def _bert_wordpiece(vocab: str) -> tokenizers.Tokenizer:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mini_ee.checkpoint import atomic_folder, read_json, read_tensors, write_bytes, write_json, write_tensors
+from mini_ee.checkpoint import read_tensors, write_tensors
+from mini_ee.files import atomic_folder, read_json, write_bytes, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mini_ee import checkpoint
+from mini_ee import checkpoint, files
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.baselines import RECIPES
 from mini_ee.bench import BENCHES
@@ -383,7 +383,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_run(capsys, tmp_path, checkpoint_
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     line = refused(
         capsys,
         "train",

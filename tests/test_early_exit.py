@@ -16,7 +16,8 @@ from mini_ee import early_exit as loop
 from mini_ee.bert import padding_mask
 from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
-from mini_ee.exits import TorchSegments, TorchState, head_flops, layer_flops
+from mini_ee.exits import TorchSegments, TorchState
+from mini_ee.flops import head_flops, layer_flops
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
 from mini_ee.tasks import Inputs
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    ("__init__", "shapes", "metrics", "confidence"),
+    ("__init__", "shapes", "metrics", "confidence", "files", "flops"),
     ("bert",),
     ("checkpoint", "reviews", "tasks"),
     ("rules", "early_exit", "exits", "evaluation", "runs", "training"),
@@ -16,7 +16,7 @@ FLOORS = (
     ("report", "demo", "bench", "commands", "__main__"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-WITHOUT_TORCH = ("__init__", "metrics", "confidence", "rules", "early_exit", "tasks", "reviews")
+WITHOUT_TORCH = ("__init__", "metrics", "confidence", "files", "flops", "rules", "early_exit", "tasks", "reviews")
 MODULES = sorted((ROOT / "mini_ee").glob("*.py"))
 
 

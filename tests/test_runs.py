@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mini_ee.baselines import joint
-from mini_ee.checkpoint import read_json, write_json
 from mini_ee.early_exit import early_exit
+from mini_ee.files import read_json, write_json
 from mini_ee.rules import Threshold
 from mini_ee.runs import load_run
 from mini_ee.tasks import load_task

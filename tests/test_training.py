@@ -8,10 +8,11 @@ import torch
 
 from mini_ee import training
 from mini_ee.baselines import RECIPES, depth_weighted_sum, joint, task_loss, two_stage
-from mini_ee.checkpoint import load_backbone, read_json, read_tensors
+from mini_ee.checkpoint import load_backbone, read_tensors
 from mini_ee.early_exit import Recorded
 from mini_ee.evaluation import Record, default_rule, predictions
 from mini_ee.exits import MultiExit
+from mini_ee.files import read_json
 from mini_ee.rules import NeverExit, Patience, Threshold
 from mini_ee.tasks import Split, Task, load_task
 from mini_ee.training import TrainConfig, split_rows, train_run

@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import atomic_folder, load_backbone, write_backbone, write_json
+from mini_ee.checkpoint import load_backbone, write_backbone
+from mini_ee.files import atomic_folder, write_json
 from mini_ee.reviews import make_reviews
 
 SINGLE = ["SST-2", "SST-5", "TREC", "MR", "MPQA"]  # sentence, label
