@@ -16,7 +16,7 @@ from mini_ee.tasks import TOY
 
 METHODS = ("joint", "two-stage")
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
-BENCHMARKS = ("backbone", "exit-tax", "batch")
+BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx")
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,6 +93,27 @@ def parser() -> Parser:
     sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     _add_rule(sub)
+
+    sub = command("export", "ONNX segments, verified against torch", "mini-ee export mini-ee-demo/run --out exported")
+    sub.add_argument("run", type=Path, metavar="RUN")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not be there")
+    sub.add_argument("--task", metavar="DIR", help="verify on this task's sentences instead of the built-in ones")
+    precision = sub.add_mutually_exclusive_group()
+    precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
+    precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
+    _add_rule(sub)
+
+    sub = command(
+        "run",
+        "sentences or JSONL in, JSONL out, in batches",
+        "mini-ee run exported reviews.txt --out answers.jsonl",
+    )
+    sub.add_argument("exported", type=Path, metavar="EXPORTED")
+    sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="standard input by default")
+    sub.add_argument("--out", type=Path, metavar="FILE", help="standard output by default")
+    sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default; 1 for answers line by line")
+    sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="onnx by default")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
 
     sub = command("bench", "ratios measured side by side in one process", "mini-ee bench exit-tax --threads 2")
     sub.add_argument("name", choices=(*BENCHMARKS, "all"), metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
@@ -185,9 +206,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     prog = f"mini-ee {args.command}"
     try:
-        from mini_ee import commands  # torch takes a second to import: wrong arguments are told before
-
-        answer = commands.run(args)
+        # torch takes a second to import: wrong arguments are told before, and `run` does without it
+        if args.command == "run":
+            from mini_ee.serve import run
+        else:
+            from mini_ee.commands import run
+        answer = run(args)
         if args.json:
             print(json.dumps(answer, allow_nan=False))
         sys.stdout.flush()

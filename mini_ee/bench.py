@@ -4,12 +4,14 @@ backbone    our forward over that of transformers, on the same weights
 exit-tax    a run forced out at layer e, every head on the way read and judged, over e/L of the full model
             without heads
 batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
+onnx        exported segments over the whole graph, over torch, and int8 over float32
 """
 
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +22,11 @@ from tqdm import tqdm
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_backbone, save_backbone
 from mini_ee.early_exit import early_exit
+from mini_ee.evaluation import REST
 from mini_ee.exits import MultiExit, TorchSegments
-from mini_ee.rules import Rule, Threshold
+from mini_ee.export.runtime import OrtSegments, WholeGraph
+from mini_ee.export.segments import write_segments
+from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.tasks import Inputs
 
 MINILM = BertConfig(
@@ -44,6 +49,7 @@ BERT_BASE = BertConfig(
 )
 MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
 WARM_ROUNDS = 3
+DISPATCH = 100e-6  # seconds that the loop may take an exit
 
 
 def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
@@ -143,11 +149,81 @@ class _AtExit(Rule):
         return self.exit_of_row[rows] == k
 
 
-BENCHES = {"backbone": bench_backbone, "exit-tax": bench_exit_tax, "batch": bench_batch}
+def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
+    """Segments in sequence over the whole graph; forced out at layer e, every head on the way read and judged, over
+    e/L of the whole graph; the loop without its graphs, an exit; segments over torch; int8 over float32.
+    """
+    cases = (
+        ("minilm", _minilm(model, seed), (2, 4, 6), 32, (1, 8)),
+        ("bert-base", _random(BERT_BASE, seed), (3, 6, 9, 12), 128, (1, 8)),
+    )
+    for name, backbone, exits, tokens, sizes in cases:
+        model = MultiExit(backbone, exits, num_labels=2, pool="first").eval()
+        with tempfile.TemporaryDirectory() as folder:
+            opened = {kind: _exported(model, Path(folder) / kind, kind) for kind in ("float32", "int8")}
+            for batch in sizes:
+                inputs = _inputs(backbone.config, batch, tokens, seed)
+                yield from _onnx(f"{name} b{batch} t{tokens}", model, opened, inputs)
 
 
-def medians(runs: list[Callable], name: str) -> list[float]:
-    """Median seconds of each, run in turns, after a warm-up, for MIN_ROUNDS and SECONDS_A_CASE at least."""
+def _onnx(case: str, model: MultiExit, opened: dict, inputs: Inputs) -> Iterator[dict]:
+    (segments, whole), (int8, _) = opened["float32"], opened["int8"]
+    exits, base = segments.exits, case.startswith("bert-base b1 ")
+    forced = [
+        partial(early_exit, segments, _forced_out(k, len(exits)), inputs) for k in range(len(exits) if base else 0)
+    ]
+    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (whole, segments)]
+    full, chain, *times = medians([*runs, *forced], f"onnx {case}")
+    yield _row(f"{case} segments", chain, full, bar=1.03)
+    for layer, seconds in zip(exits[:-1], times):
+        yield _row(f"{case} e{layer}", seconds, full * layer / exits[-1], bar=1.05)
+    if base:
+        yield _row(f"{case} dispatch", _dispatch(segments, inputs), DISPATCH, bar=1.0)
+        compared = [partial(early_exit, each, NeverExit(), inputs) for each in (TorchSegments(model), segments, int8)]
+        torch_seconds, onnx_seconds, int8_seconds = medians(compared, f"onnx {case} engines", REST)
+        yield _row(f"{case} torch", onnx_seconds, torch_seconds, bar=0.80)
+        yield _row(f"{case} int8", int8_seconds, onnx_seconds, bar=0.50)
+
+
+def _exported(model: MultiExit, folder: Path, precision: str) -> tuple[OrtSegments, WholeGraph]:
+    """The segments of a model, and its whole graph, on as many threads as torch has."""
+    folder.mkdir()
+    manifest = write_segments(model, folder, precision)
+    threads = torch.get_num_threads()
+    return OrtSegments(folder, manifest, threads=threads), WholeGraph(folder, manifest, threads=threads)
+
+
+def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
+    """Seconds an exit of a run to the last exit that are not spent in a graph."""
+    rule, inside = _forced_out(len(segments.exits) - 1, len(segments.exits)), []
+
+    class Watched:
+        def __init__(self, session):
+            self.session = session
+
+        def run(self, *args, **kwargs):
+            begin = time.perf_counter()
+            value = self.session.run(*args, **kwargs)
+            inside[-1] += time.perf_counter() - begin
+            return value
+
+    watched = copy(segments)
+    watched.bodies, watched.heads = (list(map(Watched, each)) for each in (segments.bodies, segments.heads))
+    outside = []
+    for _ in range(WARM_ROUNDS + MIN_ROUNDS):
+        inside.append(0.0)
+        outside.append(early_exit(watched, rule, inputs).cost.seconds - inside[-1])
+    return float(np.median(outside[WARM_ROUNDS:])) / len(segments.exits)
+
+
+BENCHES = {"backbone": bench_backbone, "exit-tax": bench_exit_tax, "batch": bench_batch, "onnx": bench_onnx}
+
+
+def medians(runs: list[Callable], name: str, rest: float = 0.0) -> list[float]:
+    """Median seconds of each, run in turns, after a warm-up, for MIN_ROUNDS and SECONDS_A_CASE at least.
+
+    Before each it rests so many seconds: where engines differ, the threads of the one before may still be spinning.
+    """
     for _ in range(WARM_ROUNDS):
         for run in runs:
             run()
@@ -156,6 +232,7 @@ def medians(runs: list[Callable], name: str) -> list[float]:
     with tqdm(desc=name, unit="round", delay=2, leave=False) as bar:
         while len(seconds[0]) < MIN_ROUNDS or time.perf_counter() - begin < SECONDS_A_CASE:
             for run, times in zip(runs, seconds):
+                time.sleep(rest)
                 start = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - start)

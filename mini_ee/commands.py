@@ -26,6 +26,8 @@ from mini_ee.evaluation import (
     timed_batches,
 )
 from mini_ee.exits import check_exits
+from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
+from mini_ee.export.segments import export
 from mini_ee.files import read_json
 from mini_ee.report import table
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
@@ -35,14 +37,13 @@ from mini_ee.training import TrainConfig, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 SWEEP_POINTS = 51  # LoRAExit, section 4
+VERIFIED_TEXTS = 64  # on which an export is compared with torch
 
 
 def run(args: argparse.Namespace) -> dict:
     """Run the command that `args.command` names; returns its JSON answer, with seed, threads and versions."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    if getattr(args, "device", "cpu") != "cpu":
-        _check_device(args.device)
     say = (lambda text: print(text, file=sys.stderr)) if args.json else print
     answer = COMMANDS[args.command](args, say)
     return answer | {"seed": args.seed, "threads": torch.get_num_threads(), "versions": versions()}
@@ -87,7 +88,7 @@ def run_train(args, say) -> dict:
         "task": task.name,
         "split": "hold-out",
         **held,
-        "exits": list(trained.model.exits),
+        "exits": list(trained.exits),
         "per_exit_accuracy": metrics["per_exit_accuracy"],
         "rule": trained.rule.to_dict(),
         "run": str(args.out),
@@ -98,19 +99,19 @@ def run_train(args, say) -> dict:
 
 def run_evaluate(args, say) -> dict:
     """Accuracy, layers and measured speed-up of one run."""
-    trained = load_run(args.run)
+    trained = open_trained(args.run, args)
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)
     rule = choose_rule(args, trained)
     split = args.split or task.default_split
     labels_of(task, split)
-    trained.model.to(args.device)
     encoded = trained.encode(task.split(split).texts)
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
     sweep = SWEEP_POINTS if args.sweep else 0
-    answer = evaluate(trained.segments(), rule, task, split, encoded, args.batch_size, sweep, args.seed)
-    answer = {"method": trained.config["method"]} | answer
+    segments, whole = trained.segments(), trained.whole_model()
+    answer = evaluate(segments, whole, rule, task, split, encoded, args.batch_size, sweep, args.seed)
+    answer = {"method": trained.config["method"], "engine": segments.engine} | answer
     say(
         table(
             [
@@ -148,17 +149,16 @@ def run_evaluate(args, say) -> dict:
 
 def run_compare(args, say) -> dict:
     """Several runs, each under its own rule, timed in turns."""
-    trained = [load_run(folder) for folder in args.runs]
+    trained = [open_trained(folder, args) for folder in args.runs]
     task = open_task_of(trained, args.task)
     for one, folder in zip(trained, args.runs):
         check_task(one, task, folder)
-        one.model.to(args.device)
     split = args.split or task.default_split
     labels = labels_of(task, split)
     encoded = [one.encode(task.split(split).texts) for one in trained]
     order = timed_batches(encoded[0], args.batch_size, args.seed)
     segments = [one.segments() for one in trained]
-    full = [(each, NeverExit(), rows) for each, rows in zip(segments, encoded)]
+    full = [(one.whole_model(), NeverExit(), rows) for one, rows in zip(trained, encoded)]
     early = [(each, one.rule, rows) for each, one, rows in zip(segments, trained, encoded)]
     seconds = measure_seconds(full + early, order)
     rows = []
@@ -171,9 +171,10 @@ def run_compare(args, say) -> dict:
                 "method": one.config["method"],
                 **summary(recorded.replay(one.rule), recorded, task, labels),
                 "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
-                "exits": list(one.model.exits),
+                "engine": segments[number].engine,
+                "exits": list(one.exits),
                 "rule": one.rule.to_dict(),
-                "pool": one.model.pool,
+                "pool": one.config["pool"],
                 "rows_truncated": encoded[number].truncated,
                 "seconds": own,
                 "full_seconds": full_seconds,
@@ -186,6 +187,7 @@ def run_compare(args, say) -> dict:
             {
                 "run": "run",
                 "method": "method",
+                "engine": "engine",
                 "score": "score:.3f",
                 "full_score": "full:.3f",
                 "mean_layers": "layers:.2f",
@@ -206,7 +208,7 @@ def run_compare(args, say) -> dict:
 
 def run_classify(args, say) -> dict:
     """What every exit says of one text, and where it left."""
-    trained = load_run(args.run)
+    trained = open_trained(args.run, args)
     rule = choose_rule(args, trained)
     text = (args.text,) if args.text_b is None else (args.text, args.text_b)
     expected = trained.config["task"]["texts"]
@@ -214,10 +216,7 @@ def run_classify(args, say) -> dict:
         advice = "give the second one with --text-b" if expected == 2 else "leave out --text-b"
         raise WrongArguments(f"{args.run}: was trained on rows of {expected} texts, found {len(text)}; {advice}")
     encoded = trained.encode([text])
-    inputs, segments = (
-        encoded.batch(np.arange(1)),
-        Run(trained.config, trained.model.to(args.device), trained.tokenizer, rule).segments(),
-    )
+    inputs, segments = encoded.batch(np.arange(1)), trained.segments()
     logits, _ = read_every_exit(segments, inputs)
     result = early_exit(segments, rule, inputs)
     names = trained.label_names
@@ -255,6 +254,32 @@ def run_classify(args, say) -> dict:
     return answer
 
 
+def run_export(args, say) -> dict:
+    """ONNX segments of a run, verified on sentences of its task or on the built-in ones."""
+    trained = load_run(args.run)
+    rule = choose_rule(args, trained)
+    precision = "float16" if args.fp16 else "int8" if args.int8 else "float32"
+    if args.task is None:
+        texts = [(text,) * trained.config["task"]["texts"] for (text,) in toy_task().split("dev").texts]
+    else:
+        task = load_task(args.task)
+        check_task(trained, task, args.run)
+        texts = task.split(task.default_split).texts
+    chosen = np.random.default_rng(args.seed).permutation(len(texts))[:VERIFIED_TEXTS]
+    begin = time.perf_counter()
+    manifest = export(trained._replace(rule=rule), args.out, [texts[row] for row in chosen], precision)
+    verified = manifest["verified"]
+    say(
+        f"{len(manifest['graphs'])} graphs in {precision}, against torch on {verified['texts']} texts: "
+        f"logits within {verified['max_logit_difference']:.2g}, {verified['prediction_agreement']:.1%} of the "
+        f"predictions and {verified['exit_agreement']:.1%} of the exits equal."
+    )
+    say(f"Exported: {args.out}")
+    answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
+    size = sum(path.stat().st_size for path in args.out.iterdir())
+    return answer | {"export": str(args.out), "bytes": size, "seconds": time.perf_counter() - begin}
+
+
 def run_bench(args, say) -> dict:
     """One benchmark, or all."""
     names = list(BENCHES) if args.name == "all" else [args.name]
@@ -275,8 +300,19 @@ COMMANDS = {
     "evaluate": run_evaluate,
     "compare": run_compare,
     "classify": run_classify,
+    "export": run_export,
     "bench": run_bench,
 }
+
+
+def open_trained(folder: Path, args) -> Run | Runtime:
+    """A run, on the device that was asked for, or an exported folder."""
+    if (folder / MANIFEST).is_file():
+        return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
+    trained = load_run(folder)
+    check_device(args.device)
+    trained.model.to(args.device)
+    return trained
 
 
 def open_task(name: str) -> Task:
@@ -284,7 +320,7 @@ def open_task(name: str) -> Task:
     return toy_task() if name == TOY and not Path(name).is_dir() else load_task(name)
 
 
-def open_task_of(trained: list[Run], name: str | None) -> Task:
+def open_task_of(trained: list[Run | Runtime], name: str | None) -> Task:
     """The task that was named, or the built-in one where all runs were trained on it."""
     others = [one.config["task"]["name"] for one in trained if one.config["task"]["name"] != TOY]
     if name is None and others:
@@ -304,6 +340,7 @@ def open_model(folder: Path | None) -> Path:
 
 def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
     """The settings of a training from the command line; wrong exits are found before anything is loaded."""
+    check_device(args.device)
     exits = args.exits
     if exits is not None:
         layers = read_config(model_folder / "config.json").num_hidden_layers
@@ -326,7 +363,7 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
     return config, {name: getattr(args, name) for name in names}
 
 
-def choose_rule(args, trained: Run) -> Rule:
+def choose_rule(args, trained: Run | Runtime) -> Rule:
     """The rule that the command line names, or the run's own. Raises WrongArguments where the pieces do not fit."""
     name = args.rule or (
         "threshold" if args.threshold else "patience" if args.patience else "fixed" if args.layer else None
@@ -350,26 +387,24 @@ def choose_rule(args, trained: Run) -> Rule:
     if name in ("threshold", "patience-confidence") and not trained.label_names:
         raise WrongArguments("a regression task has no confidence: use --rule fixed or --rule patience")
     try:
-        if name == "fixed" and args.layer not in trained.model.exits:
-            raise ValueError(
-                f"--layer must be one of the exits {','.join(map(str, trained.model.exits))}, got {args.layer}"
-            )
+        if name == "fixed" and args.layer not in trained.exits:
+            raise ValueError(f"--layer must be one of the exits {','.join(map(str, trained.exits))}, got {args.layer}")
         build = {
             None: lambda: trained.rule,
             "never": NeverExit,
-            "fixed": lambda: FixedExit(trained.model.exits.index(args.layer)),
+            "fixed": lambda: FixedExit(trained.exits.index(args.layer)),
             "threshold": lambda: Threshold(threshold, measure),
             "patience": lambda: Patience(args.patience),
             "patience-confidence": lambda: PatienceConfidence(args.patience, threshold, measure),
         }
         rule = build[name]()
-        rule.check(len(trained.model.exits))
+        rule.check(len(trained.exits))
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     return rule
 
 
-def check_task(trained: Run, task: Task, folder: Path) -> None:
+def check_task(trained: Run | Runtime, task: Task, folder: Path) -> None:
     """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
     texts, found = trained.config["task"]["texts"], len(task.split("train").texts[0])
     if texts != found:
@@ -382,9 +417,10 @@ def check_task(trained: Run, task: Task, folder: Path) -> None:
         )
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise WrongArguments for a device that torch does not have here."""
     try:
-        if not re.fullmatch(r"cuda(:\d+)?", device):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
             raise RuntimeError("expected cpu, cuda or cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -45,10 +45,8 @@ def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Ca
         if encoded.truncated:
             say(f"{encoded.truncated} of {len(encoded)} texts cut to {run.tokenizer.max_length} tokens")
         say(f"Evaluating {len(labels)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
-        answer = {
-            "method": "joint",
-            **evaluate(segments, run.rule, task, split, encoded, config.batch_size, CURVE_POINTS, config.seed),
-        }
+        measured = (encoded, config.batch_size, CURVE_POINTS, config.seed)
+        answer = {"method": "joint", **evaluate(segments, run.whole_model(), run.rule, task, split, *measured)}
         answer["curve"] = answer.pop("rows")
         answer |= {"seed": config.seed, "threads": torch.get_num_threads(), "versions": versions()}
         answer["rows"] = _exit_rows(segments, task, encoded, answer, config)

@@ -31,6 +31,7 @@ class Segments:
     """
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
+    engine = "numpy"  # whose threads compute
 
     def running(self) -> AbstractContextManager:
         """Held while a batch runs, for engines that have a mode for it."""

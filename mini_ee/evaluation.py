@@ -17,6 +17,7 @@ from mini_ee.tasks import Encoded, Task, batches
 
 TIMED_ROWS = 1024  # time is measured on this many rows at most, drawn with a seed
 REPEATS = 3  # of each batch; the median counts
+REST = 0.005  # seconds
 CANDIDATES = 100  # thresholds tried by `default_rule`
 
 
@@ -115,7 +116,9 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS)
     """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
 
     runs: (segments, rule, encoded) each. All runs take turns on each batch, so that a drift of the machine hits all.
+    Where they are of several engines, each is given a rest first: the threads of the one before may still be spinning.
     """
+    rest = REST if len({segments.engine for segments, _, _ in runs}) > 1 else 0.0
     for segments, rule, encoded in runs:
         early_exit(segments, rule, encoded.batch(order[0]))  # warm
     total = np.zeros(len(runs))
@@ -124,6 +127,7 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS)
         seconds = np.zeros((repeats, len(runs)))
         for repeat in range(repeats):
             for number, (segments, rule, _) in enumerate(runs):
+                time.sleep(rest)
                 begin = time.perf_counter()
                 early_exit(segments, rule, inputs[number])
                 seconds[repeat, number] = time.perf_counter() - begin
@@ -132,10 +136,11 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS)
 
 
 def evaluate(
-    segments, rule: Rule, task: Task, split: str, encoded: Encoded, batch_size: int, sweep: int, seed: int
+    segments, whole, rule: Rule, task: Task, split: str, encoded: Encoded, batch_size: int, sweep: int, seed: int
 ) -> dict:
     """Accuracy, layers and measured speed-up of one rule on one split.
 
+    whole: segments of the same model, whose time under NeverExit the speed-up is measured against.
     With `sweep` above 0 also `rows`: the same of a curve of so many thresholds.
     Raises ValueError where the split has no labels.
     """
@@ -145,7 +150,7 @@ def evaluate(
     recorded = record(segments, encoded, batch_size, progress="reading")
     main = recorded.replay(rule)
     order = timed_batches(encoded, batch_size, seed)
-    runs = [(segments, each, encoded) for each in (NeverExit(), rule, *rules)]
+    runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
     answer = {"task": task.name, "split": split} | summary(main, recorded, task, labels)
     answer |= {

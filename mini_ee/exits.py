@@ -103,6 +103,8 @@ class TorchState(NamedTuple):
 class TorchSegments(Segments):
     """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
 
+    engine = "torch"
+
     def __init__(self, model: MultiExit):
         self.model = model.eval()
         self.exits = model.exits

@@ -34,7 +34,16 @@ class Run(NamedTuple):
     rule: Rule
 
     def segments(self) -> TorchSegments:
+        """What early_exit drives."""
         return TorchSegments(self.model)
+
+    def whole_model(self) -> TorchSegments:
+        """What a speed-up is measured against, under NeverExit: in torch the same segments."""
+        return self.segments()
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        return self.model.exits
 
     def encode(self, texts) -> Encoded:
         """Tokenize texts of one sentence or two, checked against the backbone."""

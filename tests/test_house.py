@@ -13,46 +13,66 @@ FLOORS = (
     ("checkpoint", "reviews", "tasks"),
     ("rules", "early_exit", "exits", "evaluation", "runs", "training"),
     ("baselines",),
-    ("report", "demo", "bench", "commands", "__main__"),
+    ("export.__init__", "export.graphs", "export.runtime", "export.segments"),
+    ("report", "demo", "bench", "commands", "serve", "__main__"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-WITHOUT_TORCH = ("__init__", "metrics", "confidence", "files", "flops", "rules", "early_exit", "tasks", "reviews")
-MODULES = sorted((ROOT / "mini_ee").glob("*.py"))
+WITHOUT_TORCH = (
+    "__init__",
+    "metrics",
+    "confidence",
+    "files",
+    "flops",
+    "rules",
+    "early_exit",
+    "tasks",
+    "reviews",
+    "export.runtime",
+    "serve",
+)
+MODULES = [*sorted((ROOT / "mini_ee").glob("*.py")), *sorted((ROOT / "export").glob("*.py"))]
 
 
-def imported(path):
-    """Names of the modules that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def name_of(path):
+    """As it stands in FLOORS and after `mini_ee.`."""
+    return f"export.{path.stem}" if path.parent.name == "export" else path.stem
+
+
+def imported(path, inside=True):
+    """Names of the modules that a file imports; `inside` its functions too."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if inside else tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
             if node.module == "mini_ee":
-                yield from (
-                    f"mini_ee.{alias.name}" for alias in node.names if f"{alias.name}.py" in {m.name for m in MODULES}
-                )
+                yield from (f"mini_ee.{alias.name}" for alias in node.names if alias.name in FLOOR)
+            if node.module == "mini_ee.export":
+                yield from (f"mini_ee.export.{alias.name}" for alias in node.names)
 
 
 def test_every_module_has_its_floor():
-    assert {path.stem for path in MODULES} == set(FLOOR)
+    assert set(map(name_of, MODULES)) == set(FLOOR)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_down_the_floors(path):
     for name in imported(path):
         if name.startswith("mini_ee."):
-            below = name.split(".")[1]
-            assert FLOOR[below] <= FLOOR[path.stem], f"{path.name} imports {name}, which is above it"
+            below = name.removeprefix("mini_ee.")
+            if below != "export":
+                assert FLOOR[below] <= FLOOR[name_of(path)], f"{path.name} imports {name}, which is above it"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_the_loop_its_rules_and_the_tasks_import_no_torch(path):
-    if path.stem in WITHOUT_TORCH:
-        assert not [name for name in imported(path) if name.split(".")[0] in ("torch", "safetensors")]
+    if name_of(path) in WITHOUT_TORCH:
+        assert not [name for name in imported(path, inside=False) if name.split(".")[0] in ("torch", "safetensors")]
 
 
 def test_there_are_no_circles():
-    graph = {path.stem: {n.split(".")[1] for n in imported(path) if n.startswith("mini_ee.")} for path in MODULES}
+    graph = {name_of(path): {name.removeprefix("mini_ee.") for name in imported(path)} & set(FLOOR) for path in MODULES}
     done = set()
     while len(done) < len(graph):
         ready = {name for name in graph if name not in done and graph[name] <= done}
@@ -91,7 +111,7 @@ def test_the_package_ships_nothing_above_20_megabytes():
     assert all(path.stat().st_size < 20e6 for path in (ROOT / "weights").rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "weights").glob("*.py"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "weights").glob("*.py"))], ids=name_of)
 def test_nothing_is_unpickled_and_public_things_are_explained(path):
     source = path.read_text()
     assert not re.search(r"\bpickle|torch\.load\(|strict=False|TODO|FIXME", source)

@@ -1,0 +1,267 @@
+"""Serve an exported folder with numpy and ONNX Runtime only: the same loop, the same rules, one session a graph.
+
+    Runtime(folder).run(["A warm and funny film."])
+    [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
+
+ONNX Runtime cannot stop inside a graph, so the loop of early_exit.py drives one graph a segment. Hidden states stay on
+the device between them; a row that has left is dropped by the Gather with which the next graph begins.
+"""
+
+import ctypes
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+
+from mini_ee.confidence import max_probability
+from mini_ee.early_exit import Reading, Segments, early_exit
+from mini_ee.files import file_sha256, read_json
+from mini_ee.flops import head_flops, layer_flops
+from mini_ee.rules import Rule, rule_from_dict
+from mini_ee.tasks import Encoded, Inputs, Tokenizer, batches
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+class Session:
+    """One graph on one device, with one output. Safe to run from several threads."""
+
+    def __init__(self, path: Path, provider: str, threads: int):
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        # A worker that goes on spinning after its graph has ended holds the core that the next graph's worker needs.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(path, options, providers=list(dict.fromkeys((provider, CPU))))
+        except Exception as error:  # the types that onnxruntime raises
+            raise ValueError(f"{path}: ONNX Runtime cannot load this graph ({error}); export the run again") from None
+        self.provider = self._session.get_providers()[0]
+        self._output = self._session.get_outputs()[0].name
+
+    def run(self, stays: bool, **inputs) -> "np.ndarray | ort.OrtValue":
+        """The output: for the next graph, on the device, where it `stays`, else numpy. Inputs are either."""
+        if self.provider == CPU:
+            return self._session.run([self._output], inputs)[0]  # shares memory, and is quicker than a binding
+        binding = self._session.io_binding()
+        for name, value in inputs.items():
+            bind = binding.bind_cpu_input if isinstance(value, np.ndarray) else binding.bind_ortvalue_input
+            bind(name, value)
+        binding.bind_output(self._output, "cuda" if stays else "cpu")
+        self._session.run_with_iobinding(binding)
+        (value,) = binding.get_outputs()
+        return value if stays else value.numpy()
+
+
+class OrtState(NamedTuple):
+    """The rows still in the model."""
+
+    inputs: Inputs | None  # until the embeddings have run
+    hidden: "np.ndarray | ort.OrtValue | None"  # (B before, T, D)
+    rows: np.ndarray  # (B,) int64: the rows of hidden that go on
+    mask: np.ndarray  # (B, T) int64
+
+    def keep(self, rows: np.ndarray) -> "OrtState":
+        return OrtState(self.inputs, self.hidden, self.rows[rows], self.mask[rows])
+
+
+class OrtSegments(Segments):
+    """The bodies and heads of an exported folder. Inputs are tasks.Inputs."""
+
+    engine = "onnxruntime"
+
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+        self.exits = tuple(manifest["exits"])
+        self.bodies = [Session(folder / f"body_{layer}.onnx", provider, threads) for layer in self.exits]
+        self.heads = [Session(folder / f"head_{layer}.onnx", provider, threads=1) for layer in self.exits]
+        self.provider = self.bodies[0].provider
+        self._manifest = manifest
+
+    def start(self, inputs: Inputs) -> OrtState:
+        return OrtState(inputs, None, np.arange(len(inputs)), inputs.attention_mask)
+
+    def advance(self, k: int, state: OrtState) -> OrtState:
+        if state.hidden is None:
+            ids, types = state.inputs.input_ids, state.inputs.token_type_ids
+            before = {"input_ids": ids, "token_type_ids": types}
+        else:
+            before = {"hidden": state.hidden, "rows": state.rows}
+        hidden = self.bodies[k].run(True, **before, attention_mask=state.mask)
+        return OrtState(None, hidden, np.arange(len(state.rows)), state.mask)
+
+    def read(self, k: int, state: OrtState) -> Reading:
+        return Reading(self.heads[k].run(False, hidden=state.hidden, rows=state.rows, attention_mask=state.mask))
+
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
+        return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
+
+
+class WholeGraph(Segments):
+    """The same model in one graph, without early exits: what a speed-up is measured against."""
+
+    engine = "onnxruntime"
+
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+        self.exits = (manifest["exits"][-1],)
+        self._session = Session(folder / "full.onnx", provider, threads)
+        self._manifest = manifest
+
+    def start(self, inputs: Inputs) -> Inputs:
+        return inputs
+
+    def advance(self, k: int, state: Inputs) -> np.ndarray:
+        ids = {"input_ids": state.input_ids, "token_type_ids": state.token_type_ids}
+        return self._session.run(False, **ids, attention_mask=state.attention_mask)
+
+    def read(self, k: int, state: np.ndarray) -> Reading:
+        return Reading(state)
+
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
+        return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
+
+
+def _flops(manifest: dict, layers: int, tokens: int) -> tuple[float, float]:
+    config, pooled = manifest["backbone"], tokens if manifest["pool"] == "mean" else 0
+    advance = layers * layer_flops(config["hidden_size"], config["intermediate_size"], tokens)
+    return advance, head_flops(config["hidden_size"], manifest["num_labels"], pooled)
+
+
+class Answer(NamedTuple):
+    """What the runtime says of one row."""
+
+    label: str | float  # a number for regression
+    confidence: float | None  # the largest probability; None for regression
+    exit: int  # index into exits, from 0
+    layers: int  # depth of that exit
+    milliseconds: float  # of its batch, over the rows of that batch
+    logits: np.ndarray  # (C,)
+
+
+class Runtime:
+    """An exported folder, checked and ready to run.
+
+    providers: ONNX Runtime's names, the wanted one first; CUDA where it is there by default, else the CPU, and
+    `provider` says which it became. A provider that was asked for and is not there is an error, unless allow_fallback.
+    threads: of the processor, for one row or batch; ONNX Runtime's choice by default.
+    segments: another engine for the same folder (segments.torch_segments) instead of ONNX Runtime.
+
+    Raises FileNotFoundError where the folder or one of its files is missing; ValueError where a file is not the one
+    that was exported, or a provider cannot be had. `run` may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        providers: Sequence[str] | None = None,
+        *,
+        threads: int = 0,
+        allow_fallback: bool = False,
+        segments: Segments | None = None,
+    ):
+        self.folder = Path(folder)
+        self.config = read_manifest(self.folder)
+        self.rule = rule_from_dict(self.config["rule"])
+        self.tokenizer = Tokenizer.from_folder(self.folder, self.config["max_length"])
+        self.label_names = self.config["task"]["label_names"]  # empty for regression
+        self._threads = threads
+        if segments is None:
+            wanted = _wanted_provider(providers, allow_fallback)
+            segments = OrtSegments(self.folder, self.config, wanted, threads)
+            if segments.provider != wanted and providers and not allow_fallback:
+                raise ValueError(f"{wanted} was asked for, it fell back to {segments.provider}; install what it needs")
+        self._segments, self.exits = segments, segments.exits
+        self.rule.check(len(self.exits))
+        self.provider = getattr(segments, "provider", None)  # None for another engine
+
+    def segments(self) -> Segments:
+        """What early_exit drives."""
+        return self._segments
+
+    def whole_model(self) -> WholeGraph:
+        """What a speed-up is measured against: one graph without early exits, on the same device."""
+        return WholeGraph(self.folder, self.config, self.provider or CPU, self._threads)
+
+    def encode(self, texts) -> Encoded:
+        """Tokenize texts of one sentence or two."""
+        return self.tokenizer.encode(texts)
+
+    def warm_up(self, batch_size: int = 1) -> None:
+        """Run a sentence through every graph: the first run of a session is slower."""
+        words = ("warm up",) * self.config["task"]["texts"]
+        inputs = self.encode([words] * batch_size).batch(slice(None))
+        with self._segments.running():
+            state = self._segments.start(inputs)
+            for k in range(len(self.exits)):
+                state = self._segments.advance(k, state)
+                self._segments.read(k, state)
+
+    def run(self, texts: Sequence, batch_size: int = 32, rule: Rule | None = None) -> list[Answer]:
+        """Answers in the order of the texts; rows of two sentences are tuples. Memory is bounded by the batch.
+
+        Raises ValueError for a text that is empty or no string, and for rows of another number of sentences.
+        """
+        rule, expected = rule or self.rule, self.config["task"]["texts"]
+        for number, row in enumerate(texts):
+            found = 1 if isinstance(row, str) else len(row)
+            if found != expected:
+                raise ValueError(f"row {number}: expected {expected} texts, found {found}")
+        answers: list[Answer | None] = [None] * len(texts)
+        encoded = self.encode(texts)
+        for rows in batches(encoded, batch_size):
+            begin = time.perf_counter()
+            result = early_exit(self._segments, rule, encoded.batch(rows))
+            milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
+            said = zip(rows, result.logits, result.exit_index.tolist(), result.layers_run.tolist())
+            confidences = max_probability(result.logits).tolist() if self.label_names else [None] * len(rows)
+            for (row, logits, exit, layers), confidence in zip(said, confidences):
+                label = self.label_names[logits.argmax()] if self.label_names else float(logits[0])
+                answers[row] = Answer(label, confidence, exit, layers, milliseconds, logits)
+        return answers
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of an exported folder, every file of which is the one that was exported."""
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` wrote")
+    manifest = read_json(folder / MANIFEST, signed="format_version")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        advice = "install a newer mini_ee" if newer else "export the run again"
+        raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
+    for name, digest in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; export the run again")
+        if file_sha256(path) != digest:
+            raise ValueError(f"{path}: is not the file that was exported with {MANIFEST}; export the run again")
+    return manifest
+
+
+def _wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> str:
+    """The provider to ask ONNX Runtime for. CUDA counts as there only where there is a driver."""
+    known = [CUDA, CPU] if CUDA in ort.get_available_providers() and _has_cuda_driver() else [CPU]
+    wanted = providers[0] if providers else CUDA if CUDA in known else CPU
+    if wanted not in known:
+        if not allow_fallback:
+            raise ValueError(f"{wanted} was asked for, there is {' and '.join(known)} here; ask for one of them")
+        return CPU
+    if wanted == CUDA:
+        ort.preload_dlls()
+    return wanted
+
+
+def _has_cuda_driver() -> bool:
+    """onnxruntime-gpu lists CUDA on machines without a GPU too, and then falls back with a page of warnings."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return True
+    return False

@@ -1,0 +1,180 @@
+"""A trained run -> a folder of ONNX segments that the runtime serves, verified against torch before it takes its name.
+
+exported/manifest.json        format_version, what the run was, exits, rule, labels, graphs with their inputs and
+                              outputs, checksums of all files, and how far the graphs were from torch
+exported/body_{layer}.onnx    the layers up to an exit; head_{layer}.onnx the exit; full.onnx the model without exits
+exported/model.safetensors    the weights of all graphs, each once: the graphs point into this file
+exported/tokenizer.json
+"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from mini_ee.export import graphs
+from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments
+from onnx import TensorProto, helper, numpy_helper
+
+from mini_ee.bert import Bert, BertConfig
+from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_tensors
+from mini_ee.early_exit import Recorded, early_exit, read_every_exit
+from mini_ee.evaluation import predictions
+from mini_ee.exits import MultiExit, TorchSegments
+from mini_ee.files import atomic_folder, file_sha256, write_json
+from mini_ee.runs import Run, versions
+from mini_ee.tasks import batches
+
+WEIGHTS = "model.safetensors"
+PRECISIONS = ("float32", "float16", "int8")
+TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
+
+
+def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "float32") -> dict:
+    """Write the exported folder and return its manifest.
+
+    texts: real sentences on which every exit is compared with torch. Raises FileExistsError where `out` is there,
+    ValueError where float32 graphs differ from torch by more than TOLERANCE, or any graph says NaN; then there is no
+    folder.
+    """
+    with atomic_folder(out) as partial:
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "method": run.config["method"],
+            "rule": run.rule.to_dict(),
+            "task": run.config["task"],
+            "max_length": run.tokenizer.max_length,
+            **write_segments(run.model, partial, precision),
+            "versions": versions() | {"onnx": onnx.__version__},
+        }
+        run.tokenizer.save(partial / "tokenizer.json")
+        manifest["verified"] = _verify(run, OrtSegments(partial, manifest), texts, precision)
+        names = sorted(path.name for path in partial.iterdir())
+        manifest["files"] = {name: file_sha256(partial / name) for name in names}
+        write_json(partial / MANIFEST, manifest)
+    return manifest
+
+
+def write_segments(model: MultiExit, folder: Path, precision: str = "float32") -> dict:
+    """Write graphs and weights into a folder that is there; returns what the manifest says of them."""
+    config = model.backbone.config
+    parameters = {name: value.detach().cpu().numpy() for name, value in model.named_parameters()}
+    if precision == "float16":
+        parameters = {name: value.astype(np.float16) for name, value in parameters.items()}
+    made = _graphs(model, config, parameters)
+    if precision == "int8":
+        made = {name: _quantized(graph) if not name.startswith("head") else graph for name, graph in made.items()}
+    _write(made, folder)
+    return {
+        "opset": graphs.OPSET,
+        "precision": precision,
+        "backbone": config.to_dict(),
+        "exits": list(model.exits),
+        "pool": model.pool,
+        "num_labels": model.num_labels,
+        "graphs": {name: _interface(graph) for name, graph in made.items()},
+    }
+
+
+def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> TorchSegments:
+    """The same folder through torch, for machines on which ONNX Runtime does not run.
+
+    Raises ValueError for an int8 folder: its weights are whole numbers that only ONNX Runtime knows to use.
+    """
+    if manifest["precision"] == "int8":
+        raise ValueError(f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch")
+    with torch.device("meta"):
+        backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head=False)
+        model = MultiExit(
+            backbone, tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
+        )
+    names = {name: (name,) for name in model.state_dict()}
+    load_strict(model, read_tensors(folder / WEIGHTS), names, folder / WEIGHTS)
+    return TorchSegments(model.to(device))
+
+
+def _graphs(model: MultiExit, config: BertConfig, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
+    """File name without suffix -> graph, with its weights inside."""
+    made, start = {}, 0
+    for number, layer in enumerate(model.exits):
+        made[f"body_{layer}"] = graphs.body(config, parameters, start, layer)
+        made[f"head_{layer}"] = graphs.head(config, parameters, number, layer, model.pool)
+        start = layer
+    return made | {"full": graphs.full(config, parameters, len(model.exits) - 1, model.pool)}
+
+
+def _interface(graph: onnx.ModelProto) -> dict:
+    """Inputs and outputs of a graph, with the name or size of each axis."""
+
+    def values(infos) -> dict:
+        return {
+            info.name: {
+                "dtype": helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type).name,
+                "axes": [axis.dim_param or axis.dim_value for axis in info.type.tensor_type.shape.dim],
+            }
+            for info in infos
+        }
+
+    return {"inputs": values(graph.graph.input), "outputs": values(graph.graph.output)}
+
+
+def _quantized(graph: onnx.ModelProto) -> onnx.ModelProto:
+    """ONNX Runtime's dynamic quantisation of the matrix products: int8 weights, activations measured as they come."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    helper.set_model_props(graph, {"onnx.quant.pre_process": "onnxruntime.quant"})  # nothing to simplify: no warning
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.onnx"
+        quantize_dynamic(graph, path, op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8, per_channel=True)
+        return onnx.load(path)
+
+
+def _write(made: dict[str, onnx.ModelProto], folder: Path) -> None:
+    """Take the weights out into one file, each once, and write graphs that point there."""
+    tensors = {}
+    for graph in made.values():
+        for tensor in graph.graph.initializer:
+            if not tensor.name.startswith(graphs.INTEGERS):
+                tensors[tensor.name] = torch.from_numpy(numpy_helper.to_array(tensor).copy())
+    write_tensors(folder / WEIGHTS, tensors)
+    places = tensor_places(folder / WEIGHTS)
+    for name, graph in made.items():
+        for tensor in graph.graph.initializer:
+            if tensor.name in places:
+                offset, length = places[tensor.name]
+                kept = {"name": tensor.name, "data_type": tensor.data_type, "dims": tensor.dims}
+                tensor.CopyFrom(TensorProto(**kept, data_location=TensorProto.EXTERNAL))
+                for key, value in {"location": WEIGHTS, "offset": offset, "length": length}.items():
+                    tensor.external_data.add(key=key, value=str(value))
+        path = folder / f"{name}.onnx"
+        onnx.save(graph, path)
+        onnx.checker.check_model(path, full_check=True)
+
+
+def _verify(run: Run, segments: OrtSegments, texts: list[tuple[str, ...]], precision: str) -> dict:
+    """Every exit of the graphs against torch on real sentences, in batches of one and of many."""
+    encoded = run.encode(texts)
+    torch_says, onnx_says = [], []
+    for rows in [*batches(encoded, 8), *np.arange(min(8, len(texts)))[:, None]]:
+        inputs = encoded.batch(rows)
+        torch_says.append(read_every_exit(run.segments(), inputs)[0])
+        onnx_says.append(read_every_exit(segments, inputs)[0])
+    expected, found = np.concatenate(torch_says), np.concatenate(onnx_says)
+    difference = float(abs(expected - found).max())
+    if not np.isfinite(found).all() or (precision == "float32" and difference > TOLERANCE):
+        raise ValueError(
+            f"the {precision} graphs differ from torch by {difference:.2g} (logits; {TOLERANCE} allowed in float32); "
+            f"no folder was written"
+        )
+    passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
+    left = [
+        early_exit(Recorded(segments.exits, said, np.zeros((*said.shape[:2], 2)), passes), run.rule, range(len(said)))
+        for said in (expected, found)
+    ]
+    return {
+        "texts": len(texts),
+        "max_logit_difference": difference,
+        "prediction_agreement": float((predictions(left[0].logits) == predictions(left[1].logits)).mean()),
+        "exit_agreement": float((left[0].exit_index == left[1].exit_index).mean()),
+    }
