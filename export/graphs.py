@@ -5,8 +5,8 @@ LayerNormalization); tests/test_export.py and every export hold it to the first.
 parameters have in the run, in the layout of torch: a graph is readable, and two graphs share a weight by its name.
 
     body     input_ids, token_type_ids (before the first exit) or hidden, rows; attention_mask -> hidden_out
-    head     hidden, rows, attention_mask -> logits
-    full     input_ids, token_type_ids, attention_mask -> logits of the last exit
+    head     hidden, rows, attention_mask -> logits; max_probability where there are classes
+    full     input_ids, token_type_ids, attention_mask -> the same of the last exit
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
 the device. attention_mask has those rows already.
@@ -180,7 +180,7 @@ def _unflatten(graph: Graph, flat: str, shape: str) -> str:
 
 
 def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> None:
-    """ExitHead.forward: logits, in float32."""
+    """ExitHead.forward: logits and the largest probability, in float32."""
     if pool == "first":
         vector = graph.op("Squeeze", graph.op("Slice", hidden, *map(graph.integers, (0, 1, 1))), graph.integers(1))
     else:
@@ -190,4 +190,8 @@ def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> 
         vector = graph.op("Div", total, graph.op("ReduceSum", weights, graph.integers(1), keepdims=0))
     inner = graph.op("Tanh", graph.linear(vector, f"heads.{number}.dense"))
     classes = len(graph.parameters[f"heads.{number}.out.bias"])
-    graph.output("logits", graph.linear(inner, f"heads.{number}.out"), "batch", classes, dtype=np.float32)
+    logits = graph.linear(inner, f"heads.{number}.out")
+    graph.output("logits", logits, "batch", classes, dtype=np.float32)
+    if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
+        surest = graph.op("ReduceMax", graph.op("Softmax", "logits", axis=1), graph.integers(1), keepdims=0)
+        graph.output("max_probability", surest, "batch", dtype=np.float32)

@@ -10,6 +10,7 @@ the device between them; a row that has left is dropped by the Gather with which
 import ctypes
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,45 +30,61 @@ CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class Session:
-    """One graph on one device, with one output. Safe to run from several threads."""
+    """One graph on one device. Safe to run from several threads."""
 
     def __init__(self, path: Path, provider: str, threads: int):
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         # A worker that goes on spinning after its graph has ended holds the core that the next graph's worker needs.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        # One arena for all graphs: the memory that one has just used is warm for the next, and is not held K times.
+        _shared_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         try:
             self._session = ort.InferenceSession(path, options, providers=list(dict.fromkeys((provider, CPU))))
         except Exception as error:  # the types that onnxruntime raises
             raise ValueError(f"{path}: ONNX Runtime cannot load this graph ({error}); export the run again") from None
         self.provider = self._session.get_providers()[0]
-        self._output = self._session.get_outputs()[0].name
+        self._outputs = [output.name for output in self._session.get_outputs()]
 
-    def run(self, stays: bool, **inputs) -> "np.ndarray | ort.OrtValue":
-        """The output: for the next graph, on the device, where it `stays`, else numpy. Inputs are either."""
+    def run(self, stays: bool, inputs: dict) -> list:
+        """The outputs: for the next graph, on the device, where they `stay`, else numpy. Inputs are either."""
         if self.provider == CPU:
-            return self._session.run([self._output], inputs)[0]  # shares memory, and is quicker than a binding
+            return self._session.run(self._outputs, inputs)  # shares memory, and is quicker than a binding
         binding = self._session.io_binding()
         for name, value in inputs.items():
             bind = binding.bind_cpu_input if isinstance(value, np.ndarray) else binding.bind_ortvalue_input
             bind(name, value)
-        binding.bind_output(self._output, "cuda" if stays else "cpu")
+        for name in self._outputs:
+            binding.bind_output(name, "cuda" if stays else "cpu")
         self._session.run_with_iobinding(binding)
-        (value,) = binding.get_outputs()
-        return value if stays else value.numpy()
+        values = binding.get_outputs()
+        return values if stays else [value.numpy() for value in values]
+
+
+@cache
+def _shared_arena() -> None:
+    """Register an arena with ONNX Runtime's environment; only sessions that ask for it use it."""
+    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    try:
+        ort.create_and_register_allocator(memory, None)
+    except Exception as error:  # the type that onnxruntime raises
+        if "already registered" not in str(error):  # by the host: theirs will do
+            raise
 
 
 class OrtState(NamedTuple):
     """The rows still in the model."""
 
-    inputs: Inputs | None  # until the embeddings have run
+    inputs: Inputs
     hidden: "np.ndarray | ort.OrtValue | None"  # (B before, T, D)
     rows: np.ndarray  # (B,) int64: the rows of hidden that go on
     mask: np.ndarray  # (B, T) int64
+    every: np.ndarray  # 0, 1, 2, ...
 
     def keep(self, rows: np.ndarray) -> "OrtState":
-        return OrtState(self.inputs, self.hidden, self.rows[rows], self.mask[rows])
+        return self._replace(rows=self.rows[rows], mask=self.mask[rows])
 
 
 class OrtSegments(Segments):
@@ -83,19 +100,21 @@ class OrtSegments(Segments):
         self._manifest = manifest
 
     def start(self, inputs: Inputs) -> OrtState:
-        return OrtState(inputs, None, np.arange(len(inputs)), inputs.attention_mask)
+        every = np.arange(len(inputs))
+        return OrtState(inputs, None, every, inputs.attention_mask, every)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
         if state.hidden is None:
             ids, types = state.inputs.input_ids, state.inputs.token_type_ids
-            before = {"input_ids": ids, "token_type_ids": types}
+            inputs = {"input_ids": ids, "token_type_ids": types, "attention_mask": state.mask}
         else:
-            before = {"hidden": state.hidden, "rows": state.rows}
-        hidden = self.bodies[k].run(True, **before, attention_mask=state.mask)
-        return OrtState(None, hidden, np.arange(len(state.rows)), state.mask)
+            inputs = {"hidden": state.hidden, "rows": state.rows, "attention_mask": state.mask}
+        (hidden,) = self.bodies[k].run(True, inputs)
+        return OrtState(state.inputs, hidden, state.every[: len(state.rows)], state.mask, state.every)
 
     def read(self, k: int, state: OrtState) -> Reading:
-        return Reading(self.heads[k].run(False, hidden=state.hidden, rows=state.rows, attention_mask=state.mask))
+        inputs = {"hidden": state.hidden, "rows": state.rows, "attention_mask": state.mask}
+        return _reading(self.heads[k].run(False, inputs))
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
@@ -114,15 +133,20 @@ class WholeGraph(Segments):
     def start(self, inputs: Inputs) -> Inputs:
         return inputs
 
-    def advance(self, k: int, state: Inputs) -> np.ndarray:
-        ids = {"input_ids": state.input_ids, "token_type_ids": state.token_type_ids}
-        return self._session.run(False, **ids, attention_mask=state.attention_mask)
+    def advance(self, k: int, state: Inputs) -> Reading:
+        names = ("input_ids", "token_type_ids", "attention_mask")
+        return _reading(self._session.run(False, {name: getattr(state, name) for name in names}))
 
-    def read(self, k: int, state: np.ndarray) -> Reading:
-        return Reading(state)
+    def read(self, k: int, state: Reading) -> Reading:
+        return state
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
+
+
+def _reading(outputs: list[np.ndarray]) -> Reading:
+    """Logits, and where there are classes the largest probability."""
+    return Reading(outputs[0], max_probability=outputs[1] if len(outputs) > 1 else None)
 
 
 def _flops(manifest: dict, layers: int, tokens: int) -> tuple[float, float]:

@@ -201,9 +201,9 @@ def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
         def __init__(self, session):
             self.session = session
 
-        def run(self, *args, **kwargs):
+        def run(self, *args):
             begin = time.perf_counter()
-            value = self.session.run(*args, **kwargs)
+            value = self.session.run(*args)
             inside[-1] += time.perf_counter() - begin
             return value
 

@@ -37,7 +37,6 @@ from mini_ee.training import TrainConfig, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 SWEEP_POINTS = 51  # LoRAExit, section 4
-VERIFIED_TEXTS = 64  # on which an export is compared with torch
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -265,9 +264,8 @@ def run_export(args, say) -> dict:
         task = load_task(args.task)
         check_task(trained, task, args.run)
         texts = task.split(task.default_split).texts
-    chosen = np.random.default_rng(args.seed).permutation(len(texts))[:VERIFIED_TEXTS]
     begin = time.perf_counter()
-    manifest = export(trained._replace(rule=rule), args.out, [texts[row] for row in chosen], precision)
+    manifest = export(trained._replace(rule=rule), args.out, texts, precision, args.seed)
     verified = manifest["verified"]
     say(
         f"{len(manifest['graphs'])} graphs in {precision}, against torch on {verified['texts']} texts: "

@@ -8,6 +8,7 @@ import torch
 
 from mini_ee.baselines import joint
 from mini_ee.evaluation import evaluate, labels_of, measure_seconds, predictions, record, timed_batches
+from mini_ee.export.segments import export
 from mini_ee.files import atomic_folder, write_bytes, write_json
 from mini_ee.report import can_draw, draw_exits_by_hardness, draw_speed_accuracy, table, text_plot
 from mini_ee.rules import FixedExit, NeverExit, Rule
@@ -53,6 +54,7 @@ def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Ca
         answer["latency_speedup"] = _latency_speedup(segments, run.rule, encoded, config.seed)
         if task.split(split).hardness:
             answer["hardness"] = _hardness_rows(run, task, split, encoded, config.batch_size)
+        verified = export(run, folder / "exported", task.split(split).texts, seed=config.seed)["verified"]
         text = _report(answer, task.regression)
         say(text)
         pictures = []
@@ -67,10 +69,15 @@ def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Ca
         write_json(folder / ANSWER, answer)
         plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
         write_bytes(folder / "report.md", f"# mini-ee demo\n\n```\n{text}\n```\n\n{plot}\n".encode())
+    say(
+        f"ONNX segments, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
+        f"{out / 'exported'}"
+    )
     say(f"Report: {out / 'report.md'}" + "".join(f", {out / name}" for name in pictures))
     return answer | {
         "report": str(out),
         "run": str(out / "run"),
+        "export": str(out / "exported"),
         "pictures": [str(out / name) for name in pictures],
     }
 

@@ -17,6 +17,7 @@ class Reading(NamedTuple):
 
     logits: np.ndarray  # (B, C)
     exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
+    max_probability: np.ndarray | None = None  # (B,), where the engine has computed it already
 
 
 class Segments:
@@ -126,9 +127,10 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
                 leaves = rule.stop(k, reading, memory)
             else:
                 continue
-            if not leaves.any():
+            leaving = np.count_nonzero(leaves)
+            if not leaving:
                 continue
-            everyone = leaves.all()
+            everyone = leaving == len(rows)
 
         if reading is None:
             said = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves))).logits

@@ -71,6 +71,13 @@ class FixedExit(Rule):
             raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit!r}")
 
 
+def confidence(reading, measure: str) -> np.ndarray:
+    """(B,): a measure of confidence.py, computed here unless the engine handed it over with the reading."""
+    if measure == "max_probability" and reading.max_probability is not None:
+        return reading.max_probability
+    return MEASURES[measure][0](reading.logits)
+
+
 @dataclass(frozen=True)
 class Threshold(Rule):
     """Leave where a confidence is at least the threshold: one number, or one for each exit (the last is not asked).
@@ -96,7 +103,7 @@ class Threshold(Rule):
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
-        return MEASURES[self.measure][0](reading.logits) >= threshold
+        return confidence(reading, self.measure) >= threshold
 
     def check(self, num_exits: int) -> None:
         if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
@@ -159,7 +166,7 @@ class PatienceConfidence(Rule):
         object.__setattr__(self, "threshold", threshold)
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        confident = MEASURES[self.measure][0](reading.logits) >= self.threshold
+        confident = confidence(reading, self.measure) >= self.threshold
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
 
