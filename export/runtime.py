@@ -67,11 +67,7 @@ class Session:
 def _shared_arena() -> None:
     """Register an arena with ONNX Runtime's environment; only sessions that ask for it use it."""
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    try:
-        ort.create_and_register_allocator(memory, None)
-    except Exception as error:  # the type that onnxruntime raises
-        if "already registered" not in str(error):  # by the host: theirs will do
-            raise
+    ort.create_and_register_allocator(memory, None)
 
 
 class OrtState(NamedTuple):
