@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_ee.exits import MultiExit
-from mini_ee.training import Stage
+from mini_ee.fitting import Batch, Stage
 
 
 def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -28,13 +28,19 @@ def depth_weighted_sum(losses, exits: tuple[int, ...]):
     return sum(depth * loss for depth, loss in zip(exits, losses, strict=True)) / sum(exits)
 
 
+def joint_loss(model: MultiExit, batch: Batch) -> Tensor:
+    """All exits' losses under Eq. 1."""
+    losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
+    return depth_weighted_sum(losses, model.exits)
+
+
 def joint(model: MultiExit) -> list[Stage]:
     """All exits and the backbone at once, under Eq. 1."""
     return [
         Stage(
             name="joint",
             learns=lambda name: True,
-            loss=lambda logits, labels: depth_weighted_sum([task_loss(each, labels) for each in logits], model.exits),
+            loss=joint_loss,
             score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
         )
     ]
@@ -47,7 +53,7 @@ def two_stage(model: MultiExit) -> list[Stage]:
         Stage(
             name="fine-tune",
             learns=lambda name: name.startswith(("backbone.", last)),
-            loss=lambda logits, labels: task_loss(logits[-1], labels),
+            loss=lambda model, batch: task_loss(model(*batch.inputs)[-1], batch.labels),
             score=lambda scores: float(scores[-1]),
         )
     ]
@@ -56,7 +62,7 @@ def two_stage(model: MultiExit) -> list[Stage]:
             Stage(
                 name="heads",
                 learns=lambda name: name.startswith("heads.") and not name.startswith(last),
-                loss=lambda logits, labels: sum(task_loss(each, labels) for each in logits[:-1]),
+                loss=lambda model, batch: sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs)[:-1]),
                 score=lambda scores: float(np.mean(scores[:-1])),
             )
         )

@@ -88,6 +88,10 @@ class MultiExit(nn.Module):
             logits.append(head(hidden, mask))
         return logits
 
+    def segments(self) -> "TorchSegments":
+        """What early_exit drives."""
+        return TorchSegments(self)
+
 
 class TorchState(NamedTuple):
     """The rows still in the model."""

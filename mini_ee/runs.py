@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
     def segments(self) -> TorchSegments:
         """What early_exit drives."""
-        return TorchSegments(self.model)
+        return self.model.segments()
 
     def whole_model(self) -> TorchSegments:
         """What a speed-up is measured against, under NeverExit: in torch the same segments."""

@@ -11,8 +11,9 @@ FLOORS = (
     ("__init__", "shapes", "metrics", "confidence", "files", "flops"),
     ("bert",),
     ("checkpoint", "reviews", "tasks"),
-    ("rules", "early_exit", "exits", "evaluation", "runs", "training"),
+    ("rules", "early_exit", "exits", "evaluation", "fitting"),
     ("baselines",),
+    ("runs", "training"),
     ("export.__init__", "export.graphs", "export.runtime", "export.segments"),
     ("report", "demo", "bench", "commands", "serve", "__main__"),
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import training
+from mini_ee import fitting, training
 from mini_ee.baselines import RECIPES, depth_weighted_sum, joint, task_loss, two_stage
 from mini_ee.checkpoint import load_backbone, read_tensors
 from mini_ee.early_exit import Recorded
@@ -77,7 +77,7 @@ def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
 
 def test_frozen_parts_are_in_eval_mode_so_that_dropout_does_not_blur_what_heads_read(checkpoint_folder):
     model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
-    training._train_mode(model, two_stage(model)[1])
+    fitting._train_mode(model, two_stage(model)[1])
     assert not model.backbone.layers[0].dropout.training and not model.heads[2].training
     assert model.heads[0].dropout.training and model.heads[1].training
 
@@ -109,7 +109,7 @@ def test_training_leaves_the_callers_random_state_alone(tmp_path, checkpoint_fol
 def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights(
     tmp_path, checkpoint_folder, task_folder, method, stop_after, monkeypatch
 ):
-    monkeypatch.setattr(training, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
     train(tmp_path / "whole", checkpoint_folder, task_folder, method)
     steps, step = 0, torch.optim.AdamW.step
 
@@ -189,7 +189,7 @@ def test_the_best_epoch_is_kept_not_the_last(
     tmp_path, checkpoint_folder, task_folder, monkeypatch, scores, first_is_best
 ):
     monkeypatch.setattr(
-        training, "_schedule", lambda step, total, warmup: 1.0
+        fitting, "_schedule", lambda step, total, warmup: 1.0
     )  # the first epoch of one and of two alike
     one, two = (TrainConfig(epochs=epochs, lr=1e-3, batch_size=8) for epochs in (1, 2))
     train(tmp_path / "one", checkpoint_folder, task_folder, config=one)
@@ -200,11 +200,11 @@ def test_the_best_epoch_is_kept_not_the_last(
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
-    rates = [training._schedule(step, 100, 0.1) for step in range(100)]
+    rates = [fitting._schedule(step, 100, 0.1) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and rates[99] == pytest.approx(1 / 90)
     assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
-    assert training._schedule(0, 1, 0.0) == 1.0
+    assert fitting._schedule(0, 1, 0.0) == 1.0
 
 
 def test_a_training_that_diverges_says_so_and_writes_no_run(tmp_path, checkpoint_folder, task_folder):

@@ -1,0 +1,256 @@
+"""The one training loop: AdamW, warm-up, linear decay, clipping, the best checkpoint; its state survives a kill.
+
+A recipe is a list of stages (see baselines.py); a stage says which parameters learn, from which loss, and which score
+decides the best checkpoint. Epochs are scored on rows held out of train; the split that is reported is never seen here.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mini_ee.checkpoint import read_tensors, write_tensors
+from mini_ee.evaluation import exit_scores, record
+from mini_ee.tasks import Encoded, Task, batches
+
+STATE = "state.safetensors"
+SAVE_SECONDS = 60.0  # between two saves of the training state, which holds the weights four times over
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of a training run. Raises ValueError on a value that makes no sense."""
+
+    epochs: int = 3
+    lr: float = 5e-5  # of the backbone
+    head_lr: float = 5e-4
+    batch_size: int = 32
+    warmup: float = 0.1  # share of a stage's steps
+    weight_decay: float = 0.01
+    clip: float = 1.0  # largest norm of the gradient
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if not np.isfinite(value) or value < 0 or (value == 0 and name in ("epochs", "batch_size", "clip")):
+                raise ValueError(
+                    f"{name} must be a number of at least 0, epochs, batch_size and clip above it, got {value}"
+                )
+        if self.warmup > 1:
+            raise ValueError(f"warmup is a share of the steps, at most 1, got {self.warmup}")
+
+
+class Data(NamedTuple):
+    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression."""
+
+    encoded: Encoded
+    labels: np.ndarray
+
+
+class Batch(NamedTuple):
+    """Rows of one step, on the model's device."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]  # what the model's forward takes: input_ids, attention_mask, token_type_ids
+    labels: Tensor  # (B,)
+    taught: Tensor | None  # (B, ...), what the stage's teacher says of these rows
+
+
+class Stage(NamedTuple):
+    """One stage of a recipe."""
+
+    name: str
+    learns: Callable[[str], bool]  # of a parameter's name in the model
+    loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
+    score: Callable[[np.ndarray], float]  # (K,) hold-out scores of the exits -> what the best checkpoint maximises
+    teacher: Callable[[nn.Module, Encoded], np.ndarray] | None = None  # asked of all train rows before the stage begins
+
+
+class NothingToResume(FileNotFoundError):
+    """--resume without a training state."""
+
+
+def fit(
+    model: nn.Module,
+    stages: list[Stage],
+    task: Task,
+    train: Data,
+    held: Data,
+    config: TrainConfig,
+    settings: dict,
+    state_folder: Path,
+    resume: bool = False,
+) -> list[dict]:
+    """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores.
+
+    model: its forward is what the stages' losses call, its segments() are what is scored. The training state stands
+    in `state_folder` until the caller removes it. With `resume` the training found there goes on, and ends with the
+    same weights as one that was never stopped; `settings` (JSON) must be the ones that it was started with. Uses
+    torch's global random state. Raises NothingToResume, or ValueError for other settings.
+    """
+    path = state_folder / STATE
+    progress = {"settings": settings, "stage": 0, "step": 0, "best": None, "losses": [], "history": []}
+    saved = {}
+    if resume:
+        saved = _read_state(path)
+        before = json.loads(bytes(saved.pop("progress").tolist()))
+        differ = [f"{key} {value}" for key, value in before["settings"].items() if value != settings.get(key)]
+        if differ:
+            raise ValueError(f"{state_folder}: was started with {', '.join(differ)}; resume with the same settings")
+        progress = before
+    else:
+        state_folder.mkdir(parents=True, exist_ok=True)
+
+    steps_per_epoch = -(-len(train.labels) // config.batch_size)
+    total = len(stages) * config.epochs * steps_per_epoch
+    done = (progress["stage"] * config.epochs) * steps_per_epoch + progress["step"]
+    with tqdm(total=total, initial=done, desc="training", unit="batch", delay=1) as bar:
+        for number in range(progress["stage"], len(stages)):
+            _run_stage(model, stages[number], number, task, train, held, config, path, progress, saved, bar)
+            progress |= {"stage": number + 1, "step": 0, "best": None, "losses": []}
+            saved = {}
+    return progress["history"]
+
+
+def _run_stage(model, stage, number, task, train, held, config, path, progress, saved, bar) -> None:
+    """One stage, from progress["step"] on; leaves the model at its best epoch."""
+    optimizer = _optimizer(model, stage, config)
+    best = {}
+    if saved:
+        best = _restore(model, optimizer, saved)
+    taught = stage.teacher(model, train.encoded) if stage.teacher else None
+    steps_per_epoch = -(-len(train.labels) // config.batch_size)
+    total = config.epochs * steps_per_epoch
+    last_save = time.monotonic()
+    for epoch in range(progress["step"] // steps_per_epoch, config.epochs):
+        order = list(
+            batches(train.encoded, config.batch_size, shuffle_seed=config.seed * 10_000 + number * 100 + epoch)
+        )
+        _train_mode(model, stage)
+        for rows in order[progress["step"] - epoch * steps_per_epoch :]:
+            rate = _schedule(progress["step"], total, config.warmup)
+            progress["losses"].append(_update(model, stage, optimizer, train, taught, rows, rate, config.clip))
+            progress["step"] += 1
+            bar.update()
+            recent = np.mean(progress["losses"][-50:])
+            bar.set_postfix(stage=stage.name, loss=f"{recent:.3f}", held_out=progress["best"], refresh=False)
+            if time.monotonic() - last_save > SAVE_SECONDS and progress["step"] < (epoch + 1) * steps_per_epoch:
+                _write_state(path, model, optimizer, best, progress)
+                last_save = time.monotonic()
+        recorded = record(model.segments(), held.encoded, config.batch_size)
+        scores = exit_scores(recorded, task, held.labels)
+        progress["history"].append(
+            {
+                "stage": stage.name,
+                "epoch": epoch + 1,
+                "loss": float(np.mean(progress["losses"])),
+                "exit_scores": scores,
+            }
+        )
+        progress["losses"] = []
+        score = stage.score(np.array(scores))
+        if progress["best"] is None or score > progress["best"]:
+            progress["best"] = score
+            best = {name: value.detach().clone() for name, value in model.state_dict().items() if stage.learns(name)}
+        _write_state(path, model, optimizer, best, progress)
+        last_save = time.monotonic()
+    model.load_state_dict(model.state_dict() | best)
+
+
+def _update(model, stage, optimizer, train: Data, taught, rows: np.ndarray, rate: float, clip: float) -> float:
+    """One step of the optimizer on the given rows, at `rate` times the peak learning rates; returns the loss."""
+    device = next(model.parameters()).device
+    inputs = train.encoded.batch(rows)
+    arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, train.labels[rows])
+    *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
+    batch = Batch(tuple(ids), labels, None if taught is None else torch.from_numpy(taught[rows]).to(device))
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * rate
+    loss = stage.loss(model, batch)
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+    optimizer.step()
+    return loss.item()
+
+
+def _schedule(step: int, total: int, warmup: float) -> float:
+    """Rises to 1 over the warm-up, then falls linearly to 0."""
+    rising = warmup * total
+    return min((step + 1) / max(1.0, rising), (total - step) / max(1.0, total - rising), 1.0)
+
+
+def _optimizer(model: nn.Module, stage: Stage, config: TrainConfig) -> torch.optim.AdamW:
+    """Groups: heads, and the backbone or its adapters; weight decay on matrices, none on biases and norms."""
+    groups = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(stage.learns(name))
+        if parameter.requires_grad:
+            lr = config.head_lr if name.startswith("heads.") else config.lr
+            decay = config.weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((lr, decay), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": params, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
+    )
+
+
+def _train_mode(model: nn.Module, stage: Stage) -> None:
+    """Dropout only where something learns: a frozen backbone or head stays as it will be used."""
+    model.train()
+    for name, part in _parts(model):
+        part.train(any(stage.learns(f"{name}.{parameter}") for parameter, _ in part.named_parameters()))
+
+
+def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The backbone, and each head or set of adapters on its own."""
+    parts = []
+    for name, child in model.named_children():
+        lists = isinstance(child, nn.ModuleList)
+        parts += [(f"{name}.{k}", each) for k, each in enumerate(child)] if lists else [(name, child)]
+    return parts
+
+
+def _write_state(path: Path, model, optimizer, best: dict[str, Tensor], progress: dict) -> None:
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    tensors |= {f"best.{name}": value for name, value in best.items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+    tensors["random.cpu"] = torch.get_rng_state()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    tensors["progress"] = torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
+    write_tensors(path, tensors)
+
+
+def _read_state(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise NothingToResume(f"{path.parent}: no unfinished training here; start without --resume")
+    return read_tensors(path)
+
+
+def _restore(model, optimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put model, optimizer and random state back; returns the best weights so far."""
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+
+    model.load_state_dict(part("model."))
+    state = {}
+    for name, value in part("optimizer.").items():
+        index, key = name.split(".")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(saved["random.cpu"])
+    device = next(model.parameters()).device
+    if device.type == "cuda" and "random.cuda" in saved:
+        torch.cuda.set_rng_state(saved["random.cuda"], device)
+    return part("best.")
