@@ -14,7 +14,9 @@ from mini_ee.confidence import MEASURES
 from mini_ee.rules import RULES
 from mini_ee.tasks import TOY
 
-METHODS = ("joint", "two-stage")
+METHODS = ("joint", "two-stage", "sweet", "lora-exits")
+DISTILL = ("vanilla", "kd", "segd")
+SCHEDULES = ("restart", "parallel")
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
 BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx")
 
@@ -72,6 +74,14 @@ def parser() -> Parser:
         help="folder for the trained model; must not be there",
     )
     sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
+    lora = sub.add_argument_group("lora-exits")
+    lora.add_argument("--distill", choices=DISTILL, help="who teaches an exit; segd: the next one (default)")
+    lora.add_argument("--temperature", type=float, help="of the soft labels, Eq. 5; 2")
+    lora.add_argument("--lambda", dest="weight", type=_share, help="share of the distillation loss, Eq. 4; .95")
+    lora.add_argument("--t-squared", action="store_true", help="times the temperature squared, which the paper has not")
+    lora.add_argument("--rank", type=_positive, help="of the adapters; 8")
+    lora.add_argument("--alpha", type=float, help="adapters are scaled by alpha / rank; 16")
+    lora.add_argument("--targets", help="projections with adapters; query,value")
 
     sub = command("evaluate", "accuracy, layers saved and measured speed-up of a run", "mini-ee evaluate run --sweep")
     sub.add_argument("run", type=Path, metavar="RUN")
@@ -92,6 +102,7 @@ def parser() -> Parser:
     sub.add_argument("--text", required=True, help="the sentence")
     sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    _add_schedule(sub)
     _add_rule(sub)
 
     sub = command("export", "ONNX segments, verified against torch", "mini-ee export mini-ee-demo/run --out exported")
@@ -126,11 +137,15 @@ def _add_training(sub: Parser) -> None:
         "--model", type=Path, metavar="DIR", help="checkpoint folder; the built-in 12-layer BERT by default"
     )
     sub.add_argument("--task", default=TOY, metavar="DIR", help=f"task folder; the built-in {TOY} by default")
-    sub.add_argument("--exits", type=_integers, help="layers to leave at, such as 2,4,6; every layer by default")
+    sub.add_argument(
+        "--exits",
+        type=_integers,
+        help="layers to leave at, such as 2,4,6; by default every layer, for sweet and lora-exits four even ones",
+    )
     sub.add_argument("--pool", choices=("first", "mean"), default="mean", help="what heads read; mean by default")
-    sub.add_argument("--epochs", type=_positive, help="3 by default, for the built-in model 5")
-    sub.add_argument("--lr", type=float, help="learning rate of the backbone; 5e-5, for the built-in one 2e-4")
-    sub.add_argument("--head-lr", type=float, default=5e-4, help="5e-4 by default")
+    sub.add_argument("--epochs", type=_positive, help="3 by default, for the built-in model and lora-exits 5")
+    sub.add_argument("--lr", type=float, help="of the backbone; 5e-5, for the built-in one 2e-4, lora-exits 1e-3")
+    sub.add_argument("--head-lr", type=float, help="learning rate of the heads; 5e-4, lora-exits 1e-3")
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default")
     sub.add_argument("--max-train", type=_positive, metavar="N", help="train on N rows at most, drawn with the seed")
     sub.add_argument("--max-length", type=_positive, default=128, metavar="TOKENS", help="longer texts are cut; 128")
@@ -138,7 +153,13 @@ def _add_training(sub: Parser) -> None:
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
 
 
+def _add_schedule(sub: Parser) -> None:
+    sub.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together; restart by default")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="where the backbone of LoRA exits is now, if it moved")
+
+
 def _add_evaluation(sub: Parser) -> None:
+    _add_schedule(sub)
     sub.add_argument("--task", metavar="DIR", help=f"task folder; may be left out for runs on the built-in {TOY}")
     sub.add_argument("--split", help="dev by default where there is one, else test")
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default; 1 shows latency")

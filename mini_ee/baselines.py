@@ -2,6 +2,7 @@
 
 joint        one stage; the exits' losses summed with their depth as weight (ConsistentEE, Eq. 1; PABEE)
 two-stage    fine-tune for the last exit, freeze, train the other heads (DeeBERT, Xin et al. 2020)
+sweet        each layer learns from the next exit's loss alone (SWEET, Rotem et al. 2023)
 """
 
 import numpy as np
@@ -69,4 +70,18 @@ def two_stage(model: MultiExit) -> list[Stage]:
     return stages
 
 
-RECIPES = {"joint": joint, "two-stage": two_stage}
+def sweet(model: MultiExit) -> list[Stage]:
+    """SWEET: all exits at once, but no gradient passes from an exit to the layers below the one before it."""
+    return [
+        Stage(
+            name="sweet",
+            learns=lambda name: True,
+            loss=lambda model, batch: sum(
+                task_loss(logits, batch.labels) for logits in model(*batch.inputs, detach=True)
+            ),
+            score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
+        )
+    ]
+
+
+RECIPES = {"joint": joint, "two-stage": two_stage, "sweet": sweet}

@@ -11,6 +11,7 @@ Depth is counted in layers run: hidden[0] is the embedding output, hidden[k] the
 Agreement with transformers, hidden states and logits, is pinned in tests/test_bert.py.
 """
 
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
@@ -18,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.shapes import check
+
+Adapt = Callable[[str, Tensor, Tensor], Tensor]
+"""(name of a linear map in Layer, its input, its output) -> the output with what an adapter adds."""
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -163,15 +167,23 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.attention_dropout = config.attention_probs_dropout_prob
 
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D)."""
-        heads = self.qkv(hidden).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
+    def forward(self, hidden: Tensor, mask: Tensor | None, adapt: Adapt | None = None) -> Tensor:
+        """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D).
+
+        adapt: what adapters add to the linear maps of this layer.
+        """
+
+        def linear(name: str, x: Tensor) -> Tensor:
+            y = getattr(self, name)(x)
+            return y if adapt is None else adapt(name, x, y)
+
+        heads = linear("qkv", hidden).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         dropout = self.attention_dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         attended = attended.transpose(1, 2).flatten(2)
-        hidden = self.attention_norm(hidden + self.dropout(self.attention_output(attended)))
-        return self.output_norm(hidden + self.dropout(self.down(self.activation(self.up(hidden)))))
+        hidden = self.attention_norm(hidden + self.dropout(linear("attention_output", attended)))
+        return self.output_norm(hidden + self.dropout(linear("down", self.activation(linear("up", hidden)))))
 
 
 class MaskedLMHead(nn.Module):
@@ -225,10 +237,21 @@ class Bert(nn.Module):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(input_ids, token_type_ids)
 
-    def run_layers(self, hidden: Tensor, mask: Tensor | None, start: int, stop: int) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop. mask as `padding_mask`."""
+    def run_layers(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        start: int,
+        stop: int,
+        adapters: Callable[[int], Adapt] | None = None,
+    ) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop. mask as `padding_mask`.
+
+        adapters: index of a stored layer -> what is added to its linear maps (lora_exits.py).
+        """
         for depth in range(start, stop):
-            hidden = self.layers[depth % len(self.layers)](hidden, mask)
+            stored = depth % len(self.layers)
+            hidden = self.layers[stored](hidden, mask, adapters and adapters(stored))
         return hidden
 
     def forward(

@@ -4,12 +4,15 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from mini_ee import WrongArguments
+from mini_ee import WrongArguments, segd
 from mini_ee.baselines import RECIPES
 from mini_ee.bench import BENCHES
 from mini_ee.checkpoint import BUILT_IN_MODEL, read_config
@@ -25,17 +28,20 @@ from mini_ee.evaluation import (
     summary,
     timed_batches,
 )
-from mini_ee.exits import check_exits
+from mini_ee.exits import check_exits, even_exits
 from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
+from mini_ee.lora_exits import LoRAExits, check_lora, parallel, restart
 from mini_ee.report import table
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
 from mini_ee.runs import Run, load_run, versions
+from mini_ee.segd import Distillation
 from mini_ee.tasks import TOY, Task, load_task, toy_task
 from mini_ee.training import TrainConfig, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
+LORA_LR, LORA_EPOCHS = 1e-3, 5
 SWEEP_POINTS = 51  # LoRAExit, section 4
 
 
@@ -68,9 +74,8 @@ def run_train(args, say) -> dict:
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
-    trained = train_run(
-        args.out, args.method, RECIPES[args.method], model_folder, task, config, resume=args.resume, **options
-    )
+    recipe, how = method_of(args)
+    trained = train_run(args.out, args.method, recipe, model_folder, task, config, resume=args.resume, **options | how)
     metrics = read_json(args.out / "metrics.json")
     held = metrics["hold_out"]
     say(
@@ -307,9 +312,16 @@ def open_trained(folder: Path, args) -> Run | Runtime:
     """A run, on the device that was asked for, or an exported folder."""
     if (folder / MANIFEST).is_file():
         return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
-    trained = load_run(folder)
+    trained = load_run(folder, args.model)
     check_device(args.device)
     trained.model.to(args.device)
+    if not isinstance(trained.model, LoRAExits):
+        if args.schedule:
+            raise WrongArguments(f"{folder}: --schedule is for LoRA exits, this is a run of {trained.config['method']}")
+        return trained
+    schedules = {"restart": restart, "parallel": parallel}
+    if args.schedule in schedules:
+        return trained._replace(schedule=schedules[args.schedule](len(trained.exits)))
     return trained
 
 
@@ -336,29 +348,59 @@ def open_model(folder: Path | None) -> Path:
     return folder
 
 
+def method_of(args) -> tuple[Callable, dict]:
+    """The recipe of `train METHOD`, and what train_run is told beside it."""
+    given = {
+        name: getattr(args, name)
+        for name in ("distill", "temperature", "weight", "rank", "alpha", "targets")
+        if getattr(args, name) is not None
+    } | ({"t_squared": True} if args.t_squared else {})
+    if args.method != "lora-exits":
+        if given:
+            named = ", ".join("--lambda" if name == "weight" else f"--{name.replace('_', '-')}" for name in given)
+            raise WrongArguments(f"{args.method} does not take {named}: lora-exits does")
+        return RECIPES[args.method], {}
+    if "targets" in given:
+        given["targets"] = given["targets"].split(",")
+    shape = {name: given.pop(name) for name in ("rank", "alpha", "targets") if name in given}
+    try:
+        how = Distillation(**given)
+        check_lora(**shape)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    settings = {"method_settings": asdict(how) | shape}
+    return partial(segd.recipe, how=how), {"build": partial(LoRAExits, **shape)} | settings
+
+
 def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
     """The settings of a training from the command line; wrong exits are found before anything is loaded."""
     check_device(args.device)
-    exits = args.exits
+    exits, layers = args.exits, read_config(model_folder / "config.json").num_hidden_layers
+    method = getattr(args, "method", "joint")
+    if exits is None and method in ("sweet", "lora-exits"):
+        exits = even_exits(layers, 4)
     if exits is not None:
-        layers = read_config(model_folder / "config.json").num_hidden_layers
         try:
             check_exits(exits, layers)
         except ValueError as error:
             raise WrongArguments(str(error)) from None
-    lr, epochs = (BUILT_IN_LR, BUILT_IN_EPOCHS) if args.model is None else (TrainConfig.lr, TrainConfig.epochs)
+    lr, head_lr, epochs = TrainConfig.lr, TrainConfig.head_lr, TrainConfig.epochs
+    if args.model is None:
+        lr, epochs = BUILT_IN_LR, BUILT_IN_EPOCHS
+    if method == "lora-exits":
+        lr, head_lr, epochs = LORA_LR, LORA_LR, LORA_EPOCHS
     try:
         config = TrainConfig(
             epochs=epochs if args.epochs is None else args.epochs,
             lr=lr if args.lr is None else args.lr,
-            head_lr=args.head_lr,
+            head_lr=head_lr if args.head_lr is None else args.head_lr,
             batch_size=args.batch_size,
             seed=args.seed,
         )
     except ValueError as error:
         raise WrongArguments(str(error)) from None
-    names = ("exits", "pool", "max_train", "max_length", "max_loss", "device")
-    return config, {name: getattr(args, name) for name in names}
+    names = ("pool", "max_train", "max_length", "max_loss", "device")
+    return config, {"exits": exits} | {name: getattr(args, name) for name in names}
 
 
 def choose_rule(args, trained: Run | Runtime) -> Rule:

@@ -79,13 +79,19 @@ class MultiExit(nn.Module):
         self.backbone = backbone
         self.heads = nn.ModuleList(ExitHead(backbone.config.hidden_size, num_labels, pool) for _ in exits)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """Logits (B, C) of every exit. The three inputs are (B, T) int64."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
+    ) -> list[Tensor]:
+        """Logits (B, C) of every exit. The three inputs are (B, T) int64.
+
+        detach: no gradient flows from an exit past the one before it (SWEET).
+        """
         mask = padding_mask(attention_mask)
         hidden, depth, logits = self.backbone.embed(input_ids, token_type_ids), 0, []
         for layer, head in zip(self.exits, self.heads):
             hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
             logits.append(head(hidden, mask))
+            hidden = hidden.detach() if detach else hidden
         return logits
 
     def segments(self) -> "TorchSegments":

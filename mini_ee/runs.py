@@ -3,6 +3,7 @@
 run/config.json          format_version, method, backbone, exits, pool, rule, task, max_length, training, versions,
                          and the checksum of every other file
 run/model.safetensors    what the method trained: heads, and the backbone where it was fine-tuned
+run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
 run/metrics.json         what training measured
 run/tokenizer.json       the backbone's
 """
@@ -13,12 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from mini_ee import __version__
 from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import load_strict, read_tensors, write_tensors
-from mini_ee.exits import MultiExit, TorchSegments
+from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
+from mini_ee.early_exit import Segments
+from mini_ee.exits import MultiExit
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
+from mini_ee.lora_exits import LoRAExits, load_adapters, save_adapters
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Task, Tokenizer
 
@@ -29,16 +33,19 @@ class Run(NamedTuple):
     """A loaded run."""
 
     config: dict
-    model: MultiExit
+    model: MultiExit | LoRAExits
     tokenizer: Tokenizer
     rule: Rule
+    schedule: list[list[int]] | None = None  # of LoRA streams
 
-    def segments(self) -> TorchSegments:
+    def segments(self) -> Segments:
         """What early_exit drives."""
-        return self.model.segments()
+        return self.model.segments(self.schedule) if self.schedule else self.model.segments()
 
-    def whole_model(self) -> TorchSegments:
-        """What a speed-up is measured against, under NeverExit: in torch the same segments."""
+    def whole_model(self) -> Segments:
+        """What a speed-up is measured against, under NeverExit: the last exit alone."""
+        if isinstance(self.model, LoRAExits):
+            return self.model.merged(len(self.exits) - 1).to(next(self.model.parameters()).device).segments()
         return self.segments()
 
     @property
@@ -84,7 +91,7 @@ def versions() -> dict[str, str]:
 def save_run(
     folder: Path,
     method: str,
-    model: MultiExit,
+    model: MultiExit | LoRAExits,
     tokenizer: Tokenizer,
     rule: Rule,
     task: Task,
@@ -117,17 +124,23 @@ def save_run(
         "versions": versions(),
     }
     with atomic_folder(folder) as partial:
-        digest = write_tensors(partial / "model.safetensors", model.state_dict())
+        if isinstance(model, LoRAExits):  # the backbone is as it was: the run names it
+            config["lora"] = {"rank": model.rank, "alpha": model.alpha, "targets": list(model.targets)}
+            own = {name: value for name, value in model.state_dict().items() if name.startswith("heads.")}
+            digests = save_adapters(model, partial, backbone["folder"])
+        else:
+            own, digests = model.state_dict(), {}
+        digests["model.safetensors"] = write_tensors(partial / "model.safetensors", own)
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
-        config["files"] = {"model.safetensors": digest} | {
-            name: file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")
-        }
+        config["files"] = digests | {name: file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")}
         write_json(partial / "config.json", config)
 
 
-def load_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> Run:
     """Read a run folder and check all of it.
+
+    backbone_folder: where the backbone of a run that did not fine-tune it is now, if not where it was.
 
     Raises FileNotFoundError where there is none, ValueError where it was damaged or comes from another format.
     """
@@ -143,7 +156,7 @@ def load_run(folder: str | Path) -> Run:
             f"give a folder that `mini-ee train` wrote"
         )
     try:
-        return _read_run(folder, config)
+        return _read_run(folder, config, backbone_folder)
     except KeyError as error:
         raise ValueError(f"{folder}: config.json has no key {error}; train the run again") from None
     except (TypeError, AttributeError) as error:
@@ -152,7 +165,7 @@ def load_run(folder: str | Path) -> Run:
         ) from None
 
 
-def _read_run(folder: Path, config: dict) -> Run:
+def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) -> Run:
     for name in ("tokenizer.json", "metrics.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; train the run again")
@@ -161,16 +174,36 @@ def _read_run(folder: Path, config: dict) -> Run:
                 f"{folder / name}: damaged: the content does not have the checksum that was written with it"
             )
     source = config["backbone"]
-    num_labels = len(config["task"]["label_names"]) or 1
-    with torch.device("meta"):
-        backbone = Bert(BertConfig(**source["config"]), pooler=source["pooler"], lm_head=source["lm_head"])
-        model = MultiExit(backbone, tuple(config["exits"]), num_labels, config["pool"])
+    shape = tuple(config["exits"]), len(config["task"]["label_names"]) or 1, config["pool"]
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
-    load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder / "model.safetensors")
+    if "lora" in config:
+        backbone = _backbone_of(source, folder, backbone_folder)
+        model = LoRAExits(backbone, *shape, **config["lora"])
+        load_adapters(model, folder, config["files"])
+        trained, prefix = model.heads, "heads."
+    else:
+        with torch.device("meta"):
+            backbone = Bert(BertConfig(**source["config"]), pooler=source["pooler"], lm_head=source["lm_head"])
+            model = MultiExit(backbone, *shape)
+        trained, prefix = model, ""
+    names = {name: (prefix + name,) for name in trained.state_dict()}
+    load_strict(trained, tensors, names, folder / "model.safetensors")
     tokenizer = Tokenizer.from_folder(folder, config["max_length"])
     rule = rule_from_dict(config["rule"])
     rule.check(len(model.exits))
     return Run(config, model.eval(), tokenizer, rule)
+
+
+def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert:
+    """The backbone that a run was trained on, or an error: adapters fit one backbone only."""
+    folder = Path(folder or source["folder"])
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run}: its backbone was in {folder}, nothing is there; say where with --model")
+    if backbone_sha256(folder) != source["sha256"]:
+        raise ValueError(f"{run}: was trained on another backbone than the one in {folder}; give that one with --model")
+    backbone = load_backbone(folder)
+    backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
+    return backbone
 
 
 def training_folder(folder: Path) -> Path:

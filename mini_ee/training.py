@@ -40,8 +40,13 @@ def train_run(
     max_loss: float = 0.01,
     device: str = "cpu",
     resume: bool = False,
+    build: Callable[..., nn.Module] = MultiExit,
+    method_settings: dict | None = None,
 ) -> Run:
     """Train a classifier with exits (every layer by default) and write it to `out` with its default rule.
+
+    build: backbone, exits, num_labels, pool -> the model that the recipe trains; method_settings: what build and
+    recipe were made from, in JSON, for the run's config and for a resumed training to compare.
 
     A killed training leaves `out`.training behind, from which `resume` goes on. The caller's random state is kept.
     Raises FileExistsError where `out` or an unfinished training of it is there already.
@@ -60,7 +65,7 @@ def train_run(
     )
     exits = exits or tuple(range(1, backbone.config.num_hidden_layers + 1))
     source = {"folder": str(Path(model_folder).resolve()), "sha256": backbone_sha256(model_folder)}
-    settings = asdict(config) | {"max_train": max_train, "max_loss": max_loss}
+    settings = asdict(config) | {"max_train": max_train, "max_loss": max_loss} | (method_settings or {})
     begun_with = settings | {
         "method": method,
         "backbone": source["sha256"],
@@ -73,7 +78,7 @@ def train_run(
     begun_with["data"] = _sha256(train, held)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        model = MultiExit(backbone, exits, task.num_labels, pool).to(device)
+        model = build(backbone, exits, task.num_labels, pool).to(device)
         history = fit(model, recipe(model), task, train, held, config, begun_with, state_folder, resume)
     recorded = record(model.segments(), held.encoded, config.batch_size)
     rule = default_rule(recorded, task, held.labels, max_loss)

@@ -12,7 +12,7 @@ FLOORS = (
     ("bert",),
     ("checkpoint", "reviews", "tasks"),
     ("rules", "early_exit", "exits", "evaluation", "fitting"),
-    ("baselines",),
+    ("baselines", "lora_exits", "sgmv", "segd"),
     ("runs", "training"),
     ("export.__init__", "export.graphs", "export.runtime", "export.segments"),
     ("report", "demo", "bench", "commands", "serve", "__main__"),

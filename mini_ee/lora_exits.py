@@ -1,0 +1,371 @@
+"""LoRAExit: each exit is a low-rank adaptation of its own of one frozen backbone.
+
+Source: Liu et al., LoRAExit: Empowering Dynamic Modulation of LLMs in Resource-limited Settings using Low-rank
+Adapters. Section 3.1 (Eq. 1, 2) and 3.3 (Eq. 6) are here; 3.2, the distillation (Eq. 3 to 5), is segd.py.
+
+Symbols:   targets: the projections that are adapted; rank = m, A (d, m), B (m, d) as in Eq. 2; exit k sits after layer
+           e_k and has adapters in the layers 1 .. e_k. A stream is the computation of one exit.
+
+Deviations, each from a point that the paper leaves open (see the tests of the same names):
+1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank.
+2. The last exit has adapters too: the backbone is as it was pretrained, for all exits.
+3. ALBERT's layers share one set of weights, and so one set of adapters an exit: what PEFT does.
+
+Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
+of exit k. Streams either run side by side through one shared product (Eq. 6), or the next one starts anew from the
+embeddings when an exit refuses. In layer passes for exits 3, 6, 9, 12:
+
+    stops at           3    6    9   12
+    parallel          12   21   27   30
+    restart            3    9   18   30
+
+A schedule says which streams start together: groups of consecutive exits. One group is parallel, groups of one are
+restart, and `cheapest_schedule` chooses among all of them from measured costs and the chance of a refusal.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.bert import Adapt, Bert, padding_mask
+from mini_ee.checkpoint import hugging_face_names, read_tensors, write_tensors
+from mini_ee.early_exit import Reading, Segments
+from mini_ee.exits import POOLS, ExitHead, MultiExit, check_exits
+from mini_ee.files import write_bytes
+from mini_ee.flops import head_flops, layer_flops
+
+TARGETS = {  # projection -> the linear map of bert.Layer that holds it, and which of its parts
+    "query": ("qkv", 0),
+    "key": ("qkv", 1),
+    "value": ("qkv", 2),
+    "attention_output": ("attention_output", 0),
+    "up": ("up", 0),
+    "down": ("down", 0),
+}
+
+
+class LowRank(nn.Module):
+    """A B of Eq. 2. A is drawn, B is zero: an adapter begins as nothing."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int):
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(inputs, rank))
+        self.B = nn.Parameter(torch.zeros(rank, outputs))
+        nn.init.uniform_(self.A, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear and PEFT draw it
+
+
+def check_lora(rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = ("query", "value")) -> None:
+    """Raise ValueError for adapters that cannot be."""
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"alpha must be a number above 0, got {alpha}")
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown or not targets:
+        raise ValueError(f"targets must be some of {', '.join(TARGETS)}, got {', '.join(unknown) or 'none'}")
+
+
+class LoRAExits(nn.Module):
+    """A frozen backbone; for each exit adapters in the layers up to it, and a head."""
+
+    def __init__(
+        self,
+        backbone: Bert,
+        exits: tuple[int, ...],
+        num_labels: int,
+        pool: str = "mean",
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        targets: Sequence[str] = ("query", "value"),
+    ):
+        super().__init__()
+        check_lora(rank, alpha, targets)
+        if pool not in POOLS:
+            raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool = num_labels, pool
+        self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)
+        self.backbone = backbone.requires_grad_(False)
+        self.adapters = nn.ModuleList(self._adapters_of(layer) for layer in self.exits)
+        self.heads = nn.ModuleList(ExitHead(backbone.config.hidden_size, num_labels, pool) for _ in self.exits)
+        self.starts = (0, *self.exits)
+
+    def _adapters_of(self, layer: int) -> nn.ModuleList:
+        """One ModuleDict for each stored layer of 1 .. layer: target -> LowRank."""
+        stored = self.backbone.layers[:layer]
+        return nn.ModuleList(
+            nn.ModuleDict({target: LowRank(*self._sizes(each, target)) for target in self.targets}) for each in stored
+        )
+
+    def _sizes(self, layer: nn.Module, target: str) -> tuple[int, int, int]:
+        linear = getattr(layer, TARGETS[target][0])
+        parts = 3 if TARGETS[target][0] == "qkv" else 1
+        return linear.in_features, self.rank, linear.out_features // parts
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
+        mask = padding_mask(attention_mask)
+        hidden = self.backbone.embed(input_ids, token_type_ids)
+        hidden = self.backbone.run_layers(hidden, mask, 0, self.exits[k], self.streams(k, k + 1))
+        return self.heads[k](hidden, mask)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """Logits (B, C) of every exit."""
+        return [self.exit_logits(k, input_ids, attention_mask, token_type_ids) for k in range(len(self.exits))]
+
+    def streams(self, first: int, stop: int) -> Callable[[int], Adapt]:
+        """Eq. 6 for the streams of the exits first .. stop - 1, which stand one after the other in the batch."""
+
+        def adapters(layer: int) -> Adapt:
+            stacked = {
+                target: tuple(
+                    torch.stack([getattr(self.adapters[k][layer][target], part) for k in range(first, stop)])
+                    for part in "AB"
+                )
+                for target in self.targets
+            }
+            return low_rank(stacked, self.scale)
+
+        return adapters
+
+    def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> "LoRASegments":
+        """What early_exit drives; restart by default."""
+        return LoRASegments(self, schedule or restart(len(self.exits)))
+
+    def merged(self, k: int) -> MultiExit:
+        """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
+        config = self.backbone.config
+        small = Bert(replace(config, num_hidden_layers=self.exits[k]), pooler=False, lm_head=False)
+        state = {name: value for name, value in self.backbone.state_dict().items() if name in small.state_dict()}
+        small.load_state_dict(state)
+        with torch.no_grad():
+            for layer, adapters in zip(small.layers, self.adapters[k]):
+                for target, pair in adapters.items():
+                    linear, part = TARGETS[target]
+                    rows = pair.B.shape[1]
+                    weight = getattr(layer, linear).weight[part * rows : (part + 1) * rows]
+                    weight += self.scale * (pair.A @ pair.B).T
+        model = MultiExit(small, (self.exits[k],), self.num_labels, self.pool)
+        model.heads[0] = deepcopy(self.heads[k])
+        return model.eval()
+
+
+def low_rank(stacked: dict[str, tuple[Tensor, Tensor]], scale: float) -> Adapt:
+    """The second term of Eq. 6 in one layer: target -> A (n, I, r), B (n, r, O) of n streams.
+
+    Streams carry the same tokens, so that SGMV is one batched product. Projections of one linear map shrink together.
+    """
+    maps: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+    for target, (A, B) in stacked.items():
+        linear, part = TARGETS[target]
+        maps.setdefault(linear, []).append((part, A, B))
+    shrinks = {linear: torch.cat([A for _, A, _ in parts], dim=2) for linear, parts in maps.items()}
+
+    def adapt(name: str, x: Tensor, y: Tensor) -> Tensor:
+        if name not in maps:
+            return y
+        n, rank = len(shrinks[name]), maps[name][0][1].shape[2]
+        shrunk = torch.bmm(x.reshape(n, -1, x.shape[-1]), shrinks[name])  # (n, B T, r x projections)
+        out = y.view(n, -1, y.shape[-1])
+        for number, (part, _, B) in enumerate(maps[name]):
+            columns = slice(part * B.shape[2], (part + 1) * B.shape[2])
+            out[..., columns].baddbmm_(shrunk[..., number * rank : (number + 1) * rank], B, alpha=scale)
+        return y
+
+    return adapt
+
+
+# ---- On disk: PEFT's layout, one folder an exit ----
+
+
+def save_adapters(model: LoRAExits, folder: Path, base: str) -> dict[str, str]:
+    """Write exit_{e}/adapter_model.safetensors and adapter_config.json; returns the tensors' checksums by file."""
+    digests = {}
+    for k, layer in enumerate(model.exits):
+        exit_folder = folder / f"exit_{layer}"
+        exit_folder.mkdir()
+        tensors = {}
+        for ours, theirs in _peft_names(model, k).items():
+            stored, target, part = ours
+            tensors[theirs] = getattr(model.adapters[k][stored][target], part).T  # PEFT keeps A and B transposed
+        name = f"exit_{layer}/adapter_model.safetensors"
+        digests[name] = write_tensors(folder / name, tensors)
+        config = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": base,
+            "r": model.rank,
+            "lora_alpha": model.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "target_modules": sorted(
+                {_peft_module(model, stored, target) for stored, target, _ in _peft_names(model, k)}
+            ),
+            "task_type": None,
+        }
+        write_bytes(exit_folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    return digests
+
+
+def load_adapters(model: LoRAExits, folder: Path, digests: dict[str, str]) -> None:
+    """Read what save_adapters wrote. Raises FileNotFoundError for a missing exit, ValueError for what does not fit."""
+    for k, layer in enumerate(model.exits):
+        path = folder / f"exit_{layer}" / "adapter_model.safetensors"
+        tensors = read_tensors(path, digests.get(f"exit_{layer}/{path.name}"))
+        names = _peft_names(model, k)
+        if set(tensors) != set(names.values()):
+            raise ValueError(f"{path}: the tensors do not fit exit {layer} with targets {', '.join(model.targets)}")
+        for (stored, target, part), theirs in names.items():
+            parameter = getattr(model.adapters[k][stored][target], part)
+            if tensors[theirs].shape != parameter.T.shape:
+                found, wanted = tuple(tensors[theirs].shape), tuple(parameter.T.shape)
+                raise ValueError(f"{path}: {theirs} must have shape {wanted}, found {found}: another backbone or rank")
+            parameter.data = tensors[theirs].float().T.contiguous()  # adapters in float16 are computed in float32
+
+
+def _peft_names(model: LoRAExits, k: int) -> dict[tuple[int, str, str], str]:
+    """(stored layer, target, A or B) -> the tensor's name in PEFT."""
+    return {
+        (stored, target, part): f"base_model.model.{_peft_module(model, stored, target)}.lora_{part}.weight"
+        for stored in range(len(model.adapters[k]))
+        for target in model.targets
+        for part in "AB"
+    }
+
+
+def _peft_module(model: LoRAExits, stored: int, target: str) -> str:
+    linear, part = TARGETS[target]
+    names = hugging_face_names(model.backbone.config.model_type, f"layers.{stored}.{linear}.weight")
+    return names[part].removesuffix(".weight")
+
+
+# ---- Schedules: which streams start together ----
+
+
+def parallel(num_exits: int) -> list[list[int]]:
+    """All streams at once."""
+    return [list(range(num_exits))]
+
+
+def restart(num_exits: int) -> list[list[int]]:
+    """One stream at a time."""
+    return [[k] for k in range(num_exits)]
+
+
+def all_schedules(num_exits: int) -> list[list[list[int]]]:
+    """Every way to cut the exits into groups of neighbours: 2 ** (K - 1) of them."""
+    exits, schedules = list(range(num_exits)), []
+    for count in range(num_exits):
+        for cuts in combinations(range(1, num_exits), count):
+            bounds = [0, *cuts, num_exits]
+            schedules.append([exits[start:stop] for start, stop in zip(bounds, bounds[1:])])
+    return schedules
+
+
+def expected_seconds(schedule, seconds: np.ndarray, reach: np.ndarray) -> float:
+    """Of one row: sum over exits of the chance to reach its segment, times what the segment costs there.
+
+    seconds (K, K, K): [s, k, n - 1], n streams through the layers from exit s - 1 to exit k, where s = 0 is from the
+    embeddings; only s = 0 and s = k are used. reach (K,): the chance that a row is still there before exit k.
+    """
+    total = 0.0
+    for group in schedule:
+        for k in group:
+            begin, live = (0 if k == group[0] else k), group[-1] - k + 1
+            total += float(reach[k] * seconds[begin, k, live - 1])
+    return total
+
+
+def cheapest_schedule(seconds: np.ndarray, reach: np.ndarray) -> list[list[int]]:
+    """The adaptive schedule: the one with the least expected time. The first of equal ones, which has fewest groups."""
+    return min(all_schedules(len(reach)), key=lambda schedule: expected_seconds(schedule, seconds, reach))
+
+
+# ---- Segments ----
+
+
+class LoRAState(NamedTuple):
+    """The rows still in the model, in all their streams."""
+
+    embedded: Tensor  # (B, T, D), for streams that have not begun
+    hidden: Tensor | None  # (n, B, T, D), the streams that are under way, the next exit's first
+    mask: Tensor | None  # (B, 1, 1, T)
+
+    def keep(self, rows: np.ndarray) -> "LoRAState":
+        index = torch.from_numpy(rows).to(self.embedded.device)
+        hidden = None if self.hidden is None else self.hidden[:, index]
+        return LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+
+
+class LoRASegments(Segments):
+    """The segments of a LoRAExits in eval mode under a schedule. Inputs are tasks.Inputs."""
+
+    engine = "torch"
+
+    def __init__(self, model: LoRAExits, schedule: Sequence[Sequence[int]]):
+        if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
+            raise ValueError(f"a schedule must cut the exits 0..{len(model.exits) - 1} into groups, got {schedule}")
+        self.model, self.exits, self.schedule = model.eval(), model.exits, schedule
+        self.device = next(model.parameters()).device
+        self._group = {k: group for group in schedule for k in group}
+        self._streams = {}
+        for k, group in self._group.items():
+            self._streams[k] = self._stack(k, group[-1] + 1)
+
+    def _stack(self, first: int, stop: int) -> list[Adapt]:
+        """What the streams first .. stop - 1 add in each stored layer of segment `first`; stacked once, not a batch."""
+        with torch.inference_mode():
+            adapters = self.model.streams(first, stop)
+            return [adapters(layer) for layer in range(len(self.model.adapters[first]))]
+
+    def running(self) -> torch.inference_mode:
+        return torch.inference_mode()
+
+    def start(self, inputs) -> LoRAState:
+        embedded = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
+        padded = not inputs.attention_mask.all()
+        return LoRAState(embedded, None, padding_mask(self._tensor(inputs.attention_mask)) if padded else None)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def advance(self, k: int, state: LoRAState) -> LoRAState:
+        group = self._group[k]
+        begins = k == group[0]
+        hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
+        mask = None if state.mask is None else state.mask.repeat(len(hidden), 1, 1, 1)
+        start = 0 if begins else self.exits[k - 1]
+        flat = self.model.backbone.run_layers(
+            hidden.flatten(0, 1), mask, start, self.exits[k], self._streams[k].__getitem__
+        )
+        return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
+
+    def read(self, k: int, state: LoRAState) -> Reading:
+        return Reading(self.model.heads[k](state.hidden[0], state.mask).float().numpy(force=True))
+
+    def layer_passes(self, k: int) -> int:
+        group = self._group[k]
+        start = 0 if k == group[0] else self.exits[k - 1]
+        return (self.exits[k] - start) * (group[-1] - k + 1)
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        config, tokens = self.model.backbone.config, inputs.input_ids.shape[1]
+        layer = layer_flops(config.hidden_size, config.intermediate_size, tokens)
+        pairs = self.model.adapters[k][0].values()
+        layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
+        averaged = tokens if self.model.pool == "mean" else 0
+        return self.layer_passes(k) * layer, head_flops(config.hidden_size, self.model.num_labels, averaged)

@@ -1,0 +1,410 @@
+"""LoRAExit: Eq. 2, Eq. 6, both schedules and what they cost, merged weights, PEFT's layout."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mini_ee import lora_exits
+from mini_ee.bert import Bert, BertConfig
+from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.fitting import TrainConfig
+from mini_ee.lora_exits import (
+    LoRAExits,
+    all_schedules,
+    cheapest_schedule,
+    expected_seconds,
+    load_adapters,
+    parallel,
+    restart,
+    save_adapters,
+)
+from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
+from mini_ee.runs import load_run
+from mini_ee.segd import Distillation, recipe
+from mini_ee.tasks import load_task
+from mini_ee.training import train_run
+
+ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
+EXITS = (1, 2, 4)
+TARGETS = ("query", "key", "value", "attention_output", "up", "down")
+
+
+def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=4, pool="mean"):
+    """Random in every part: B too, which begins as zero."""
+    config = BertConfig(
+        model_type=model_type,
+        vocab_size=60,
+        hidden_size=24,
+        num_hidden_layers=exits[-1],
+        num_attention_heads=3,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+        **({"embedding_size": 16} if model_type == "albert" else {}),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = LoRAExits(Bert(config, False, False), exits, 3, pool, rank=rank, targets=targets).eval()
+        for parameter in model.adapters.parameters():
+            torch.nn.init.normal_(parameter, std=0.15)
+        for head in model.heads:
+            torch.nn.init.normal_(head.dense.weight, std=0.3)
+            torch.nn.init.normal_(head.out.weight, std=0.3)
+    return model
+
+
+def tensors(inputs):
+    return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+
+
+def logits_of(model, inputs):
+    """(B, K, C): every exit alone."""
+    with torch.no_grad():
+        return torch.stack(model(*tensors(inputs)), dim=1).numpy()
+
+
+def by_hand(model, inputs, k):
+    """Exit k with Eq. 2 written into the weights of a copy of the backbone, in float64."""
+    backbone = Bert(model.backbone.config, False, False).double().eval()
+    backbone.load_state_dict(model.backbone.state_dict())
+    with torch.no_grad():
+        for stored, layer in enumerate(model.adapters[k]):
+            for target, pair in layer.items():
+                name = target if target in ("attention_output", "up", "down") else "qkv"
+                part = {"query": 0, "key": 1, "value": 2}.get(target, 0)
+                weight = getattr(backbone.layers[stored], name).weight
+                rows = weight.shape[0] // (3 if name == "qkv" else 1)
+                added = (pair.A.double() @ pair.B.double()).T * model.alpha / model.rank
+                weight[part * rows : (part + 1) * rows] += added
+        ids, mask, types = tensors(inputs)
+        hidden = backbone.hidden_states(ids, mask, types)[model.exits[k]]
+        return model.heads[k].double()(hidden, mask.bool()[:, None, None, :]).numpy()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "albert", "elasticbert"])
+@pytest.mark.parametrize("targets", [("query", "value"), ("value",), TARGETS], ids=len)
+def test_eq2_an_exit_computes_with_w_plus_ab(model_type, targets, padded_inputs):
+    model = lora_model(model_type, targets)
+    found = logits_of(model, padded_inputs)
+    for k in range(len(EXITS)):
+        np.testing.assert_allclose(found[:, k], by_hand(model, padded_inputs, k), rtol=0, atol=ATOL)
+
+
+def test_adapters_matter_and_begin_as_nothing(padded_inputs):
+    model, fresh = lora_model(), lora_model()
+    for name, parameter in fresh.adapters.named_parameters():
+        if name.endswith(".B"):
+            torch.nn.init.zeros_(parameter)
+    plain = torch.stack(fresh.merged(2)(*tensors(padded_inputs)), 1)
+    hidden = fresh.backbone(*tensors(padded_inputs))
+    expected = fresh.heads[2](hidden, tensors(padded_inputs)[1].bool()[:, None, None, :])
+    torch.testing.assert_close(plain[:, 0], expected)
+    assert abs(logits_of(model, padded_inputs) - logits_of(fresh, padded_inputs)).max() > 0.1
+
+
+@pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
+@pytest.mark.parametrize("model_type", ["bert", "albert"])
+@pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
+def test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(schedule, model_type, targets, padded_inputs):
+    model = lora_model(model_type, targets)
+    found, _ = read_every_exit(model.segments(schedule), padded_inputs)
+    np.testing.assert_allclose(found, logits_of(model, padded_inputs), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
+@pytest.mark.parametrize("rule", [Threshold(0.75), Threshold(0.7), Patience(1), FixedExit(1), NeverExit()], ids=repr)
+def test_parallel_equals_restart_and_a_batch_equals_rows_alone(schedule, rule, padded_inputs):
+    model = lora_model()
+    result = early_exit(model.segments(schedule), rule, padded_inputs)
+    reference = early_exit(model.segments(restart(3)), rule, padded_inputs)
+    np.testing.assert_array_equal(result.exit_index, reference.exit_index)
+    np.testing.assert_allclose(result.logits, reference.logits, rtol=0, atol=ATOL)
+    for row in range(len(padded_inputs)):
+        alone = early_exit(model.segments(schedule), rule, padded_inputs.take(slice(row, row + 1)))
+        assert alone.exit_index[0] == result.exit_index[row]
+        np.testing.assert_allclose(alone.logits[0], result.logits[row], rtol=0, atol=ATOL)
+
+
+def test_rows_do_leave_at_different_exits_here(padded_inputs):
+    assert len(set(early_exit(lora_model().segments(), Threshold(0.7), padded_inputs).exit_index)) > 1
+
+
+@pytest.mark.parametrize("schedule, passes", [(parallel, [12, 21, 27, 30]), (restart, [3, 9, 18, 30])])
+def test_layer_passes_of_the_exits_3_6_9_12(schedule, passes):
+    model = lora_model(exits=(3, 6, 9, 12))
+    segments = model.segments(schedule(4))
+    assert np.cumsum([segments.layer_passes(k) for k in range(4)]).tolist() == passes
+
+
+@pytest.mark.parametrize("schedule", [parallel(3), restart(3), [[0, 1], [2]]], ids=str)
+def test_layer_passes_are_the_rows_that_layers_see(schedule, padded_inputs, monkeypatch):
+    model, seen = lora_model(), []
+    run_layers = Bert.run_layers
+
+    def watched(self, hidden, mask, start, stop, adapters=None):
+        seen.append(len(hidden) * (stop - start))
+        return run_layers(self, hidden, mask, start, stop, adapters)
+
+    monkeypatch.setattr(Bert, "run_layers", watched)
+    result = early_exit(model.segments(schedule), Threshold(0.7), padded_inputs)
+    assert sum(seen) == result.cost.layer_passes.sum()
+
+
+def test_training_one_exit_changes_no_other_exits_logits(padded_inputs):
+    model = lora_model()
+    before = logits_of(model, padded_inputs)
+    optimizer = torch.optim.SGD([*model.adapters[1].parameters(), *model.heads[1].parameters()], 0.1)
+    model.exit_logits(1, *tensors(padded_inputs)).square().sum().backward()
+    optimizer.step()
+    touched = {name.split(".")[1] for name, parameter in model.named_parameters() if parameter.grad is not None}
+    after = logits_of(model, padded_inputs)
+    assert touched == {"1"}
+    assert np.array_equal(before[:, [0, 2]], after[:, [0, 2]]) and not np.allclose(before[:, 1], after[:, 1])
+
+
+@pytest.mark.parametrize("model_type", ["bert", "albert"])
+def test_merged_weights_are_the_exit_in_a_model_of_its_depth(model_type, padded_inputs):
+    model = lora_model(model_type, TARGETS)
+    for k, layer in enumerate(EXITS):
+        merged = model.merged(k)
+        assert merged.exits == (layer,) and merged.backbone.config.num_hidden_layers == layer
+        found, _ = read_every_exit(merged.segments(), padded_inputs)
+        np.testing.assert_allclose(found[:, 0], logits_of(model, padded_inputs)[:, k], rtol=0, atol=ATOL)
+
+
+def test_gradients_through_a_stream_are_those_of_eq2_in_float64(padded_inputs):
+    model = lora_model(targets=TARGETS).double()
+    pair = model.adapters[0][0]["value"]
+
+    def loss(A, B):
+        values = {"adapters.0.0.value.A": A, "adapters.0.0.value.B": B}
+        names = partial(torch.func.functional_call, model, values)
+        return names(args=tuple(tensors(padded_inputs)))[0].square().sum()
+
+    A, B = (value.detach().clone().requires_grad_() for value in (pair.A, pair.B))
+    assert torch.autograd.gradcheck(loss, (A, B), eps=1e-6, atol=1e-4, fast_mode=True)
+
+
+# Schedules
+
+
+def test_there_are_2_to_the_k_minus_1_schedules_and_each_cuts_the_exits_into_groups():
+    for count in (1, 2, 3, 4):
+        schedules = all_schedules(count)
+        assert len({str(each) for each in schedules}) == 2 ** (count - 1)
+        assert all(sum(each, []) == list(range(count)) for each in schedules)
+    assert parallel(4) in all_schedules(4) and restart(4) in all_schedules(4)
+
+
+def layer_costs(exits, price):
+    """seconds[s, k, n - 1] where n streams cost price(n) a layer."""
+    starts = (0, *exits)
+    K = len(exits)
+    return np.array([[[(exits[k] - starts[s]) * price(n + 1) for n in range(K)] for k in range(K)] for s in range(K)])
+
+
+@pytest.mark.parametrize("reach", [[1, 1, 1, 1], [1, 0.9, 0.6, 0.3], [1, 0.1, 0.1, 0.05], [1, 0.5, 0.5, 0.1]], ids=str)
+@pytest.mark.parametrize("power", [0.0, 0.3, 0.7, 1.0])
+def test_the_cheapest_schedule_is_the_best_of_simulated_rows(reach, power):
+    exits, reach = (3, 6, 9, 12), np.array(reach)
+    seconds = layer_costs(exits, lambda n: n**power)
+    left_at = np.append(-np.diff(reach), reach[-1])
+    simulated = {}
+    for schedule in all_schedules(4):
+        spent = []
+        for last in range(4):  # a row that leaves at exit `last`, walked through
+            total = 0.0
+            for group in schedule:
+                live = list(group)
+                depth = 0
+                for k in group:
+                    if k <= last:
+                        total += (exits[k] - depth) * len(live) ** power
+                    depth = exits[k]
+                    live.pop(0)
+            spent.append(total)
+        simulated[str(schedule)] = float(left_at @ spent)
+        assert expected_seconds(schedule, seconds, reach) == pytest.approx(simulated[str(schedule)])
+    chosen = simulated[str(cheapest_schedule(seconds, reach))]
+    assert chosen == pytest.approx(min(simulated.values()))
+
+
+def test_free_streams_run_side_by_side_and_dear_ones_one_by_one():
+    exits = (3, 6, 9, 12)
+    assert cheapest_schedule(layer_costs(exits, lambda n: 1.0), np.array([1, 0.9, 0.8, 0.7])) == parallel(4)
+    assert cheapest_schedule(layer_costs(exits, float), np.array([1, 0.5, 0.3, 0.1])) == restart(4)
+
+
+@pytest.mark.parametrize("schedule", [[[0, 1]], [[0], [2], [1]], [[0, 1, 2], []], [[0, 1], [1, 2]]], ids=str)
+def test_a_schedule_that_is_no_cut_of_the_exits_is_refused(schedule):
+    with pytest.raises(ValueError, match="a schedule must cut the exits"):
+        lora_model().segments(schedule)
+
+
+# Disk
+
+
+@pytest.mark.parametrize("model_type", ["bert", "albert"])
+def test_adapters_come_back_from_pefts_layout(tmp_path, model_type, padded_inputs):
+    model, other = lora_model(model_type, TARGETS), lora_model(model_type, TARGETS)
+    digests = save_adapters(model, tmp_path, "base")
+    for parameter in other.adapters.parameters():
+        torch.nn.init.zeros_(parameter)
+    load_adapters(other, tmp_path, digests)
+    np.testing.assert_array_equal(logits_of(other, padded_inputs), logits_of(model, padded_inputs))
+
+
+def test_the_layout_is_pefts(tmp_path):
+    model = lora_model()
+    save_adapters(model, tmp_path, "base")
+    config = json.loads((tmp_path / "exit_2" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 16.0)
+    found = load_file(tmp_path / "exit_2" / "adapter_model.safetensors")
+    stem = "base_model.model.encoder.layer.1.attention.self.value"
+    assert len(found) == 2 * 2 * 2 and found[f"{stem}.lora_A.weight"].shape == (4, 24)
+    pair = model.adapters[1][1]["value"]
+    torch.testing.assert_close(found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"], (pair.A @ pair.B).T)
+
+
+def test_adapters_in_float16_are_computed_in_float32(tmp_path, padded_inputs):
+    model = lora_model()
+    save_adapters(model, tmp_path, "base")
+    for layer in EXITS:
+        path = tmp_path / f"exit_{layer}" / "adapter_model.safetensors"
+        save_file({name: value.half() for name, value in load_file(path).items()}, path)
+    load_adapters(model, tmp_path, {})
+    assert {parameter.dtype for parameter in model.adapters.parameters()} == {torch.float32}
+    assert np.isfinite(logits_of(model, padded_inputs)).all()
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory, checkpoint_folder, task_folder):
+    out = tmp_path_factory.mktemp("lora") / "run"
+    config = TrainConfig(epochs=1, lr=1e-2, head_lr=1e-2, batch_size=8)
+    how = Distillation()
+    train_run(
+        out,
+        "lora-exits",
+        partial(recipe, how=how),
+        checkpoint_folder,
+        load_task(task_folder),
+        config,
+        exits=(1, 3),
+        build=partial(LoRAExits, rank=2),
+        method_settings={"rank": 2},
+    )
+    return out
+
+
+def test_a_run_holds_adapters_and_heads_and_names_its_backbone(lora_run, checkpoint_folder):
+    names = {str(path.relative_to(lora_run)) for path in lora_run.rglob("*") if path.is_file()}
+    folders = {f"exit_{layer}/adapter_{kind}" for layer in (1, 3) for kind in ("model.safetensors", "config.json")}
+    assert names == folders | {"config.json", "metrics.json", "model.safetensors", "tokenizer.json"}
+    assert all(name.startswith("heads.") for name in load_file(lora_run / "model.safetensors"))
+    run = load_run(lora_run)
+    assert run.config["lora"] == {"rank": 2, "alpha": 16.0, "targets": ["query", "value"]}
+    assert run.exits == (1, 3) and run.whole_model().exits == (3,)
+    assert any(parameter.abs().sum() > 0 for name, parameter in run.model.adapters.named_parameters() if ".B" in name)
+
+
+def copied(run, tmp_path):
+    import shutil
+
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def test_a_missing_exit_is_said(lora_run, tmp_path):
+    copy = copied(lora_run, tmp_path)
+    (copy / "exit_3" / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="exit_3/adapter_model.safetensors: no such file"):
+        load_run(copy)
+
+
+def test_a_flipped_bit_in_an_adapter_is_found(lora_run, tmp_path):
+    copy = copied(lora_run, tmp_path)
+    path = copy / "exit_1" / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        load_run(copy)
+
+
+def test_adapters_of_another_backbone_are_refused(lora_run, tmp_path, checkpoint_folder):
+    import shutil
+
+    other = shutil.copytree(checkpoint_folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config.pop("sha256")
+    (other / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1e-6}))
+    with pytest.raises(ValueError, match="another backbone"):
+        load_run(lora_run, other)
+    with pytest.raises(FileNotFoundError, match="--model"):
+        load_run(lora_run, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rank": 0}, "rank must be"),
+        ({"rank": 1.5}, "rank must be"),
+        ({"alpha": 0.0}, "alpha must be"),
+        ({"targets": ("query", "pooler")}, "targets must be some of .*, got pooler"),
+        ({"targets": ()}, "targets must be"),
+        ({"pool": "max"}, "pool must be"),
+        ({"exits": (2, 1, 4)}, "exits must ascend"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(options, message):
+    backbone = lora_model().backbone
+    exits = options.pop("exits", EXITS)
+    with pytest.raises(ValueError, match=message):
+        LoRAExits(backbone, exits, 3, **options)
+
+
+# These tests can fail: planted bugs
+
+
+@pytest.mark.parametrize(
+    "bug", [lambda A: A.roll(1, 0), lambda A: A * 0, lambda A: -A], ids=["wrong stream", "no adapter", "sign"]
+)
+def test_the_tests_of_the_streams_can_fail(monkeypatch, padded_inputs, bug):
+    stack = lora_exits.LoRASegments._stack
+
+    def wrong(self, first, stop):
+        original = lora_exits.low_rank
+        monkeypatch.setattr(
+            lora_exits,
+            "low_rank",
+            lambda stacked, scale: original({t: (bug(A), B) for t, (A, B) in stacked.items()}, scale),
+        )
+        made = stack(self, first, stop)
+        monkeypatch.setattr(lora_exits, "low_rank", original)
+        return made
+
+    monkeypatch.setattr(lora_exits.LoRASegments, "_stack", wrong)
+    with pytest.raises(AssertionError):
+        test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(
+            parallel(3), "bert", ("query", "value"), padded_inputs
+        )
+
+
+def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):
+    def forget(self, rows):
+        index = torch.from_numpy(rows)
+        hidden = None if self.hidden is None else self.hidden[:, : len(rows)]
+        return lora_exits.LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+
+    monkeypatch.setattr(lora_exits.LoRAState, "keep", forget)
+    with pytest.raises(AssertionError):
+        test_parallel_equals_restart_and_a_batch_equals_rows_alone(parallel(3), Threshold(0.7), padded_inputs)
+
+
+def test_eq2s_test_can_fail(monkeypatch, padded_inputs):
+    monkeypatch.setattr(LoRAExits, "scale", property(lambda self: 1.0))
+    with pytest.raises(AssertionError):
+        test_eq2_an_exit_computes_with_w_plus_ab("bert", ("query", "value"), padded_inputs)

@@ -1,0 +1,105 @@
+"""SGMV (LoRAExit, Eq. 6): shrink and expand over segments, against a loop over rows in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee import sgmv as module
+from mini_ee.sgmv import by_adapter, sgmv, sgmv_loop
+
+SEGMENTS = {
+    "equal": [5, 5, 5],
+    "ragged": [1, 7, 3],
+    "empty first": [0, 4, 2],
+    "empty last": [4, 2, 0],
+    "all in one": [0, 9, 0],
+    "no rows": [0, 0, 0],
+    "one segment": [6],
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}  # at most 2e-5, ...
+
+
+def parts(lengths, rank=8, inputs=12, outputs=10, dtype=torch.float64, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    n, rows = len(lengths), sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+    starts = [0, *np.cumsum(lengths).tolist()]
+    return draw(rows, inputs), draw(n, inputs, rank), draw(n, rank, outputs), starts
+
+
+def by_hand(x, A, B, starts):
+    """Gather, row by row, in float64."""
+    adapter = np.repeat(np.arange(len(A)), np.diff(starts))
+    x, A, B = (value.double().numpy() for value in (x, A, B))
+    rows = [x[row] @ A[i] @ B[i] for row, i in enumerate(adapter)]
+    return np.array(rows).reshape(len(x), B.shape[2])
+
+
+@pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("way", [sgmv_loop, sgmv])
+def test_a_segment_loop_equals_gather_and_product(lengths, way):
+    x, A, B, starts = parts(lengths)
+    np.testing.assert_allclose(way(x, A, B, starts).numpy(), by_hand(x, A, B, starts), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [lengths for lengths in SEGMENTS.values() if sum(lengths)])
+def test_padded_segments_equal_the_loop(lengths):
+    x, A, B, starts = parts(lengths)
+    padded = module._padded(x, A, B, lengths)
+    np.testing.assert_allclose(padded.numpy(), by_hand(x, A, B, starts), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8, 64, 128])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lengths", [[4, 4], [3, 6]])
+def test_every_rank_and_type(lengths, dtype, rank):
+    x, A, B, starts = parts(lengths, rank, inputs=16, dtype=dtype)
+    x, A = x / 4, A / rank**0.5
+    y = sgmv(x, A, B, starts)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(y.double().numpy(), by_hand(x, A, B, starts), rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("lengths", [SEGMENTS["equal"], SEGMENTS["ragged"], SEGMENTS["empty first"]])
+def test_gradients_are_those_of_the_definition(lengths):
+    x, A, B, starts = (value.requires_grad_() if torch.is_tensor(value) else value for value in parts(lengths, 2))
+    assert torch.autograd.gradcheck(lambda *parts: sgmv(*parts, starts), (x, A, B))
+
+
+def test_rows_in_any_order_are_sorted_into_segments_and_back():
+    adapter = torch.tensor([2, 0, 2, 3, 0, 2])
+    x, A, B, _ = parts([6, 0, 0, 0])
+    order, starts = by_adapter(adapter, 4)
+    assert starts == [0, 2, 2, 5, 6]
+    y = torch.empty(6, 10, dtype=x.dtype)
+    y[order] = sgmv(x[order], A, B, starts)
+    expected = torch.stack([row @ A[i] @ B[i] for row, i in zip(x, adapter)])
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [[0, 3], [0, 2, 1, 6], [1, 2, 3, 6], [0, 2, 4, 5], [0, 2, 4, 7]],
+    ids=["few", "back", "late", "short", "far"],
+)
+def test_segments_that_do_not_cover_the_rows_are_refused(starts):
+    x, A, B, _ = parts([2, 2, 2])
+    with pytest.raises(ValueError, match="starts must ascend from 0 to 6 with 3 segments"):
+        sgmv(x, A, B, starts)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x, A, B, starts = parts([2, 2])
+    for wrong in ((x[:, 1:], A, B), (x, A[:, :, 1:], B), (x, A, B[1:])):
+        with pytest.raises(ValueError, match="expected"):
+            sgmv(*wrong, starts)
+
+
+def test_the_comparison_can_fail(monkeypatch):
+    """Planted bug: the adapters are shifted by one."""
+    monkeypatch.setattr(module, "_batched", lambda x, A, B: torch.bmm(torch.bmm(x, A.roll(1, 0)), B))
+    with pytest.raises(AssertionError):
+        test_a_segment_loop_equals_gather_and_product(SEGMENTS["equal"], sgmv)
