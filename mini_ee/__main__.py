@@ -16,9 +16,9 @@ from mini_ee.tasks import TOY
 
 METHODS = ("joint", "two-stage", "sweet", "lora-exits")
 DISTILL = ("vanilla", "kd", "segd")
-SCHEDULES = ("restart", "parallel")
+SCHEDULES = ("restart", "parallel", "adaptive")
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
-BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx")
+BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv")
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,6 +5,7 @@ exit-tax    a run forced out at layer e, every head on the way read and judged, 
             without heads
 batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
 onnx        exported segments over the whole graph, over torch, and int8 over float32
+sgmv        LoRA streams side by side over one pass a stream, and over the bare backbone
 """
 
 import os
@@ -26,7 +27,9 @@ from mini_ee.evaluation import REST
 from mini_ee.exits import MultiExit, TorchSegments
 from mini_ee.export.runtime import OrtSegments, WholeGraph
 from mini_ee.export.segments import write_segments
-from mini_ee.rules import NeverExit, Rule, Threshold
+from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold
+from mini_ee.sgmv import sgmv
 from mini_ee.tasks import Inputs
 
 MINILM = BertConfig(
@@ -49,6 +52,11 @@ BERT_BASE = BertConfig(
 )
 MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
 WARM_ROUNDS = 3
+REACH = {  # the chance that a row is still there before each of 4 exits
+    "most leave": (1.0, 0.3, 0.15, 0.05),
+    "some leave": (1.0, 0.7, 0.5, 0.3),
+    "few leave": (1.0, 0.95, 0.9, 0.85),
+}
 DISPATCH = 100e-6  # seconds that the loop may take an exit
 
 
@@ -216,11 +224,88 @@ def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
     return float(np.median(outside[WARM_ROUNDS:])) / len(segments.exits)
 
 
-BENCHES = {"backbone": bench_backbone, "exit-tax": bench_exit_tax, "batch": bench_batch, "onnx": bench_onnx}
+def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
+    """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass: streams side by side over one pass a
+    stream, and over the same rows without adapters; the operator over gather and product; the adaptive schedule over
+    the better of the other two.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        lora = LoRAExits(_random(BERT_BASE, seed), (3, 6, 9, 12), num_labels=2, pool="first").eval()
+        for parameter in lora.adapters.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+    for batch, tokens, bar in ((1, 16, 0.75), (1, 128, 0.92), (2, 16, None), (4, 16, None), (8, 16, None)):
+        inputs, case = _inputs(BERT_BASE, batch, tokens, seed), f"bert-base b{batch} t{tokens}"
+        side_by_side = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
+        one_by_one = partial(early_exit, lora.segments(restart(4)), NeverExit(), inputs)
+        bare = partial(_bare_streams, lora, inputs)
+        own, loop, floor = medians([side_by_side, one_by_one, bare], f"sgmv {case}")
+        yield _row(f"{case} loop", own, loop, bar=bar or 1.0)
+        yield _row(f"{case} backbone", own, floor, bar=1.08)
+    for rank in (1, 8, 64, 128):
+        for layout, lengths in (("equal", [128] * 4), ("ragged", [16, 200, 40, 256]), ("short", [1] * 4)):
+            yield _operator(f"operator r{rank} {layout} gather", rank, lengths, seed)
+    for batch, tokens in ((1, 16), (1, 128)):
+        yield from _adaptive(f"bert-base b{batch} t{tokens}", lora, _inputs(BERT_BASE, batch, tokens, seed))
 
 
-def medians(runs: list[Callable], name: str, rest: float = 0.0) -> list[float]:
-    """Median seconds of each, run in turns, after a warm-up, for MIN_ROUNDS and SECONDS_A_CASE at least.
+@torch.inference_mode()
+def _bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
+    """The rows that all streams are, through the layers that each needs, without adapters."""
+    ids, _, types = _tensors(inputs)
+    hidden = lora.backbone.embed(ids, types).repeat(len(lora.exits), 1, 1)
+    for start, stop in zip(lora.starts, lora.exits):
+        hidden = lora.backbone.run_layers(hidden, None, start, stop)[len(inputs) :]
+
+
+def _operator(case: str, rank: int, lengths: list[int], seed: int) -> dict:
+    random, width, n = torch.Generator().manual_seed(seed), BERT_BASE.hidden_size, len(lengths)
+    x, A, B = (
+        torch.randn(*shape, generator=random) for shape in ((sum(lengths), width), (n, width, rank), (n, rank, width))
+    )
+    starts = [0, *np.cumsum(lengths).tolist()]
+    adapter = torch.repeat_interleave(torch.arange(n), torch.tensor(lengths))
+
+    def gather():
+        return torch.bmm(torch.bmm(x[:, None], A[adapter]), B[adapter])[:, 0]
+
+    with torch.inference_mode():
+        torch.testing.assert_close(sgmv(x, A, B, starts), gather(), rtol=1e-4, atol=1e-3)
+        own, other = medians([lambda: sgmv(x, A, B, starts), gather], case, seconds_a_case=2.0)
+    return _row(case, own, other, bar=1.05)
+
+
+def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
+    """For rows of which most, some or few leave early: expected seconds over the better of restart and parallel."""
+    K = len(lora.exits)
+    costs = measure_costs(lora, len(inputs), inputs.input_ids.shape[1])
+    chosen = {name: cheapest_schedule(costs, np.array(reach)) for name, reach in REACH.items()}
+    schedules = {str(each): each for each in (restart(K), parallel(K), *chosen.values())}
+    runs = [
+        partial(early_exit, lora.segments(schedule), FixedExit(k), inputs)
+        for schedule in schedules.values()
+        for k in range(K)
+    ]
+    seconds = np.array(medians(runs, f"sgmv {case} adaptive", seconds_a_case=24.0)).reshape(-1, K)
+    for name, reach in REACH.items():
+        left = np.append(-np.diff(reach), reach[-1])
+        expected = dict(zip(schedules, seconds @ left))
+        best = min(expected[str(restart(K))], expected[str(parallel(K))])
+        row = _row(f"{case} adaptive {name}", float(expected[str(chosen[name])]), float(best), bar=1.05)
+        yield row | {"schedule": chosen[name], "seconds_of": {key: float(value) for key, value in expected.items()}}
+
+
+BENCHES = {
+    "backbone": bench_backbone,
+    "exit-tax": bench_exit_tax,
+    "batch": bench_batch,
+    "onnx": bench_onnx,
+    "sgmv": bench_sgmv,
+}
+
+
+def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: float = SECONDS_A_CASE) -> list[float]:
+    """Median seconds of each, run in turns, after a warm-up, for MIN_ROUNDS and so many seconds at least.
 
     Before each it rests so many seconds: where engines differ, the threads of the one before may still be spinning.
     """
@@ -230,7 +315,7 @@ def medians(runs: list[Callable], name: str, rest: float = 0.0) -> list[float]:
     seconds = [[] for _ in runs]
     begin = time.perf_counter()
     with tqdm(desc=name, unit="round", delay=2, leave=False) as bar:
-        while len(seconds[0]) < MIN_ROUNDS or time.perf_counter() - begin < SECONDS_A_CASE:
+        while len(seconds[0]) < MIN_ROUNDS or time.perf_counter() - begin < seconds_a_case:
             for run, times in zip(runs, seconds):
                 time.sleep(rest)
                 start = time.perf_counter()

@@ -32,7 +32,7 @@ from mini_ee.exits import check_exits, even_exits
 from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
-from mini_ee.lora_exits import LoRAExits, check_lora, parallel, restart
+from mini_ee.lora_exits import LoRAExits, cheapest_schedule, check_lora, measure_costs, parallel, restart
 from mini_ee.report import table
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
 from mini_ee.runs import Run, load_run, versions
@@ -42,6 +42,7 @@ from mini_ee.training import TrainConfig, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 LORA_LR, LORA_EPOCHS = 1e-3, 5
+USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 SWEEP_POINTS = 51  # LoRAExit, section 4
 
 
@@ -261,6 +262,8 @@ def run_classify(args, say) -> dict:
 def run_export(args, say) -> dict:
     """ONNX segments of a run, verified on sentences of its task or on the built-in ones."""
     trained = load_run(args.run)
+    if isinstance(trained.model, LoRAExits):
+        raise ValueError(f"{args.run}: LoRA exits are not exported yet; evaluate and classify run them in torch")
     rule = choose_rule(args, trained)
     precision = "float16" if args.fp16 else "int8" if args.int8 else "float32"
     if args.task is None:
@@ -319,10 +322,17 @@ def open_trained(folder: Path, args) -> Run | Runtime:
         if args.schedule:
             raise WrongArguments(f"{folder}: --schedule is for LoRA exits, this is a run of {trained.config['method']}")
         return trained
-    schedules = {"restart": restart, "parallel": parallel}
-    if args.schedule in schedules:
-        return trained._replace(schedule=schedules[args.schedule](len(trained.exits)))
-    return trained
+    if args.schedule == "adaptive":
+        return trained._replace(schedule=adaptive_schedule(trained, folder, getattr(args, "batch_size", 1)))
+    schedules = {None: restart, "restart": restart, "parallel": parallel}
+    return trained._replace(schedule=schedules[args.schedule](len(trained.exits)))
+
+
+def adaptive_schedule(trained: Run, folder: Path, batch_size: int) -> list[list[int]]:
+    """The schedule that is cheapest on this machine for rows that leave as those held out did."""
+    left = np.array(read_json(folder / "metrics.json")["hold_out"]["exit_counts"])
+    reach = left[::-1].cumsum()[::-1] / left.sum()
+    return cheapest_schedule(measure_costs(trained.model, batch_size, USUAL_TOKENS), reach)
 
 
 def open_task(name: str) -> Task:

@@ -24,9 +24,11 @@ restart, and `cheapest_schedule` chooses among all of them from measured costs a
 """
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -293,6 +295,32 @@ def expected_seconds(schedule, seconds: np.ndarray, reach: np.ndarray) -> float:
 def cheapest_schedule(seconds: np.ndarray, reach: np.ndarray) -> list[list[int]]:
     """The adaptive schedule: the one with the least expected time. The first of equal ones, which has fewest groups."""
     return min(all_schedules(len(reach)), key=lambda schedule: expected_seconds(schedule, seconds, reach))
+
+
+def measure_costs(model: LoRAExits, batch_size: int, tokens: int, repeats: int = 5) -> np.ndarray:
+    """seconds (K, K, K) as `expected_seconds` takes them, measured on this machine; the median of some repeats."""
+    K, width = len(model.exits), model.backbone.config.hidden_size
+    seconds = np.zeros((K, K, K))
+    with torch.inference_mode():
+        for k in range(K):
+            for n in range(1, K - k + 1):
+                adapters = model.streams(k, k + n)
+                stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
+                hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
+                for start in {0, k}:
+                    layers = model.starts[start], model.exits[k]
+                    run = partial(model.backbone.run_layers, hidden, None, *layers, stacked.__getitem__)
+                    seconds[start, k, n - 1] = _median_seconds(run, repeats)
+    return seconds
+
+
+def _median_seconds(run: Callable[[], Tensor], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):  # the first one warms up
+        begin = time.perf_counter()
+        run().flatten()[0].item()  # waits for the device
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[1:]))
 
 
 # ---- Segments ----
