@@ -64,7 +64,8 @@ class Graph:
 
     def linear(self, hidden: str, name: str) -> str:
         """(N, I) -> (N, O), as nn.Linear."""
-        return self.op("Gemm", hidden, self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias"), transB=1)
+        parameters = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
+        return self.op("Gemm", hidden, *parameters, transB=1, name=f"{name}_{len(self.nodes)}")
 
     def norm(self, hidden: str, name: str) -> str:
         """LayerNorm over the last axis; its statistics are float32 by the standard."""

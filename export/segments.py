@@ -35,9 +35,12 @@ def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "
     """Write the exported folder and return its manifest.
 
     texts: real sentences; VERIFIED_TEXTS of them, drawn with the seed, show that every exit says what torch says.
-    Raises FileExistsError where `out` is there, ValueError where float32 graphs differ from torch by more than
-    TOLERANCE, or any graph says NaN; then there is no folder.
+    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, or where float32 graphs
+    differ from torch by more than TOLERANCE; then there is no folder.
     """
+    for name, parameter in run.model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"the run's {name} must be finite, found NaN or infinity; no folder was written")
     with atomic_folder(out) as partial:
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -66,7 +69,7 @@ def write_segments(model: MultiExit, folder: Path, precision: str = "float32") -
         parameters = {name: value.astype(np.float16) for name, value in parameters.items()}
     made = _graphs(model, config, parameters)
     if precision == "int8":
-        made = {name: _quantized(graph) if not name.startswith("head") else graph for name, graph in made.items()}
+        made = {name: _quantized(graph) for name, graph in made.items()}
     _write(made, folder)
     return {
         "opset": graphs.OPSET,
@@ -122,13 +125,15 @@ def _interface(graph: onnx.ModelProto) -> dict:
 
 
 def _quantized(graph: onnx.ModelProto) -> onnx.ModelProto:
-    """ONNX Runtime's dynamic quantisation of the matrix products: int8 weights, activations measured as they come."""
+    """ONNX Runtime's dynamic quantisation of the layers: int8 weights, activations measured as they come."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    heads = [f"{node.name}_MatMul" for node in graph.graph.node if node.name.startswith("heads.")]  # as it renames them
     helper.set_model_props(graph, {"onnx.quant.pre_process": "onnxruntime.quant"})  # nothing to simplify: no warning
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.onnx"
-        quantize_dynamic(graph, path, op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8, per_channel=True)
+        kind = {"weight_type": QuantType.QInt8, "per_channel": True}
+        quantize_dynamic(graph, path, op_types_to_quantize=["MatMul"], nodes_to_exclude=heads, **kind)
         return onnx.load(path)
 
 
