@@ -1,15 +1,16 @@
-"""The ONNX graphs of a MultiExit, node by node: bodies, heads, and the whole model in one.
+"""The ONNX graphs of a MultiExit, node by node: one a segment, and the whole model in one.
 
 A second definition of what bert.py and exits.py compute, in the standard's own operators (opset 23: Attention, Gelu,
 LayerNormalization); tests/test_export.py and every export hold it to the first. Initialisers carry the names that the
 parameters have in the run, in the layout of torch: a graph is readable, and two graphs share a weight by its name.
 
-    body     input_ids, token_type_ids (before the first exit) or hidden, rows; attention_mask -> hidden_out
-    head     hidden, rows, attention_mask -> logits; max_probability where there are classes
-    full     input_ids, token_type_ids, attention_mask -> the same of the last exit
+    segment  input_ids, token_type_ids (before the first exit) or hidden, rows; attention_mask
+             -> hidden_out (but for the last exit), logits, max_probability where there are classes
+    full     input_ids, token_type_ids, attention_mask -> logits, max_probability of the last exit
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
-the device. attention_mask has those rows already.
+the device. attention_mask has those rows already. A head is in the graph of its segment, because a graph of its own
+costs more to call than to compute.
 """
 
 import numpy as np
@@ -46,10 +47,15 @@ class Graph:
         self.inputs.append(_value(name, dtype, axes))
         return name
 
-    def output(self, name: str, value: str, *axes: str | int, dtype) -> None:
-        """Declare an output, and cast what it is made of to its type."""
-        self.nodes.append(helper.make_node("Cast", [value], [name], to=_onnx_type(dtype)))
+    def output(self, name: str, *axes: str | int, dtype) -> str:
+        """Declare what the last node says as an output, in its type; returns the name."""
+        last = self.nodes[-1]
+        if dtype == self.dtype:
+            last.output[0] = name
+        else:
+            self.nodes.append(helper.make_node("Cast", last.output, [name], to=_onnx_type(dtype)))
         self.outputs.append(_value(name, dtype, axes))
+        return name
 
     def parameter(self, name: str) -> str:
         """Take a parameter up as an initialiser."""
@@ -95,20 +101,18 @@ def _onnx_type(dtype) -> int:
     return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
 
-def body(config: BertConfig, parameters: dict[str, np.ndarray], start: int, stop: int) -> onnx.ModelProto:
-    """The layers start + 1 .. stop; the embeddings too where start is 0."""
+def segment(
+    config: BertConfig, parameters: dict[str, np.ndarray], exits: tuple[int, ...], number: int, pool: str
+) -> onnx.ModelProto:
+    """The layers between two exits, and the head of the second; the embeddings too where it is the first one."""
     graph = Graph(config, parameters)
-    hidden = _embeddings(graph) if start == 0 else _rows_that_go_on(graph)
-    hidden = _layers(graph, hidden, _mask(graph), start, stop)
-    graph.output("hidden_out", hidden, "batch", "tokens", config.hidden_size, dtype=graph.dtype)
-    return graph.model(f"body_{stop}")
-
-
-def head(config: BertConfig, parameters: dict[str, np.ndarray], number: int, layer: int, pool: str) -> onnx.ModelProto:
-    """The exit head with this number, which reads the given layer."""
-    graph = Graph(config, parameters)
-    _exit_head(graph, _rows_that_go_on(graph), _mask(graph), number, pool)
-    return graph.model(f"head_{layer}")
+    start, stop = exits[number - 1] if number else 0, exits[number]
+    hidden, mask = _rows_that_go_on(graph) if number else _embeddings(graph), _mask(graph)
+    hidden = _layers(graph, hidden, mask, start, stop)
+    if number < len(exits) - 1:
+        hidden = graph.output("hidden_out", "batch", "tokens", config.hidden_size, dtype=graph.dtype)
+    _exit_head(graph, hidden, mask, number, pool)
+    return graph.model(f"segment_{stop}")
 
 
 def full(config: BertConfig, parameters: dict[str, np.ndarray], last: int, pool: str) -> onnx.ModelProto:
@@ -191,8 +195,8 @@ def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> 
         vector = graph.op("Div", total, graph.op("ReduceSum", weights, graph.integers(1), keepdims=0))
     inner = graph.op("Tanh", graph.linear(vector, f"heads.{number}.dense"))
     classes = len(graph.parameters[f"heads.{number}.out.bias"])
-    logits = graph.linear(inner, f"heads.{number}.out")
-    graph.output("logits", logits, "batch", classes, dtype=np.float32)
+    graph.linear(inner, f"heads.{number}.out")
+    logits = graph.output("logits", "batch", classes, dtype=np.float32)
     if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
-        surest = graph.op("ReduceMax", graph.op("Softmax", "logits", axis=1), graph.integers(1), keepdims=0)
-        graph.output("max_probability", surest, "batch", dtype=np.float32)
+        graph.op("ReduceMax", graph.op("Softmax", logits, axis=1), graph.integers(1), keepdims=0)
+        graph.output("max_probability", "batch", dtype=np.float32)

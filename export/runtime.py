@@ -27,6 +27,7 @@ from mini_ee.tasks import Encoded, Inputs, Tokenizer, batches
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+HIDDEN = "hidden_out"
 
 
 class Session:
@@ -48,19 +49,19 @@ class Session:
         self.provider = self._session.get_providers()[0]
         self._outputs = [output.name for output in self._session.get_outputs()]
 
-    def run(self, stays: bool, inputs: dict) -> list:
-        """The outputs: for the next graph, on the device, where they `stay`, else numpy. Inputs are either."""
-        if self.provider == CPU:
-            return self._session.run(self._outputs, inputs)  # shares memory, and is quicker than a binding
+    def run(self, inputs: dict) -> dict:
+        """Outputs by name: hidden states as the next graph takes them, on the device; the others in numpy."""
+        if self.provider == CPU:  # shares memory, and is quicker than a binding
+            return dict(zip(self._outputs, self._session.run(self._outputs, inputs)))
         binding = self._session.io_binding()
         for name, value in inputs.items():
             bind = binding.bind_cpu_input if isinstance(value, np.ndarray) else binding.bind_ortvalue_input
             bind(name, value)
         for name in self._outputs:
-            binding.bind_output(name, "cuda" if stays else "cpu")
+            binding.bind_output(name, "cuda" if name == HIDDEN else "cpu")
         self._session.run_with_iobinding(binding)
-        values = binding.get_outputs()
-        return values if stays else [value.numpy() for value in values]
+        values = zip(self._outputs, binding.get_outputs())
+        return {name: value if name == HIDDEN else value.numpy() for name, value in values}
 
 
 @cache
@@ -74,8 +75,8 @@ class OrtState(NamedTuple):
     """The rows still in the model."""
 
     inputs: Inputs
-    hidden: "np.ndarray | ort.OrtValue | None"  # (B before, T, D)
-    rows: np.ndarray  # (B,) int64: the rows of hidden that go on
+    said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
+    rows: np.ndarray  # (B,) int64: those of the B' that go on
     mask: np.ndarray  # (B, T) int64
     every: np.ndarray  # 0, 1, 2, ...
 
@@ -84,33 +85,33 @@ class OrtState(NamedTuple):
 
 
 class OrtSegments(Segments):
-    """The bodies and heads of an exported folder. Inputs are tasks.Inputs."""
+    """The segments of an exported folder. Inputs are tasks.Inputs."""
 
     engine = "onnxruntime"
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         self.exits = tuple(manifest["exits"])
-        self.bodies = [Session(folder / f"body_{layer}.onnx", provider, threads) for layer in self.exits]
-        self.heads = [Session(folder / f"head_{layer}.onnx", provider, threads=1) for layer in self.exits]
-        self.provider = self.bodies[0].provider
+        self.sessions = [Session(folder / f"segment_{layer}.onnx", provider, threads) for layer in self.exits]
+        self.provider = self.sessions[0].provider
         self._manifest = manifest
 
     def start(self, inputs: Inputs) -> OrtState:
         every = np.arange(len(inputs))
-        return OrtState(inputs, None, every, inputs.attention_mask, every)
+        return OrtState(inputs, {}, every, inputs.attention_mask, every)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
-        if state.hidden is None:
-            ids, types = state.inputs.input_ids, state.inputs.token_type_ids
-            inputs = {"input_ids": ids, "token_type_ids": types, "attention_mask": state.mask}
+        if state.said:
+            inputs = {"hidden": state.said[HIDDEN], "rows": state.rows, "attention_mask": state.mask}
         else:
-            inputs = {"hidden": state.hidden, "rows": state.rows, "attention_mask": state.mask}
-        (hidden,) = self.bodies[k].run(True, inputs)
-        return OrtState(state.inputs, hidden, state.every[: len(state.rows)], state.mask, state.every)
+            inputs = _full_inputs(state.inputs)
+        said = self.sessions[k].run(inputs)
+        return OrtState(state.inputs, said, state.every[: len(state.rows)], state.mask, state.every)
 
     def read(self, k: int, state: OrtState) -> Reading:
-        inputs = {"hidden": state.hidden, "rows": state.rows, "attention_mask": state.mask}
-        return _reading(self.heads[k].run(False, inputs))
+        reading = _reading(state.said)
+        if len(state.rows) == len(reading.logits):
+            return reading
+        return Reading(*(each if each is None else each[state.rows] for each in reading))
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
@@ -130,8 +131,7 @@ class WholeGraph(Segments):
         return inputs
 
     def advance(self, k: int, state: Inputs) -> Reading:
-        names = ("input_ids", "token_type_ids", "attention_mask")
-        return _reading(self._session.run(False, {name: getattr(state, name) for name in names}))
+        return _reading(self._session.run(_full_inputs(state)))
 
     def read(self, k: int, state: Reading) -> Reading:
         return state
@@ -140,9 +140,13 @@ class WholeGraph(Segments):
         return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
 
 
-def _reading(outputs: list[np.ndarray]) -> Reading:
+def _full_inputs(inputs: Inputs) -> dict[str, np.ndarray]:
+    return {name: getattr(inputs, name) for name in ("input_ids", "token_type_ids", "attention_mask")}
+
+
+def _reading(said: dict[str, np.ndarray]) -> Reading:
     """Logits, and where there are classes the largest probability."""
-    return Reading(outputs[0], max_probability=outputs[1] if len(outputs) > 1 else None)
+    return Reading(said["logits"], max_probability=said.get("max_probability"))
 
 
 def _flops(manifest: dict, layers: int, tokens: int) -> tuple[float, float]:

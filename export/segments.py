@@ -2,7 +2,7 @@
 
 exported/manifest.json        format_version, what the run was, exits, rule, labels, graphs with their inputs and
                               outputs, checksums of all files, and how far the graphs were from torch
-exported/body_{layer}.onnx    the layers up to an exit; head_{layer}.onnx the exit; full.onnx the model without exits
+exported/segment_{layer}.onnx the layers up to an exit, and its head; full.onnx the model without exits
 exported/model.safetensors    the weights of all graphs, each once: the graphs point into this file
 exported/tokenizer.json
 """
@@ -101,11 +101,10 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> TorchSe
 
 def _graphs(model: MultiExit, config: BertConfig, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
     """File name without suffix -> graph, with its weights inside."""
-    made, start = {}, 0
-    for number, layer in enumerate(model.exits):
-        made[f"body_{layer}"] = graphs.body(config, parameters, start, layer)
-        made[f"head_{layer}"] = graphs.head(config, parameters, number, layer, model.pool)
-        start = layer
+    made = {
+        f"segment_{layer}": graphs.segment(config, parameters, model.exits, number, model.pool)
+        for number, layer in enumerate(model.exits)
+    }
     return made | {"full": graphs.full(config, parameters, len(model.exits) - 1, model.pool)}
 
 

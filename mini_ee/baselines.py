@@ -6,33 +6,9 @@ sweet        each layer learns from the next exit's loss alone (SWEET, Rotem et 
 """
 
 import numpy as np
-import torch.nn.functional as F
-from torch import Tensor
 
 from mini_ee.exits import MultiExit
-from mini_ee.fitting import Batch, Stage
-
-
-def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy for class indices, mean squared error for float labels (C = 1); in float32."""
-    if labels.is_floating_point():
-        return F.mse_loss(logits.float()[:, 0], labels)
-    return F.cross_entropy(logits.float(), labels)
-
-
-def depth_weighted_sum(losses, exits: tuple[int, ...]):
-    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit.
-
-    >>> depth_weighted_sum([1.0, 4.0], (1, 3))
-    3.25
-    """
-    return sum(depth * loss for depth, loss in zip(exits, losses, strict=True)) / sum(exits)
-
-
-def joint_loss(model: MultiExit, batch: Batch) -> Tensor:
-    """All exits' losses under Eq. 1."""
-    losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
-    return depth_weighted_sum(losses, model.exits)
+from mini_ee.fitting import Stage, depth_weighted_sum, joint_loss, task_loss
 
 
 def joint(model: MultiExit) -> list[Stage]:

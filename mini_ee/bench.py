@@ -216,7 +216,7 @@ def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
             return value
 
     watched = copy(segments)
-    watched.bodies, watched.heads = (list(map(Watched, each)) for each in (segments.bodies, segments.heads))
+    watched.sessions = list(map(Watched, segments.sessions))
     outside = []
     for _ in range(WARM_ROUNDS + MIN_ROUNDS):
         inside.append(0.0)

@@ -1,9 +1,9 @@
 """A Hugging Face checkpoint on disk <-> a backbone, strict both ways; tensors with a checksum.
 
 A backbone folder is what one downloads: config.json and model.safetensors, or several shards with their index. Tensor
-names may carry the model's prefix (`bert.`) or not. Every tensor must find its parameter and every parameter its
-tensor; the few that carry no weight of ours (position ids, the next-sentence head) are named in IGNORED. Nothing is
-unpickled.
+names may carry the model's prefix (`bert.`, a decoder's `model.`) or not. Every tensor must find its parameter and
+every parameter its tensor; the few that carry no weight of ours (position ids, the next-sentence head) are named in
+IGNORED. Files in half precision are read as float32. Nothing is unpickled.
 
 What mini_ee writes carries a checksum: safetensors files in their metadata, JSON files (files.py) in a key of theirs.
 """
@@ -20,19 +20,20 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert, BertConfig
+from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
 
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
 """The 12-layer BERT that comes with the project (weights/README.md)."""
 
-# ---- Names: ours -> Hugging Face's. {i} is the layer, counted from 0; {qkv} is query, key and value, stacked. ----
+# ---- Names: ours -> Hugging Face's. {i} is the layer, counted from 0; {a|b} are several tensors that ours stacks. ----
 
 _BERT_NAMES = {
     "embeddings.word": "embeddings.word_embeddings",
     "embeddings.position": "embeddings.position_embeddings",
     "embeddings.token_type": "embeddings.token_type_embeddings",
     "embeddings.norm": "embeddings.LayerNorm",
-    "layers.{i}.qkv": "encoder.layer.{i}.attention.self.{qkv}",
+    "layers.{i}.qkv": "encoder.layer.{i}.attention.self.{query|key|value}",
     "layers.{i}.attention_output": "encoder.layer.{i}.attention.output.dense",
     "layers.{i}.attention_norm": "encoder.layer.{i}.attention.output.LayerNorm",
     "layers.{i}.up": "encoder.layer.{i}.intermediate.dense",
@@ -43,6 +44,17 @@ _BERT_NAMES = {
     "lm_head.norm": "cls.predictions.transform.LayerNorm",
     "lm_head": "cls.predictions",
 }
+_DECODER_NAMES = {
+    "embeddings": "embed_tokens",
+    "layers.{i}.attention_norm": "layers.{i}.input_layernorm",
+    "layers.{i}.qkv": "layers.{i}.self_attn.{q|k|v}_proj",
+    "layers.{i}.attention_output": "layers.{i}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": "layers.{i}.post_attention_layernorm",
+    "layers.{i}.up": "layers.{i}.mlp.{gate|up}_proj",
+    "layers.{i}.down": "layers.{i}.mlp.down_proj",
+    "norm": "norm",
+    "lm_head": "lm_head",
+}
 _LAYER = "encoder.albert_layer_groups.0.albert_layers.0"
 NAMES = {
     "bert": _BERT_NAMES,
@@ -52,7 +64,7 @@ NAMES = {
     "albert": _BERT_NAMES
     | {
         "embeddings.to_hidden": "encoder.embedding_hidden_mapping_in",
-        "layers.{i}.qkv": f"{_LAYER}.attention.{{qkv}}",
+        "layers.{i}.qkv": f"{_LAYER}.attention.{{query|key|value}}",
         "layers.{i}.attention_output": f"{_LAYER}.attention.dense",
         "layers.{i}.attention_norm": f"{_LAYER}.attention.LayerNorm",
         "layers.{i}.up": f"{_LAYER}.ffn",
@@ -63,9 +75,27 @@ NAMES = {
         "lm_head.norm": "predictions.LayerNorm",
         "lm_head": "predictions",
     },
+    "llama": _DECODER_NAMES,
+    "gemma": _DECODER_NAMES,
+    "phi": _DECODER_NAMES
+    | {
+        "layers.{i}.attention_output": "layers.{i}.self_attn.dense",
+        "layers.{i}.up": "layers.{i}.mlp.fc1",
+        "layers.{i}.down": "layers.{i}.mlp.fc2",
+        "norm": "final_layernorm",
+    },
 }
-ARCHITECTURES = {"bert": "Bert", "elasticbert": "ElasticBert", "roberta": "Roberta", "albert": "Albert"}
-IGNORED = re.compile(r"(.*\.)?(position_ids|cls\.seq_relationship\..*|sop_classifier\..*)$")
+DECODERS = ("llama", "gemma", "phi")
+ARCHITECTURES = {
+    "bert": "Bert",
+    "elasticbert": "ElasticBert",
+    "roberta": "Roberta",
+    "albert": "Albert",
+    "llama": "Llama",
+    "gemma": "Gemma",
+    "phi": "Phi",
+}
+IGNORED = re.compile(r"(.*\.)?(position_ids|cls\.seq_relationship\..*|sop_classifier\..*|rotary_emb\.inv_freq)$")
 
 
 def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
@@ -82,17 +112,18 @@ def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
     else:
         pattern = NAMES[model_type][re.sub(r"\.\d+", ".{i}", module)]
         pattern = pattern.replace("{i}", number[1]) if number else pattern
-    parts = ("query", "key", "value") if "{qkv}" in pattern else ("",)
-    return tuple(f"{pattern.replace('{qkv}', part)}.{leaf}" for part in parts)
+    before, parts, after = re.fullmatch(r"([^{]*)\{?([^{}]*\|[^{}]*)?\}?([^}]*)", pattern).groups(default="")
+    return tuple(f"{before}{part}{after}.{leaf}" for part in parts.split("|"))
 
 
 # ---- A backbone ----
 
 
-def load_backbone(folder: str | Path) -> Bert:
+def load_backbone(folder: str | Path) -> Bert | Decoder:
     """The backbone in a Hugging Face folder, float32, in eval mode, on the CPU, with `backbone.config`.
 
-    The kind is taken from model_type in config.json. Pooler and masked-LM head are there if the file has them.
+    The kind is taken from model_type in config.json. Pooler and masked-LM head are there if the file has them; a
+    decoder's head must be, unless config.json ties it to the embeddings.
     Raises FileNotFoundError for a missing folder or file, ValueError for a config or tensors that do not fit.
     """
     folder = Path(folder)
@@ -102,17 +133,21 @@ def load_backbone(folder: str | Path) -> Bert:
         )
     config = read_config(folder / "config.json")
     tensors = _without_prefix(_read_shards(folder), config.model_type, folder)
-    head = _head_prefix(config.model_type)
-    (pooler,) = hugging_face_names(config.model_type, f"poolers.{config.num_hidden_layers}.weight")
     with torch.device("meta"):  # the weights come from the file: draw none
-        backbone = Bert(config, pooler=pooler in tensors, lm_head=any(name.startswith(head) for name in tensors))
-    if backbone.lm_head is not None:
-        _fold_tied(tensors, head, folder)
+        backbone = Decoder(config) if config.model_type in DECODERS else _bert(config, tensors)
+    _fold_tied(tensors, _tied(backbone), folder)
     load_strict(backbone, tensors, _name_map(backbone), folder)
     return backbone.eval()
 
 
-def save_backbone(backbone: Bert, folder: str | Path) -> None:
+def _bert(config: BertConfig, tensors: dict[str, Tensor]) -> Bert:
+    """With the parts that the file has."""
+    head = _head_prefix(config.model_type)
+    (pooler,) = hugging_face_names(config.model_type, f"poolers.{config.num_hidden_layers}.weight")
+    return Bert(config, pooler=pooler in tensors, lm_head=any(name.startswith(head) for name in tensors))
+
+
+def save_backbone(backbone: Bert | Decoder, folder: str | Path) -> None:
     """Write the backbone as a Hugging Face folder that `load_backbone` and transformers read.
 
     The folder appears whole or not at all. Raises FileExistsError where it is there already.
@@ -129,29 +164,33 @@ def backbone_sha256(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def write_backbone(backbone: Bert, folder: Path) -> None:
+def write_backbone(backbone: Bert | Decoder, folder: Path) -> None:
     """config.json and model.safetensors into a folder that is there. Names carry the prefix where there is a head."""
-    config, with_head = backbone.config, backbone.lm_head is not None
-    prefix = f"{config.model_type}." if with_head else ""
-    state, names, head = backbone.state_dict(), _name_map(backbone), _head_prefix(config.model_type)
+    config = backbone.config
+    if isinstance(backbone, Decoder):
+        prefix, kind = _prefix(config.model_type), "ForCausalLM"
+    elif backbone.lm_head is not None:
+        prefix, kind = _prefix(config.model_type), "ForMaskedLM"
+    else:
+        prefix, kind = "", "Model"
+    head = _head_prefix(config.model_type)
     tensors = {
         name if name.startswith(head) else prefix + name: part
-        for ours, theirs in names.items()
-        for name, part in zip(theirs, state[ours].chunk(len(theirs)), strict=True)
+        for name, part in _parts(backbone, _name_map(backbone)).items()
     }
-    architecture = ARCHITECTURES[config.model_type] + ("ForMaskedLM" if with_head else "Model")
+    architecture = ARCHITECTURES[config.model_type] + kind
     write_tensors(folder / "model.safetensors", tensors)
     write_json(folder / "config.json", config.to_dict() | {"architectures": [architecture], "torch_dtype": "float32"})
 
 
-def read_config(path: Path) -> BertConfig:
+def read_config(path: Path) -> BertConfig | DecoderConfig:
     """The config of a backbone, from its config.json. Errors name the file."""
     config = read_json(path)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in NAMES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(NAMES)}, found {model_type!r}")
     try:
-        return BertConfig.from_dict(config)
+        return (DecoderConfig if model_type in DECODERS else BertConfig).from_dict(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -161,12 +200,7 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
 
     names: parameter -> the tensors that it is made of, stacked along the first axis. Raises ValueError.
     """
-    state = module.state_dict()
-    wanted = {
-        name: part.shape
-        for ours, theirs in names.items()
-        for name, part in zip(theirs, state[ours].chunk(len(theirs)), strict=True)
-    }
+    wanted = {name: part.shape for name, part in _parts(module, names).items()}
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(name for name in tensors.keys() - wanted.keys() if not IGNORED.match(name))
     if missing or unexpected:
@@ -183,7 +217,17 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
     module.load_state_dict(own, strict=True, assign=True)
 
 
-def _name_map(backbone: Bert) -> dict[str, tuple[str, ...]]:
+def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """The tensors that the parameters are made of: equal shares, unless the module that stacks them names `sizes`."""
+    parts, state = {}, module.state_dict()
+    for ours, theirs in names.items():
+        sizes = getattr(module.get_submodule(ours.rpartition(".")[0]), "sizes", None)
+        split = state[ours].split(sizes) if sizes else state[ours].chunk(len(theirs))
+        parts |= zip(theirs, split, strict=True)
+    return parts
+
+
+def _name_map(backbone: Bert | Decoder) -> dict[str, tuple[str, ...]]:
     return {name: hugging_face_names(backbone.config.model_type, name) for name in backbone.state_dict()}
 
 
@@ -191,11 +235,15 @@ def _head_prefix(model_type: str) -> str:
     return hugging_face_names(model_type, "lm_head.bias")[0].removesuffix("bias")
 
 
+def _prefix(model_type: str) -> str:
+    return "model." if model_type in DECODERS else f"{model_type}."
+
+
 def _without_prefix(tensors: dict[str, Tensor], model_type: str, folder: Path) -> dict[str, Tensor]:
-    """Names without `bert.`, and with weight and bias where the oldest checkpoints say gamma and beta."""
+    """Names without `bert.` or `model.`, and with weight and bias where the oldest checkpoints say gamma and beta."""
     plain = {}
     for name, tensor in tensors.items():
-        name = name.removeprefix(f"{model_type}.")
+        name = name.removeprefix(_prefix(model_type))
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
         if name in plain:
             raise ValueError(f"{folder}: {name} is there twice, under two spellings of its name; keep one")
@@ -203,15 +251,22 @@ def _without_prefix(tensors: dict[str, Tensor], model_type: str, folder: Path) -
     return plain
 
 
-def _fold_tied(tensors: dict[str, Tensor], head: str, folder: Path) -> None:
-    """The decoder's weight and bias may be stored once more: take them out, if they are what they are tied to."""
-    for copy, original in (
-        (f"{head}decoder.weight", "embeddings.word_embeddings.weight"),
-        (f"{head}decoder.bias", f"{head}bias"),
-    ):
+def _tied(backbone: Bert | Decoder) -> dict[str, str]:
+    """Tensors of the head that a file may hold once more -> what they are tied to."""
+    head = _head_prefix(backbone.config.model_type)
+    if isinstance(backbone, Decoder):
+        return {f"{head}weight": "embed_tokens.weight"} if backbone.config.tie_word_embeddings else {}
+    if backbone.lm_head is None:
+        return {}
+    return {f"{head}decoder.weight": "embeddings.word_embeddings.weight", f"{head}decoder.bias": f"{head}bias"}
+
+
+def _fold_tied(tensors: dict[str, Tensor], tied: dict[str, str], folder: Path) -> None:
+    """Take the copies out, if they are what they are tied to."""
+    for copy, original in tied.items():
         if copy in tensors:
-            tied = tensors.pop(copy)
-            if not torch.equal(tied, tensors.setdefault(original, tied)):
+            tensor = tensors.pop(copy)
+            if not torch.equal(tensor, tensors.setdefault(original, tensor)):
                 raise ValueError(f"{folder}: {copy} must be tied to {original}, found other values: not supported")
 
 

@@ -7,12 +7,13 @@ decides the best checkpoint. Epochs are scored on rows held out of train; the sp
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -68,8 +69,43 @@ class Stage(NamedTuple):
     name: str
     learns: Callable[[str], bool]  # of a parameter's name in the model
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
-    score: Callable[[np.ndarray], float]  # (K,) hold-out scores of the exits -> what the best checkpoint maximises
+    score: Callable[[np.ndarray], float] | None = None  # (K,) hold-out scores of the exits -> what the best maximises
     teacher: Callable[[nn.Module, Encoded], np.ndarray] | None = None  # asked of all train rows before the stage begins
+    judge: Callable[[nn.Module, Data], float] | None = None  # of the hold-out, in place of `score`
+    settings: dict = {}  # of TrainConfig, where the stage has its own
+    round: int = 0  # from 1: rounds share one best checkpoint, and one that does not better it is the last
+
+    def config(self, config: TrainConfig) -> TrainConfig:
+        """The training's settings with the stage's own."""
+        return replace(config, **self.settings)
+
+    def steps(self, config: TrainConfig, rows: int) -> tuple[int, int]:
+        """Steps of an epoch and of the stage."""
+        config = self.config(config)
+        per_epoch = -(-rows // config.batch_size)
+        return per_epoch, config.epochs * per_epoch
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy for class indices, mean squared error for float labels (C = 1); in float32."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits.float()[:, 0], labels)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def depth_weighted_sum(losses, exits: tuple[int, ...]):
+    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit.
+
+    >>> depth_weighted_sum([1.0, 4.0], (1, 3))
+    3.25
+    """
+    return sum(depth * loss for depth, loss in zip(exits, losses, strict=True)) / sum(exits)
+
+
+def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """All exits' losses under Eq. 1."""
+    losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
+    return depth_weighted_sum(losses, model.exits)
 
 
 class NothingToResume(FileNotFoundError):
@@ -92,10 +128,23 @@ def fit(
     model: its forward is what the stages' losses call, its segments() are what is scored. The training state stands
     in `state_folder` until the caller removes it. With `resume` the training found there goes on, and ends with the
     same weights as one that was never stopped; `settings` (JSON) must be the ones that it was started with. Uses
-    torch's global random state. Raises NothingToResume, or ValueError for other settings.
+    torch's global random state. Raises NothingToResume, or ValueError for other settings and where all labels are alike.
     """
+    if len(train.labels) and (train.labels == train.labels[0]).all():
+        raise ValueError(
+            f"{task.name}: the {len(train.labels)} rows to train on all have the label {train.labels[0]}, "
+            f"there is nothing to learn; give rows with different labels"
+        )
     path = state_folder / STATE
-    progress = {"settings": settings, "stage": 0, "step": 0, "best": None, "losses": [], "history": []}
+    progress = {
+        "settings": settings,
+        "stage": 0,
+        "step": 0,
+        "best": None,
+        "round_best": None,
+        "losses": [],
+        "history": [],
+    }
     saved = {}
     if resume:
         saved = _read_state(path)
@@ -107,26 +156,41 @@ def fit(
     else:
         state_folder.mkdir(parents=True, exist_ok=True)
 
-    steps_per_epoch = -(-len(train.labels) // config.batch_size)
-    total = len(stages) * config.epochs * steps_per_epoch
-    done = (progress["stage"] * config.epochs) * steps_per_epoch + progress["step"]
-    with tqdm(total=total, initial=done, desc="training", unit="batch", delay=1) as bar:
+    steps = [stage.steps(config, len(train.labels))[1] for stage in stages]
+    done = sum(steps[: progress["stage"]]) + progress["step"]
+    with tqdm(total=sum(steps), initial=done, desc="training", unit="batch", delay=1) as bar:
         for number in range(progress["stage"], len(stages)):
+            before = stages[number - 1].round if number else 0
+            if not progress["step"] and _converged(stages[number].round, before, progress):
+                break
             _run_stage(model, stages[number], number, task, train, held, config, path, progress, saved, bar)
-            progress |= {"stage": number + 1, "step": 0, "best": None, "losses": []}
+            progress |= {"stage": number + 1, "step": 0, "losses": []}
             saved = {}
     return progress["history"]
 
 
+def _converged(now: int, before: int, progress) -> bool:
+    """Asked where a stage begins: whether the round that ended here bettered nothing. Says what is to be bettered."""
+    if not now or not before:
+        progress["best"] = progress["round_best"] = None
+    elif now != before:
+        if progress["best"] == progress["round_best"]:
+            return True
+        progress["round_best"] = progress["best"]
+    return False
+
+
 def _run_stage(model, stage, number, task, train, held, config, path, progress, saved, bar) -> None:
-    """One stage, from progress["step"] on; leaves the model at its best epoch."""
+    """One stage, from progress["step"] on; leaves the model at its best epoch, or where a round's best still stands."""
+    steps_per_epoch, total = stage.steps(config, len(train.labels))
+    config = stage.config(config)
     optimizer = _optimizer(model, stage, config)
     best = {}
     if saved:
         best = _restore(model, optimizer, saved)
+    elif progress["best"] is not None:
+        best = _learned(model, stage)
     taught = stage.teacher(model, train.encoded) if stage.teacher else None
-    steps_per_epoch = -(-len(train.labels) // config.batch_size)
-    total = config.epochs * steps_per_epoch
     last_save = time.monotonic()
     for epoch in range(progress["step"] // steps_per_epoch, config.epochs):
         order = list(
@@ -154,13 +218,18 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
             }
         )
         progress["losses"] = []
-        score = stage.score(np.array(scores))
+        score = stage.judge(model, held) if stage.judge else stage.score(np.array(scores))
         if progress["best"] is None or score > progress["best"]:
             progress["best"] = score
-            best = {name: value.detach().clone() for name, value in model.state_dict().items() if stage.learns(name)}
+            best = _learned(model, stage)
         _write_state(path, model, optimizer, best, progress)
         last_save = time.monotonic()
     model.load_state_dict(model.state_dict() | best)
+
+
+def _learned(model: nn.Module, stage: Stage) -> dict[str, Tensor]:
+    """A copy of what the stage trains, as it is now."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if stage.learns(name)}
 
 
 def _update(model, stage, optimizer, train: Data, taught, rows: np.ndarray, rate: float, clip: float) -> float:

@@ -174,7 +174,41 @@ class PatienceConfidence(Rule):
         return 5.0 * classes + 2.0
 
 
-RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence)}
+@dataclass(frozen=True)
+class Policy(Rule):
+    """Leave where the probability of leaving, the sigmoid of the model's exit_logit, is above the cut.
+
+    Sources: ConsistentEE (a policy network), BERxiT (the certainty of a learning-to-exit module); both cut at .5.
+    0 means always, 1 never. Raises ValueError for another cut, and at an exit of a model that has no policy.
+    """
+
+    cut: float = 0.5
+    name = "policy"
+
+    def __post_init__(self):
+        if not 0 <= self.cut <= 1:
+            raise ValueError(f"the cut on the probability of leaving must be from 0 to 1, got {self.cut}")
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        if reading.exit_logit is None:
+            raise ValueError(
+                "the rule policy needs a model that says when to leave, this one does not; "
+                "give a run of the method consistent or berxit, or choose another rule"
+            )
+        return reading.exit_logit > self._cut_logit
+
+    @property
+    def _cut_logit(self) -> float:
+        """Where the sigmoid reaches the cut: its values near 0 and 1 are equal in float32, the logits are not."""
+        if self.cut in (0, 1):
+            return math.inf if self.cut else -math.inf
+        return math.log(self.cut / (1 - self.cut))
+
+    def flops(self, classes: int) -> float:
+        return 1.0
+
+
+RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy)}
 
 
 def rule_from_dict(config: dict) -> Rule:

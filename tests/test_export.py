@@ -260,14 +260,14 @@ def test_layers_run_does_not_grow_as_the_threshold_loosens(case):
 def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
     sizes, run = [], runtime.Session.run
 
-    def counted(self, stays, inputs):
-        sizes.append((stays, len(inputs["attention_mask"]), len(inputs.get("rows", inputs["attention_mask"]))))
-        return run(self, stays, inputs)
+    def counted(self, inputs):
+        sizes.append((len(inputs["attention_mask"]), len(inputs.get("rows", inputs["attention_mask"]))))
+        return run(self, inputs)
 
     monkeypatch.setattr(runtime.Session, "run", counted)
     left = early_exit(case.segments, RULES["patience"](ALL), case.inputs).exit_index
     here = [int((left >= k).sum()) for k in range(left.max() + 1)]
-    assert sizes == [(stays, rows, rows) for rows in here for stays in (True, False)]
+    assert sizes == [(rows, rows) for rows in here]
 
 
 # These tests can fail: bugs planted in the graphs and in the state
@@ -292,8 +292,8 @@ GRAPH_BUGS = {
     "tanh gelu for gelu": ('"none" if kind == "gelu" else "tanh"', '"tanh"'),
     "gelu for relu": ('kind == "relu"', "False"),
     "the next head": (
-        "_exit_head(graph, _rows_that_go_on(graph), _mask(graph), number, pool)",
-        "_exit_head(graph, _rows_that_go_on(graph), _mask(graph), (number + 1) % 3, pool)",
+        "_exit_head(graph, hidden, mask, number, pool)",
+        "_exit_head(graph, hidden, mask, (number + 1) % 3, pool)",
     ),
     "the other pool": ('pool == "first"', 'pool != "first"'),
     "padding counted in the mean": (
@@ -371,7 +371,12 @@ def test_the_tests_of_compaction_can_fail_where_keep_loses_track(monkeypatch, ca
 def test_the_full_model_and_first_head_tests_can_fail(monkeypatch, case_of):
     case = case_of("bert", "gelu", "mean")
     read = OrtSegments.read
-    monkeypatch.setattr(OrtSegments, "read", lambda self, k, state: read(self, (k + 1) % K, state))
+
+    def rows_change_places(self, k, state):
+        reading = read(self, k, state)
+        return reading._replace(logits=reading.logits[::-1])
+
+    monkeypatch.setattr(OrtSegments, "read", rows_change_places)
     with pytest.raises(AssertionError):
         test_never_exit_equals_the_full_model(case)
     with pytest.raises(AssertionError):
@@ -426,7 +431,7 @@ def copy(exported, tmp_path):
     return shutil.copytree(exported, tmp_path / "copy")
 
 
-NAMES = sorted([*(f"{part}_{e}.onnx" for part in ("body", "head") for e in EXITS), "full.onnx"])
+NAMES = sorted([*(f"segment_{layer}.onnx" for layer in EXITS), "full.onnx"])
 FILES = sorted([*NAMES, "manifest.json", "model.safetensors", "tokenizer.json"])
 
 
@@ -498,7 +503,8 @@ def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dy
         logits = {"logits": {"dtype": "float32", "axes": ["batch", C]}}
         surest = {"max_probability": {"dtype": "float32", "axes": ["batch"]}}
         hidden = {"hidden_out": {"dtype": "float32", "axes": ["batch", "tokens", 24]}}
-        assert interface["outputs"] == (hidden if name.startswith("body") else logits | surest)
+        goes_on = name not in ("full", f"segment_{EXITS[-1]}")
+        assert interface["outputs"] == (hidden if goes_on else {}) | logits | surest
 
 
 @each_shape
@@ -697,7 +703,7 @@ def test_a_graph_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypa
     save = onnx.save
 
     def full(graph, path):
-        if path.name == "head_2.onnx":
+        if path.name == "segment_2.onnx":
             raise OSError(28, "No space left on device", str(path))
         save(graph, path)
 
@@ -825,7 +831,7 @@ def test_a_rule_that_does_not_fit_is_refused(copy, change, message):
         Runtime(copy, threads=1)
 
 
-@pytest.mark.parametrize("name", ["body_2.onnx", "head_2.onnx", "full.onnx", "model.safetensors"])
+@pytest.mark.parametrize("name", ["segment_2.onnx", "full.onnx", "model.safetensors"])
 def test_a_file_of_another_run_is_refused(copy, tmp_path, tokenizer, name):
     export(make_run(tokenizer, make_model(pool="first", activation="relu", hidden_size=48)), tmp_path / "other", TEXTS)
     shutil.copy(tmp_path / "other" / name, copy / name)

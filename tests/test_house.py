@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     ("__init__", "shapes", "metrics", "confidence", "files", "flops"),
-    ("bert",),
+    ("bert", "decoder"),
     ("checkpoint", "reviews", "tasks"),
-    ("rules", "early_exit", "exits", "evaluation", "fitting"),
-    ("baselines", "lora_exits", "sgmv", "segd"),
+    ("rules", "early_exit", "exits", "evaluation", "fitting", "generation"),
+    ("baselines", "lora_exits", "reinforce", "sgmv", "segd"),
     ("runs", "training"),
     ("export.__init__", "export.graphs", "export.runtime", "export.segments"),
     ("report", "demo", "bench", "commands", "serve", "__main__"),
