@@ -1,34 +1,43 @@
-"""The ONNX graphs of a MultiExit, node by node: one a segment, and the whole model in one.
+"""The ONNX graphs of a model with exits, node by node: one a segment, and the whole model in one.
 
 A second definition of what bert.py and exits.py compute, in the standard's own operators (opset 23: Attention, Gelu,
 LayerNormalization); tests/test_export.py and every export hold it to the first. Initialisers carry the names that the
 parameters have in the run, in the layout of torch: a graph is readable, and two graphs share a weight by its name.
 
     segment  input_ids, token_type_ids (before the first exit) or hidden, rows; attention_mask
-             -> hidden_out (but for the last exit), logits, max_probability where there are classes
+             -> hidden_out (but for the last exit), logits, max_probability where there are classes,
+                exit_logit where the model says itself when to leave
     full     input_ids, token_type_ids, attention_mask -> logits, max_probability of the last exit
+    streams  as segment, for LoRA exits: hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
 the device. attention_mask has those rows already. A head is in the graph of its segment, because a graph of its own
 costs more to call than to compute.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from mini_ee.bert import BertConfig
+from mini_ee.lora_exits import TARGETS
 
 OPSET, IR_VERSION = 23, 11
-INTEGERS = "integers_"  # how the constants that are no weights are called
+CONSTANT = "constant_"  # how the names of constants that are no weights begin
 
 
 class Graph:
-    """Nodes in the order in which they run, on parameters of a MultiExit: torch's name -> array, all of one dtype."""
+    """Nodes in the order in which they run, on a model's parameters: torch's name -> array, all of one dtype.
 
-    def __init__(self, config: BertConfig, parameters: dict[str, np.ndarray]):
-        self.config, self.parameters = config, parameters
-        self.dtype = parameters["backbone.embeddings.norm.weight"].dtype
+    prefix: where in the model the backbone and the heads are that the graph speaks of.
+    """
+
+    def __init__(self, config: BertConfig, parameters: dict[str, np.ndarray], prefix: str = ""):
+        self.config, self.parameters, self.prefix = config, parameters, prefix
+        self.dtype = parameters[f"{prefix}backbone.embeddings.norm.weight"].dtype
         self.nodes, self.initializers = [], {}
         self.inputs, self.outputs = [], []
 
@@ -59,13 +68,20 @@ class Graph:
 
     def parameter(self, name: str) -> str:
         """Take a parameter up as an initialiser."""
+        name = self.prefix + name
         self.initializers[name] = self.parameters[name]
         return name
 
     def integers(self, *values: int) -> str:
         """A constant (len(values),) int64, named by what it holds."""
-        name = INTEGERS + "_".join(map(str, values))
+        name = CONSTANT + "_".join(map(str, values))
         self.initializers[name] = np.array(values, np.int64)
+        return name
+
+    def number(self, value: float) -> str:
+        """A constant () of the graph's dtype, named by what it holds."""
+        name = f"{CONSTANT}{value}"
+        self.initializers[name] = np.array(value, self.dtype)
         return name
 
     def linear(self, hidden: str, name: str) -> str:
@@ -115,13 +131,106 @@ def segment(
     return graph.model(f"segment_{stop}")
 
 
-def full(config: BertConfig, parameters: dict[str, np.ndarray], last: int, pool: str) -> onnx.ModelProto:
+def full(
+    config: BertConfig, parameters: dict[str, np.ndarray], last: int, pool: str, prefix: str = ""
+) -> onnx.ModelProto:
     """All layers and the last head: the model without early exits."""
-    graph = Graph(config, parameters)
+    graph = Graph(config, parameters, prefix)
     hidden, mask = _embeddings(graph), _mask(graph)
     hidden = _layers(graph, hidden, mask, 0, config.num_hidden_layers)
     _exit_head(graph, hidden, mask, last, pool)
     return graph.model("full")
+
+
+class Streams(NamedTuple):
+    """LoRA exits whose streams run side by side: the exits first .. stop - 1, and how their adapters add."""
+
+    first: int
+    stop: int
+    targets: Sequence[str]
+    scale: float
+
+
+def streams(
+    config: BertConfig,
+    parameters: dict[str, np.ndarray],
+    exits: tuple[int, ...],
+    begins: bool,
+    live: Streams,
+    pool: str,
+) -> onnx.ModelProto:
+    """The layers up to exit live.first in all live streams, and that exit's head.
+
+    begins: the streams begin here, from the embeddings; else they go on from the exit before.
+    """
+    graph, count = Graph(config, parameters), live.stop - live.first
+    start, stop = 0 if begins else exits[live.first - 1], exits[live.first]
+    hidden = _embeddings(graph) if begins else _streams_that_go_on(graph, count)
+    mask = _mask(graph)
+    rows = graph.op("Shape", mask, start=0, end=1)
+    if begins and count > 1:
+        hidden = graph.op("Concat", *[hidden] * count, axis=0)
+    every_mask = graph.op("Concat", *[mask] * count, axis=0) if count > 1 else mask
+    hidden = _layers(graph, hidden, every_mask, start, stop, _low_rank(graph, live))
+    if count > 1:
+        axes = graph.op("Shape", mask), graph.integers(config.hidden_size)
+        graph.op("Reshape", hidden, graph.op("Concat", graph.integers(count), *axes, axis=0))
+        graph.output("hidden_out", count, "batch", "tokens", config.hidden_size, dtype=graph.dtype)
+        hidden = graph.op("Slice", hidden, graph.integers(0), rows, graph.integers(0))
+    _exit_head(graph, hidden, mask, live.first, pool)
+    return graph.model(f"segment_{stop}")
+
+
+def _streams_that_go_on(graph: Graph, count: int) -> str:
+    """All streams but the first, which has been read: (n + 1, B before, T, D) -> (n B, T, D)."""
+    width = graph.config.hidden_size
+    hidden = graph.input("hidden", count + 1, "rows_before", "tokens", width, dtype=graph.dtype)
+    hidden = graph.op("Slice", hidden, graph.integers(1), graph.integers(count + 1), graph.integers(0))
+    hidden = graph.op("Gather", hidden, graph.input("rows", "batch"), axis=1)
+    tokens = graph.op("Shape", hidden, start=2, end=4)
+    return graph.op("Reshape", hidden, graph.op("Concat", graph.integers(-1), tokens, axis=0))
+
+
+Adapt = Callable[[int, str, str, str], str]
+"""(stored layer, name of a linear map in it, its input, its output) -> the output with what adapters add."""
+
+
+def _low_rank(graph: Graph, live: Streams) -> Adapt:
+    """Eq. 6 of LoRAExit, for streams that carry the same tokens: one batched product, as lora_exits.low_rank.
+
+    The adapters of all streams and projections are put together from constants, once, when the graph is loaded.
+    """
+    count = live.stop - live.first
+
+    def stacked(stored: int, linear: str, letter: str, parts: int) -> str:
+        streams = []
+        for exit in range(live.first, live.stop):
+            pieces = []
+            for target in live.targets:
+                if TARGETS[target][0] == linear:
+                    piece = graph.parameter(f"adapters.{exit}.{stored}.{target}.{letter}")
+                    if letter == "B":  # (r, O) -> (r, O x parts), zero beside its own part
+                        before, width = TARGETS[target][1], graph.parameters[piece].shape[1]
+                        edges = 0, before * width, 0, (parts - 1 - before) * width
+                        piece = graph.op("Pad", piece, graph.integers(*edges))
+                    pieces.append(piece)
+            joined = graph.op("Concat", *pieces, axis=1 if letter == "A" else 0)
+            streams.append(graph.op("Unsqueeze", joined, graph.integers(0)))
+        return graph.op("Concat", *streams, axis=0)
+
+    def adapt(stored: int, linear: str, x: str, y: str) -> str:
+        if all(TARGETS[target][0] != linear for target in live.targets):
+            return y
+        parts = 3 if linear == "qkv" else 1
+        width = graph.parameters[f"backbone.layers.{stored}.{linear}.weight"].shape[1]
+        x = graph.op("Reshape", x, graph.integers(count, -1, width))
+        name = f"adapters_{len(graph.nodes)}"
+        shrunk = graph.op("MatMul", x, stacked(stored, linear, "A", parts), name=f"{name}_shrink")
+        shrunk = graph.op("Mul", shrunk, graph.number(live.scale))
+        added = graph.op("MatMul", shrunk, stacked(stored, linear, "B", parts), name=f"{name}_expand")
+        return graph.op("Add", y, graph.op("Reshape", added, graph.op("Shape", y)))
+
+    return adapt
 
 
 def _rows_that_go_on(graph: Graph) -> str:
@@ -156,26 +265,31 @@ def _embeddings(graph: Graph) -> str:
     return _unflatten(graph, graph.linear(flat, "backbone.embeddings.to_hidden"), graph.op("Shape", ids))
 
 
-def _layers(graph: Graph, hidden: str, mask: str, start: int, stop: int) -> str:
+def _layers(graph: Graph, hidden: str, mask: str, start: int, stop: int, adapt: "Adapt | None" = None) -> str:
     """Layer.forward, from hidden[start] to hidden[stop], on (B T, D) but for the attention itself."""
+
+    def linear(name: str, x: str) -> str:
+        y = graph.linear(x, f"backbone.layers.{stored}.{name}")
+        return y if adapt is None else adapt(stored, name, x, y)
+
     config = graph.config
     shape = graph.op("Shape", hidden, start=0, end=2)
     rows, tokens = (graph.op("Shape", hidden, start=axis, end=axis + 1) for axis in (0, 1))
     every_query = graph.op("Concat", rows, graph.integers(1), tokens, tokens, axis=0)
     readable = graph.op("Expand", graph.op("Unsqueeze", mask, graph.integers(1, 2)), every_query)  # (B, 1, T, T)
-    stored = 1 if config.model_type == "albert" else config.num_hidden_layers
     hidden = graph.op("Reshape", hidden, graph.integers(-1, config.hidden_size))
     for depth in range(start, stop):
-        name = f"backbone.layers.{depth % stored}"
-        qkv = _unflatten(graph, graph.linear(hidden, f"{name}.qkv"), shape)
+        stored = 0 if config.model_type == "albert" else depth
+        name = f"backbone.layers.{stored}"
+        qkv = _unflatten(graph, linear("qkv", hidden), shape)
         query, key, value = graph.several(3, "Split", qkv, axis=2, num_outputs=3)
         heads = {"q_num_heads": config.num_attention_heads, "kv_num_heads": config.num_attention_heads}
         attended = graph.op("Attention", query, key, value, readable, softmax_precision=TensorProto.FLOAT, **heads)
         attended = graph.op("Reshape", attended, graph.integers(-1, config.hidden_size))
-        added = graph.op("Add", hidden, graph.linear(attended, f"{name}.attention_output"))
+        added = graph.op("Add", hidden, linear("attention_output", attended))
         hidden = graph.norm(added, f"{name}.attention_norm")
-        inner = graph.activation(graph.linear(hidden, f"{name}.up"))
-        hidden = graph.norm(graph.op("Add", hidden, graph.linear(inner, f"{name}.down")), f"{name}.output_norm")
+        inner = graph.activation(linear("up", hidden))
+        hidden = graph.norm(graph.op("Add", hidden, linear("down", inner)), f"{name}.output_norm")
     return _unflatten(graph, hidden, shape)
 
 
@@ -185,7 +299,7 @@ def _unflatten(graph: Graph, flat: str, shape: str) -> str:
 
 
 def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> None:
-    """ExitHead.forward: logits and the largest probability, in float32."""
+    """ExitHead.forward: logits and the largest probability, and what a policy says of the same state; in float32."""
     if pool == "first":
         vector = graph.op("Squeeze", graph.op("Slice", hidden, *map(graph.integers, (0, 1, 1))), graph.integers(1))
     else:
@@ -194,9 +308,20 @@ def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> 
         total = graph.op("ReduceSum", graph.op("Mul", hidden, weights), graph.integers(1), keepdims=0)
         vector = graph.op("Div", total, graph.op("ReduceSum", weights, graph.integers(1), keepdims=0))
     inner = graph.op("Tanh", graph.linear(vector, f"heads.{number}.dense"))
-    classes = len(graph.parameters[f"heads.{number}.out.bias"])
+    classes = len(graph.parameters[f"{graph.prefix}heads.{number}.out.bias"])
     graph.linear(inner, f"heads.{number}.out")
     logits = graph.output("logits", "batch", classes, dtype=np.float32)
     if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
         graph.op("ReduceMax", graph.op("Softmax", logits, axis=1), graph.integers(1), keepdims=0)
         graph.output("max_probability", "batch", dtype=np.float32)
+    if f"policies.{number}.0.weight" in graph.parameters:  # ConsistentEE
+        inner = graph.op("Gelu", graph.linear(vector, f"policies.{number}.0"))
+        _exit_logit(graph, graph.linear(inner, f"policies.{number}.2"))
+    elif "certainty.weight" in graph.parameters and f"heads.{number + 1}.out.bias" in graph.parameters:  # BERxiT
+        _exit_logit(graph, graph.linear(vector, "certainty"))
+
+
+def _exit_logit(graph: Graph, said: str) -> None:
+    """(B, 1) -> (B,)."""
+    graph.op("Squeeze", said, graph.integers(1))
+    graph.output("exit_logit", "batch", dtype=np.float32)

@@ -47,6 +47,7 @@ class Session:
         except Exception as error:  # the types that onnxruntime raises
             raise ValueError(f"{path}: ONNX Runtime cannot load this graph ({error}); export the run again") from None
         self.provider = self._session.get_providers()[0]
+        self.begins = "input_ids" in {each.name for each in self._session.get_inputs()}  # from the embeddings
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: dict) -> dict:
@@ -75,13 +76,14 @@ class OrtState(NamedTuple):
     """The rows still in the model."""
 
     inputs: Inputs
+    where: np.ndarray  # (B,) int64: where they stand in the inputs
     said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
     rows: np.ndarray  # (B,) int64: those of the B' that go on
     mask: np.ndarray  # (B, T) int64
     every: np.ndarray  # 0, 1, 2, ...
 
     def keep(self, rows: np.ndarray) -> "OrtState":
-        return self._replace(rows=self.rows[rows], mask=self.mask[rows])
+        return self._replace(where=self.where[rows], rows=self.rows[rows], mask=self.mask[rows])
 
 
 class OrtSegments(Segments):
@@ -97,15 +99,16 @@ class OrtSegments(Segments):
 
     def start(self, inputs: Inputs) -> OrtState:
         every = np.arange(len(inputs))
-        return OrtState(inputs, {}, every, inputs.attention_mask, every)
+        return OrtState(inputs, every, {}, every, inputs.attention_mask, every)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
-        if state.said:
+        if not self.sessions[k].begins:
             inputs = {"hidden": state.said[HIDDEN], "rows": state.rows, "attention_mask": state.mask}
-        else:
+        elif len(state.where) == len(state.every):
             inputs = _full_inputs(state.inputs)
-        said = self.sessions[k].run(inputs)
-        return OrtState(state.inputs, said, state.every[: len(state.rows)], state.mask, state.every)
+        else:  # a stream that starts anew, with the rows that are left
+            inputs = {name: value[state.where] for name, value in _full_inputs(state.inputs).items()}
+        return state._replace(said=self.sessions[k].run(inputs), rows=state.every[: len(state.rows)])
 
     def read(self, k: int, state: OrtState) -> Reading:
         reading = _reading(state.said)
@@ -113,8 +116,12 @@ class OrtSegments(Segments):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))
 
+    def layer_passes(self, k: int) -> int:
+        return self._manifest["layer_passes"][k]
+
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
-        return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
+        advance, read = _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
+        return advance, read + (self._manifest["policy_flops"] if k < len(self.exits) - 1 else 0.0)
 
 
 class WholeGraph(Segments):
@@ -145,13 +152,14 @@ def _full_inputs(inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def _reading(said: dict[str, np.ndarray]) -> Reading:
-    """Logits, and where there are classes the largest probability."""
-    return Reading(said["logits"], max_probability=said.get("max_probability"))
+    """Logits; where there are classes the largest probability; where there is a policy what it says."""
+    return Reading(said["logits"], said.get("exit_logit"), said.get("max_probability"))
 
 
 def _flops(manifest: dict, layers: int, tokens: int) -> tuple[float, float]:
     config, pooled = manifest["backbone"], tokens if manifest["pool"] == "mean" else 0
-    advance = layers * layer_flops(config["hidden_size"], config["intermediate_size"], tokens)
+    layer = layer_flops(config["hidden_size"], config["intermediate_size"], tokens)
+    advance = layers * (layer + 2.0 * tokens * manifest["adapter_parameters"])
     return advance, head_flops(config["hidden_size"], manifest["num_labels"], pooled)
 
 

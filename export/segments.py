@@ -3,11 +3,13 @@
 exported/manifest.json        format_version, what the run was, exits, rule, labels, graphs with their inputs and
                               outputs, checksums of all files, and how far the graphs were from torch
 exported/segment_{layer}.onnx the layers up to an exit, and its head; full.onnx the model without exits
+                              (of LoRA exits: of all streams that are live there, as the schedule says)
 exported/model.safetensors    the weights of all graphs, each once: the graphs point into this file
 exported/tokenizer.json
 """
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +21,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_tensors
-from mini_ee.early_exit import Recorded, early_exit, read_every_exit
-from mini_ee.evaluation import predictions
-from mini_ee.exits import MultiExit, TorchSegments
+from mini_ee.early_exit import Segments, read_every_exit
+from mini_ee.evaluation import predictions, record
+from mini_ee.exits import MultiExit
 from mini_ee.files import atomic_folder, file_sha256, write_json
+from mini_ee.lora_exits import LoRAExits, restart
+from mini_ee.methods import MODELS
+from mini_ee.multi_model import MultiModel
+from mini_ee.policies import PolicyExits
 from mini_ee.runs import Run, versions
-from mini_ee.tasks import batches
 
 WEIGHTS = "model.safetensors"
+SMALL = ("heads.", "policies.", "certainty")  # maps that int8 leaves in float32
 VERIFIED_TEXTS = 64
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
@@ -48,7 +54,7 @@ def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "
             "rule": run.rule.to_dict(),
             "task": run.config["task"],
             "max_length": run.tokenizer.max_length,
-            **write_segments(run.model, partial, precision),
+            **write_segments(run.model, partial, precision, run.schedule),
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save(partial / "tokenizer.json")
@@ -61,28 +67,53 @@ def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "
     return manifest
 
 
-def write_segments(model: MultiExit, folder: Path, precision: str = "float32") -> dict:
-    """Write graphs and weights into a folder that is there; returns what the manifest says of them."""
+def write_segments(
+    model: MultiExit | LoRAExits | MultiModel,
+    folder: Path,
+    precision: str = "float32",
+    schedule: Sequence[Sequence[int]] | None = None,
+) -> dict:
+    """Write graphs and weights into a folder that is there; returns what the manifest says of them.
+
+    schedule: which streams of LoRA exits start together; restart by default.
+    """
     config = model.backbone.config
     parameters = {name: value.detach().cpu().numpy() for name, value in model.named_parameters()}
     if precision == "float16":
         parameters = {name: value.astype(np.float16) for name, value in parameters.items()}
-    made = _graphs(model, config, parameters)
+    passes, adapter_parameters, lora = np.diff(model.exits, prepend=0).tolist(), 0, {}
+    if isinstance(model, LoRAExits):
+        schedule = schedule or restart(len(model.exits))
+        made = _stream_graphs(model, config, parameters, schedule)
+        segments = model.segments(schedule)
+        passes = [segments.layer_passes(k) for k in range(len(model.exits))]
+        adapter_parameters = sum(value.numel() for value in model.adapters[0][0].parameters())
+        shape = {"rank": model.rank, "alpha": model.alpha, "targets": list(model.targets)}
+        lora = {"lora": shape, "schedule": [list(group) for group in schedule]}
+    elif isinstance(model, MultiModel):
+        made, passes = _cascade_graphs(model, parameters), list(model.exits)
+    else:
+        made = _graphs(model, config, parameters)
     if precision == "int8":
         made = {name: _quantized(graph) for name, graph in made.items()}
     _write(made, folder)
     return {
         "opset": graphs.OPSET,
         "precision": precision,
+        "model": type(model).__name__,
         "backbone": config.to_dict(),
         "exits": list(model.exits),
+        "layer_passes": passes,
+        "adapter_parameters": adapter_parameters,
+        "policy_flops": model.policy_flops if isinstance(model, PolicyExits) else 0.0,
         "pool": model.pool,
         "num_labels": model.num_labels,
+        **lora,
         "graphs": {name: _interface(graph) for name, graph in made.items()},
     }
 
 
-def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> TorchSegments:
+def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segments:
     """The same folder through torch, for machines on which ONNX Runtime does not run.
 
     Raises ValueError for an int8 folder: its weights are whole numbers that only ONNX Runtime knows to use.
@@ -91,12 +122,12 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> TorchSe
         raise ValueError(f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch")
     with torch.device("meta"):
         backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head=False)
-        model = MultiExit(
-            backbone, tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
-        )
+        shape = tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
+        model = MODELS[manifest["model"]](backbone, *shape, **manifest.get("lora", {}))
     names = {name: (name,) for name in model.state_dict()}
     load_strict(model, read_tensors(folder / WEIGHTS), names, folder / WEIGHTS)
-    return TorchSegments(model.to(device))
+    model = model.to(device)
+    return model.segments(manifest["schedule"]) if "lora" in manifest else model.segments()
 
 
 def _graphs(model: MultiExit, config: BertConfig, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
@@ -106,6 +137,30 @@ def _graphs(model: MultiExit, config: BertConfig, parameters: dict[str, np.ndarr
         for number, layer in enumerate(model.exits)
     }
     return made | {"full": graphs.full(config, parameters, len(model.exits) - 1, model.pool)}
+
+
+def _stream_graphs(
+    model: LoRAExits, config: BertConfig, parameters: dict[str, np.ndarray], schedule: Sequence[Sequence[int]]
+) -> dict[str, onnx.ModelProto]:
+    """The same of LoRA exits; the whole model is the last stream alone."""
+    last, how = len(model.exits) - 1, (model.targets, model.scale)
+    made = {}
+    for group in schedule:
+        for k in group:
+            live, begins = graphs.Streams(k, group[-1] + 1, *how), k == group[0]
+            graph = graphs.streams(config, parameters, model.exits, begins, live, model.pool)
+            made[f"segment_{model.exits[k]}"] = graph
+    alone = graphs.Streams(last, last + 1, *how)
+    return made | {"full": graphs.streams(config, parameters, model.exits, True, alone, model.pool)}
+
+
+def _cascade_graphs(model: MultiModel, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
+    """The same of independent models: each from the embeddings on."""
+    made = {
+        f"segment_{layer}": graphs.full(each.backbone.config, parameters, 0, model.pool, f"models.{k}.")
+        for k, (layer, each) in enumerate(zip(model.exits, model.models))
+    }
+    return made | {"full": made[f"segment_{model.exits[-1]}"]}
 
 
 def _interface(graph: onnx.ModelProto) -> dict:
@@ -127,12 +182,14 @@ def _quantized(graph: onnx.ModelProto) -> onnx.ModelProto:
     """ONNX Runtime's dynamic quantisation of the layers: int8 weights, activations measured as they come."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    heads = [f"{node.name}_MatMul" for node in graph.graph.node if node.name.startswith("heads.")]  # as it renames them
+    names = [node.name for node in graph.graph.node]
+    small = [f"{name}_MatMul" for name in names if name.startswith(SMALL)]  # as it renames them
+    small += [name for name in names if name.startswith("adapters")]
     helper.set_model_props(graph, {"onnx.quant.pre_process": "onnxruntime.quant"})  # nothing to simplify: no warning
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.onnx"
         kind = {"weight_type": QuantType.QInt8, "per_channel": True}
-        quantize_dynamic(graph, path, op_types_to_quantize=["MatMul"], nodes_to_exclude=heads, **kind)
+        quantize_dynamic(graph, path, op_types_to_quantize=["MatMul"], nodes_to_exclude=small, **kind)
         return onnx.load(path)
 
 
@@ -141,7 +198,7 @@ def _write(made: dict[str, onnx.ModelProto], folder: Path) -> None:
     tensors = {}
     for graph in made.values():
         for tensor in graph.graph.initializer:
-            if not tensor.name.startswith(graphs.INTEGERS):
+            if not tensor.name.startswith(graphs.CONSTANT):
                 tensors[tensor.name] = torch.from_numpy(numpy_helper.to_array(tensor).copy())
     write_tensors(folder / WEIGHTS, tensors)
     places = tensor_places(folder / WEIGHTS)
@@ -161,23 +218,18 @@ def _write(made: dict[str, onnx.ModelProto], folder: Path) -> None:
 def _verify(run: Run, segments: OrtSegments, texts: list[tuple[str, ...]], precision: str) -> dict:
     """Every exit of the graphs against torch on real sentences, in batches of one and of many."""
     encoded = run.encode(texts)
-    torch_says, onnx_says = [], []
-    for rows in [*batches(encoded, 8), *np.arange(min(8, len(texts)))[:, None]]:
-        inputs = encoded.batch(rows)
-        torch_says.append(read_every_exit(run.segments(), inputs)[0])
-        onnx_says.append(read_every_exit(segments, inputs)[0])
-    expected, found = np.concatenate(torch_says), np.concatenate(onnx_says)
-    difference = float(abs(expected - found).max())
-    if not np.isfinite(found).all() or (precision == "float32" and difference > TOLERANCE):
+    expected, found = record(run.segments(), encoded, 8), record(segments, encoded, 8)
+    difference = float(abs(expected.logits - found.logits).max())
+    for row in range(min(8, len(texts))):
+        inputs = encoded.batch([row])
+        alone = read_every_exit(run.segments(), inputs)[0] - read_every_exit(segments, inputs)[0]
+        difference = max(difference, float(abs(alone).max()))
+    if not np.isfinite(difference) or (precision == "float32" and difference > TOLERANCE):
         raise ValueError(
             f"the {precision} graphs differ from torch by {difference:.2g} (logits; {TOLERANCE} allowed in float32); "
             f"no folder was written"
         )
-    passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    left = [
-        early_exit(Recorded(segments.exits, said, np.zeros((*said.shape[:2], 2)), passes), run.rule, range(len(said)))
-        for said in (expected, found)
-    ]
+    left = [recorded.replay(run.rule) for recorded in (expected, found)]
     return {
         "texts": len(texts),
         "max_logit_difference": difference,

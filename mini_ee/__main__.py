@@ -11,10 +11,14 @@ from pathlib import Path
 
 from mini_ee import WrongArguments, __version__
 from mini_ee.confidence import MEASURES
-from mini_ee.rules import RULES
 from mini_ee.tasks import TOY
 
-METHODS = ("joint", "two-stage", "sweet", "lora-exits")
+METHODS = (
+    *("joint", "two-stage", "sweet", "multi-model", "lora-exits", "consistent"),
+    *("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit"),
+)
+RULES = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy")
+REWARDS, ESTIMATORS = ("hardness-guided", "vanilla"), ("reinforce", "exact")
 DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
@@ -80,8 +84,18 @@ def parser() -> Parser:
     lora.add_argument("--lambda", dest="weight", type=_share, help="share of the distillation loss, Eq. 4; .95")
     lora.add_argument("--t-squared", action="store_true", help="times the temperature squared, which the paper has not")
     lora.add_argument("--rank", type=_positive, help="of the adapters; 8")
-    lora.add_argument("--alpha", type=float, help="adapters are scaled by alpha / rank; 16")
     lora.add_argument("--targets", help="projections with adapters; query,value")
+    policy = sub.add_argument_group("consistent")
+    policy.add_argument("--reward", choices=REWARDS, help="Eq. 4 (hardness-guided, default) or Eq. 3 (vanilla)")
+    policy.add_argument("--estimator", choices=ESTIMATORS, help="of the gradient of Eq. 5; reinforce")
+    policy.add_argument("--trajectories", type=_positive, help="sampled of a row in a step; 8")
+    policy.add_argument("--epsilon", type=_share, help="share of actions that a fair coin takes while training; 0")
+    policy.add_argument("--rounds", type=_positive, help="of policy and task steps, at most; 3")
+    policy.add_argument(
+        "--alpha",
+        type=float,
+        help="the price of a layer, Eq. 3; .02. For lora-exits: they are scaled by alpha / rank; 16",
+    )
 
     sub = command("evaluate", "accuracy, layers saved and measured speed-up of a run", "mini-ee evaluate run --sweep")
     sub.add_argument("run", type=Path, metavar="RUN")
@@ -109,6 +123,7 @@ def parser() -> Parser:
     sub.add_argument("run", type=Path, metavar="RUN")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not be there")
     sub.add_argument("--task", metavar="DIR", help="verify on this task's sentences instead of the built-in ones")
+    _add_schedule(sub)
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
@@ -167,11 +182,12 @@ def _add_evaluation(sub: Parser) -> None:
 
 
 def _add_rule(sub: Parser) -> None:
-    sub.add_argument("--rule", choices=tuple(RULES), help="instead of the run's own rule")
+    sub.add_argument("--rule", choices=RULES, help="instead of the run's own rule")
     sub.add_argument("--threshold", type=_numbers, help="one number, or one for each exit: --threshold=.8,.8,.9")
     sub.add_argument("--measure", choices=tuple(MEASURES), help="what the threshold is on; max_probability by default")
     sub.add_argument("--patience", type=_positive, help="exits in a row, for patience and patience-confidence")
     sub.add_argument("--layer", type=_positive, help="for fixed: the layer at which all leave")
+    sub.add_argument("--cut", type=_share, help="for policy: leave where its probability is above; .5")
 
 
 def _positive(text: str) -> int:

@@ -207,7 +207,7 @@ def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
 
     class Watched:
         def __init__(self, session):
-            self.session = session
+            self.session, self.begins = session, session.begins
 
         def run(self, *args):
             begin = time.perf_counter()

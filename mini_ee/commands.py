@@ -4,16 +4,12 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from mini_ee import WrongArguments, segd
-from mini_ee.baselines import RECIPES
+from mini_ee import WrongArguments
 from mini_ee.bench import BENCHES
 from mini_ee.checkpoint import BUILT_IN_MODEL, read_config
 from mini_ee.confidence import max_probability
@@ -32,11 +28,11 @@ from mini_ee.exits import check_exits, even_exits
 from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
-from mini_ee.lora_exits import LoRAExits, cheapest_schedule, check_lora, measure_costs, parallel, restart
+from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, method_of
 from mini_ee.report import table
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.runs import Run, load_run, versions
-from mini_ee.segd import Distillation
 from mini_ee.tasks import TOY, Task, load_task, toy_task
 from mini_ee.training import TrainConfig, train_run
 
@@ -75,8 +71,14 @@ def run_train(args, say) -> dict:
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
-    recipe, how = method_of(args)
-    trained = train_run(args.out, args.method, recipe, model_folder, task, config, resume=args.resume, **options | how)
+    method = named_method(args)
+    options |= {
+        "resume": args.resume,
+        "build": method.build,
+        "candidates": method.candidates,
+        "method_settings": method.settings,
+    }
+    trained = train_run(args.out, args.method, method.recipe, model_folder, task, config, **options)
     metrics = read_json(args.out / "metrics.json")
     held = metrics["hold_out"]
     say(
@@ -222,7 +224,7 @@ def run_classify(args, say) -> dict:
         raise WrongArguments(f"{args.run}: was trained on rows of {expected} texts, found {len(text)}; {advice}")
     encoded = trained.encode([text])
     inputs, segments = encoded.batch(np.arange(1)), trained.segments()
-    logits, _ = read_every_exit(segments, inputs)
+    logits, *_ = read_every_exit(segments, inputs)
     result = early_exit(segments, rule, inputs)
     names = trained.label_names
     rows = []
@@ -261,9 +263,10 @@ def run_classify(args, say) -> dict:
 
 def run_export(args, say) -> dict:
     """ONNX segments of a run, verified on sentences of its task or on the built-in ones."""
-    trained = load_run(args.run)
-    if isinstance(trained.model, LoRAExits):
-        raise ValueError(f"{args.run}: LoRA exits are not exported yet; evaluate and classify run them in torch")
+    args.device = "cpu"
+    trained = open_trained(args.run, args)
+    if isinstance(trained, Runtime):
+        raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
     rule = choose_rule(args, trained)
     precision = "float16" if args.fp16 else "int8" if args.int8 else "float32"
     if args.task is None:
@@ -358,28 +361,16 @@ def open_model(folder: Path | None) -> Path:
     return folder
 
 
-def method_of(args) -> tuple[Callable, dict]:
-    """The recipe of `train METHOD`, and what train_run is told beside it."""
-    given = {
-        name: getattr(args, name)
-        for name in ("distill", "temperature", "weight", "rank", "alpha", "targets")
-        if getattr(args, name) is not None
-    } | ({"t_squared": True} if args.t_squared else {})
-    if args.method != "lora-exits":
-        if given:
-            named = ", ".join("--lambda" if name == "weight" else f"--{name.replace('_', '-')}" for name in given)
-            raise WrongArguments(f"{args.method} does not take {named}: lora-exits does")
-        return RECIPES[args.method], {}
+def named_method(args) -> Method:
+    """The method of `train METHOD` with the settings that the command line gives it."""
+    names = {name for _, known in CONFIGURED.values() for name in known}
+    given = {name: getattr(args, name) for name in names if getattr(args, name) not in (None, False)}
     if "targets" in given:
         given["targets"] = given["targets"].split(",")
-    shape = {name: given.pop(name) for name in ("rank", "alpha", "targets") if name in given}
     try:
-        how = Distillation(**given)
-        check_lora(**shape)
+        return method_of(args.method, given)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
-    settings = {"method_settings": asdict(how) | shape}
-    return partial(segd.recipe, how=how), {"build": partial(LoRAExits, **shape)} | settings
 
 
 def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
@@ -387,7 +378,7 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
     check_device(args.device)
     exits, layers = args.exits, read_config(model_folder / "config.json").num_hidden_layers
     method = getattr(args, "method", "joint")
-    if exits is None and method in ("sweet", "lora-exits"):
+    if exits is None and method not in EVERY_LAYER:
         exits = even_exits(layers, 4)
     if exits is not None:
         try:
@@ -415,21 +406,21 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
 
 def choose_rule(args, trained: Run | Runtime) -> Rule:
     """The rule that the command line names, or the run's own. Raises WrongArguments where the pieces do not fit."""
-    name = args.rule or (
-        "threshold" if args.threshold else "patience" if args.patience else "fixed" if args.layer else None
-    )
+    one = {"threshold": "threshold", "patience": "patience", "layer": "fixed", "cut": "policy"}
+    name = args.rule or next((rule for option, rule in one.items() if getattr(args, option) is not None), None)
     needs = {
         "threshold": ("threshold",),
         "patience": ("patience",),
         "patience-confidence": ("patience", "threshold"),
         "fixed": ("layer",),
     }.get(name, ())
-    given = {option for option in ("threshold", "patience", "layer") if getattr(args, option)}
+    takes = {*needs, *(("cut",) if name == "policy" else ())}
+    given = {option for option in one if getattr(args, option) is not None}
     for option in needs:
         if option not in given:
             raise WrongArguments(f"the rule {name} needs --{option}")
-    if given - set(needs):
-        raise WrongArguments(f"the rule {name} does not take --{', --'.join(sorted(given - set(needs)))}")
+    if given - takes:
+        raise WrongArguments(f"the rule {name} does not take --{', --'.join(sorted(given - takes))}")
     measure = args.measure or "max_probability"
     if args.measure and "threshold" not in given:
         raise WrongArguments("--measure says what a threshold is on: give --threshold too")
@@ -446,6 +437,7 @@ def choose_rule(args, trained: Run | Runtime) -> Rule:
             "threshold": lambda: Threshold(threshold, measure),
             "patience": lambda: Patience(args.patience),
             "patience-confidence": lambda: PatienceConfidence(args.patience, threshold, measure),
+            "policy": lambda: Policy(Policy.cut if args.cut is None else args.cut),
         }
         rule = build[name]()
         rule.check(len(trained.exits))

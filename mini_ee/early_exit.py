@@ -148,23 +148,36 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
     return logits, exit_index, asked
 
 
-def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of every exit for every row, (B, K, C), and what it costs to advance to and to read each: (B, K, 2)."""
-    logits, flops = [], np.zeros((len(inputs), len(segments.exits), 2))
+def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """What every exit says of every row: logits (B, K, C); what it costs to advance to and to read each, (B, K, 2);
+    exit_logits (B, K - 1) where the model has a policy, else None.
+    """
+    logits, exit_logits, flops = [], [], np.zeros((len(inputs), len(segments.exits), 2))
     with segments.running():
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
-            logits.append(segments.read(k, state).logits)
+            reading = segments.read(k, state)
+            logits.append(reading.logits)
+            if reading.exit_logit is not None:
+                exit_logits.append(reading.exit_logit)
             flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
-    return np.stack(logits, axis=1), flops
+    return np.stack(logits, axis=1), flops, np.stack(exit_logits, axis=1) if exit_logits else None
 
 
 class Recorded(Segments):
     """Segments that play back what `read_every_exit` recorded, so that a sweep of rules runs the model once."""
 
-    def __init__(self, exits: tuple[int, ...], logits: np.ndarray, flops: np.ndarray, layer_passes: list[int]):
-        self.exits, self.logits, self._flops, self._layer_passes = exits, logits, flops, layer_passes
+    def __init__(
+        self,
+        exits: tuple[int, ...],
+        logits: np.ndarray,
+        flops: np.ndarray,
+        layer_passes: list[int],
+        exit_logits: np.ndarray | None = None,
+    ):
+        self.exits, self.logits, self.exit_logits = exits, logits, exit_logits
+        self._flops, self._layer_passes = flops, layer_passes
 
     def start(self, inputs) -> "RecordedRows":
         """inputs: anything whose length is the number of recorded rows."""
@@ -174,7 +187,8 @@ class Recorded(Segments):
         return state
 
     def read(self, k: int, state: "RecordedRows") -> Reading:
-        return Reading(self.logits[state.rows, k])
+        decides = self.exit_logits is not None and k < len(self.exits) - 1
+        return Reading(self.logits[state.rows, k], self.exit_logits[state.rows, k] if decides else None)
 
     def layer_passes(self, k: int) -> int:
         return self._layer_passes[k]

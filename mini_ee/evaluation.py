@@ -5,20 +5,21 @@ always measured on the model itself, the compared things interleaved batch by ba
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.confidence import max_probability
+from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import ExitResult, Recorded, early_exit, read_every_exit
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
 
-TIMED_ROWS = 1024  # time is measured on this many rows at most, drawn with a seed
+TIMED_ROWS = 512  # time is measured on this many rows at most, drawn with a seed
 REPEATS = 3  # of each batch; the median counts
 REST = 0.005  # seconds
-CANDIDATES = 100  # thresholds tried by `default_rule`
+LEVELS = 100  # thresholds tried for a default rule
 
 
 class Record(NamedTuple):
@@ -40,10 +41,10 @@ def record(segments, encoded: Encoded, batch_size: int, progress: str | None = N
     for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
         parts.append(read_every_exit(segments, encoded.batch(rows)))
     back = np.argsort(np.concatenate(order))
-    logits, flops = (np.concatenate(part)[back] for part in zip(*parts))
+    logits, flops, exit_logits = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts))
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
     full = flops[:, :, 0].sum(axis=1) + flops[:, -1, 1]
-    return Record(Recorded(segments.exits, logits, flops, passes), logits, float(full.mean()))
+    return Record(Recorded(segments.exits, logits, flops, passes, exit_logits), logits, float(full.mean()))
 
 
 def predictions(logits: np.ndarray) -> np.ndarray:
@@ -56,22 +57,39 @@ def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = 
     return [task.score(predictions(recorded.logits[:, k]), labels)[metric] for k in range(recorded.logits.shape[1])]
 
 
-def default_rule(recorded: Record, task: Task, labels: np.ndarray, max_loss: float) -> Rule:
+Candidates = Callable[[np.ndarray, np.ndarray | None], list[Rule]]
+"""Rules to choose among, from what every exit says of some rows: logits (N, K, C) and exit_logits (N, K - 1)."""
+
+
+def thresholds(logits: np.ndarray, exit_logits: np.ndarray | None, measure: str = "max_probability") -> list[Rule]:
+    """Thresholds at quantiles of what the exits but the last say."""
+    function, least, most = MEASURES[measure]
+    seen = [function(logits[:, k]) for k in range(logits.shape[1] - 1)]
+    return [Threshold(float(np.clip(level, least, most)), measure) for level in quantiles(seen)]
+
+
+def patiences(logits: np.ndarray, exit_logits: np.ndarray | None) -> list[Rule]:
+    """Every patience that can end before the last exit."""
+    return [Patience(patience) for patience in range(1, logits.shape[1] - 1)]
+
+
+def quantiles(seen: list[np.ndarray]) -> np.ndarray:
+    """LEVELS levels of some arrays together."""
+    return np.quantile(np.concatenate(seen), np.linspace(0, 1, LEVELS)) if seen else np.empty(0)
+
+
+def default_rule(
+    recorded: Record, task: Task, labels: np.ndarray, max_loss: float, candidates: Candidates | None = None
+) -> Rule:
     """The rule that saves most layers on these rows and scores within max_loss of the last exit.
 
-    For classes a threshold on the max probability, among quantiles of what the exits say; for regression a patience.
-    NeverExit where no candidate qualifies.
+    Of the candidates, by default thresholds on the max probability, for regression patiences. NeverExit where none
+    qualifies.
     """
-    num_exits = recorded.logits.shape[1]
-    if task.regression:
-        candidates = [Patience(patience) for patience in range(1, num_exits)]
-    else:
-        seen = [max_probability(recorded.logits[:, k]) for k in range(num_exits - 1)]
-        levels = np.quantile(np.concatenate(seen), np.linspace(0, 1, CANDIDATES)) if seen else []
-        candidates = [Threshold(float(min(level, 1.0))) for level in levels]
+    candidates = candidates or (patiences if task.regression else thresholds)
     full = task.score(predictions(recorded.logits[:, -1]), labels)["score"]
     best, best_layers = NeverExit(), float(recorded.segments.exits[-1])
-    for rule in candidates:
+    for rule in candidates(recorded.logits, recorded.segments.exit_logits):
         result = recorded.replay(rule)
         good = task.score(predictions(result.logits), labels)["score"] >= full - max_loss
         if good and result.layers_run.mean() < best_layers:

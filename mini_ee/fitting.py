@@ -61,6 +61,7 @@ class Batch(NamedTuple):
     inputs: tuple[Tensor, Tensor, Tensor]  # what the model's forward takes: input_ids, attention_mask, token_type_ids
     labels: Tensor  # (B,)
     taught: Tensor | None  # (B, ...), what the stage's teacher says of these rows
+    step: int = 0  # of the stage
 
 
 class Stage(NamedTuple):
@@ -71,7 +72,9 @@ class Stage(NamedTuple):
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
     score: Callable[[np.ndarray], float] | None = None  # (K,) hold-out scores of the exits -> what the best maximises
     teacher: Callable[[nn.Module, Encoded], np.ndarray] | None = None  # asked of all train rows before the stage begins
-    judge: Callable[[nn.Module, Data], float] | None = None  # of the hold-out, in place of `score`
+    judge: Callable[[nn.Module, Data, np.ndarray | None], float] | None = None
+    """In place of `score`: model, hold-out, and what the teacher said of it before the stage began."""
+    finish: Callable[[nn.Module, Data], None] | None = None  # asked of the best checkpoint and the hold-out, at the end
     settings: dict = {}  # of TrainConfig, where the stage has its own
     round: int = 0  # from 1: rounds share one best checkpoint, and one that does not better it is the last
 
@@ -123,12 +126,12 @@ def fit(
     state_folder: Path,
     resume: bool = False,
 ) -> list[dict]:
-    """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores.
+    """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores, score.
 
     model: its forward is what the stages' losses call, its segments() are what is scored. The training state stands
     in `state_folder` until the caller removes it. With `resume` the training found there goes on, and ends with the
     same weights as one that was never stopped; `settings` (JSON) must be the ones that it was started with. Uses
-    torch's global random state. Raises NothingToResume, or ValueError for other settings and where all labels are alike.
+    torch's global random state. Raises NothingToResume, or ValueError for other settings and labels that are all alike.
     """
     if len(train.labels) and (train.labels == train.labels[0]).all():
         raise ValueError(
@@ -191,6 +194,7 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
     elif progress["best"] is not None:
         best = _learned(model, stage)
     taught = stage.teacher(model, train.encoded) if stage.teacher else None
+    taught_held = stage.teacher(model, held.encoded) if stage.teacher and stage.judge else None
     last_save = time.monotonic()
     for epoch in range(progress["step"] // steps_per_epoch, config.epochs):
         order = list(
@@ -199,7 +203,8 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
         _train_mode(model, stage)
         for rows in order[progress["step"] - epoch * steps_per_epoch :]:
             rate = _schedule(progress["step"], total, config.warmup)
-            progress["losses"].append(_update(model, stage, optimizer, train, taught, rows, rate, config.clip))
+            batch = _batch(model, train, taught, rows, progress["step"])
+            progress["losses"].append(_update(model, stage, optimizer, batch, rate, config.clip))
             progress["step"] += 1
             bar.update()
             recent = np.mean(progress["losses"][-50:])
@@ -209,22 +214,25 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
                 last_save = time.monotonic()
         recorded = record(model.segments(), held.encoded, config.batch_size)
         scores = exit_scores(recorded, task, held.labels)
+        score = stage.judge(model, held, taught_held) if stage.judge else stage.score(np.array(scores))
         progress["history"].append(
             {
                 "stage": stage.name,
                 "epoch": epoch + 1,
                 "loss": float(np.mean(progress["losses"])),
                 "exit_scores": scores,
+                "score": score,
             }
         )
         progress["losses"] = []
-        score = stage.judge(model, held) if stage.judge else stage.score(np.array(scores))
         if progress["best"] is None or score > progress["best"]:
             progress["best"] = score
             best = _learned(model, stage)
         _write_state(path, model, optimizer, best, progress)
         last_save = time.monotonic()
     model.load_state_dict(model.state_dict() | best)
+    if stage.finish:
+        stage.finish(model, held)
 
 
 def _learned(model: nn.Module, stage: Stage) -> dict[str, Tensor]:
@@ -232,13 +240,16 @@ def _learned(model: nn.Module, stage: Stage) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items() if stage.learns(name)}
 
 
-def _update(model, stage, optimizer, train: Data, taught, rows: np.ndarray, rate: float, clip: float) -> float:
-    """One step of the optimizer on the given rows, at `rate` times the peak learning rates; returns the loss."""
+def _batch(model: nn.Module, train: Data, taught: np.ndarray | None, rows: np.ndarray, step: int) -> Batch:
     device = next(model.parameters()).device
     inputs = train.encoded.batch(rows)
     arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, train.labels[rows])
     *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
-    batch = Batch(tuple(ids), labels, None if taught is None else torch.from_numpy(taught[rows]).to(device))
+    return Batch(tuple(ids), labels, None if taught is None else torch.from_numpy(taught[rows]).to(device), step)
+
+
+def _update(model: nn.Module, stage: Stage, optimizer, batch: Batch, rate: float, clip: float) -> float:
+    """One step of the optimizer on the batch, at `rate` times the peak learning rates; returns the loss."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * rate
     loss = stage.loss(model, batch)
@@ -258,12 +269,13 @@ def _schedule(step: int, total: int, warmup: float) -> float:
 
 
 def _optimizer(model: nn.Module, stage: Stage, config: TrainConfig) -> torch.optim.AdamW:
-    """Groups: heads, and the backbone or its adapters; weight decay on matrices, none on biases and norms."""
+    """Groups: the backbone or its adapters, and what is new on top of it; no weight decay on biases and norms."""
     groups = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stage.learns(name))
         if parameter.requires_grad:
-            lr = config.head_lr if name.startswith("heads.") else config.lr
+            pretrained = ".backbone." in f".{name}" or name.startswith("adapters.")
+            lr = config.lr if pretrained else config.head_lr
             decay = config.weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((lr, decay), []).append(parameter)
     return torch.optim.AdamW(

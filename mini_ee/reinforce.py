@@ -28,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.bert import Bert, padding_mask
-from mini_ee.early_exit import Reading
-from mini_ee.exits import MultiExit, TorchSegments, TorchState, pooled
+from mini_ee.bert import Bert
 from mini_ee.fitting import Batch, Data, Stage, depth_weighted_sum, joint_loss
 from mini_ee.metrics import spearman
+from mini_ee.policies import PolicyExits
 from mini_ee.tasks import Encoded, batches
 
 REWARDS = ("hardness-guided", "vanilla")
@@ -51,8 +50,8 @@ class ConsistentEE:
     trajectories: int = 8  # of a row in a step
     epsilon: float = 0.0  # share of actions that a fair coin takes while training
     rounds: int = 3  # at most
-    policy_epochs: int = 2
-    policy_lr: float = 3e-4
+    policy_epochs: int = 5
+    policy_lr: float = 3e-3
     task_epochs: int = 1
     task_lr: float = 3e-5
 
@@ -79,43 +78,25 @@ class ConsistentEE:
 # ---- The model: internal classifiers and policies on one pooled state ----
 
 
-class PolicyExits(MultiExit):
-    """A MultiExit with a policy network at every exit but the last. Raises ValueError for regression and one exit."""
+class ConsistentExits(PolicyExits):
+    """A policy network at every exit but the last. Raises ValueError for regression and for a single exit."""
 
     def __init__(self, backbone: Bert, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__(backbone, exits, num_labels, pool)
         if num_labels < 2:
-            raise ValueError("ConsistentEE needs classes: its memorized layer asks whether a prediction is right")
+            raise ValueError(
+                "ConsistentEE needs classes: its memorized layer asks whether a prediction is right; "
+                "train a regression task with another method"
+            )
         if len(exits) < 2:
             raise ValueError(f"ConsistentEE needs at least two exits to choose from, got {len(exits)}")
-        others = range(len(exits) - 1, 0, -1)  # exits behind each
-        self.policies = nn.ModuleList(_policy_network(backbone.config.hidden_size, 1 / (1 + n)) for n in others)
+        width, behind = backbone.config.hidden_size, range(len(exits) - 1, 0, -1)
+        self.policies = nn.ModuleList(_policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
+        self.policy_flops = 2.0 * POLICY_WIDTH * (width + 1)
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """s_t of every exit, (B, D) each. The three inputs are (B, T) int64."""
-        mask = padding_mask(attention_mask)
-        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
-        for layer in self.exits:
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            states.append(pooled(hidden, mask, self.pool))
-        return states
-
-    def classify(self, k: int, state: Tensor) -> Tensor:
-        """(B, D) -> logits (B, C) of exit k: to a head, a pooled state is a sequence of one token."""
-        return self.heads[k](state[:, None], None)
-
-    def exit_logits(self, states: list[Tensor]) -> Tensor:
-        """(B, K - 1), above 0 where a policy would rather leave. No gradient flows into the states."""
-        return torch.cat([policy(state.detach()) for policy, state in zip(self.policies, states)], dim=1).float()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """Logits (B, C) of every exit."""
-        states = self.states(input_ids, attention_mask, token_type_ids)
-        return [self.classify(k, state) for k, state in enumerate(states)]
-
-    def segments(self) -> "PolicySegments":
-        """What early_exit drives; the rule policy reads its exit_logit."""
-        return PolicySegments(self)
+    def exit_logit(self, k: int, state: Tensor) -> Tensor:
+        """The logit of pi(Exit | s_t; theta), (B,). No gradient flows into the state, (B, D)."""
+        return self.policies[k](state.detach())[:, 0]
 
 
 def _policy_network(width: int, chance: float) -> nn.Sequential:
@@ -124,23 +105,6 @@ def _policy_network(width: int, chance: float) -> nn.Sequential:
     nn.init.zeros_(network[2].weight)
     nn.init.constant_(network[2].bias, math.log(chance / (1 - chance)))
     return network
-
-
-class PolicySegments(TorchSegments):
-    """The segments of a PolicyExits: every exit but the last says its exit_logit too."""
-
-    def read(self, k: int, state: TorchState) -> Reading:
-        s = pooled(state.hidden, state.mask, self.model.pool)
-        logits = self.model.classify(k, s).float().numpy(force=True)
-        if k == len(self.exits) - 1:
-            return Reading(logits)
-        return Reading(logits, self.model.policies[k](s)[:, 0].float().numpy(force=True))
-
-    def flops(self, k: int, inputs) -> tuple[float, float]:
-        advance, read = super().flops(k, inputs)
-        width = self.model.backbone.config.hidden_size
-        policy = 2.0 * POLICY_WIDTH * (width + 1) if k < len(self.exits) - 1 else 0.0
-        return advance, read + policy
 
 
 # ---- The equations ----
@@ -227,7 +191,7 @@ def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
 # ---- Training: steps 1 to 5 ----
 
 
-def recipe(model: PolicyExits, how: ConsistentEE) -> list[Stage]:
+def recipe(model: ConsistentExits, how: ConsistentEE) -> list[Stage]:
     """Step 1, then rounds of step 3 and step 4. Step 2 is in both: M is computed wherever a reward is."""
     judge = partial(held_out_reward, how=how)
     stages = [
@@ -246,7 +210,7 @@ def recipe(model: PolicyExits, how: ConsistentEE) -> list[Stage]:
                 loss=partial(learn_policy, how=how),
                 teacher=features,
                 judge=judge,
-                settings={"epochs": how.policy_epochs, "lr": how.policy_lr, "warmup": 0.0},
+                settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr, "warmup": 0.0},
                 round=number,
             ),
             Stage(
@@ -261,20 +225,20 @@ def recipe(model: PolicyExits, how: ConsistentEE) -> list[Stage]:
     return stages
 
 
-def learn_policy(model: PolicyExits, batch: Batch, how: ConsistentEE) -> Tensor:
+def learn_policy(model: ConsistentExits, batch: Batch, how: ConsistentEE) -> Tensor:
     """Step 3, on the features of a frozen model: nothing but the policies is computed."""
     states, logits = _parted(model, batch.taught)
     return policy_loss(model.exit_logits(states), rewards_of(model, logits, batch.labels, how), how)
 
 
-def learn_task(model: PolicyExits, batch: Batch, how: ConsistentEE) -> Tensor:
+def learn_task(model: ConsistentExits, batch: Batch, how: ConsistentEE) -> Tensor:
     """Step 4: one forward pass, the trajectories of frozen policies on top of it."""
     states = model.states(*batch.inputs)
     logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
     return consistent_loss(exit_losses(logits, batch.labels), model.exit_logits(states), how)
 
 
-def features(model: PolicyExits, encoded: Encoded) -> np.ndarray:
+def features(model: ConsistentExits, encoded: Encoded) -> np.ndarray:
     """The pooled state and the logits of every exit, side by side, float32: (N, K, D + C). Policies need no more."""
     device = next(model.parameters()).device
     width = model.backbone.config.hidden_size + model.num_labels
@@ -290,13 +254,13 @@ def features(model: PolicyExits, encoded: Encoded) -> np.ndarray:
     return found
 
 
-def _parted(model: PolicyExits, found: Tensor) -> tuple[list[Tensor], Tensor]:
+def _parted(model: ConsistentExits, found: Tensor) -> tuple[list[Tensor], Tensor]:
     """features -> the states of the exits, (B, D) each, and their logits (B, K, C)."""
     states, logits = found.split([model.backbone.config.hidden_size, model.num_labels], dim=2)
     return list(states.unbind(dim=1)), logits
 
 
-def rewards_of(model: PolicyExits, logits: Tensor, labels: Tensor, how: ConsistentEE) -> Tensor:
+def rewards_of(model: ConsistentExits, logits: Tensor, labels: Tensor, how: ConsistentEE) -> Tensor:
     """The reward of leaving at each exit, (B, K), from the logits of all, (B, K, C)."""
     losses, depths = exit_losses(logits, labels), torch.tensor(model.exits, device=logits.device)
     if how.reward == "vanilla":
@@ -305,10 +269,14 @@ def rewards_of(model: PolicyExits, logits: Tensor, labels: Tensor, how: Consiste
     return hardness_guided_rewards(losses, depths, how.alpha, memorized)
 
 
-def held_out_reward(model: PolicyExits, held: Data, how: ConsistentEE) -> float:
-    """The mean reward of leaving as inference does: at the first exit whose policy says more than 1/2."""
+def held_out_reward(model: ConsistentExits, held: Data, found: np.ndarray | None, how: ConsistentEE) -> float:
+    """The mean reward of leaving as inference does: at the first exit whose policy says more than 1/2.
+
+    found: the rows' features, where they have been computed already.
+    """
     device = next(model.parameters()).device
-    states, logits = _parted(model, torch.from_numpy(features(model, held.encoded)).to(device))
+    found = features(model, held.encoded) if found is None else found
+    states, logits = _parted(model, torch.from_numpy(found).to(device))
     rewards = rewards_of(model, logits, torch.from_numpy(held.labels).to(device), how)
     with torch.no_grad():
         leaves = F.pad(model.exit_logits(states) > 0, (0, 1), value=True)
@@ -319,7 +287,7 @@ def held_out_reward(model: PolicyExits, held: Data, how: ConsistentEE) -> float:
 # ---- Hardness: the memorized layer beside other measures of it (Table 1) ----
 
 
-def hardness(model: PolicyExits, data: Data) -> tuple[np.ndarray, np.ndarray]:
+def hardness(model: ConsistentExits, data: Data) -> tuple[np.ndarray, np.ndarray]:
     """The memorized layer of every row, (N,) in layers, and its loss under Eq. 1, (N,) in nats."""
     logits, labels = torch.from_numpy(features(model, data.encoded)[:, :, -model.num_labels :]), data.labels
     right = torch.from_numpy(logits.numpy().argmax(axis=2) == labels[:, None])

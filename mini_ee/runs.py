@@ -23,6 +23,8 @@ from mini_ee.early_exit import Segments
 from mini_ee.exits import MultiExit
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.lora_exits import LoRAExits, load_adapters, save_adapters
+from mini_ee.methods import MODELS
+from mini_ee.multi_model import MultiModel
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Task, Tokenizer
 
@@ -33,7 +35,7 @@ class Run(NamedTuple):
     """A loaded run."""
 
     config: dict
-    model: MultiExit | LoRAExits
+    model: MultiExit | LoRAExits | MultiModel
     tokenizer: Tokenizer
     rule: Rule
     schedule: list[list[int]] | None = None  # of LoRA streams
@@ -91,7 +93,7 @@ def versions() -> dict[str, str]:
 def save_run(
     folder: Path,
     method: str,
-    model: MultiExit | LoRAExits,
+    model: MultiExit | LoRAExits | MultiModel,
     tokenizer: Tokenizer,
     rule: Rule,
     task: Task,
@@ -103,6 +105,7 @@ def save_run(
     config = {
         "format_version": FORMAT_VERSION,
         "method": method,
+        "model": type(model).__name__,
         "backbone": backbone
         | {
             "config": model.backbone.config.to_dict(),
@@ -176,7 +179,8 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
     source = config["backbone"]
     shape = tuple(config["exits"]), len(config["task"]["label_names"]) or 1, config["pool"]
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
-    if "lora" in config:
+    build = MODELS[config["model"]]
+    if build is LoRAExits:
         backbone = _backbone_of(source, folder, backbone_folder)
         model = LoRAExits(backbone, *shape, **config["lora"])
         load_adapters(model, folder, config["files"])
@@ -184,7 +188,7 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
     else:
         with torch.device("meta"):
             backbone = Bert(BertConfig(**source["config"]), pooler=source["pooler"], lm_head=source["lm_head"])
-            model = MultiExit(backbone, *shape)
+            model = build(backbone, *shape)
         trained, prefix = model, ""
     names = {name: (prefix + name,) for name in trained.state_dict()}
     load_strict(trained, tensors, names, folder / "model.safetensors")

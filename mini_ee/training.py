@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mini_ee.checkpoint import backbone_sha256, load_backbone
-from mini_ee.evaluation import default_rule, exit_scores, record, summary
+from mini_ee.evaluation import Candidates, default_rule, exit_scores, record, summary
 from mini_ee.exits import MultiExit
 from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
 from mini_ee.runs import Run, encode, load_run, save_run, training_folder
@@ -41,12 +41,14 @@ def train_run(
     device: str = "cpu",
     resume: bool = False,
     build: Callable[..., nn.Module] = MultiExit,
+    candidates: Candidates | None = None,
     method_settings: dict | None = None,
 ) -> Run:
     """Train a classifier with exits (every layer by default) and write it to `out` with its default rule.
 
-    build: backbone, exits, num_labels, pool -> the model that the recipe trains; method_settings: what build and
-    recipe were made from, in JSON, for the run's config and for a resumed training to compare.
+    build: backbone, exits, num_labels, pool -> the model that the recipe trains; candidates: the rules among which the
+    default one is chosen; method_settings: what build and recipe were made from, in JSON, for the run's config and for
+    a resumed training to compare.
 
     A killed training leaves `out`.training behind, from which `resume` goes on. The caller's random state is kept.
     Raises FileExistsError where `out` or an unfinished training of it is there already.
@@ -81,7 +83,7 @@ def train_run(
         model = build(backbone, exits, task.num_labels, pool).to(device)
         history = fit(model, recipe(model), task, train, held, config, begun_with, state_folder, resume)
     recorded = record(model.segments(), held.encoded, config.batch_size)
-    rule = default_rule(recorded, task, held.labels, max_loss)
+    rule = default_rule(recorded, task, held.labels, max_loss, candidates)
     metrics = {
         "epochs": history,
         "exits": list(model.exits),

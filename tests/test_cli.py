@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from mini_ee import checkpoint, files
+from mini_ee import checkpoint, files, methods
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
-from mini_ee.baselines import RECIPES
 from mini_ee.bench import BENCHES
 from mini_ee.runs import load_run
 
@@ -63,7 +62,7 @@ def refused(capsys, *argv):
 
 
 def test_methods_and_benchmarks_are_those_that_there_are():
-    assert set(METHODS) == {*RECIPES, "lora-exits"} and BENCHMARKS == tuple(BENCHES)
+    assert set(METHODS) == {*methods.METHODS, *methods.CONFIGURED} and BENCHMARKS == tuple(BENCHES)
 
 
 def test_every_command_has_help_with_an_example(capsys):

@@ -113,7 +113,7 @@ def torch_case(model, inputs):
 
 
 def recorded_case(source):
-    logits, flops = read_every_exit(source.segments, source.inputs)
+    logits, flops, _ = read_every_exit(source.segments, source.inputs)
     passes = [source.segments.layer_passes(k) for k in range(K)]
     alone = [(Recorded(EXITS, logits[[row]], flops[[row]], passes), range(1)) for row in range(B)]
     return Case(Recorded(EXITS, logits, flops, passes), range(B), alone, source.logits)
@@ -496,7 +496,7 @@ def test_a_result_has_one_entry_a_row_of_the_documented_type(case, rule):
 
 
 def test_read_every_exit_gives_all_logits_and_what_each_exit_costs(case):
-    logits, flops = read_every_exit(case.segments, case.inputs)
+    logits, flops, _ = read_every_exit(case.segments, case.inputs)
     assert logits.shape == (B, K, C) and flops.shape == (B, K, 2)
     np.testing.assert_allclose(logits, case.logits, rtol=0, atol=ATOL)
     never = run(case, NeverExit())

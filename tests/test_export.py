@@ -22,6 +22,7 @@ import torch
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
+from mini_ee.baselines import BerxitExits
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_backbone, write_tensors
 from mini_ee.confidence import max_probability
@@ -31,7 +32,10 @@ from mini_ee.export import graphs, runtime, segments
 from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
 from mini_ee.export.segments import export, torch_segments, write_segments
 from mini_ee.files import read_json, write_json
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
+from mini_ee.lora_exits import LoRAExits, all_schedules
+from mini_ee.multi_model import MultiModel
+from mini_ee.reinforce import ConsistentExits
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.runs import Run, versions
 from mini_ee.tasks import Inputs, Tokenizer, load_task
 
@@ -136,7 +140,7 @@ def case(request, case_of):
 def assert_says_what_torch_says(case, lengths):
     inputs = make_inputs(lengths, case.model.backbone.config.pad_token_id, seed=7)
     expected = torch_logits(case.model, inputs)
-    found, _ = read_every_exit(case.segments, inputs)
+    found, *_ = read_every_exit(case.segments, inputs)
     assert found.dtype == np.float32 and found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
     np.testing.assert_allclose(read_every_exit(case.whole, inputs)[0][:, 0], expected[:, -1], rtol=0, atol=ATOL)
@@ -152,7 +156,7 @@ def test_every_exit_says_what_torch_says_at_any_batch_size_and_length(case_of, s
 def test_what_stands_under_padding_is_not_read(case_of, kind):
     case = case_of(kind, "gelu", "mean")
     junk = np.random.default_rng(1).integers(5, 60, case.inputs.input_ids.shape) * (1 - case.inputs.attention_mask)
-    found, _ = read_every_exit(
+    found, *_ = read_every_exit(
         case.segments,
         dataclasses.replace(case.inputs, input_ids=case.inputs.input_ids * case.inputs.attention_mask + junk),
     )
@@ -268,6 +272,82 @@ def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
     left = early_exit(case.segments, RULES["patience"](ALL), case.inputs).exit_index
     here = [int((left >= k).sum()) for k in range(left.max() + 1)]
     assert sizes == [(rows, rows) for rows in here]
+
+
+# LoRA exits and cascades: streams that start together or anew
+
+EVERY_TARGET = ("query", "key", "value", "attention_output", "up", "down")
+
+
+def lora_model(kind="bert", targets=("query", "value")):
+    model = LoRAExits(make_model(kind).backbone, EXITS, C, rank=3, alpha=5.0, targets=targets).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("backbone."):
+                parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def assert_engines_agree(model, folder, inputs, rules, schedule=None):
+    """The same logits at every exit, exits, layer passes, operations; and the whole graph is the last exit."""
+    manifest = write_segments(model, folder, schedule=schedule)
+    ours, whole = (engine(folder, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
+    theirs = model.segments(schedule) if schedule else model.segments()
+    (found, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(costs, expected_costs)
+    np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
+    for rule in rules:
+        left, right = early_exit(ours, rule, inputs), early_exit(theirs, rule, inputs)
+        np.testing.assert_array_equal(left.exit_index, right.exit_index)
+        np.testing.assert_array_equal(left.cost.layer_passes, right.cost.layer_passes)
+        np.testing.assert_allclose(left.logits, right.logits, rtol=0, atol=ATOL)
+    return manifest
+
+
+@pytest.mark.parametrize("schedule", all_schedules(K), ids=str)
+@pytest.mark.parametrize("targets", [("query", "value"), EVERY_TARGET], ids=len)
+@pytest.mark.parametrize("kind", ["bert", "albert"])
+def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
+    rules = [Planned(PLAN), Threshold(0.7)]
+    manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
+    live = {k: [each for each in group if each >= k] for group in schedule for k in group}
+    begins = {group[0] for group in schedule}
+    by_hand = [len(live[k]) * (EXITS[k] - (0 if k in begins else EXITS[k - 1])) for k in range(K)]
+    assert manifest["layer_passes"] == by_hand and manifest["schedule"] == schedule
+
+
+@pytest.mark.parametrize("keep_where", [True, False])
+def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_others(tmp_path, monkeypatch, keep_where):
+    def keep(self, rows):
+        where = self.where[: len(rows)] if keep_where else self.every[rows]
+        return self._replace(where=where, rows=self.rows[rows], mask=self.mask[rows])
+
+    monkeypatch.setattr(OrtState, "keep", keep)
+    with pytest.raises(AssertionError):
+        assert_engines_agree(lora_model(), tmp_path, make_inputs(LENGTHS), [Planned(PLAN)], [[0], [1], [2]])
+
+
+def test_a_cascade_of_models_says_what_torch_says(tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = MultiModel(make_model().backbone, EXITS, C).eval()
+    manifest = assert_engines_agree(model, tmp_path, make_inputs(LENGTHS), [Planned(PLAN), Patience(1)])
+    assert manifest["layer_passes"] == list(EXITS)
+
+
+@pytest.mark.parametrize("kind", [ConsistentExits, BerxitExits])
+def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, kind):
+    model = kind(make_model().backbone, EXITS, C).eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("backbone."):
+                parameter.normal_(0, 0.6, generator=generator)
+    inputs, rules = make_inputs(LENGTHS), [Policy(cut) for cut in (0.2, 0.5, 0.8)]
+    assert_engines_agree(model, tmp_path, inputs, [*rules, Planned(PLAN)])
+    assert len({exit for rule in rules for exit in early_exit(model.segments(), rule, inputs).exit_index}) > 1
 
 
 # These tests can fail: bugs planted in the graphs and in the state
@@ -579,7 +659,7 @@ def test_the_torch_engine_reads_the_same_folder(exported, run):
 def test_torch_segments_of_a_folder_say_what_the_model_says(case_of, kind):
     case = case_of(kind, "gelu_new", "mean")
     manifest = case.manifest | {"task": {"label_names": ["x"] * C}}
-    found, _ = read_every_exit(torch_segments(case.folder, manifest), case.inputs)
+    found, *_ = read_every_exit(torch_segments(case.folder, manifest), case.inputs)
     np.testing.assert_allclose(found, case.logits, rtol=0, atol=ATOL)
 
 

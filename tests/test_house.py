@@ -11,9 +11,9 @@ FLOORS = (
     ("__init__", "shapes", "metrics", "confidence", "files", "flops"),
     ("bert", "decoder"),
     ("checkpoint", "reviews", "tasks"),
-    ("rules", "early_exit", "exits", "evaluation", "fitting", "generation"),
-    ("baselines", "lora_exits", "reinforce", "sgmv", "segd"),
-    ("runs", "training"),
+    ("rules", "early_exit", "exits", "evaluation", "fitting", "policies", "generation"),
+    ("baselines", "multi_model", "lora_exits", "reinforce", "retrieval", "sgmv", "segd"),
+    ("methods", "runs", "training"),
     ("export.__init__", "export.graphs", "export.runtime", "export.segments"),
     ("report", "demo", "bench", "commands", "serve", "__main__"),
 )
@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
     "early_exit",
     "tasks",
     "reviews",
+    "retrieval",
     "export.runtime",
     "serve",
 )

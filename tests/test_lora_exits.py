@@ -111,7 +111,7 @@ def test_adapters_matter_and_begin_as_nothing(padded_inputs):
 @pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
 def test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(schedule, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
-    found, _ = read_every_exit(model.segments(schedule), padded_inputs)
+    found, *_ = read_every_exit(model.segments(schedule), padded_inputs)
     np.testing.assert_allclose(found, logits_of(model, padded_inputs), rtol=0, atol=ATOL)
 
 
@@ -172,7 +172,7 @@ def test_merged_weights_are_the_exit_in_a_model_of_its_depth(model_type, padded_
     for k, layer in enumerate(EXITS):
         merged = model.merged(k)
         assert merged.exits == (layer,) and merged.backbone.config.num_hidden_layers == layer
-        found, _ = read_every_exit(merged.segments(), padded_inputs)
+        found, *_ = read_every_exit(merged.segments(), padded_inputs)
         np.testing.assert_allclose(found[:, 0], logits_of(model, padded_inputs)[:, k], rtol=0, atol=ATOL)
 
 

@@ -9,7 +9,7 @@ import pytest
 from mini_ee import rules
 from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import Reading, Recorded, early_exit
-from mini_ee.rules import RULES, FixedExit, NeverExit, Patience, PatienceConfidence, Threshold, rule_from_dict
+from mini_ee.rules import RULES, FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold, rule_from_dict
 
 EXITS = 8
 
@@ -215,6 +215,38 @@ def test_patience_confidence_takes_one_threshold_in_the_range_of_its_measure():
         PatienceConfidence(1, 0.5, "margin")
 
 
+# Policy
+
+
+def test_a_policy_leaves_where_its_probability_is_above_the_cut():
+    exit_logit = np.random.default_rng(0).normal(0, 3, 500).astype(np.float32)
+    reading = Reading(np.zeros((500, 2)), exit_logit)
+    for cut in (0.1, 0.5, 0.8):
+        expected = 1 / (1 + np.exp(-exit_logit.astype(float))) > cut
+        np.testing.assert_array_equal(Policy(cut).stop(0, reading, {}), expected)
+        assert 0 < expected.sum() < 500
+
+
+def test_a_cut_of_0_always_leaves_and_1_never_even_where_the_sigmoid_is_0_or_1():
+    reading = Reading(np.zeros((3, 2)), np.array([-1e30, 0.0, 1e30], np.float32))
+    assert Policy(0).stop(0, reading, {}).all() and not Policy(1).stop(0, reading, {}).any()
+
+
+def test_a_probability_of_one_half_is_not_above_one_half():
+    assert not Policy().stop(0, Reading(np.zeros((1, 2)), np.zeros(1)), {})[0]
+
+
+@pytest.mark.parametrize("cut", [-0.1, 1.1, math.nan])
+def test_the_cut_has_to_be_a_probability(cut):
+    with pytest.raises(ValueError, match=f"must be from 0 to 1, got {cut}"):
+        Policy(cut)
+
+
+def test_the_rule_policy_needs_a_model_that_says_when_to_leave():
+    with pytest.raises(ValueError, match="needs a model that says when to leave, this one does not; give a run of"):
+        replay(Policy(), random_logits())
+
+
 # Fixed and never
 
 
@@ -251,6 +283,8 @@ ONE_OF_EACH = [
     Patience(1, 0.25),
     PatienceConfidence(3, 0.75),
     PatienceConfidence(1, math.inf, "breaking_ties"),
+    Policy(),
+    Policy(0.25),
 ]
 
 
@@ -317,7 +351,7 @@ def test_what_rule_from_dict_does_not_know_is_a_value_error(config, said):
 
 
 def stops(rule, logits, memory, k):
-    stop = rule.stop(k, Reading(logits[:, k]), memory)
+    stop = rule.stop(k, Reading(logits[:, k], exit_logit=logits[:, k, 0]), memory)
     assert stop.shape == (len(logits),) and stop.dtype == bool
     return stop.tolist()
 

@@ -1,0 +1,399 @@
+"""Text from a decoder, token by token: in full, with exits, or with exits and yet the full model's own text.
+
+    generate            greedy or sampled; each token is one run of `early_exit`, and each row leaves where the rule
+                        says. Without heads it is plain decoding.
+    generate_lossless   greedy; an exit drafts, the full model verifies in one pass (self-speculative decoding)
+
+A token that leaves at exit k has no keys and values in the layers above, and later tokens that go higher read them:
+
+    propagate   its hidden state at exit k stands in for the deeper ones (Elbayad et al. 2020; ConsistentEE)
+    recompute   the deeper layers catch up on it: exact, as if every token had run to the end
+
+Both are done late, when a token first goes above exit k, for all tokens that wait there, in one block. What no token
+asks for is never computed.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_ee.decoder import Block, Cache, Decoder
+from mini_ee.early_exit import Reading, Segments, early_exit
+from mini_ee.exits import check_exits
+from mini_ee.rules import NeverExit, Rule
+
+Head = Callable[[Tensor], Tensor]
+"""An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""
+
+FILLS = ("propagate", "recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from logits, in the order and with the meaning of transformers' generate.
+
+    repetition_penalty: logits of tokens that the row holds already, prompt included, are divided by it where they are
+    positive, multiplied where negative (Keskar et al. 2019). temperature: 0 is greedy, and ignores top_k and top_p.
+    top_k: the k likeliest tokens, and those level with the k-th. top_p: the fewest likeliest that hold p of the
+    probability (Holtzman et al. 2020). Raises ValueError on a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 (greedy), got {self.temperature}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k must be a whole number of at least 1, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+
+    def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """What is drawn from, at a temperature above 0. logits (B, V), seen (B, V) bool; returns (B, V) float32."""
+        logits = self.penalised(logits, seen) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -math.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p is not None:
+            ordered, index = probabilities.sort(descending=True, stable=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones hold p already
+            probabilities = probabilities.masked_fill(beyond.scatter(-1, index, beyond), 0.0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities
+
+    def penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Logits (B, V) after the repetition penalty. seen (B, V) is true for tokens that the row holds."""
+        if seen is None or self.repetition_penalty == 1.0:
+            return logits
+        weakened = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+        return torch.where(seen, weakened, logits)
+
+    def choose(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
+        """The next tokens, (B,) int64: the likeliest, or at uniform (B,) in [0, 1) of the cumulated probability."""
+        if self.temperature == 0:
+            return self.penalised(logits, seen).argmax(-1)
+        cumulated = self.probabilities(logits, seen).double().cumsum(-1)
+        return torch.searchsorted(cumulated, uniform.double()[:, None] * cumulated[:, -1:], right=True)[:, 0]
+
+
+GREEDY = Sampling()
+
+
+class Step(NamedTuple):
+    """One more token for each of some rows."""
+
+    rows: list[int]  # index of the prompt
+    tokens: list[int]
+    layers_run: list[int]  # depth of the exit whose head gave the token, 1..L
+
+
+class Generated(NamedTuple):
+    """One row's continuation, without its prompt; a stop token is its last."""
+
+    tokens: list[int]
+    layers_run: list[int]
+
+
+def gather(steps: Iterator[Step], num_rows: int) -> list[Generated]:
+    """Run the steps to their end: the continuation of every row."""
+    texts = [Generated([], []) for _ in range(num_rows)]
+    for step in steps:
+        for row, token, layers in zip(*step, strict=True):
+            texts[row].tokens.append(token)
+            texts[row].layers_run.append(layers)
+    return texts
+
+
+# ---- Decoding, with exits ----
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    exits: tuple[int, ...] | None = None,
+    heads: Sequence[Head] = (),
+    rule: Rule = NeverExit(),
+    fill: str = "propagate",
+    sampling: Sampling = GREEDY,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Continue prompts, a step a token, until every row has max_new_tokens or a token of `stop`.
+
+    prompts: token ids of each row, of any lengths. exits: in layers, the last is L, where the LM head is; heads: one
+    for each exit before it. fill: "propagate" or "recompute". The prompt itself runs through all layers. A row's text
+    does not depend on the other rows, but for rounding; when sampled, not on when they end.
+    Raises ValueError for a prompt that is empty, not of this vocabulary, or too long for the context.
+    """
+    exits = check_exits(exits or (decoder.config.num_hidden_layers,), decoder.config.num_hidden_layers)
+    if len(heads) != len(exits) - 1:
+        raise ValueError(f"expected a head for each of the {len(exits) - 1} exits before the last, got {len(heads)}")
+    if fill not in FILLS:
+        raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
+    rule.check(len(exits))
+    capacity = _check_prompts(decoder, prompts, max_new_tokens)
+    segments = TokenSegments(decoder, exits, heads, fill, len(prompts), capacity)
+    return _generate(segments, prompts, max_new_tokens, rule, sampling, frozenset(stop), seed)
+
+
+@torch.inference_mode()
+def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> Iterator[Step]:
+    decoder = segments.decoder
+    device = decoder.embeddings.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    seen = _seen(prompts, decoder).to(device) if sampling.repetition_penalty != 1.0 else None
+    inputs = Tokens.of(prompts)
+    if segments.heads:
+        inputs = segments.prefill(inputs)
+    for _ in range(max_new_tokens):
+        rows, result = inputs.rows, early_exit(segments, rule, inputs)
+        uniform = torch.rand(len(prompts), generator=generator)[rows].to(device)
+        logits = torch.from_numpy(result.logits).to(device)
+        chosen = sampling.choose(logits, uniform, None if seen is None else seen[rows])
+        tokens = chosen.tolist()
+        if seen is not None:
+            seen[rows, chosen] = True
+        yield Step(rows, tokens, result.layers_run.tolist())
+        on = [i for i, token in enumerate(tokens) if token not in stop]
+        if not on:
+            return
+        inputs = Tokens([[tokens[i]] for i in on], [rows[i] for i in on], [[inputs.positions[i][-1] + 1] for i in on])
+
+
+def _check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """How many tokens the longest row comes to."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not len(prompts) or not all(len(prompt) for prompt in prompts):
+        raise ValueError("expected prompts of at least one token each, got an empty one: begin with the bos token")
+    vocabulary, longest = decoder.config.vocab_size, max(map(len, prompts))
+    strange = next((token for prompt in prompts for token in prompt if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {strange}: is this the model's tokenizer?")
+    if longest + max_new_tokens > decoder.config.max_tokens:
+        raise ValueError(
+            f"expected at most {decoder.config.max_tokens} tokens, prompt and continuation together, got {longest} and "
+            f"{max_new_tokens}: shorten the prompt or ask for fewer tokens"
+        )
+    return longest + max_new_tokens
+
+
+def _seen(prompts: Sequence[Sequence[int]], decoder: Decoder) -> Tensor:
+    seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, list(prompt)] = True
+    return seen
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The inputs of one step: the newest token of each row that goes on, at first with the prompt before it."""
+
+    ids: list[list[int]]  # (B, T)
+    rows: list[int]  # (B,), index of the prompt
+    positions: list[list[int]]  # (B, T), -1 for padding
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]]) -> "Tokens":
+        """Whole prompts, padded on the left."""
+        gaps = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+        ids = [[0] * gap + list(prompt) for gap, prompt in zip(gaps, prompts)]
+        positions = [[-1] * gap + list(range(len(prompt))) for gap, prompt in zip(gaps, prompts)]
+        return cls(ids, list(range(len(prompts))), positions)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TokenState(NamedTuple):
+    """The rows whose token is still in the model. The caches are named by row, and stay where they are."""
+
+    hidden: Tensor  # (B, T, D)
+    rows: list[int]
+    positions: list[list[int]]
+    block: Block | None  # made where it is first needed
+
+    def keep(self, index) -> "TokenState":
+        rows, positions = [self.rows[i] for i in index], [self.positions[i] for i in index]
+        return TokenState(self.hidden[torch.as_tensor(index, device=self.hidden.device)], rows, positions, None)
+
+
+class TokenSegments(Segments):
+    """The segments of one token's way through a decoder, with what earlier tokens left behind. Inputs are Tokens.
+
+    waiting[row][k]: positions of the tokens that have run to exit k, and not above; their hidden states at exit k stand
+    in `left`, (rows, capacity + 1, D), the last slot for padding. Above it their keys and values are yet to be filled.
+    """
+
+    engine = "torch"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        exits: tuple[int, ...],
+        heads: Sequence[Head],
+        fill: str,
+        num_rows: int,
+        capacity: int,
+    ):
+        self.decoder, self.exits, self.heads, self.fill = decoder, exits, heads, fill
+        self.num_rows = num_rows
+        self.cache = Cache(decoder, num_rows, capacity)
+        self.waiting = [[[] for _ in heads] for _ in range(num_rows)]
+        weight = decoder.embeddings.weight
+        self.left = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
+
+    def prefill(self, prompts: Tokens) -> Tokens:
+        """Run all tokens of the prompts but the last through all layers. Returns the last."""
+        ids, positions = (self._tensor(numbers)[:, :-1] for numbers in (prompts.ids, prompts.positions))
+        if ids.shape[1]:
+            block = self.decoder.block(positions, self.cache)
+            self.decoder.run_layers(self.decoder.embed(ids), block, 0, self.exits[-1], self.cache)
+        return Tokens([ids[-1:] for ids in prompts.ids], prompts.rows, [some[-1:] for some in prompts.positions])
+
+    def start(self, inputs: Tokens) -> TokenState:
+        return TokenState(self.decoder.embed(self._tensor(inputs.ids)), inputs.rows, inputs.positions, None)
+
+    def advance(self, k: int, state: TokenState) -> TokenState:
+        hidden, rows, positions, block = state
+        block = block or self.block(rows, positions)
+        start, stop = self.exits[k - 1] if k else 0, self.exits[k]
+        behind = [self.waiting[row][k - 1][:-1] if k else [] for row in rows]  # without this token itself
+        width = max(map(len, behind))
+        if not width:
+            hidden = self.decoder.run_layers(hidden, block, start, stop, self.cache)
+        else:
+            padded = [[-1] * (width - len(some)) + some for some in behind]
+            at = self._slots(rows, padded)
+            if self.fill == "propagate":
+                self.decoder.propagate(self.left[at], self.block(rows, padded), start, stop, self.cache)
+                hidden = self.decoder.run_layers(hidden, block, start, stop, self.cache)
+            else:
+                together = self.block(rows, [some + own for some, own in zip(padded, positions)])
+                hidden = torch.cat((self.left[at], hidden), dim=1)
+                hidden = self.decoder.run_layers(hidden, together, start, stop, self.cache)
+                self.left[at], hidden = hidden[:, :-1], hidden[:, -1:]
+        for row in rows if k else ():
+            self.waiting[row][k - 1] = []
+        if k < len(self.heads):
+            self.left[self._slots(rows, positions)] = hidden
+            for row, own, some in zip(rows, positions, behind):
+                self.waiting[row][k] += some + own
+        return TokenState(hidden, rows, positions, block)
+
+    def read(self, k: int, state: TokenState) -> Reading:
+        hidden = state.hidden[:, -1]
+        if k == len(self.heads):
+            return Reading(self.decoder.lm_logits(hidden).numpy(force=True))
+        logits = self.heads[k](hidden).float()
+        # On a vocabulary the softmax is felt, and torch is quicker at it than numpy.
+        return Reading(logits.numpy(force=True), max_probability=logits.softmax(-1).amax(-1).numpy(force=True))
+
+    def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
+        """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
+        config = self.decoder.config
+        layer = sum(weight.numel() for weight in self.decoder.layers[0].parameters() if weight.dim() == 2)
+        reads = np.asarray(inputs.positions) + 1  # (B, T): tokens that attention reads, 0 for padding
+        attention = 2 * config.num_attention_heads * config.head_width * reads.sum(axis=1)
+        tokens = (reads > 0).sum(axis=1)
+        return self.layer_passes(k) * 2.0 * (layer * tokens + attention), 2.0 * config.hidden_size * config.vocab_size
+
+    def block(self, rows: list[int], positions: list[list[int]]) -> Block:
+        return self.decoder.block(self._tensor(positions), self.cache, None if len(rows) == self.num_rows else rows)
+
+    def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Where in `left` the hidden states of these positions stand; padding in the last slot."""
+        slots = [[self.cache.capacity if position < 0 else position for position in some] for some in positions]
+        return self._tensor(rows)[:, None], self._tensor(slots)
+
+    def _tensor(self, numbers: list) -> Tensor:
+        return torch.tensor(numbers, device=self.left.device)
+
+
+# ---- Lossless: an exit drafts, the full model verifies ----
+
+
+def generate_lossless(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    exit_layer: int,
+    head: Head,
+    draft: int = 4,
+    stop: Sequence[int] = (),
+) -> Iterator[Step]:
+    """The full model's greedy text, in fewer passes through its upper layers.
+
+    Source: self-speculative decoding as in LayerSkip (Elhoushi et al. 2024). A round: the layers up to exit_layer and
+    its head draft `draft` tokens, one at a time; the layers above run on all of them in one block; the LM head says
+    what the full model would have written at each. Kept are the drafts up to the first that differs, and the full
+    model's own token there. The layers below are not run again: their cache is shared.
+
+    Steps come a round at a time; layers_run is exit_layer for a kept draft and L for a token of the full model.
+    Arguments and errors as in `generate`.
+    """
+    last = decoder.config.num_hidden_layers
+    if not 1 <= exit_layer < last:
+        raise ValueError(f"exit_layer must be from 1 to {last - 1}, below the last layer, got {exit_layer}")
+    if draft < 1:
+        raise ValueError(f"draft must be at least 1 token, got {draft}")
+    capacity = _check_prompts(decoder, prompts, max_new_tokens)
+    segments = TokenSegments(decoder, (last,), (), "recompute", len(prompts), capacity)
+    return _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draft, frozenset(stop))
+
+
+@torch.inference_mode()
+def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draft, stop) -> Iterator[Step]:
+    first = segments.prefill(Tokens.of(prompts))
+    rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [some[0] for some in first.positions]
+    room = [max_new_tokens] * len(prompts)  # tokens that each of `rows` may still get
+    while rows:
+        drafted, true = _draft_and_verify(segments, rows, tokens, positions, min(draft, *room), exit_layer, head)
+        new = [_accepted(*pair, stop) for pair in zip(drafted, true)]
+        for column in range(max(map(len, new))):
+            reached = [i for i, some in enumerate(new) if column < len(some)]
+            layers = [exit_layer if drafted[i][column] == true[i][column] else segments.exits[-1] for i in reached]
+            yield Step([rows[i] for i in reached], [new[i][column] for i in reached], layers)
+        room = [left - len(some) for left, some in zip(room, new)]
+        on = [i for i, some in enumerate(new) if room[i] and some[-1] not in stop]
+        rows, room = [rows[i] for i in on], [room[i] for i in on]
+        tokens, positions = [new[i][-1] for i in on], [positions[i] + len(new[i]) for i in on]
+
+
+def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head) -> tuple[list, list]:
+    """(B, width) twice: what the exit drafts, and in the place of each what the full model would have written."""
+    decoder, cache, last = segments.decoder, segments.cache, segments.exits[-1]
+    token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
+    for ahead in range(width):
+        block = segments.block(rows, [[position + ahead] for position in positions])
+        states.append(decoder.run_layers(decoder.embed(token[:, None]), block, 0, exit_layer, cache))
+        token = head(states[-1][:, 0]).argmax(-1)
+        drafted.append(token)
+    block = segments.block(rows, [list(range(position, position + width)) for position in positions])
+    hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last, cache)
+    return torch.stack(drafted, dim=1).tolist(), decoder.lm_logits(hidden).argmax(-1).tolist()
+
+
+def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
+    """The full model's tokens as far as it was asked about its own text: to the first draft that differs, or a stop.
+
+    >>> _accepted([5, 6, 7], [5, 8, 9], frozenset())
+    [5, 8]
+    """
+    for count, (guess, token) in enumerate(zip(drafted, true), start=1):
+        if guess != token or token in stop:
+            return true[:count]
+    return true

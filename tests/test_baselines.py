@@ -1,0 +1,352 @@
+"""The systems that the papers compare with: their losses by hand, what they fit afterwards, their rules."""
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee import baselines, fitting
+from mini_ee.baselines import (
+    RECIPES,
+    SYSTEMS,
+    BerxitExits,
+    alternating_loss,
+    calibrate,
+    fastbert,
+    fit_temperature,
+    self_distillation_loss,
+    true_certainty,
+)
+from mini_ee.checkpoint import load_backbone
+from mini_ee.early_exit import early_exit
+from mini_ee.evaluation import LEVELS, record
+from mini_ee.exits import MultiExit
+from mini_ee.fitting import Batch, Data, TrainConfig, fit
+from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.runs import encode
+from mini_ee.tasks import Tokenizer, load_task, subset
+
+FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+
+
+def tensors(inputs):
+    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
+
+
+def logits_of(model, inputs):
+    """(B, K, C) in float64."""
+    with torch.no_grad():
+        return torch.stack(model(*tensors(inputs)), dim=1).double().numpy()
+
+
+def cross_entropy(logits, labels):
+    """Mean over rows, (B, C)."""
+    return np.mean(np.logaddexp.reduce(logits, axis=1) - logits[range(len(labels)), labels])
+
+
+@pytest.fixture
+def words(checkpoint_folder, task_folder):
+    """(task, train, held) of the task that one word decides: 3 steps of 8 rows an epoch."""
+    task, tokenizer = load_task(task_folder), Tokenizer.from_folder(checkpoint_folder)
+    config = load_backbone(checkpoint_folder).config
+    parts = (subset(task.split(name), rows, seed=0) for name, rows in (("train", 24), ("dev", 20)))
+    return task, *(Data(encode(tokenizer, part.texts, config), part.labels) for part in parts)
+
+
+def train_system(name, checkpoint, words, folder, config=FAST, resume=False):
+    system = SYSTEMS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = system.build(load_backbone(checkpoint), (1, 2, 3), 2)
+        history = fit(model, system.recipe(model), *words, config, {}, folder, resume)
+    return model, history
+
+
+def same(a, b):
+    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
+
+
+# FastBERT
+
+
+def test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first(
+    random_model, padded_inputs
+):
+    model = random_model()
+    logits = logits_of(model, padded_inputs)
+    p = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+    expected = 0.0
+    for row in range(7):
+        for k in range(3):
+            expected += sum(p[row, k, c] * np.log(p[row, k, c] / p[row, 3, c]) for c in range(3)) / 7
+    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None))
+    assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_self_distillation_never_sees_a_label_and_never_moves_the_teacher(random_model, padded_inputs):
+    model = random_model()
+    batch = Batch(tensors(padded_inputs), LABELS, None)
+    loss = self_distillation_loss(model, batch)
+    assert loss == self_distillation_loss(model, batch._replace(labels=None))
+    reached = torch.autograd.grad(loss, list(model.heads[3].parameters()), allow_unused=True)
+    assert all(gradient is None for gradient in reached)
+
+
+def test_self_distillation_of_numbers_is_a_squared_error(random_model, padded_inputs):
+    model = random_model(num_labels=1)
+    values = logits_of(model, padded_inputs)[:, :, 0]
+    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None))
+    assert found.item() == pytest.approx(((values[:, :3] - values[:, 3:]) ** 2).mean(axis=0).sum(), rel=1e-4)
+
+
+def test_fastbert_learns_in_the_stages_of_deebert(checkpoint_folder):
+    model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+    names = [name for name, _ in model.named_parameters()]
+    theirs, ours = (
+        [[name for name in names if stage.learns(name)] for stage in SYSTEMS[system].recipe(model)]
+        for system in ("deebert", "fastbert")
+    )
+    assert theirs == ours and len(fastbert(model)) == 2
+
+
+# Right-Tool
+
+
+@pytest.mark.parametrize("true", [0.3, 1.0, 4.0])
+def test_the_temperature_is_the_one_that_makes_the_labels_likeliest(true):
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 2, (1000, 3))
+    labels = (logits / true + random.gumbel(size=logits.shape)).argmax(axis=1)  # a draw from softmax(logits / true)
+    found = fit_temperature(logits, labels)
+    best = min(np.exp(np.linspace(-2, 2, 101)), key=lambda temperature: cross_entropy(logits / temperature, labels))
+    assert found == pytest.approx(best, rel=0.041) and found == pytest.approx(true, rel=0.15)
+
+
+def test_labels_that_are_always_or_never_right_take_a_temperature_at_the_end_of_the_range():
+    logits = np.array([[3.0, 0.0], [0.0, 3.0]])
+    assert fit_temperature(logits, np.array([0, 1])) == pytest.approx(0.1)
+    assert fit_temperature(logits, np.array([1, 0])) == pytest.approx(10)
+
+
+def test_calibration_divides_the_logits_of_each_exit_by_its_temperature_and_changes_no_prediction(
+    checkpoint_folder, words
+):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+        for head in model.heads:
+            torch.nn.init.normal_(head.out.weight, std=0.5)
+            torch.nn.init.normal_(head.out.bias, std=0.5)
+    held = words[2]
+    before = record(model.segments(), held.encoded, 64).logits
+    calibrate(model, held)
+    after = record(model.segments(), held.encoded, 64).logits
+    for k in range(3):
+        temperature = fit_temperature(before[:, k], held.labels)
+        np.testing.assert_allclose(after[:, k], before[:, k] / temperature, rtol=1e-4, atol=1e-5)
+        assert cross_entropy(after[:, k], held.labels) <= cross_entropy(before[:, k], held.labels) + 1e-6
+        assert abs(np.log(temperature)) > 0.05
+    np.testing.assert_array_equal(after.argmax(axis=2), before.argmax(axis=2))
+
+
+# BERxiT
+
+
+def berxit_model(random_model, num_labels=3):
+    source = random_model(num_labels=num_labels)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = BerxitExits(source.backbone, source.exits, num_labels).eval()
+        model.heads = source.heads
+        torch.nn.init.normal_(model.certainty.weight, std=0.5)
+    return model
+
+
+def certainty_by_hand(model, inputs):
+    """(B, K - 1): a sigmoid of one linear map, the same for all exits, of the mean of the tokens."""
+    weight, bias = (p.detach().double().numpy() for p in (model.certainty.weight[0], model.certainty.bias[0]))
+    found = np.zeros((len(inputs), 3))
+    with torch.no_grad():
+        hidden = model.backbone.hidden_states(*tensors(inputs))
+    for k, row in np.ndindex(3, len(inputs)):
+        length = inputs.attention_mask[row].sum()
+        state = hidden[model.exits[k]][row, :length].double().numpy().mean(axis=0)
+        found[row, k] = 1 / (1 + np.exp(-(state @ weight + bias)))
+    return found
+
+
+def test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty(random_model, padded_inputs):
+    model = berxit_model(random_model)
+    logits, certainty = logits_of(model, padded_inputs), certainty_by_hand(model, padded_inputs)
+    right = logits.argmax(axis=2)[:, :3] == LABELS.numpy()[:, None]
+    each = [cross_entropy(logits[:, k], LABELS) for k in range(4)]
+    for step in range(4):
+        found = alternating_loss(model, Batch(tensors(padded_inputs), LABELS, None, step))
+        expected = sum(each) + sum(((certainty - right) ** 2).mean(axis=0)) if step % 2 else each[3]
+        assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, words, monkeypatch):
+    seen = []
+
+    def watched(model, batch):
+        seen.append(batch.step)
+        return alternating_loss(model, batch)
+
+    monkeypatch.setattr(baselines, "alternating_loss", watched)
+    train_system("berxit", checkpoint_folder, words, tmp_path)
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_truth_of_a_certainty_is_right_or_wrong_and_for_numbers_how_near():
+    logits = torch.tensor([[2.0, 1.0], [0.0, 1.0]])
+    assert true_certainty(logits, torch.tensor([0, 0])).tolist() == [1.0, 0.0]
+    found = true_certainty(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.5]))
+    assert found.tolist() == pytest.approx([1.0, 1 - np.tanh(1.5)])
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_row_leaves_where_the_certainty_is_above_the_cut_alone_as_in_a_batch(num_labels, random_model, padded_inputs):
+    model = berxit_model(random_model, num_labels)
+    certainty = certainty_by_hand(model, padded_inputs)
+    result = early_exit(model.segments(), Policy(0.6), padded_inputs)
+    assert result.exit_index.tolist() == [next((k for k in range(3) if row[k] > 0.6), 3) for row in certainty]
+    assert len(set(result.exit_index)) > 1
+    for row in range(7):
+        alone = early_exit(model.segments(), Policy(0.6), padded_inputs.take(slice(row, row + 1)))
+        assert alone.exit_index[0] == result.exit_index[row]
+
+
+def test_berxit_needs_two_exits(checkpoint_folder):
+    with pytest.raises(ValueError, match="at least two exits to choose from, got 1"):
+        BerxitExits(load_backbone(checkpoint_folder), (3,), 2)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_trains_and_its_rules_fit_what_it_says(name, tmp_path, checkpoint_folder, words):
+    model, _ = train_system(name, checkpoint_folder, words, tmp_path)
+    held = words[2].encoded
+    inputs = held.batch(np.arange(len(held)))
+    logits = record(model.segments(), held, 64).logits
+    exit_logits = None
+    if name == "berxit":
+        with torch.no_grad():
+            exit_logits = model.exit_logits(model.states(*tensors(inputs))).numpy()
+    rules = SYSTEMS[name].candidates(logits, exit_logits)
+    layers = []
+    for rule in rules:
+        rule.check(3)
+        layers.append(early_exit(model.segments(), rule, inputs).layers_run.mean())
+    assert rules and min(layers) < 3
+
+
+def test_the_rules_are_those_of_the_papers():
+    random = np.random.default_rng(0)
+    logits, exit_logits = random.normal(size=(50, 4, 3)), random.normal(size=(50, 3))
+    of = {name: system.candidates(logits, exit_logits) for name, system in SYSTEMS.items()}
+    for name, measure in (
+        ("deebert", "entropy"),
+        ("fastbert", "normalised_entropy"),
+        ("right-tool", "max_probability"),
+    ):
+        assert {(type(rule), rule.measure) for rule in of[name]} == {(Threshold, measure)}
+        assert len(of[name]) == LEVELS
+    assert of["pabee"] == [Patience(1), Patience(2)]  # a patience of 3 would leave at the last of 4 exits
+    assert {(type(rule), rule.patience) for rule in of["pcee-bert"]} == {(PatienceConfidence, n) for n in (2, 3)}
+    assert of["berxit"][0] == Policy(0.5) and {type(rule) for rule in of["berxit"]} == {Policy}
+
+
+def test_one_exit_leaves_nothing_to_choose():
+    logits = np.zeros((5, 1, 2))
+    for name, system in SYSTEMS.items():
+        if name != "berxit":
+            assert system.candidates(logits, None) == []
+
+
+def test_names_of_systems_and_recipes_do_not_collide():
+    assert not set(SYSTEMS) & set(RECIPES)
+
+
+@pytest.mark.parametrize("name, stop_after", [("berxit", 2), ("berxit", 5), ("right-tool", 4), ("fastbert", 8)])
+def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
+    name, stop_after, tmp_path, checkpoint_folder, words, monkeypatch
+):
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    whole, told = train_system(name, checkpoint_folder, words, tmp_path / "whole")
+    steps, step = 0, torch.optim.AdamW.step
+
+    def stopping(self, *args, **kwargs):
+        nonlocal steps
+        steps += 1
+        if steps > stop_after:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_system(name, checkpoint_folder, words, tmp_path / "killed")
+    resumed, again = train_system(name, checkpoint_folder, words, tmp_path / "killed", resume=True)
+    assert same(whole, resumed) and told == again
+
+
+def test_a_training_that_was_killed_while_it_was_calibrated_is_not_calibrated_twice(
+    tmp_path, checkpoint_folder, words, monkeypatch
+):
+    whole, _ = train_system("right-tool", checkpoint_folder, words, tmp_path / "whole")
+
+    def calibrate_then_stop(model, held):
+        calibrate(model, held)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines, "calibrate", calibrate_then_stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_system("right-tool", checkpoint_folder, words, tmp_path / "killed")
+    resumed, _ = train_system("right-tool", checkpoint_folder, words, tmp_path / "killed", resume=True)
+    assert same(whole, resumed)
+
+
+# These tests can fail
+
+
+def test_the_distillation_test_can_fail(monkeypatch, random_model, padded_inputs):
+    """Planted bug: the teacher first, as SEGD has it."""
+    kl_div = torch.nn.functional.kl_div
+    monkeypatch.setattr(
+        torch.nn.functional, "kl_div", lambda student, teacher, **options: kl_div(teacher, student, **options)
+    )
+    with pytest.raises(AssertionError):
+        test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first(
+            random_model, padded_inputs
+        )
+
+
+@pytest.mark.parametrize(
+    "bug", [lambda logits, labels: 1.0, lambda logits, labels: 1 / fit_temperature(logits, labels)]
+)
+def test_the_temperature_test_can_fail(monkeypatch, bug):
+    true = fit_temperature
+    monkeypatch.setitem(globals(), "fit_temperature", lambda logits, labels: planted(logits, labels))
+
+    def planted(logits, labels):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "fit_temperature", true)
+            return bug(logits, labels)
+
+    with pytest.raises(AssertionError):
+        test_the_temperature_is_the_one_that_makes_the_labels_likeliest(4.0)
+
+
+def test_the_turns_test_can_fail(monkeypatch, random_model, padded_inputs):
+    """Planted bug: a certainty is asked of the last exit too, where nobody leaves."""
+    monkeypatch.setattr(
+        BerxitExits,
+        "exit_logits",
+        lambda self, states: torch.stack([self.exit_logit(k, state) for k, state in enumerate(states[1:])], dim=1),
+    )
+    with pytest.raises(AssertionError):
+        test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty(random_model, padded_inputs)

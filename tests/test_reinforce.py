@@ -1,0 +1,689 @@
+"""ConsistentEE: Eq. 2 to 7 by hand and by enumeration, both gradient estimators, who learns in which step, rounds."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee import fitting, reinforce
+from mini_ee.bert import Bert, BertConfig
+from mini_ee.checkpoint import load_backbone
+from mini_ee.early_exit import early_exit
+from mini_ee.exits import MultiExit
+from mini_ee.fitting import Batch, Data, TrainConfig, fit
+from mini_ee.metrics import spearman
+from mini_ee.reinforce import (
+    ConsistentEE,
+    ConsistentExits,
+    consistent_loss,
+    exact_loss,
+    exit_losses,
+    features,
+    forgetting_events,
+    hardness,
+    hardness_correlations,
+    hardness_guided_rewards,
+    held_out_reward,
+    leave_one_out,
+    log_exit_probabilities,
+    memorized_layer,
+    policy_loss,
+    recipe,
+    reinforce_loss,
+    sample_exits,
+    vanilla_rewards,
+)
+from mini_ee.rules import FixedExit, NeverExit, Policy
+from mini_ee.runs import encode
+from mini_ee.tasks import Tokenizer, load_task, subset
+
+ATOL = 1e-5  # float32, rows alone against padded batches, logits of up to 8; at most 3e-6 here
+EXITS = (1, 2, 4)
+DRAWS = 10_000
+
+
+def drawn(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def random_rewards(rows=5, exits=4):
+    return -drawn(rows, exits, seed=1).abs() - 0.1 * torch.arange(1, exits + 1)
+
+
+# ---- Eq. 2, 3, 4, 7 ----
+
+
+def test_eq2_is_the_cross_entropy_of_every_exit_on_its_own():
+    logits, labels = drawn(3, 4, 5), torch.tensor([0, 4, 2])
+    expected = [
+        [-np.log(np.exp(row[k][label]) / np.exp(row[k]).sum()) for k in range(4)]
+        for row, label in zip(logits.numpy(), labels)
+    ]
+    np.testing.assert_allclose(exit_losses(logits, labels), expected, rtol=0, atol=1e-12)
+    assert exit_losses(logits.half(), labels).dtype == torch.float32
+
+
+def test_eq3_and_eq4_by_hand_with_depths_that_are_not_the_index_of_the_exit():
+    losses, depths = drawn(3, 3).abs(), (2, 5, 8)
+    memorized = (2, 5, 8)
+    vanilla = vanilla_rewards(losses, torch.tensor(depths), 0.3)
+    guided = hardness_guided_rewards(losses, torch.tensor(depths), 0.3, torch.tensor(memorized))
+    for row, k in itertools.product(range(3), range(3)):
+        assert vanilla[row, k].item() == pytest.approx(-losses[row, k].item() - 0.3 * depths[k], abs=1e-6)
+        weight = 0.3 * (1 - memorized[row] / 8)
+        assert guided[row, k].item() == pytest.approx(-losses[row, k].item() - weight * depths[k], abs=1e-6)
+
+
+def test_a_row_that_is_memorized_at_the_last_layer_pays_nothing_for_depth():
+    losses, depths = drawn(1, 3).abs(), torch.tensor([2, 5, 8])
+    assert torch.equal(hardness_guided_rewards(losses, depths, 0.3, torch.tensor([8])), -losses)
+    assert (hardness_guided_rewards(losses, depths, 0.3, torch.tensor([5])) < -losses).all()
+
+
+def test_eq7_is_the_first_layer_from_which_on_all_are_right_for_every_pattern_of_right_and_wrong():
+    depths = (1, 3, 4, 6)
+    patterns = list(itertools.product([False, True], repeat=4))
+    expected = [next((depths[k] for k in range(4) if all(pattern[k:])), 6) for pattern in patterns]
+    assert memorized_layer(torch.tensor(patterns), torch.tensor(depths)).tolist() == expected
+    assert set(expected) == set(depths)
+
+
+# ---- Eq. 5: trajectories and their probabilities ----
+
+
+def enumerate_trajectories(exit_logits, epsilon):
+    """(B, K): the probability of every sequence of coins and actions, walked through one by one."""
+    rows, policies = exit_logits.shape
+    found = np.zeros((rows, policies + 1))
+    for row in range(rows):
+        for walk in itertools.product(itertools.product([False, True], repeat=2), repeat=policies):
+            chance, left_at = 1.0, policies
+            for k, (coin, leaves) in enumerate(walk):
+                p = 0.5 if coin else 1 / (1 + np.exp(-float(exit_logits[row, k])))
+                chance *= (epsilon if coin else 1 - epsilon) * (p if leaves else 1 - p)
+                if leaves:
+                    left_at = min(left_at, k)
+            found[row, left_at] += chance
+    return found
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
+def test_the_chance_to_leave_at_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions(epsilon):
+    exit_logits = 2 * drawn(4, 3)
+    found = log_exit_probabilities(exit_logits, epsilon).exp()
+    np.testing.assert_allclose(found, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
+
+
+def test_the_forced_exit_has_no_log_probability_of_its_own():
+    """Always continue: the trajectory is certain, and nothing in it can be learned from at the last exit."""
+    exit_logits = torch.full((1, 3), -40.0, dtype=torch.float64, requires_grad=True)
+    log_exit = log_exit_probabilities(exit_logits)
+    assert log_exit.shape == (1, 4) and log_exit[0, -1].item() == pytest.approx(0, abs=1e-12)
+    log_exit[0, -1].backward()
+    np.testing.assert_allclose(exit_logits.grad, -torch.sigmoid(exit_logits.detach()), rtol=1e-9)
+
+
+def test_log_probabilities_stay_finite_where_probabilities_do_not():
+    exit_logits = torch.tensor([[200.0, -200.0, 200.0]], requires_grad=True)
+    for epsilon in (0.0, 0.1, 1.0):
+        log_exit = log_exit_probabilities(exit_logits, epsilon)
+        (gradient,) = torch.autograd.grad(log_exit.sum(), exit_logits)
+        assert torch.isfinite(log_exit).all() and torch.isfinite(gradient).all()
+
+
+def test_a_policy_that_only_flips_coins_learns_nothing():
+    exit_logits = drawn(4, 3).requires_grad_()
+    exact_loss(log_exit_probabilities(exit_logits, 1.0), random_rewards(4)).backward()
+    assert exit_logits.grad.abs().max() == 0
+
+
+def test_sampled_trajectories_are_as_frequent_as_actions_drawn_one_by_one():
+    exit_logits = drawn(1, 3)
+    found = sample_exits(log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
+    random, walked = np.random.default_rng(0), []
+    for _ in range(20_000):
+        actions = random.random(3) < 1 / (1 + np.exp(-exit_logits[0].numpy()))
+        walked.append(int(np.argmax([*actions, True])))
+    difference = np.bincount(found[0], minlength=4) - np.bincount(walked, minlength=4)
+    assert abs(difference / 20_000).max() < 4 * np.sqrt(2 * 0.25 / 20_000)
+
+
+# ---- Eq. 5: its gradient ----
+
+
+def enumerated_gradient(exit_logits, rewards, epsilon=0.0):
+    """Of sum_t P(t) R_t with regard to each logit, by central differences on the enumeration."""
+    gradient, step = np.zeros(exit_logits.shape), 1e-5
+    for row, k in np.ndindex(*exit_logits.shape):
+        values = []
+        for sign in (1, -1):
+            moved = exit_logits.numpy().copy()
+            moved[row, k] += sign * step
+            values.append((enumerate_trajectories(moved, epsilon)[row] * rewards[row].numpy()).sum())
+        gradient[row, k] = (values[0] - values[1]) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+def test_the_exact_gradient_is_that_of_the_enumerated_reward(epsilon):
+    exit_logits, rewards = drawn(2, 3).requires_grad_(), random_rewards(2)
+    exact_loss(log_exit_probabilities(exit_logits, epsilon), rewards).backward()
+    expected = -enumerated_gradient(exit_logits.detach(), rewards, epsilon) / 2  # a mean over 2 rows
+    np.testing.assert_allclose(exit_logits.grad, expected, rtol=0, atol=1e-9)
+
+
+def sampled_gradients(exit_logits, rewards, trajectories, baseline=True, epsilon=0.0):
+    """(DRAWS, K - 1): what `reinforce_loss` says of one row, as often as asked; draws are rows of one batch."""
+    repeated = exit_logits.expand(DRAWS, -1).clone().requires_grad_()
+    log_exit = log_exit_probabilities(repeated, epsilon)
+    exits = sample_exits(log_exit, trajectories, torch.Generator().manual_seed(7))
+    (DRAWS * reinforce_loss(log_exit, rewards.expand(DRAWS, -1), exits, baseline)).backward()
+    return -repeated.grad.numpy()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+@pytest.mark.parametrize("baseline", [True, False])
+@pytest.mark.parametrize("trajectories", [2, 8])
+def test_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(
+    trajectories, baseline, epsilon
+):
+    exit_logits, rewards = drawn(1, 3), random_rewards(1)
+    found = sampled_gradients(exit_logits, rewards, trajectories, baseline, epsilon)
+    error = found.std(axis=0) / np.sqrt(DRAWS)
+    expected = enumerated_gradient(exit_logits, rewards, epsilon)[0]
+    assert (abs(found.mean(axis=0) - expected) < 4 * error).all()
+    assert (abs(expected) > 8 * error).any()  # the draws are enough to tell
+
+
+def test_the_baseline_lowers_the_variance_and_exact_has_none():
+    exit_logits, rewards = drawn(1, 3), random_rewards(1)
+    without, with_baseline = (
+        sampled_gradients(exit_logits, rewards, 8, baseline).var(axis=0).sum() for baseline in (False, True)
+    )
+    assert 0 < 2 * with_baseline < without
+    more = sampled_gradients(exit_logits, rewards, 32).var(axis=0).sum()
+    assert more < with_baseline / 3
+    same = torch.ones(1, 4, dtype=torch.float64)  # where all exits are worth the same, only the baseline knows
+    assert sampled_gradients(exit_logits, same, 8).var() < 1e-25
+    assert sampled_gradients(exit_logits, same, 8, baseline=False).var() > 0.01
+
+
+def test_the_baseline_of_a_trajectory_is_the_mean_of_the_others():
+    rewards = drawn(3, 5)
+    expected = [[np.mean([*row[:i], *row[i + 1 :]]) for i in range(5)] for row in rewards.numpy()]
+    np.testing.assert_allclose(leave_one_out(rewards), expected, rtol=0, atol=1e-12)
+
+
+def test_eq5_taken_literally_would_spread_the_probability():
+    """E[R prod pi] at R = -1, -2 settles at pi = 2/3 for the better exit; the gradient of E[R] goes on to 1."""
+    rewards = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    settled = []
+    for objective in (exact_loss, lambda log_exit, rewards: -(log_exit.exp() ** 2 * rewards).sum()):
+        z = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([z], lr=5.0)
+        for _ in range(100):
+            optimizer.zero_grad()
+            objective(log_exit_probabilities(z), rewards).backward()
+            optimizer.step()
+        settled.append(torch.sigmoid(z).item())
+    assert settled[0] > 0.99 and settled[1] == pytest.approx(2 / 3, abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "reinforce"])
+def test_alpha_up_means_mean_layer_down_and_a_table_of_policies_finds_the_best_exits(estimator):
+    torch.manual_seed(0)
+    losses, depths = drawn(6, 4).abs().sort(dim=1, descending=True).values, torch.tensor([1, 2, 3, 4])
+    layers = []
+    for alpha in (0.0, 0.1, 0.3, 1.0, 3.0):
+        rewards = vanilla_rewards(losses, depths, alpha)
+        z = torch.zeros(6, 3, dtype=torch.float64, requires_grad=True)  # a policy of its own for each row
+        optimizer = torch.optim.Adam([z], lr=0.2)
+        for _ in range(150):
+            optimizer.zero_grad()
+            policy_loss(z, rewards, ConsistentEE(estimator=estimator, epsilon=0.05)).backward()
+            optimizer.step()
+        chance = log_exit_probabilities(z.detach()).exp()
+        layers.append(float((chance * depths).sum(dim=1).mean()))
+        assert ((chance * rewards).sum(dim=1) > rewards.max(dim=1).values - 0.03).all()
+    assert layers == sorted(layers, reverse=True)
+    assert layers[0] > 3.9 and layers[-1] < 1.1
+
+
+# ---- Eq. 6 ----
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
+@pytest.mark.parametrize("leaves_at", [0, 1, 3])
+def test_eq6_charges_the_exit_where_a_row_leaves_and_no_other_the_forced_one_too(estimator, leaves_at):
+    losses = drawn(5, 4).abs().requires_grad_()
+    exit_logits = torch.full((5, 3), -60.0, dtype=torch.float64)
+    if leaves_at < 3:
+        exit_logits[:, leaves_at] = 60.0
+    consistent_loss(losses, exit_logits, ConsistentEE(estimator=estimator)).backward()
+    expected = torch.zeros(5, 4, dtype=torch.float64)
+    expected[:, leaves_at] = 1 / 5
+    torch.testing.assert_close(losses.grad, expected)
+
+
+def test_eq6_sampled_is_on_average_the_sum_over_exits():
+    torch.manual_seed(0)
+    losses, exit_logits = drawn(1, 4).abs(), drawn(1, 3)
+    many = consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), ConsistentEE())
+    expected = (enumerate_trajectories(exit_logits, 0.0) * losses.numpy()).sum()
+    assert many.item() == pytest.approx(expected, abs=4 * losses.std().item() / np.sqrt(8 * DRAWS))
+    exact = consistent_loss(losses, exit_logits, ConsistentEE(estimator="exact"))
+    assert exact.item() == pytest.approx(expected, abs=1e-12)
+
+
+# ---- The model ----
+
+
+def policy_model(exits=EXITS, num_labels=3, pool="mean"):
+    """Random in every part: policies too, which begin without an opinion."""
+    config = BertConfig(
+        model_type="bert",
+        vocab_size=60,
+        hidden_size=24,
+        num_hidden_layers=exits[-1],
+        num_attention_heads=3,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = ConsistentExits(Bert(config, False, False), exits, num_labels, pool).eval()
+        for parameter in [*model.heads.parameters(), *model.policies.parameters()]:
+            torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def tensors(inputs):
+    return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+
+
+@pytest.mark.parametrize("pool", ["first", "mean"])
+def test_the_classifiers_are_those_of_a_multi_exit_on_the_state_that_policies_share(pool, padded_inputs):
+    model = policy_model(pool=pool)
+    plain = MultiExit(model.backbone, EXITS, 3, pool).eval()
+    plain.heads = model.heads
+    with torch.no_grad():
+        for found, expected in zip(model(*tensors(padded_inputs)), plain(*tensors(padded_inputs)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("pool", ["first", "mean"])
+def test_segments_say_the_logits_and_exit_logits_of_training(pool, padded_inputs):
+    model = policy_model(pool=pool)
+    with torch.no_grad():
+        states = model.states(*tensors(padded_inputs))
+        logits, exit_logits = model(*tensors(padded_inputs)), model.exit_logits(states)
+    segments = model.segments()
+    with segments.running():
+        state = segments.start(padded_inputs)
+        for k in range(3):
+            state = segments.advance(k, state)
+            reading = segments.read(k, state)
+            np.testing.assert_allclose(reading.logits, logits[k], rtol=0, atol=ATOL)
+            if k < 2:
+                np.testing.assert_allclose(reading.exit_logit, exit_logits[:, k], rtol=0, atol=ATOL)
+    assert reading.exit_logit is None
+
+
+def test_a_row_leaves_at_the_first_exit_whose_policy_says_more_than_one_half_alone_as_in_a_batch(padded_inputs):
+    model = policy_model()
+    result = early_exit(model.segments(), Policy(), padded_inputs)
+    with torch.no_grad():
+        chances = torch.sigmoid(model.exit_logits(model.states(*tensors(padded_inputs)))).numpy()
+    assert result.exit_index.tolist() == [next((k for k in range(2) if row[k] > 0.5), 2) for row in chances]
+    assert len(set(result.exit_index)) > 1
+    for row in range(len(padded_inputs)):
+        alone = early_exit(model.segments(), Policy(), padded_inputs.take(slice(row, row + 1)))
+        assert alone.exit_index[0] == result.exit_index[row]
+        np.testing.assert_allclose(alone.logits[0], result.logits[row], rtol=0, atol=ATOL)
+
+
+def test_the_cut_is_a_knob_of_speed_from_always_to_never(padded_inputs):
+    segments = policy_model().segments()
+    layers = [early_exit(segments, Policy(cut), padded_inputs).layers_run for cut in (0, 0.3, 0.5, 0.7, 1)]
+    assert all((a <= b).all() for a, b in zip(layers, layers[1:]))
+    first, full = (early_exit(segments, rule, padded_inputs) for rule in (FixedExit(0), NeverExit()))
+    assert layers[0].tolist() == first.layers_run.tolist() and layers[-1].tolist() == full.layers_run.tolist()
+
+
+def test_policies_begin_with_all_exits_equally_likely(padded_inputs, checkpoint_folder):
+    model = ConsistentExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+    with torch.no_grad():
+        exit_logits = model.exit_logits(list(drawn(3, 5, 16).float()))
+    np.testing.assert_allclose(log_exit_probabilities(exit_logits).exp(), 1 / 3, rtol=0, atol=1e-6)
+
+
+def test_policies_are_counted_in_the_operations_of_a_reading(padded_inputs):
+    model = policy_model()
+    plain = MultiExit(model.backbone, EXITS, 3).segments()
+    for k, added in enumerate((2 * (24 * 32 + 32), 2 * (24 * 32 + 32), 0)):
+        found, expected = (each.flops(k, padded_inputs) for each in (model.segments(), plain))
+        assert found[0] == expected[0] and found[1] - expected[1] == added
+
+
+def test_regression_and_a_single_exit_are_refused(checkpoint_folder):
+    with pytest.raises(ValueError, match="needs classes"):
+        ConsistentExits(load_backbone(checkpoint_folder), (1, 3), 1)
+    with pytest.raises(ValueError, match="at least two exits to choose from, got 1"):
+        ConsistentExits(load_backbone(checkpoint_folder), (3,), 2)
+
+
+# ---- Who learns in which step ----
+
+
+def gradients_of(loss, model):
+    """Names of the parameters that a loss reaches."""
+    model.zero_grad()
+    loss.backward()
+    return {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+
+
+def batch_of(model, inputs, taught=False):
+    found = None
+    if taught:
+        encoded = EncodedInputs(inputs)
+        found = torch.from_numpy(features(model, encoded))
+    return Batch(tuple(tensors(inputs)), torch.tensor([0, 1, 2, 0, 1, 2, 0]), found)
+
+
+class EncodedInputs:
+    """Padded inputs in the guise of encoded rows, some of them at a time."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+        self.ids = [ids[: mask.sum()] for ids, mask in zip(inputs.input_ids, inputs.attention_mask)]
+
+    def __len__(self):
+        return len(self.ids)
+
+    def batch(self, rows):
+        return self.inputs.take(rows)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
+def test_step_3_reaches_policies_only_and_step_4_everything_else(estimator, padded_inputs):
+    torch.manual_seed(0)
+    model, how = policy_model(), ConsistentEE(estimator=estimator, alpha=0.1)
+    names = {name for name, _ in model.named_parameters()}
+    policies = {name for name in names if name.startswith("policies.")}
+    assert gradients_of(reinforce.learn_policy(model, batch_of(model, padded_inputs, True), how), model) == policies
+    reached = gradients_of(reinforce.learn_task(model, batch_of(model, padded_inputs), how), model)
+    assert not reached & policies and {name for name in names if name.startswith("heads.")} <= reached
+
+
+def test_the_stages_learn_what_their_losses_reach(padded_inputs):
+    stages = recipe(policy_model(), ConsistentEE(rounds=2))
+    assert [stage.name for stage in stages] == ["initialise", "policy 1", "task 1", "policy 2", "task 2"]
+    assert [stage.round for stage in stages] == [0, 1, 1, 2, 2]
+    for stage in stages:
+        learned = {name for name, _ in policy_model().named_parameters() if stage.learns(name)}
+        assert {name.split(".")[0] for name in learned} == (
+            {"policies"} if stage.name.startswith("policy") else {"backbone", "heads"}
+        )
+
+
+def test_features_are_the_states_and_logits_of_each_row_in_its_place(padded_inputs, monkeypatch):
+    monkeypatch.setattr(reinforce, "FEATURES_BATCH", 3)
+    model = policy_model()
+    found = features(model, EncodedInputs(padded_inputs))
+    assert found.shape == (7, 3, 24 + 3) and found.dtype == np.float32
+    with torch.no_grad():
+        for row in range(7):
+            alone = tensors(padded_inputs.take(slice(row, row + 1)))
+            for k, (state, logits) in enumerate(zip(model.states(*alone), model(*alone))):
+                np.testing.assert_allclose(found[row, k], torch.cat([state, logits], 1)[0], rtol=0, atol=ATOL)
+
+
+def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(padded_inputs):
+    model, how, labels = policy_model(), ConsistentEE(alpha=0.2), np.array([0, 1, 2, 0, 1, 2, 0])
+    found = held_out_reward(model, Data(EncodedInputs(padded_inputs), labels), None, how)
+    left = early_exit(model.segments(), Policy(), padded_inputs)
+    logits = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1)
+    expected = []
+    for row, k in enumerate(left.exit_index):
+        right = [logits[row, e].argmax() == labels[row] for e in range(3)]
+        memorized = next((EXITS[e] for e in range(3) if all(right[e:])), 4)
+        p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
+        expected.append(np.log(p[labels[row]]) - 0.2 * (1 - memorized / 4) * EXITS[k])
+    assert found == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+# ---- Training ----
+
+
+FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
+HOW = ConsistentEE(rounds=2, policy_epochs=2, policy_lr=1e-2, task_lr=1e-3)
+
+
+@pytest.fixture
+def words(checkpoint_folder, task_folder):
+    """(task, train, held) of the task that one word decides: 3 steps of 8 rows an epoch."""
+    task, tokenizer = load_task(task_folder), Tokenizer.from_folder(checkpoint_folder)
+    config = load_backbone(checkpoint_folder).config
+    parts = (subset(task.split(name), rows, seed=0) for name, rows in (("train", 24), ("dev", 10)))
+    return task, *(Data(encode(tokenizer, part.texts, config), part.labels) for part in parts)
+
+
+def train_model(checkpoint, words, folder, how=HOW, config=FAST, resume=False, stages=None, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = ConsistentExits(load_backbone(checkpoint), (1, 2, 3), 2)
+        history = fit(model, stages or recipe(model, how), *words, config, {}, folder, resume)
+    return model, history
+
+
+def same(a, b):
+    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
+
+
+@pytest.mark.parametrize("stop_after", [4, 6, 8, 12, 14, 17, 23])
+def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
+    stop_after, tmp_path, checkpoint_folder, words, monkeypatch
+):
+    """Initialisation ends after 6 steps, then policies take 6 and the task 3 a round."""
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    whole, told = train_model(checkpoint_folder, words, tmp_path / "whole")
+    steps, step = 0, torch.optim.AdamW.step
+
+    def stopping(self, *args, **kwargs):
+        nonlocal steps
+        steps += 1
+        if steps > stop_after:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_model(checkpoint_folder, words, tmp_path / "killed")
+    resumed, again = train_model(checkpoint_folder, words, tmp_path / "killed", resume=True)
+    assert same(whole, resumed) and told == again
+
+
+def judged(verdicts):
+    """The recipe of four rounds with one epoch a stage, and a judge whose verdicts are given."""
+    verdicts = iter(verdicts)
+    stages = recipe(SimpleNamespace(exits=(1, 2, 3)), replace(HOW, rounds=4, policy_epochs=1))
+    return [stage._replace(judge=lambda *_: next(verdicts)) if stage.round else stage for stage in stages]
+
+
+@pytest.mark.parametrize(
+    "verdicts, rounds, best",
+    [
+        ([1, 2, 3, 4, 4, 3, 9, 9], 3, 4),  # nothing above 4 in the third round: it is the last, and undone
+        ([1, 2, 2, 1, 9, 9, 9, 9], 2, 2),
+        ([5, 1, 1, 1, 9, 9, 9, 9], 2, 1),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 4, 8),
+    ],
+)
+def test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights(
+    verdicts, rounds, best, tmp_path, checkpoint_folder, words
+):
+    model, history = train_model(checkpoint_folder, words, tmp_path / "a", stages=judged(verdicts))
+    names = [f"{kind} {number}" for number in range(1, rounds + 1) for kind in ("policy", "task")]
+    assert [entry["stage"] for entry in history[FAST.epochs :]] == names
+    upto_best, _ = train_model(checkpoint_folder, words, tmp_path / "b", stages=judged(range(8))[: 1 + best])
+    assert same(model, upto_best)
+
+
+def test_one_better_stage_in_a_round_is_enough_to_go_on(tmp_path, checkpoint_folder, words):
+    _, history = train_model(checkpoint_folder, words, tmp_path, stages=judged([1, 2, 1, 3, 1, 4, 1, 5]))
+    assert len(history) == FAST.epochs + 8
+
+
+def test_more_alpha_leaves_earlier_and_no_alpha_where_the_loss_is_least(tmp_path, checkpoint_folder, words):
+    config = replace(FAST, epochs=6)
+    layers = []
+    for alpha in (0.0, 1.0):
+        how = replace(HOW, alpha=alpha, rounds=1, policy_epochs=10, reward="vanilla", estimator="exact")
+        model, _ = train_model(checkpoint_folder, words, tmp_path / str(alpha), how, config)
+        held = words[2].encoded
+        layers.append(early_exit(model.segments(), Policy(), held.batch(np.arange(len(held)))).layers_run.mean())
+    assert layers[1] == 1.0 and layers[0] > 1.2
+
+
+def test_a_training_set_with_one_class_is_an_error(tmp_path, checkpoint_folder, words):
+    task, train, held = words
+    alike = task, Data(train.encoded, np.ones_like(train.labels)), held
+    with pytest.raises(
+        ValueError, match="the 24 rows to train on all have the label 1.*give rows with different labels"
+    ):
+        train_model(checkpoint_folder, alike, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "setting, said",
+    [
+        ({"alpha": -0.1}, "alpha must be a number of at least 0, got -0.1"),
+        ({"alpha": float("inf")}, "alpha must be a number of at least 0, got inf"),
+        ({"alpha": float("nan")}, "got nan"),
+        ({"epsilon": -0.1}, "epsilon is a share of the actions, from 0 to 1, got -0.1"),
+        ({"epsilon": 1.1}, "from 0 to 1, got 1.1"),
+        ({"trajectories": 1}, "trajectories must be at least 2, the others are the baseline of each, got 1"),
+        ({"estimator": "sampled"}, "estimator must be one of reinforce, exact, got 'sampled'"),
+        ({"reward": "hard"}, "reward must be one of hardness-guided, vanilla, got 'hard'"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"policy_epochs": 0}, "policy_epochs must be at least 1"),
+        ({"policy_lr": 0.0}, "policy_lr must be a number above 0, got 0.0"),
+        ({"task_lr": -1.0}, "task_lr must be a number above 0, got -1.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(setting, said):
+    with pytest.raises(ValueError, match=said):
+        ConsistentEE(**setting)
+
+
+# ---- Hardness ----
+
+
+def test_forgetting_events_count_every_fall_from_right_to_wrong():
+    right = np.random.default_rng(0).random((9, 40)) < 0.6
+    expected = [sum(before and not after for before, after in zip(row, row[1:])) for row in right.T]
+    assert forgetting_events(right).tolist() == expected
+
+
+def test_hardness_is_the_memorized_layer_and_the_loss_of_eq1(padded_inputs):
+    model, labels = policy_model(), np.array([0, 1, 2, 0, 1, 2, 0])
+    memorized, losses = hardness(model, Data(EncodedInputs(padded_inputs), labels))
+    logits = torch.stack(model(*tensors(padded_inputs)), dim=1).detach().double()
+    for row in range(7):
+        right = [logits[row, k].argmax() == labels[row] for k in range(3)]
+        assert memorized[row] == next((EXITS[k] for k in range(3) if all(right[k:])), 4)
+        by_exit = [-torch.log_softmax(logits[row, k], 0)[labels[row]] for k in range(3)]
+        assert losses[row] == pytest.approx(float(by_exit[0] + 2 * by_exit[1] + 4 * by_exit[2]) / 7, abs=1e-4)
+    table = hardness_correlations(memorized, losses, np.arange(7))
+    assert table == {"loss": spearman(memorized, losses), "forgetting events": spearman(memorized, np.arange(7))}
+
+
+# ---- These tests can fail ----
+
+
+def literal_mixture(exit_logits, epsilon=0.0):
+    """The log-probability of the policy alone, not of the mixture that acts."""
+    return log_exit_probabilities(exit_logits)
+
+
+def pays_for_the_forced_exit(exit_logits, epsilon=0.0):
+    """A policy's term at the last exit too: the last policy again."""
+    log_exit = log_exit_probabilities(exit_logits, epsilon)
+    forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
+    return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
+
+
+@pytest.mark.parametrize("bug", [literal_mixture, pays_for_the_forced_exit])
+def test_the_enumeration_test_can_fail(monkeypatch, bug):
+    monkeypatch.setitem(globals(), "log_exit_probabilities", bug_of(bug, log_exit_probabilities))
+    with pytest.raises(AssertionError):
+        test_the_chance_to_leave_at_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions(0.5)
+
+
+def bug_of(bug, true):
+    """A planted function that calls the true one."""
+
+    def planted(exit_logits, epsilon=0.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "log_exit_probabilities", true)
+            return bug(exit_logits, epsilon)
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda rewards: rewards.mean(dim=1, keepdim=True),  # its own reward is in it: biased
+        lambda rewards: 2 * (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1) - rewards,
+    ],
+)
+def test_the_mean_gradient_test_can_fail(monkeypatch, bug):
+    monkeypatch.setattr(reinforce, "leave_one_out", bug)
+    with pytest.raises(AssertionError):
+        test_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(2, True, 0.0)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)],
+        lambda right, depths: depths[right.long().argmax(dim=1)],  # right once, whatever comes later
+    ],
+)
+def test_the_memorized_layer_test_can_fail(monkeypatch, bug):
+    monkeypatch.setitem(globals(), "memorized_layer", bug)
+    with pytest.raises(AssertionError):
+        test_eq7_is_the_first_layer_from_which_on_all_are_right_for_every_pattern_of_right_and_wrong()
+
+
+def test_the_step_4_test_can_fail(monkeypatch, padded_inputs):
+    """Planted bug: the policy is not frozen in Eq. 6."""
+    monkeypatch.setattr(torch.Tensor, "detach", lambda self: self)
+    with pytest.raises(AssertionError):
+        test_step_3_reaches_policies_only_and_step_4_everything_else("exact", padded_inputs)
+
+
+def test_the_rounds_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words):
+    """Planted bug: rounds never end."""
+    monkeypatch.setattr(fitting, "_converged", lambda *_: False)
+    with pytest.raises(AssertionError):
+        test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights(
+            [1, 2, 2, 1, 9, 9, 9, 9], 2, 2, tmp_path, checkpoint_folder, words
+        )
+
+
+def test_the_resume_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words):
+    """Planted bug: a resumed training draws other trajectories."""
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    with pytest.raises(AssertionError):
+        test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
+            8, tmp_path, checkpoint_folder, words, monkeypatch
+        )

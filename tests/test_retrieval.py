@@ -1,0 +1,850 @@
+"""RAEE: Algorithm 3.1, Eq. 4 to 6 on neighbours made by hand, the datastore on disk, the rule and the controls."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import hnswlib
+import numpy as np
+import pytest
+
+from mini_ee import retrieval
+from mini_ee.early_exit import early_exit
+from mini_ee.evaluation import record
+from mini_ee.files import read_json, write_json
+from mini_ee.retrieval import (
+    Datastore,
+    Planned,
+    Retrieval,
+    best_single_exit,
+    build,
+    chosen_exit,
+    collect,
+    earliest_right_exit,
+    exact_search,
+    exit_distribution,
+    exit_values,
+    full_model_is_right,
+    knn_labels,
+    neighbour_weights,
+    passing_values,
+    plan_ahead,
+    plan_rows,
+    read_manifest,
+    shuffled_plan,
+)
+from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
+from mini_ee.tasks import Encoded, Inputs
+
+SHARED = os.environ.get("MINI_EE_SHARED")
+KILLS = int(os.environ.get("MINI_EE_KILLS", "3"))  # moments of each kind; 20 by hand
+ENCODER = "a test's encoder"
+
+
+def embedding_of(text, dimension=8):
+    """A direction that only this text has."""
+    return np.random.default_rng(zlib.crc32(text.encode())).normal(size=dimension).astype(np.float32)
+
+
+def embed(inputs):
+    return np.stack([embedding_of(text) for (text,) in inputs.texts])
+
+
+def filled(count=60, exits=(1, 2, 4, 6), name="row", encoder=ENCODER):
+    """A datastore of rows "row 0", "row 1", ..., with random values, some 0."""
+    store = Datastore(encoder, 8, exits)
+    random = np.random.default_rng(count)
+    texts = [(f"{name} {i}",) for i in range(count)]
+    values = random.uniform(0, 1, (count, len(exits))) * random.integers(0, 2, (count, len(exits)))
+    store.add(np.stack([embedding_of(text) for (text,) in texts]), values, random.integers(0, 3, count), texts)
+    return store
+
+
+def sentences(texts):
+    """Encoded rows of one token and a text each, lengths in turn 1, 2, 3."""
+    ids = [np.full(1 + i % 3, 7) for i in range(len(texts))]
+    return Encoded(ids, [0 * each for each in ids], tuple((text,) for text in texts), 0, 0)
+
+
+def assert_whole(store):
+    """Index, values, labels and texts are of the same rows: each text's direction leads to its own row."""
+    found = store.search(np.stack([embedding_of(text) for (text,) in store.texts]), 1)
+    np.testing.assert_array_equal(found.rows[:, 0], np.arange(len(store)))
+    np.testing.assert_array_equal(found.distances, 0)
+
+
+# Algorithm 3.1
+
+
+def loops_of_algorithm_3_1(logits, labels):
+    """The paper's loops, in Python's floats."""
+    values = []
+    for row, label in zip(logits.tolist(), labels):
+        v_i = []
+        for scores in row:
+            odds = [math.exp(score) for score in scores]
+            p = max(odds) / sum(odds)
+            v_i.append(p if scores.index(max(scores)) == label else 0.0)
+        values.append(v_i)
+    return np.array(values)
+
+
+def test_algorithm_3_1_keeps_the_probability_where_an_exit_is_right_and_0_where_it_is_wrong():
+    random = np.random.default_rng(0)
+    logits, labels = random.normal(size=(50, 4, 3)), random.integers(0, 3, 50)
+    values = exit_values(logits.astype(np.float32), labels)
+    assert values.dtype == np.float32 and (values == 0).any()
+    np.testing.assert_allclose(values, loops_of_algorithm_3_1(logits, labels), atol=1e-6)
+
+
+def test_algorithm_3_1_by_hand_two_exits():
+    logits = np.log([[[3.0, 1.0], [1.0, 4.0]]])
+    np.testing.assert_allclose(exit_values(logits, [0]), [[0.75, 0.0]])
+    np.testing.assert_allclose(exit_values(logits, [1]), [[0.0, 0.8]])
+
+
+def test_logits_of_any_size_give_probabilities():
+    values = exit_values(np.array([[[1e4, -1e4], [0.0, 0.0]]], np.float32), [0])
+    np.testing.assert_array_equal(values, [[1.0, 0.5]])
+
+
+@pytest.mark.parametrize("labels", [[0, 3], [0, -1], [0], [0, 0.5]])
+def test_labels_that_the_exits_do_not_have_are_refused(labels):
+    with pytest.raises(ValueError, match="expected 2 labels from 0 to 2, found"):
+        exit_values(np.zeros((2, 4, 3)), np.array(labels))
+
+
+def test_collect_reads_every_exit_of_the_model(random_model):
+    model, encoded = random_model(), sentences([f"row {i}" for i in range(7)])
+    labels = np.array([0, 1, 2, 0, 1, 2, 0])
+    logits = record(model.segments(), encoded, 4).logits
+    np.testing.assert_array_equal(collect(model.segments(), encoded, labels, 4), exit_values(logits, labels))
+
+
+def test_the_without_variant_keeps_the_rows_that_the_full_model_gets_right():
+    values = np.array([[0.9, 0.0], [0.0, 0.6], [0.0, 0.0], [0.7, 0.8]])
+    np.testing.assert_array_equal(full_model_is_right(values), [False, True, False, True])
+
+
+# Eq. 4 to 6
+
+BY_HAND = np.array([[[0.95, 0.0, 0.9, 0.99], [0.0, 0.92, 0.96, 0.97], [0.5, 0.0, 0.0, 0.91]]])  # (1, 3, 4)
+BY_HAND_DISTANCES = np.array([[0.2, 0.4, 0.8]])
+
+
+def test_eq4_to_6_by_hand_three_neighbours():
+    """Weights 1, 1/2, 1/4; .5 does not reach tau; the last exit has most."""
+    np.testing.assert_allclose(neighbour_weights(BY_HAND_DISTANCES), [[1, 0.5, 0.25]])
+    distribution = exit_distribution(BY_HAND, BY_HAND_DISTANCES, tau=0.9)
+    np.testing.assert_allclose(distribution, [[0.95, 0.46, 1.38, 1.7025]], atol=1e-12)
+    assert chosen_exit(distribution) == [3]
+    without_last = BY_HAND * [1, 1, 1, 0]
+    assert chosen_exit(exit_distribution(without_last, BY_HAND_DISTANCES, tau=0.9)) == [2]
+    assert chosen_exit(exit_distribution(without_last, BY_HAND_DISTANCES, tau=0.94)) == [0]
+
+
+def loops_of_eq_4_to_6(values, distances, tau):
+    """One query, neighbour by neighbour and exit by exit."""
+    best, best_p = len(values[0]) - 1, 0.0
+    for exit in range(len(values[0])):
+        p = math.fsum(
+            (1.0 if d == min(distances) else min(distances) / d) * v[exit]
+            for v, d in zip(values, distances)
+            if v[exit] >= tau
+        )
+        if p > best_p:
+            best, best_p = exit, p
+    return best, best_p
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.5, 0.9, 1.0])
+def test_eq4_to_6_equal_loops_over_neighbours_and_exits(tau):
+    random = np.random.default_rng(1)
+    values = random.uniform(0, 1, (40, 5, 6)) * random.integers(0, 2, (40, 5, 6))
+    distances = random.uniform(0.01, 2, (40, 5))
+    distribution = exit_distribution(values, distances, tau)
+    expected = [loops_of_eq_4_to_6(v, d, tau) for v, d in zip(values.tolist(), distances.tolist())]
+    np.testing.assert_array_equal(chosen_exit(distribution), [exit for exit, _ in expected])
+    np.testing.assert_allclose(distribution.max(axis=1), [p for _, p in expected], atol=1e-12)
+
+
+def test_a_probability_equal_to_tau_votes():
+    values = np.full((1, 1, 2), 0.9, np.float32)
+    np.testing.assert_array_equal(passing_values(values, tau=0.9), values)
+    np.testing.assert_array_equal(passing_values(values, tau=0.9001), 0 * values)
+
+
+def test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count():
+    distances = np.array([[0.0, 0.3, 0.0], [0.1, 0.2, 0.4]])
+    np.testing.assert_allclose(neighbour_weights(distances), [[1, 0, 1], [1, 0.5, 0.25]])
+    small = np.where(distances[:1] == 0, 1e-12, distances[:1])
+    np.testing.assert_allclose(neighbour_weights(small), neighbour_weights(distances[:1]), atol=1e-11)
+
+
+def test_eq6_takes_the_earliest_of_equal_exits():
+    values = np.array([[[0.0, 0.95, 0.0, 0.95], [0.0, 0.93, 0.0, 0.93]]])
+    assert chosen_exit(exit_distribution(values, np.array([[0.3, 0.7]]))) == [1]
+
+
+def test_eq6_nobody_votes_and_the_row_runs_to_the_last_exit():
+    values = np.array([[[0.8, 0.0, 0.7]], [[0.0, 0.0, 0.0]], [[0.95, 0.0, 0.0]]])
+    np.testing.assert_array_equal(chosen_exit(exit_distribution(values, np.ones((3, 1)))), [2, 2, 0])
+    np.testing.assert_array_equal(chosen_exit(exit_distribution(values, np.ones((3, 1)), tau=0.0)), [0, 2, 0])
+
+
+def test_the_order_of_the_neighbours_does_not_matter_not_even_in_the_last_bit():
+    random = np.random.default_rng(2)
+    values, distances = random.uniform(0, 1, (20, 12, 6)), random.uniform(0.01, 2, (20, 12))
+    distances[:5, 3] = 0
+    order = random.permutation(12)
+    for tau in (0.2, 0.9):
+        np.testing.assert_array_equal(
+            exit_distribution(values, distances, tau), exit_distribution(values[:, order], distances[:, order], tau)
+        )
+
+
+def test_fallback_top_lets_a_neighbour_vote_with_its_best_right_exits_where_none_passes():
+    values = np.array([[[0.6, 0.7, 0.0, 0.7], [0.95, 0.5, 0.0, 0.0], [0.0, 0.0, 0.3, 0.0]]])
+    np.testing.assert_array_equal(
+        passing_values(values, 0.9, fallback_top=1), [[[0, 0.7, 0, 0], [0.95, 0, 0, 0], [0, 0, 0.3, 0]]]
+    )
+    np.testing.assert_array_equal(
+        passing_values(values, 0.9, fallback_top=3), [[[0.6, 0.7, 0, 0.7], [0.95, 0, 0, 0], [0, 0, 0.3, 0]]]
+    )
+    np.testing.assert_array_equal(passing_values(values, 0.9), [[[0] * 4, [0.95, 0, 0, 0], [0] * 4]])
+
+
+# The datastore: search
+
+
+def test_search_equals_brute_force():
+    store = filled(500)
+    queries = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
+    unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+    found = store.search(queries, 12)
+    expected = np.array([[math.dist(query, each) ** 2 for each in store.embeddings] for query in unit])
+    np.testing.assert_array_equal(found.rows, expected.argsort(axis=1)[:, :12])
+    np.testing.assert_allclose(found.distances, np.sort(expected, axis=1)[:, :12], atol=1e-6)
+    exact = exact_search(store.embeddings, unit, 12)
+    np.testing.assert_array_equal(found.rows, exact.rows)
+    np.testing.assert_allclose(found.distances, exact.distances, atol=1e-6)
+
+
+def test_the_length_of_an_embedding_does_not_matter():
+    store, queries = filled(), np.random.default_rng(0).normal(size=(5, 8))
+    np.testing.assert_array_equal(store.search(queries, 3).rows, store.search(1000 * queries, 3).rows)
+    np.testing.assert_allclose(np.linalg.norm(store.embeddings, axis=1), 1, atol=1e-6)
+
+
+def test_a_database_of_one_answers_with_its_row():
+    found = filled(1).search(np.ones((2, 8)), 12)
+    assert found.rows.tolist() == [[0], [0]] and found.distances.shape == (2, 1)
+
+
+@pytest.mark.parametrize("k", [60, 61, 1000])
+def test_k_of_the_database_and_larger_finds_every_row_once(k):
+    found = filled(60).search(np.ones((3, 8)), k)
+    np.testing.assert_array_equal(np.sort(found.rows, axis=1), np.tile(np.arange(60), (3, 1)))
+    assert (np.diff(found.distances, axis=1) >= 0).all()
+
+
+def test_rows_that_the_graph_does_not_lead_to_are_found_by_looking_at_all():
+    store, copy, count = filled(20), embedding_of("copy"), 3000
+    store.add(np.tile(copy, (count, 1)), np.zeros((count, 4)), np.zeros(count, int), [("copy",)] * count)
+    with pytest.raises(RuntimeError, match="contiguous"):  # or this test would show nothing
+        store._index.knn_query(copy[None], len(store))
+    found = store.search(copy[None], len(store))
+    assert set(found.rows[0, :count]) == set(range(20, count + 20)) and set(found.rows[0]) == set(range(count + 20))
+    np.testing.assert_array_equal(found.distances[0, :count], 0)
+
+
+def test_distances_within_an_encoders_rounding_are_zero():
+    store = filled(10)
+    queries = np.stack([embedding_of("row 3")]).astype(np.float64)
+    queries[0, 0] += 1e-6
+    found = store.search(queries, 2)
+    assert found.rows[0, 0] == 3 and found.distances[0, 0] == 0 < found.distances[0, 1]
+
+
+@pytest.mark.parametrize("bad", [np.ones((2, 7)), np.ones(8)])
+def test_embeddings_of_another_dimension_are_refused(bad):
+    message = r"expected embeddings \(B, 8\) of the encoder a test's encoder, found .*built with"
+    with pytest.raises(ValueError, match=message):
+        filled().search(bad, 2)
+    with pytest.raises(ValueError, match=message):
+        filled().add(bad, np.zeros((2, 4)), [0, 0], [("a",), ("b",)])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+def test_embeddings_without_a_direction_are_refused(value):
+    with pytest.raises(ValueError, match="finite and not zero"):
+        filled().search(np.full((1, 8), value), 2)
+
+
+def test_an_empty_datastore_cannot_be_searched():
+    with pytest.raises(ValueError, match="found 0 rows to retrieve"):
+        Datastore(ENCODER, 8, (1, 2)).search(np.ones((1, 8)), 3)
+
+
+# The datastore: change
+
+
+def test_added_rows_are_found_beside_the_old_ones():
+    store, more = filled(50), filled(2000, name="more")
+    before = store.values.copy()
+    store.add(more.embeddings, more.values, more.labels, more.texts)
+    assert len(store) == 2050 and store.texts[50] == ("more 0",)
+    np.testing.assert_array_equal(store.values, np.concatenate([before, more.values]))
+    assert_whole(store)
+
+
+def test_parts_that_do_not_fit_are_refused_and_change_nothing():
+    store = filled()
+    for values, labels, texts in (
+        (np.zeros((1, 3)), [0], [("a",)]),
+        (np.zeros((1, 4)), [0, 1], [("a",)]),
+        (np.zeros((1, 4)), [0], []),
+    ):
+        with pytest.raises(ValueError, match="expected 1 rows with values for 4 exits, found"):
+            store.add(np.ones((1, 8)), values, labels, texts)
+    assert len(store) == 60
+    assert_whole(store)
+
+
+def test_deleted_rows_are_never_found_and_the_others_keep_their_values():
+    store, whole = filled(60), filled(60)
+    gone, stay = [0, 7, 59, 7], np.setdiff1d(np.arange(60), [0, 7, 59])
+    store.delete(gone)
+    assert store.texts == [whole.texts[row] for row in stay]
+    np.testing.assert_array_equal(store.values, whole.values[stay])
+    np.testing.assert_array_equal(store.labels, whole.labels[stay])
+    assert_whole(store)
+    assert store.search(np.ones((1, 8)), 60).rows.shape == (1, 57)
+    assert (store.search(whole.embeddings[[0, 7, 59]], 1).distances > 0.01).all()
+    everything = store.search(np.ones((1, 8)), 57)
+    np.testing.assert_array_equal(np.sort(everything.rows[0]), np.arange(57))
+    store.delete([56])
+    more = filled(5, name="more")
+    store.merge(more)
+    assert len(store) == 61 and store.texts[-5:] == more.texts
+    assert_whole(store)
+
+
+def test_a_row_that_is_not_there_cannot_be_deleted():
+    for row in (-1, 60):
+        with pytest.raises(ValueError, match="expected rows from 0 to 59, found"):
+            filled().delete([row])
+
+
+def test_taken_rows_make_a_datastore_of_their_own():
+    store = filled(60)
+    store.delete(range(10))
+    part = store.take(full_model_is_right(store.values))
+    rows = np.flatnonzero(store.values[:, -1])
+    assert 0 < len(rows) < 50 and part.texts == [store.texts[row] for row in rows]
+    np.testing.assert_array_equal(part.values, store.values[rows])
+    assert part._index.get_current_count() == len(rows)
+    assert_whole(part)
+    assert_whole(store)
+
+
+def test_merged_datastores_answer_like_one_built_from_all_rows():
+    first, second = filled(30), filled(40, name="other")
+    first.merge(second)
+    assert first.texts == filled(30).texts + second.texts
+    np.testing.assert_array_equal(first.values, np.concatenate([filled(30).values, second.values]))
+    assert_whole(first)
+
+
+def test_datastores_of_other_encoders_or_exits_do_not_merge():
+    with pytest.raises(ValueError, match="encoder: expected a test's encoder, found another; embed the rows again"):
+        filled().merge(filled(encoder="another"))
+    with pytest.raises(ValueError, match=r"exits: expected \(1, 2, 4, 6\), found \(2, 4\); collect the rows again"):
+        filled().merge(filled(exits=(2, 4)))
+
+
+# The datastore: on disk
+
+
+def equal(store, other):
+    queries = np.random.default_rng(5).normal(size=(10, store.dimension))
+    one, two = store.search(queries, 5), other.search(queries, 5)
+    return (
+        (store.encoder, store.exits, store.texts) == (other.encoder, other.exits, other.texts)
+        and np.array_equal(store.values, other.values)
+        and np.array_equal(store.labels, other.labels)
+        and np.array_equal(one.rows, two.rows)
+        and np.array_equal(one.distances, two.distances)
+    )
+
+
+def test_a_saved_datastore_is_read_back_deletions_and_unicode_too(tmp_path):
+    store = filled(60)
+    store.add(np.ones((1, 8)), np.ones((1, 4)), [2], [("é \n\u2028", "a second text")])
+    store.delete([3, 17])
+    store.save(tmp_path / "store")
+    loaded = Datastore.load(tmp_path / "store", ENCODER)
+    assert equal(store, loaded) and loaded.values.dtype == np.float32
+    loaded.merge(filled(5, name="more"))
+    loaded.delete([0])
+    loaded.save(tmp_path / "store")
+    assert equal(loaded, Datastore.load(tmp_path / "store", ENCODER))
+
+
+def test_only_the_last_generation_stays_on_disk(tmp_path):
+    for _ in range(3):
+        filled().save(tmp_path)
+    names = {"index.3.hnsw", "entries.3.safetensors", "manifest.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert read_manifest(tmp_path)["generation"] == 3
+
+
+def test_the_manifest_says_what_is_there(tmp_path):
+    store = filled()
+    store.delete([0])
+    store.save(tmp_path)
+    manifest = read_manifest(tmp_path)
+    assert (manifest["rows"], manifest["vectors"], manifest["dimension"]) == (59, 60, 8)
+    assert manifest["encoder"] == ENCODER and manifest["exits"] == [1, 2, 4, 6]
+    assert manifest["index"]["space"] == "l2" and manifest["index"]["M"] == retrieval.M
+
+
+def test_equal_rows_are_equal_bytes(tmp_path):
+    for name in ("a", "b"):
+        filled(300).save(tmp_path / name)
+    for name in ("index.1.hnsw", "manifest.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["index.1.hnsw", "entries.1.safetensors"])
+def test_a_changed_byte_anywhere_is_told(tmp_path, name):
+    filled().save(tmp_path)
+    content = (tmp_path / name).read_bytes()
+    for at in (0, len(content) // 2, len(content) - 1):
+        (tmp_path / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(ValueError, match=f"{name}: damaged, or of another datastore"):
+            Datastore.load(tmp_path, ENCODER)
+    (tmp_path / name).write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=f"{name}: damaged"):
+        Datastore.load(tmp_path, ENCODER)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name}: no such file; build the datastore again"):
+        Datastore.load(tmp_path, ENCODER)
+
+
+def test_a_changed_manifest_is_told(tmp_path):
+    filled().save(tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace(ENCODER, "another"))
+    with pytest.raises(ValueError, match="manifest.json: damaged or edited"):
+        Datastore.load(tmp_path, "another")
+
+
+@pytest.mark.parametrize("name", ["index.1.hnsw", "entries.1.safetensors"])
+def test_index_and_values_of_two_datastores_are_told(tmp_path, name):
+    filled(60).save(tmp_path / "a")
+    filled(50).save(tmp_path / "b")
+    (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
+    with pytest.raises(ValueError, match=f"{name}: .*of another datastore"):
+        Datastore.load(tmp_path / "a", ENCODER)
+    manifest = read_json(tmp_path / "a" / "manifest.json")
+    manifest["files"][name] = read_json(tmp_path / "b" / "manifest.json")["files"][name]
+    write_json(tmp_path / "a" / "manifest.json", manifest)
+    with pytest.raises(ValueError, match="index and values do not belong together"):
+        Datastore.load(tmp_path / "a", ENCODER)
+
+
+def test_another_encoders_datastore_is_told(tmp_path):
+    filled().save(tmp_path)
+    with pytest.raises(ValueError, match="encoder: expected another, found a test's encoder; give that encoder"):
+        Datastore.load(tmp_path, "another")
+
+
+def test_a_newer_format_is_told(tmp_path):
+    filled().save(tmp_path)
+    write_json(tmp_path / "manifest.json", read_manifest(tmp_path) | {"format_version": 2})
+    with pytest.raises(ValueError, match="expected a datastore of format_version 1, found 2; build it again"):
+        Datastore.load(tmp_path, ENCODER)
+
+
+def test_a_folder_without_a_datastore_is_told(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match="no datastore here; expected a folder with manifest.json"):
+            Datastore.load(folder, ENCODER)
+
+
+def test_an_index_that_the_disk_has_no_room_for_is_told_and_the_old_datastore_stays(tmp_path, monkeypatch):
+    filled(60).save(tmp_path)
+
+    class HalfWritten(hnswlib.Index):
+        def save_index(self, path):
+            super().save_index(path)
+            os.truncate(path, 1000)
+
+    store = filled(50)
+    monkeypatch.setattr(store, "_index", HalfWritten(store._index))
+    with pytest.raises(OSError, match=r"index.2.hnsw: could not be written whole; make room"):
+        store.save(tmp_path)
+    assert equal(Datastore.load(tmp_path, ENCODER), filled(60))
+
+
+# Building
+
+
+def built(folder, texts, **options):
+    values, labels = np.linspace(0, 1, 4 * len(texts)).reshape(-1, 4), np.arange(len(texts)) % 3
+    return build(
+        folder, ENCODER, options.pop("embed", embed), sentences(texts), values, labels, (1, 2, 4, 6), **options
+    )
+
+
+TEXTS = [f"row {i}" for i in range(50)]
+
+
+def test_a_built_datastore_holds_every_row_with_its_own_values(tmp_path):
+    store = built(tmp_path / "store", TEXTS, batch_size=8)
+    assert sorted(store.texts) == sorted((text,) for text in TEXTS) and [p.name for p in tmp_path.iterdir()] == [
+        "store"
+    ]
+    assert_whole(store)
+    rows = np.array([TEXTS.index(text) for (text,) in store.texts])
+    np.testing.assert_allclose(store.values, np.linspace(0, 1, 200).reshape(-1, 4)[rows], atol=1e-7)
+    np.testing.assert_array_equal(store.labels, rows % 3)
+    assert equal(store, Datastore.load(tmp_path / "store", ENCODER))
+
+
+def test_a_stopped_build_goes_on_where_it_was_saved_and_ends_as_if_it_had_not_stopped(tmp_path):
+    seen = []
+
+    def embed_until(stop):
+        def embedded(inputs):
+            if len(seen) >= stop:
+                raise KeyboardInterrupt
+            seen.extend(inputs.texts)
+            return embed(inputs)
+
+        return embedded
+
+    with pytest.raises(KeyboardInterrupt):
+        built(tmp_path / "store", TEXTS, batch_size=8, save_every=16, embed=embed_until(40))
+    assert not (tmp_path / "store").exists() and len(seen) == 40
+    with pytest.raises(ValueError, match="store.building: an unfinished build of other rows is there; remove it"):
+        built(tmp_path / "store", TEXTS[:-1])
+    seen.clear()
+    store = built(tmp_path / "store", TEXTS, batch_size=8, save_every=16, embed=embed_until(1000))
+    assert len(seen) == 18  # 32 rows of the 40 were saved
+    assert equal(store, built(tmp_path / "other", TEXTS, batch_size=8))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
+
+
+def test_a_build_does_not_write_over_anything(tmp_path):
+    with pytest.raises(FileExistsError, match="is there already; name another folder"):
+        built(tmp_path, TEXTS)
+
+
+def test_a_build_without_rows_or_with_fewer_values_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="found 2 rows, 1 values and 2 labels"):
+        build(tmp_path / "a", ENCODER, embed, sentences(["a", "b"]), np.zeros((1, 4)), np.zeros(2), (1, 2, 4, 6))
+    with pytest.raises(ValueError, match="at least one row and as many"):
+        built(tmp_path / "a", [])
+
+
+WRITER = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from test_retrieval import *
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+"""
+ADDING = """
+store = Datastore.load(folder, ENCODER)
+for number in range(1, 10**6):
+    store.merge(filled(40, name=f"part {number}"))
+    store.delete(range(10))
+    store.save(folder)
+    print(number, flush=True)
+"""
+BUILDING = """
+built(folder, [f"row {i}" for i in range(600)], batch_size=4, save_every=4)
+"""
+
+
+def run_and_kill(script, folder, seconds):
+    """Start the script, and kill -9 it so many seconds after it is ready."""
+    code = WRITER.format(root=str(Path(__file__).parent.parent), tests=str(Path(__file__).parent)) + script
+    command = [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        return process.stdout.read().split()
+
+
+@pytest.mark.parametrize("moment", range(KILLS))
+def test_kill_9_while_adding_leaves_the_old_datastore_or_the_new_one(tmp_path, moment):
+    filled(40, name="part 0").save(tmp_path / "store")
+    said = run_and_kill(ADDING, tmp_path / "store", np.random.default_rng(moment).uniform(0, 0.3))
+    store = Datastore.load(tmp_path / "store", ENCODER)
+    done = int(said[-1]) if said else 0
+    parts = (len(store) - 40) // 30  # each step adds 40 rows and deletes 10
+    assert parts in (done, done + 1) and len(store) == 40 + 30 * parts
+    everything = [(f"part {part} {row}",) for part in range(parts + 1) for row in range(40)]
+    assert store.texts == everything[10 * parts :]
+    np.testing.assert_array_equal(store.values[-40:], filled(40).values)
+    assert_whole(store)
+    store.save(tmp_path / "store")
+    assert len(list((tmp_path / "store").iterdir())) == 3
+
+
+@pytest.mark.parametrize("moment", range(KILLS))
+def test_kill_9_while_building_leaves_nothing_or_the_whole_and_the_build_goes_on(tmp_path, moment):
+    folder = tmp_path / "store"
+    run_and_kill(BUILDING, folder, np.random.default_rng(moment).uniform(0, 0.5))
+    texts = [f"row {i}" for i in range(600)]
+    store = Datastore.load(folder, ENCODER) if folder.exists() else built(folder, texts, batch_size=4)
+    assert sorted(store.texts) == sorted((text,) for text in texts)
+    assert_whole(store)
+    assert equal(store, Datastore.load(folder, ENCODER))
+
+
+# The rule
+
+
+def bound(store=None, **settings):
+    return Retrieval(**settings).with_datastore(store or filled(), embed)
+
+
+def rows_like(count, name="query"):
+    """A batch for planning and for random_model: 5 tokens and a text each."""
+    ids = np.random.default_rng(count).integers(5, 60, (count, 5))
+    return Inputs(ids, np.ones_like(ids), 0 * ids, tuple((f"{name} {i}",) for i in range(count)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"k": 3, "tau": 0.6}, {"k": 5, "tau": 0.99, "fallback_top": 3}])
+def test_the_plan_is_eq_4_to_6_on_the_k_nearest(settings):
+    store, inputs, rule = filled(), rows_like(20), bound(**settings)
+    unit = embed(inputs) / np.linalg.norm(embed(inputs), axis=1, keepdims=True)
+    plan = []
+    for query in unit:
+        distances = [math.dist(query, each) ** 2 for each in store.embeddings]
+        nearest = np.argsort(distances)[: rule.k]
+        values = passing_values(store.values[None, nearest], rule.tau, rule.fallback_top)[0]
+        plan.append(loops_of_eq_4_to_6(values.tolist(), [distances[row] for row in nearest], 1e-9)[0])
+    assert rule.plan(inputs).tolist() == plan and len(set(plan)) > 1
+
+
+def test_a_copy_of_a_collected_row_leaves_where_that_row_was_surest():
+    store = filled()
+    surest = np.flatnonzero(store.values.max(axis=1) >= 0.9)
+    inputs = Inputs(*3 * [np.ones((len(surest), 2), np.int64)], tuple(store.texts[row] for row in surest))
+    assert len(surest) > 3
+    np.testing.assert_array_equal(bound().plan(inputs), store.values[surest].argmax(axis=1))
+
+
+def test_planned_groups_equal_row_by_row(random_model):
+    segments, inputs, rule = random_model().segments(), rows_like(16), bound(tau=0.5, k=4)
+    together = early_exit(segments, rule, inputs)
+    assert len(set(together.exit_index.tolist())) > 2
+    np.testing.assert_array_equal(together.exit_index, rule.plan(inputs))
+    every = record(
+        segments, Encoded(list(inputs.input_ids), list(inputs.token_type_ids), inputs.texts, 0, 0), 16
+    ).logits
+    for row in range(16):
+        alone = early_exit(segments, rule, inputs.take([row]))
+        assert alone.exit_index[0] == together.exit_index[row]
+        np.testing.assert_allclose(alone.logits[0], together.logits[row], atol=1e-6)
+        np.testing.assert_allclose(together.logits[row], every[row, together.exit_index[row]], atol=1e-6)
+
+
+def test_the_head_runs_only_where_a_row_leaves(random_model):
+    segments, inputs, rule = random_model().segments(), rows_like(16), bound(tau=0.5, k=4)
+    result = early_exit(segments, rule, inputs)
+    flops = np.array([segments.flops(k, inputs) for k in range(4)])
+    expected = [flops[: exit + 1, 0].sum() + flops[exit, 1] for exit in result.exit_index]
+    np.testing.assert_allclose(result.cost.flops, expected)
+
+
+def test_layer_0_is_an_exit_only_where_it_is_asked_for():
+    store = Datastore(ENCODER, 8, (0, 1, 2))
+    store.add(embedding_of("row")[None], [[0.99, 0.95, 0.0]], [0], [("row",)])
+    inputs = Inputs(*3 * [np.ones((1, 2), np.int64)], (("row",),))
+    assert bound(store).plan(inputs) == [1] and bound(store, include_embeddings=True).plan(inputs) == [0]
+    assert store.values[0, 0] == np.float32(0.99)
+    with pytest.raises(ValueError, match="include_embeddings needs values of layer 0"):
+        bound(filled(), include_embeddings=True)
+
+
+def test_the_rules_settings_stand_in_json_and_its_datastore_does_not():
+    rule = bound(k=4, tau=0.8, fallback_top=3)
+    config = json.loads(json.dumps(rule.to_dict()))
+    assert config == {"name": "raee", "k": 4, "tau": 0.8, "fallback_top": 3, "include_embeddings": False}
+    assert rule_from_dict(config) == rule
+    rule_from_dict(config).check(4)
+
+
+def test_a_rule_without_a_datastore_or_with_one_of_other_exits_says_so():
+    with pytest.raises(ValueError, match="plans from a datastore, this one has none; give it one by with_datastore"):
+        Retrieval().plan(rows_like(1))
+    with pytest.raises(ValueError, match="collected at 4 exits, the model has 3; collect it again"):
+        bound().check(3)
+    bound().check(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": 0}, "k must be a whole number of at least 1, got 0"),
+        ({"k": 2.0}, "k must be a whole number"),
+        ({"tau": 1.1}, "tau must be a probability from 0 to 1, got 1.1"),
+        ({"fallback_top": -1}, "fallback_top must be a whole number of at least 0"),
+    ],
+)
+def test_settings_outside_their_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        rule_from_dict({"name": "raee"} | settings)
+
+
+def test_a_plan_of_all_rows_replays_on_a_record(random_model):
+    encoded, segments = sentences([f"row {i}" for i in range(30)]), random_model().segments()
+    rule = bound(tau=0.3, k=3)
+    planned = plan_rows(rule, encoded, 4)
+    np.testing.assert_array_equal(planned.exit_index, rule.plan(encoded.batch(np.arange(30))))
+    recorded = record(segments, encoded, 8)
+    np.testing.assert_array_equal(recorded.replay(planned).exit_index, planned.exit_index)
+    with pytest.raises(ValueError, match="expected the 30 rows that were planned, found 29"):
+        planned.plan(range(29))
+    with pytest.raises(ValueError, match="must name the 2 exits by index"):
+        planned.check(2)
+
+
+def test_the_next_batch_is_planned_in_a_thread_while_this_one_runs():
+    planning, asked = threading.Event(), []
+
+    class Slow(FixedExit):
+        def plan(self, inputs):
+            asked.append((len(inputs), threading.current_thread() is threading.main_thread()))
+            if len(inputs) == 2:
+                planning.set()
+            return np.arange(len(inputs))
+
+    batches = [rows_like(count) for count in (1, 2, 3)]
+    for number, (inputs, planned) in enumerate(plan_ahead(Slow(0), batches)):
+        assert inputs is batches[number] and planned == Planned(range(number + 1))
+        if number == 0:
+            assert planning.wait(10)  # the model runs on batch 0, nobody has asked for batch 1
+    assert asked == [(1, False), (2, False), (3, False)]
+    assert list(plan_ahead(NeverExit(), [])) == []
+
+
+def test_planning_ahead_changes_no_result(random_model):
+    segments, rule, batches = random_model().segments(), bound(tau=0.5, k=4), [rows_like(5), rows_like(7, "other")]
+    for inputs, planned in plan_ahead(rule, batches):
+        ahead, plain = early_exit(segments, planned, inputs), early_exit(segments, rule, inputs)
+        np.testing.assert_array_equal(ahead.logits, plain.logits)
+        np.testing.assert_array_equal(ahead.exit_index, plain.exit_index)
+
+
+def test_an_error_in_the_thread_reaches_the_caller():
+    with pytest.raises(ValueError, match="has none"):
+        list(plan_ahead(Retrieval(), [rows_like(1)]))
+
+
+# The controls
+
+
+def test_the_label_vote_is_the_most_frequent_label_and_the_nearest_of_equals():
+    labels = np.array([[0, 1, 1, 2], [2, 1, 1, 2], [1, 2, 2, 1], [3, 3, 0, 0], [0, 1, 2, 1]])
+    assert knn_labels(labels).tolist() == [1, 2, 1, 3, 1]
+    assert knn_labels(np.array([[4], [0]])).tolist() == [4, 0]
+
+
+def test_the_best_single_exit_is_right_most_often_the_earliest_of_equals():
+    assert best_single_exit(np.array([[0.5, 0.0, 0.9], [0.5, 0.9, 0.9], [0.0, 0.9, 0.0]])) == 0
+    assert best_single_exit(np.array([[0.0, 0.6, 0.6], [0.9, 0.6, 0.6]])) == 1
+
+
+def test_a_shuffled_plan_has_the_same_exits_in_another_order():
+    plan = np.arange(100) % 5
+    lot = shuffled_plan(plan, seed=3)
+    assert sorted(lot) == sorted(plan) and (lot != plan).mean() > 0.5
+    np.testing.assert_array_equal(lot, shuffled_plan(plan, seed=3))
+    assert (lot != shuffled_plan(plan, seed=4)).any()
+
+
+def test_the_oracle_is_the_first_exit_that_is_right_and_the_last_where_none_is():
+    values = np.array([[0.0, 0.4, 0.99], [0.3, 0.0, 0.9], [0.0, 0.0, 0.0]])
+    assert earliest_right_exit(values).tolist() == [1, 0, 2]
+
+
+# Each claim can fail
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "test"),
+    [
+        ("neighbour_weights", lambda d: 1 / np.maximum(d, 1e-9), test_eq4_to_6_by_hand_three_neighbours),
+        (
+            "neighbour_weights",
+            lambda d: d.min(axis=1, keepdims=True) / d,
+            test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count,
+        ),
+        ("neighbour_weights", np.ones_like, test_eq4_to_6_by_hand_three_neighbours),
+        ("passing_values", lambda v, tau, top=0: np.where(v > tau, v, 0), test_a_probability_equal_to_tau_votes),
+        ("passing_values", lambda v, tau, top=0: (v >= tau) * 1.0, test_eq4_to_6_by_hand_three_neighbours),
+        ("chosen_exit", lambda p: p.argmax(axis=1), test_eq6_nobody_votes_and_the_row_runs_to_the_last_exit),
+        (
+            "chosen_exit",
+            lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1),
+            test_eq6_takes_the_earliest_of_equal_exits,
+        ),
+        (
+            "exit_values",
+            lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2),
+            test_algorithm_3_1_by_hand_two_exits,
+        ),
+    ],
+)
+def test_the_tests_of_the_equations_can_fail(monkeypatch, name, wrong, test):
+    monkeypatch.setattr(retrieval, name, wrong)
+    monkeypatch.setitem(globals(), name, wrong)
+    with pytest.raises((AssertionError, RuntimeWarning)):
+        test()
+
+
+# Real embeddings
+
+
+@pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
+def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
+    import torch
+
+    from mini_ee.bert import padding_mask
+    from mini_ee.checkpoint import load_backbone
+    from mini_ee.exits import pooled
+    from mini_ee.tasks import Tokenizer, batches, load_task
+
+    folder = Path(SHARED) / "weights" / "all-MiniLM-L6-v2"
+    backbone = load_backbone(folder)
+    encoded = Tokenizer.from_folder(folder).encode(
+        load_task(Path(SHARED) / "data" / "SST-2").split("train").texts[:4000]
+    )
+    embeddings = np.empty((4000, 384), np.float32)
+    for rows in batches(encoded, 64):
+        inputs = encoded.batch(rows)
+        with torch.inference_mode():
+            mask = padding_mask(torch.from_numpy(inputs.attention_mask))
+            hidden = backbone.embed(torch.from_numpy(inputs.input_ids))
+            embeddings[rows] = pooled(backbone.run_layers(hidden, mask, 0, 6), mask, "mean").numpy()
+    store = Datastore(ENCODER, 384, (1,))
+    store.add(embeddings[:3500], np.zeros((3500, 1)), np.zeros(3500), encoded.texts[:3500])
+    queries = embeddings[3500:] / np.linalg.norm(embeddings[3500:], axis=1, keepdims=True)
+    found, exact = store.search(queries, 12), exact_search(store.embeddings, queries, 12)
+    recall = np.mean([len(set(a) & set(b)) / 12 for a, b in zip(found.rows, exact.rows)])
+    assert recall >= 0.99
