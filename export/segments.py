@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from mini_ee.export import graphs
-from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments
 from onnx import TensorProto, helper, numpy_helper
 
 from mini_ee.bert import Bert, BertConfig
@@ -24,6 +22,8 @@ from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_t
 from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.evaluation import predictions, record
 from mini_ee.exits import MultiExit
+from mini_ee.export import graphs
+from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments
 from mini_ee.files import atomic_folder, file_sha256, write_json
 from mini_ee.lora_exits import LoRAExits, restart
 from mini_ee.methods import MODELS

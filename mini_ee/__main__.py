@@ -102,6 +102,7 @@ def parser() -> Parser:
     _add_evaluation(sub)
     _add_rule(sub)
     sub.add_argument("--sweep", action="store_true", help="also 51 thresholds evenly in (1/#labels, 1)")
+    sub.add_argument("--overthinking", action="store_true", help="also rows that an exit gets right and the last wrong")
 
     sub = command("compare", "several runs in one table, on one clock", "mini-ee compare run-a run-b")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")

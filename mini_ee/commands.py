@@ -19,6 +19,7 @@ from mini_ee.evaluation import (
     evaluate,
     labels_of,
     measure_seconds,
+    overthinking,
     predictions,
     record,
     summary,
@@ -145,6 +146,12 @@ def run_evaluate(args, say) -> dict:
                 },
             )
         )
+    if args.overthinking:
+        answer["overthinking"] = found = overthinking(record(segments, encoded, args.batch_size), task, split)
+        for row in found["rows"]:
+            exits = ", ".join(f"{each['layer']}: {each['label']} {each['confidence']:.3f}" for each in row["exits"])
+            say(f"{row['text']}\n    {row['label']}; said after layer {exits}")
+        say(f"{found['share']:.1%} of the rows are right at an exit and wrong at the last one.")
     say(
         f"{task.name} {split}: score {answer['score']:.3f} (full model {answer['full_score']:.3f}), "
         f"{answer['mean_layers']:.2f} layers of {answer['exits'][-1]} ({answer['layers_saved']:.1%} saved), "

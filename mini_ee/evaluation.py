@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.confidence import MEASURES
+from mini_ee.confidence import MEASURES, max_probability
 from mini_ee.early_exit import ExitResult, Recorded, early_exit, read_every_exit
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
@@ -19,6 +19,7 @@ from mini_ee.tasks import Encoded, Task, batches
 TIMED_ROWS = 512  # time is measured on this many rows at most, drawn with a seed
 REPEATS = 3  # of each batch; the median counts
 REST = 0.005  # seconds
+OVERTHOUGHT = 10  # rows that are shown
 LEVELS = 100  # thresholds tried for a default rule
 
 
@@ -195,6 +196,34 @@ def evaluate(
             for each, each_seconds in zip(rules, sweep_seconds)
         ]
     return answer
+
+
+def overthinking(recorded: Record, task: Task, split: str) -> dict:
+    """Rows that an exit gets right and the last one wrong (LoRAExit, Table 11; Kaya et al. 2019).
+
+    share: of all rows; rows: up to OVERTHOUGHT of them, with what every exit says: label and largest probability.
+    Raises ValueError for regression, and where the split has no labels.
+    """
+    if task.regression:
+        raise ValueError(f"{task.name} is a regression task: no exit is right or wrong; give a task with classes")
+    labels, names = labels_of(task, split), task.label_names
+    said, sure = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
+    right = said == labels[:, None]
+    rows = np.flatnonzero(right.any(axis=1) & ~right[:, -1])
+    return {
+        "share": len(rows) / len(labels),
+        "rows": [
+            {
+                "text": " | ".join(task.split(split).texts[row]),
+                "label": names[labels[row]],
+                "exits": [
+                    {"layer": layer, "label": names[label], "confidence": float(confidence)}
+                    for layer, label, confidence in zip(recorded.segments.exits, said[row], sure[row])
+                ],
+            }
+            for row in rows[:OVERTHOUGHT]
+        ],
+    }
 
 
 def labels_of(task: Task, split: str) -> np.ndarray:

@@ -1,13 +1,14 @@
 """Write tests/golden: small checkpoints as transformers saves them, and what transformers computes with them.
 
     pip install transformers
-    python tests/make_golden.py                                          the four small checkpoints
-    MINI_EE_SHARED=/path/to/shared python tests/make_golden.py           and the values of the real all-MiniLM-L6-v2
+    python tests/make_golden.py                                          the small checkpoints
+    MINI_EE_SHARED=/path/to/shared python tests/make_golden.py           and the values of the real ones
 
 Every parameter is drawn at random, norms and biases too: a norm that forgets its weight must not pass. For each kind
 
     config.json, model.safetensors  a Hugging Face folder, by save_pretrained (ElasticBERT by hand)
     expected.safetensors            input_ids, attention_mask, token_type_ids, hidden.{0..L}, lm_logits, pooled.{depth}
+                                    decoders: no types; normed in place of hidden.{L}; greedy, (B, N) new tokens
     provenance.json                 command, seed, versions
 
 The tests need none of this: they read the files. This script imports nothing of mini_ee.
@@ -31,6 +32,25 @@ SIZES = {
     "intermediate_size": 40,
     "max_position_embeddings": 16,
 }
+DECODER_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+NEW_TOKENS = 24
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+PHI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+STORIES_TOKENS = [1, 403, 407, 261, 378]  # <s> Once upon a time
 MINILM_EVERY = 8
 """Of all-MiniLM-L6-v2, every eighth of the 384 numbers is kept."""
 MINILM_TOKENS = [  # [CLS] this is a test . [SEP], and two more
@@ -135,11 +155,50 @@ def make_minilm(folder: Path) -> None:
     write("all-MiniLM-L6-v2", thinned)
 
 
+def run_decoder(model: torch.nn.Module, batch: dict[str, torch.Tensor], new_tokens: int) -> dict[str, torch.Tensor]:
+    """Hidden states, the last after the final norm, logits, and the greedy continuation of the batch."""
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        output = model(**batch, output_hidden_states=True)
+        text = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    *states, normed = output.hidden_states
+    expected = batch | {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    return expected | {"normed": normed, "lm_logits": output.logits, "greedy": text[:, batch["input_ids"].shape[1] :]}
+
+
+def make_decoder(name: str, model_class: type, config) -> None:
+    """A decoder; its batch is padded on the left: three rows of 9, 6 and 4 tokens."""
+    generator = torch.Generator().manual_seed(SEED)
+    model = model_class(config).eval()
+    randomise(model, generator)
+    model.save_pretrained(GOLDEN / name)
+    (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [5]])).long()
+    ids = torch.randint(1, config.vocab_size, mask.shape, generator=generator) * mask
+    write(name, run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS))
+
+
+def make_stories(folder: Path) -> None:
+    """The values of the real stories260K, and none of its weights."""
+    ids = torch.tensor([STORIES_TOKENS])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    write("stories260K", run_decoder(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 200))
+
+
 if __name__ == "__main__":
     make("bert", transformers.BertForPreTraining, transformers.BertConfig(**SIZES))
     roberta = transformers.RobertaConfig(**SIZES, type_vocab_size=1, hidden_act="relu")  # the head stays with gelu
     make("roberta", transformers.RobertaForMaskedLM, roberta)
     make("albert", transformers.AlbertForPreTraining, transformers.AlbertConfig(**SIZES, embedding_size=12))
     make_elasticbert()
+    sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM
+    make_decoder("llama", llama, transformers.LlamaConfig(**sizes, num_key_value_heads=2))
+    scaled = sizes | {"hidden_size": 32, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}
+    make_decoder("llama3", llama, transformers.LlamaConfig(**scaled, num_key_value_heads=1))
+    wide = transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16)
+    make_decoder("gemma", transformers.GemmaForCausalLM, wide)
+    part = transformers.PhiConfig(**(sizes | {"hidden_size": 40}), rope_parameters=PHI_ROPE)
+    make_decoder("phi", transformers.PhiForCausalLM, part)
     if "MINI_EE_SHARED" in os.environ:
         make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")
+        make_stories(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")

@@ -1,18 +1,20 @@
 """Training: Eq. 1, the stages of each recipe, seeds, and a kill that changes nothing."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from mini_ee import fitting, training
-from mini_ee.baselines import RECIPES, depth_weighted_sum, joint, task_loss, two_stage
+from mini_ee.baselines import RECIPES, joint, two_stage
 from mini_ee.checkpoint import load_backbone, read_tensors
 from mini_ee.early_exit import Recorded
-from mini_ee.evaluation import Record, default_rule, predictions
+from mini_ee.evaluation import Record, default_rule, overthinking, predictions
 from mini_ee.exits import MultiExit
 from mini_ee.files import read_json
+from mini_ee.fitting import depth_weighted_sum, task_loss
 from mini_ee.rules import NeverExit, Patience, Threshold
 from mini_ee.tasks import Split, Task, load_task
 from mini_ee.training import TrainConfig, split_rows, train_run
@@ -291,3 +293,19 @@ def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder
     run = train(tmp_path / "run", checkpoint_folder, task_folder, config=config)
     assert min(read_json(tmp_path / "run" / "metrics.json")["epochs"][-1]["exit_scores"]) > 0.9
     assert run.rule != NeverExit()
+
+
+def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_the_last_one_wrong():
+    right_at = [(1, 1, 1), (1, 0, 0), (0, 0, 0), (0, 1, 0), (0, 0, 1)]  # of five rows, at three exits
+    labels = np.array([0, 1, 1, 0, 1])
+    logits = [
+        [[3.0, 0.0] if label == (not right) else [0.0, 3.0] for right in row] for row, label in zip(right_at, labels)
+    ]
+    texts = tuple((f"row {number}",) for number in range(5))
+    task = Task("t", ("a", "b"), ("accuracy",), {"dev": Split(texts, labels)})
+    found = overthinking(recorded(logits, (1, 2, 3)), task, "dev")
+    assert found["share"] == 2 / 5 and [row["text"] for row in found["rows"]] == ["row 1", "row 3"]
+    assert [each["label"] for each in found["rows"][0]["exits"]] == ["b", "a", "a"]
+    assert found["rows"][1]["exits"][1]["confidence"] == pytest.approx(np.exp(3) / (np.exp(3) + 1))
+    with pytest.raises(ValueError, match="regression"):
+        overthinking(recorded(np.zeros((5, 3, 1)), (1, 2, 3)), replace(task, label_names=()), "dev")

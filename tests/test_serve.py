@@ -1,0 +1,199 @@
+"""`mini-ee run`: lines in, JSON lines out, in order; a bad line is told with its number and stops nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from mini_ee import serve
+from mini_ee.__main__ import main
+from mini_ee.early_exit import early_exit
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.segments import export
+from mini_ee.rules import Threshold
+from mini_ee.runs import Run
+from mini_ee.tasks import Tokenizer
+
+THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
+SENTENCES = [f"the {thing} was {'very ' * (number % 4)}{word}" for number, thing in enumerate(THINGS) for word in WORDS]
+
+
+def export_random(folder, checkpoint_folder, random_model, texts, num_labels=3):
+    """An untrained model as an exported folder; its words are drawn anew for the tokenizer's few."""
+    labels = ["bad", "fair", "good"] if num_labels > 1 else []
+    task = {"name": "words", "label_names": labels, "metrics": ["accuracy"], "texts": texts}
+    model, tokenizer = random_model((1, 2, 4, 6), num_labels), Tokenizer.from_folder(checkpoint_folder, 30)
+    run = Run({"method": "joint", "task": task}, model, tokenizer, Threshold(0.9))
+    export(run, folder, [(sentence,) * texts for sentence in SENTENCES[:8]])
+    return run
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, checkpoint_folder, random_model):
+    """An exported folder, and the run that it came from."""
+    folder = tmp_path_factory.mktemp("served") / "exported"
+    return folder, export_random(folder, checkpoint_folder, random_model, 1)
+
+
+@pytest.fixture(scope="module")
+def served_pairs(tmp_path_factory, checkpoint_folder, random_model):
+    folder = tmp_path_factory.mktemp("pairs") / "exported"
+    export_random(folder, checkpoint_folder, random_model, 2)
+    return folder
+
+
+def lines_of(tmp_path, *lines):
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else line.encode() + b"\n" for line in lines))
+    return path
+
+
+def answers(tmp_path, folder, *lines, options=()):
+    out = tmp_path / "out.jsonl"
+    status = main(["run", *map(str, (folder, lines_of(tmp_path, *lines), "--out", out, "--threads", 1, *options))])
+    assert status == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def expected(run, text):
+    result = early_exit(run.segments(), run.rule, run.encode([(text,)]).batch(np.arange(1)))
+    return run.label_names[result.logits[0].argmax()], int(result.layers_run[0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, batch_size):
+    folder, run = served
+    found = answers(tmp_path, folder, *SENTENCES, options=["--batch-size", batch_size])
+    assert [each["line"] for each in found] == list(range(1, len(SENTENCES) + 1))
+    assert [(each["label"], each["layers"]) for each in found] == [expected(run, text) for text in SENTENCES]
+    assert len({each["layers"] for each in found}) > 1
+    keys = {"line", "label", "confidence", "exit", "layers", "milliseconds"}
+    assert all(set(each) == keys and 0 < each["confidence"] <= 1 for each in found)
+
+
+def test_that_test_can_fail_where_rows_of_a_batch_change_places(served, tmp_path, monkeypatch):
+    run = Runtime.run
+    monkeypatch.setattr(Runtime, "run", lambda self, texts, size: run(self, texts, size)[::-1])
+    with pytest.raises(AssertionError):
+        test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, 32)
+
+
+def test_plain_lines_and_json_may_stand_beside_each_other(served, tmp_path):
+    text = "the film was good"
+    plain, as_json, crlf = answers(
+        tmp_path, served[0], text, json.dumps({"text": text, "id": 7}), f"{text}\r\n".encode()
+    )
+    for other in (as_json, crlf):
+        assert (other["label"], other["layers"]) == (plain["label"], plain["layers"])
+
+
+@pytest.mark.parametrize("line", ["the film\tthe film was good", '{"text": "the film", "text_b": "the film was good"}'])
+def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, line):
+    (found,) = answers(tmp_path, served_pairs, line)
+    (alone,) = Runtime(served_pairs, threads=1).run([("the film", "the film was good")])
+    assert (found["label"], found["exit"]) == (alone.label, alone.exit)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"caf\xe9\n", "UTF-8"),
+        ('{"text": "the film"', "one JSON object"),
+        ('{"texts": "the film"}', "found 0 texts"),
+        ('{"text": "the film", "text_b": "the film"}', "found 2 texts"),
+        ('{"text": 7}', "text"),
+        ('{"text": null}', "text"),
+        ("", "empty"),
+        ("   ", "empty"),
+        ("{" * 100_000, "one JSON object"),
+    ],
+    ids=["not UTF-8", "half", "other key", "two texts", "number", "null", "empty", "blank", "deep"],
+)
+def test_a_bad_line_is_told_with_its_number_and_stops_nothing(served, tmp_path, capsys, line, message):
+    good = "the film was good"
+    found = answers(tmp_path, served[0], good, line, good, options=["--batch-size", 2])
+    assert [each["line"] for each in found] == [1, 2, 3]
+    assert set(found[1]) == {"line", "error"} and message in found[1]["error"]
+    assert found[0]["label"] == found[2]["label"]
+    told = [text for text in capsys.readouterr().err.splitlines() if text.startswith("mini-ee run: line 2: ")]
+    assert len(told) == 1 and message in told[0]
+
+
+def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
+    out, source = tmp_path / "out", lines_of(tmp_path, "the film was good", b"\xff\n", "a dull book")
+    assert main(["run", *map(str, (served[0], source, "--out", out, "--json", "--threads", 1))]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    layers = [json.loads(line).get("layers") for line in out.read_text().splitlines()]
+    assert (summary["rows"], summary["failed"]) == (3, 1) and layers[1] is None
+    assert summary["mean_layers"] == (layers[0] + layers[2]) / 2
+    assert summary["engine"] == "onnxruntime" and summary["provider"] == "CPUExecutionProvider"
+
+
+def test_no_lines_are_no_answers_and_no_failure(served, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["run", *map(str, (served[0], lines_of(tmp_path), "--out", out, "--json"))]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert out.read_text() == "" and summary["rows"] == 0 and summary["mean_layers"] is None
+
+
+def test_the_torch_engine_gives_the_same_answers(served, tmp_path):
+    ours, theirs = (
+        answers(tmp_path, served[0], *SENTENCES, options=["--engine", engine]) for engine in ("onnx", "torch")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one["label"], one["exit"]) == (other["label"], other["exit"])
+        assert one["confidence"] == pytest.approx(other["confidence"], abs=1e-5)
+
+
+def test_an_output_file_takes_its_name_when_all_is_written(served, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    out.write_text("the answers of yesterday\n")
+
+    def stops(runtime, lines, size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "_answers", stops)
+    assert main(["run", *map(str, (served[0], lines_of(tmp_path, "the film"), "--out", out))]) == 1
+    assert out.read_text() == "the answers of yesterday\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "argv, status, message",
+    [
+        (["nowhere"], 2, "no manifest.json here"),
+        (["FOLDER", "no-such-file.txt"], 2, "no-such-file.txt"),
+        (["FOLDER", "--json"], 2, "--out"),
+        (["FOLDER", "--batch-size", "0"], 2, "batch-size"),
+        (["FOLDER", "--engine", "jax"], 2, "engine"),
+    ],
+)
+def test_wrong_arguments_are_one_line(served, tmp_path, capsys, monkeypatch, argv, status, message):
+    monkeypatch.chdir(tmp_path)
+    argv = [str(served[0]) if word == "FOLDER" else word for word in argv]
+    try:
+        found = main(["run", *argv])
+    except SystemExit as stop:
+        found = stop.code
+    printed = capsys.readouterr()
+    assert found == status and message in printed.err and printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_standard_input_is_answered_as_it_comes(served):
+    """With batches of one, an answer is there before the next line is asked for."""
+    command = [sys.executable, "-m", "mini_ee", "run", str(served[0]), "--batch-size", "1", "--threads", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ) as process:
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        for number in (1, 2):
+            process.stdin.write(b"the film was good\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["line"] == number
+        process.stdin.close()
+        assert process.wait() == 0
+        killer.cancel()
