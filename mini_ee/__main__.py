@@ -14,7 +14,7 @@ from mini_ee.confidence import MEASURES
 from mini_ee.tasks import TOY
 
 METHODS = (
-    *("joint", "two-stage", "sweet", "multi-model", "lora-exits", "consistent"),
+    *("joint", "two-stage", "sweet", "multi-model", "lora-exits", "raee", "consistent"),
     *("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit"),
 )
 RULES = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy")
@@ -85,6 +85,13 @@ def parser() -> Parser:
     lora.add_argument("--t-squared", action="store_true", help="times the temperature squared, which the paper has not")
     lora.add_argument("--rank", type=_positive, help="of the adapters; 8")
     lora.add_argument("--targets", help="projections with adapters; query,value")
+    retrieval = sub.add_argument_group("raee", "--model is a trained run")
+    retrieval.add_argument("--k", type=_positive, help="neighbours that vote; 12")
+    retrieval.add_argument("--tau", type=_share, help="how sure a neighbour's exit must be to vote, Eq. 4; .9")
+    retrieval.add_argument("--fallback-top", type=_count, metavar="N", help="best exits of a neighbour with none; 0")
+    where = retrieval.add_mutually_exclusive_group()
+    where.add_argument("--layer", type=_count, help="after which the model's own states are the queries; 0")
+    where.add_argument("--encoder", type=Path, metavar="DIR", help="a sentence encoder for the queries instead")
     policy = sub.add_argument_group("consistent")
     policy.add_argument("--reward", choices=REWARDS, help="Eq. 4 (hardness-guided, default) or Eq. 3 (vanilla)")
     policy.add_argument("--estimator", choices=ESTIMATORS, help="of the gradient of Eq. 5; reinforce")

@@ -20,6 +20,7 @@ from mini_ee.evaluation import (
     labels_of,
     measure_seconds,
     overthinking,
+    plan_rows,
     predictions,
     record,
     summary,
@@ -32,10 +33,11 @@ from mini_ee.files import read_json
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, method_of
 from mini_ee.report import table
+from mini_ee.retrieval import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.runs import Run, load_run, versions
 from mini_ee.tasks import TOY, Task, load_task, toy_task
-from mini_ee.training import TrainConfig, train_run
+from mini_ee.training import TrainConfig, collect_run, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 LORA_LR, LORA_EPOCHS = 1e-3, 5
@@ -69,6 +71,8 @@ def run_demo(args, say) -> dict:
 
 def run_train(args, say) -> dict:
     """Train one method and write the run."""
+    if args.method == "raee":
+        return run_collect(args, say)
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
@@ -102,6 +106,51 @@ def run_train(args, say) -> dict:
         "run": str(args.out),
         "seconds": time.perf_counter() - begin,
         "rows_truncated": metrics["rows_truncated"],
+    }
+
+
+def run_collect(args, say) -> dict:
+    """RAEE: a datastore beside the exits of a trained run."""
+    if args.model is None:
+        raise WrongArguments("raee collects what the exits of a trained run say: give the run with --model")
+    check_device(args.device)
+    task = open_task_of([load_run(args.model)], args.task)
+    check_task(load_run(args.model), task, args.model)
+    settings = {"k": args.k, "tau": args.tau, "fallback_top": args.fallback_top}
+    try:
+        rule = Retrieval(**{name: value for name, value in settings.items() if value is not None})
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    begin = time.perf_counter()
+    where = {"layer": args.layer, "encoder": args.encoder}
+    trained = collect_run(
+        args.out,
+        args.model,
+        task,
+        rule,
+        **{name: value for name, value in where.items() if value is not None},
+        seed=args.seed,
+        max_train=args.max_train,
+        device=args.device,
+    )
+    metrics = read_json(args.out / "metrics.json")
+    say(
+        f"Collected {metrics['rows']} rows that the run was not trained on; "
+        f"alone, the exit after layer {metrics['best_single_exit']} is right most often."
+    )
+    say(f"Run: {args.out}")
+    size = sum(path.stat().st_size for path in (args.out / "datastore").iterdir())
+    return {
+        "method": args.method,
+        "task": task.name,
+        "split": "hold-out",
+        "exits": list(trained.exits),
+        "per_exit_accuracy": metrics["per_exit_accuracy"],
+        "rule": trained.rule.to_dict(),
+        "run": str(args.out),
+        "rows": metrics["rows"],
+        "datastore_bytes": size,
+        "seconds": time.perf_counter() - begin,
     }
 
 
@@ -178,12 +227,13 @@ def run_compare(args, say) -> dict:
     rows = []
     for number, (one, folder) in enumerate(zip(trained, args.runs)):
         recorded = record(segments[number], encoded[number], args.batch_size, progress="reading")
+        replayed = plan_rows(one.rule, encoded[number], args.batch_size) if one.rule.looks else one.rule
         full_seconds, own = float(seconds[number]), float(seconds[len(trained) + number])
         rows.append(
             {
                 "run": str(folder),
                 "method": one.config["method"],
-                **summary(recorded.replay(one.rule), recorded, task, labels),
+                **summary(recorded.replay(replayed), recorded, task, labels),
                 "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
                 "engine": segments[number].engine,
                 "exits": list(one.exits),

@@ -46,12 +46,10 @@ class Segments:
 class Cost:
     """What a batch cost. Layers and operations are counted when they are asked for: the run does not wait for it."""
 
-    def __init__(
-        self, seconds: float, segments: Segments, inputs, exit_index: np.ndarray, asked: np.ndarray, decision: float
-    ):
+    def __init__(self, seconds: float, segments: Segments, rule, inputs, logits, exit_index: np.ndarray, asked: list):
         self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
         self._run = segments, inputs, exit_index
-        self._asked, self._decision = asked, decision
+        self._rule, self._classes, self._asked = rule, logits.shape[1], asked
 
     @property
     def layer_passes(self) -> np.ndarray:
@@ -66,12 +64,13 @@ class Cost:
         The segments up to each row's exit, the heads that were read on the way, and the rule's decisions.
         """
         segments, inputs, exit_index = self._run
-        total = np.zeros(len(exit_index))
+        total = np.full(len(exit_index), self._rule.plan_flops(inputs))
+        decision = self._rule.flops(self._classes)
         for k in range(len(segments.exits)):
             advance, read = segments.flops(k, inputs)
             reached = exit_index >= k
             total += reached * advance
-            total += reached * (read + self._decision) if self._asked[k] else (exit_index == k) * read
+            total += reached * (read + decision) if self._asked[k] else (exit_index == k) * read
         return total
 
 
@@ -98,7 +97,7 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
         logits, exit_index, asked = _run(segments, rule, inputs)
     layers_run = np.asarray(segments.exits)[exit_index]
     seconds = time.perf_counter() - begin
-    cost = Cost(seconds, segments, inputs, exit_index, asked, rule.flops(logits.shape[1]))
+    cost = Cost(seconds, segments, rule, inputs, logits, exit_index, asked)
     return ExitResult(logits, exit_index, layers_run, cost)
 
 

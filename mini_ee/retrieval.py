@@ -24,16 +24,17 @@ from tqdm import tqdm
 from mini_ee.early_exit import Segments
 from mini_ee.evaluation import record
 from mini_ee.files import file_sha256, read_json, write_bytes, write_json
-from mini_ee.rules import RULES, Rule
+from mini_ee.rules import RULES, Planned, Rule
 from mini_ee.tasks import Encoded, Inputs, batches
 
 FORMAT_VERSION = 1
-M, EF_CONSTRUCTION, EF = 16, 400, 384  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9954
+M, EF_CONSTRUCTION, EF = 16, 400, 384  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9957
 SEED = 0  # of hnswlib's levels
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 MANIFEST = "manifest.json"
 
 Embed = Callable[[Inputs], np.ndarray]
+"""(B, D) float32; with a method flops(inputs), what that costs a row, where the cost is to be counted (encoders.py)."""
 
 
 # Algorithm 3.1: collect
@@ -47,7 +48,10 @@ def exit_values(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """
     num_classes = logits.shape[2]
     if len(labels) != len(logits) or not np.isin(labels, range(num_classes)).all():
-        raise ValueError(f"expected {len(logits)} labels from 0 to {num_classes - 1}, found {labels}")
+        raise ValueError(
+            f"expected {len(logits)} labels from 0 to {num_classes - 1}, "
+            f"found {len(labels)}, such as {np.unique(labels)[:5].tolist()}"
+        )
     logits = logits.astype(np.float64)
     odds = np.exp(logits - logits.max(axis=2, keepdims=True))
     right = logits.argmax(axis=2) == np.asarray(labels)[:, None]
@@ -439,6 +443,7 @@ class Retrieval(Rule):
     embed: Embed | None = field(default=None, repr=False, compare=False)
     name = "raee"
     reads = False
+    looks = True
 
     def __post_init__(self):
         for name, least in (("k", 1), ("fallback_top", 0)):
@@ -462,6 +467,9 @@ class Retrieval(Rule):
             raise ValueError("the rule raee plans from a datastore, this one has none; give it one by with_datastore")
         return self.chosen(self.datastore.search(self.embed(inputs), self.k))
 
+    def plan_flops(self, inputs: Inputs) -> float:
+        return self.embed.flops(inputs) if hasattr(self.embed, "flops") else 0.0
+
     def chosen(self, neighbours: Neighbours) -> np.ndarray:
         """Eq. 4 to 6 on neighbours of the datastore: exit index (B,)."""
         values = self.datastore.values[neighbours.rows]
@@ -484,39 +492,10 @@ class Retrieval(Rule):
 RULES[Retrieval.name] = Retrieval
 
 
-@dataclass(frozen=True)
-class Planned(Rule):
-    """The exits of one batch, known already: exit indices of its B rows."""
-
-    exit_index: tuple[int, ...]
-    name = "planned"
-    reads = False
-
-    def __post_init__(self):
-        object.__setattr__(self, "exit_index", tuple(np.asarray(self.exit_index).tolist()))
-
-    def plan(self, inputs) -> np.ndarray:
-        if len(inputs) != len(self.exit_index):
-            raise ValueError(f"expected the {len(self.exit_index)} rows that were planned, found {len(inputs)}")
-        return np.asarray(self.exit_index, np.int64)
-
-    def check(self, num_exits: int) -> None:
-        if not set(self.exit_index) <= set(range(num_exits)):
-            raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
-
-
-def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
-    """Ask a planning rule for every row, in batches, so that a record of all rows can be replayed under its plan."""
-    exit_index = np.empty(len(encoded), np.int64)
-    for rows in batches(encoded, batch_size):
-        exit_index[rows] = rule.plan(encoded.batch(rows))
-    return Planned(exit_index)
-
-
 def plan_ahead(rule: Rule, inputs: Iterable[Inputs]) -> Iterator[tuple[Inputs, Planned]]:
     """Each batch with its plan; while the caller runs the model on one, a thread plans the next.
 
-    The paper lets retrieval and inference run side by side (Section 3.2); so the results do not depend on who is first.
+    The paper lets both run in parallel (Section 3.2). A plan is waited for, so no result depends on who is first.
     """
     with ThreadPoolExecutor(max_workers=1) as thread:
         waiting = None

@@ -4,6 +4,7 @@
     rule.stop(k, reading, memory) -> (B,) bool         decided at exit k; memory is arrays by row, kept with the rows
     rule.reads                                         False where no head before a row's own exit need be read
     rule.flops(classes)                                what one decision costs for one row
+    rule.plan_flops(inputs)                            what a plan costs for one row
     rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
 
 Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
@@ -23,6 +24,7 @@ class Rule:
 
     name = ""
     reads = True
+    looks = False  # True where `plan` looks at the rows themselves, not only at how many they are
 
     def plan(self, inputs) -> np.ndarray | None:
         return None
@@ -34,6 +36,10 @@ class Rule:
         """Raise ValueError where the rule does not fit a model with so many exits."""
 
     def flops(self, classes: int) -> float:
+        return 0.0
+
+    def plan_flops(self, inputs) -> float:
+        """What a plan costs for one row."""
         return 0.0
 
     def to_dict(self) -> dict:
@@ -69,6 +75,31 @@ class FixedExit(Rule):
     def check(self, num_exits: int) -> None:
         if self.exit not in range(num_exits):
             raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit!r}")
+
+
+@dataclass(frozen=True)
+class Planned(Rule):
+    """The exits of one batch, known already: exit indices of its B rows. cost: operations that a row's plan took."""
+
+    exit_index: tuple[int, ...]
+    cost: float = 0.0
+    name = "planned"
+    reads = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "exit_index", tuple(np.asarray(self.exit_index).tolist()))
+
+    def plan(self, inputs) -> np.ndarray:
+        if len(inputs) != len(self.exit_index):
+            raise ValueError(f"expected the {len(self.exit_index)} rows that were planned, found {len(inputs)}")
+        return np.asarray(self.exit_index, np.int64)
+
+    def plan_flops(self, inputs) -> float:
+        return self.cost
+
+    def check(self, num_exits: int) -> None:
+        if not set(self.exit_index) <= set(range(num_exits)):
+            raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
 
 
 def confidence(reading, measure: str) -> np.ndarray:

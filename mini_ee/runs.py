@@ -4,6 +4,7 @@ run/config.json          format_version, method, backbone, exits, pool, rule, ta
                          and the checksum of every other file
 run/model.safetensors    what the method trained: heads, and the backbone where it was fine-tuned
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
+run/datastore/           RAEE: what retrieval.py writes
 run/metrics.json         what training measured
 run/tokenizer.json       the backbone's
 """
@@ -20,11 +21,13 @@ from mini_ee import __version__
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
 from mini_ee.early_exit import Segments
+from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.exits import MultiExit
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.lora_exits import LoRAExits, load_adapters, save_adapters
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
+from mini_ee.retrieval import Datastore, Retrieval
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Task, Tokenizer
 
@@ -194,8 +197,18 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
     load_strict(trained, tensors, names, folder / "model.safetensors")
     tokenizer = Tokenizer.from_folder(folder, config["max_length"])
     rule = rule_from_dict(config["rule"])
+    if isinstance(rule, Retrieval):
+        encoder = open_encoder(config["retrieval"], model.backbone)
+        rule = rule.with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
     rule.check(len(model.exits))
     return Run(config, model.eval(), tokenizer, rule)
+
+
+def open_encoder(source: dict, backbone: Bert) -> OwnStates | SentenceEncoder:
+    """The encoder of a datastore's queries: a layer of the model itself, or a checkpoint in a folder."""
+    if source["encoder"] is None:
+        return OwnStates(backbone, source["layer"])
+    return SentenceEncoder(source["encoder"])
 
 
 def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert:

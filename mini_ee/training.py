@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch import nn
 from mini_ee.checkpoint import backbone_sha256, load_backbone
 from mini_ee.evaluation import Candidates, default_rule, exit_scores, record, summary
 from mini_ee.exits import MultiExit
+from mini_ee.files import atomic_folder, file_sha256, write_json
 from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
-from mini_ee.runs import Run, encode, load_run, save_run, training_folder
+from mini_ee.retrieval import Retrieval, best_single_exit, build, collect
+from mini_ee.runs import Run, encode, load_run, open_encoder, save_run, training_folder, versions
 from mini_ee.tasks import Split, Task, Tokenizer, holdout, subset
 
 
@@ -95,6 +98,58 @@ def train_run(
     }
     save_run(out, method, model, tokenizer, rule, task, source, settings, metrics)
     shutil.rmtree(state_folder)
+    return load_run(out)
+
+
+def collect_run(
+    out: Path,
+    base_folder: Path,
+    task: Task,
+    rule: Retrieval,
+    *,
+    layer: int = 0,
+    encoder: Path | None = None,
+    seed: int = 0,
+    max_train: int | None = None,
+    batch_size: int = 32,
+    device: str = "cpu",
+) -> Run:
+    """RAEE on the exits of a trained run (class-head mode): the same model, with a datastore and the rule that asks it.
+
+    The datastore holds the rows that the run held out, or max_train of them: on its own training rows nearly every
+    exit is right. Queries are the mean state of the model itself after `layer`, or an encoder's in a folder of its own.
+    A killed collection goes on where it was. Raises FileExistsError where `out` is there.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    base = load_run(base_folder)
+    _, held = holdout(task.split("train"), base.config["seed"])
+    if max_train is not None:
+        held = subset(held, max_train, seed)
+    encoded = base.encode(held.texts)
+    model = base.model.to(device)
+    source = {"layer": layer, "encoder": None if encoder is None else str(encoder.resolve())}
+    embed, begin = open_encoder(source, model.backbone), time.perf_counter()
+    values = collect(base.segments(), encoded, held.labels, batch_size, progress="collecting")
+    unfinished = training_folder(out)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
+    arguments = encoded, values, held.labels, base.exits
+    store = build(unfinished / "datastore", embed.name, embed, *arguments, progress="indexing")
+    metrics = {
+        "rows": len(store),
+        "per_exit_accuracy": (values > 0).mean(axis=0).tolist(),
+        "best_single_exit": base.exits[best_single_exit(values)],
+        "seconds": time.perf_counter() - begin,
+    }
+    with atomic_folder(out) as partial:
+        shutil.copytree(base_folder, partial, dirs_exist_ok=True)
+        (unfinished / "datastore").rename(partial / "datastore")
+        write_json(partial / "metrics.json", metrics)
+        config = base.config | {"method": "raee", "rule": rule.to_dict(), "retrieval": source, "versions": versions()}
+        config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
+        write_json(partial / "config.json", config)
+    shutil.rmtree(unfinished)
     return load_run(out)
 
 

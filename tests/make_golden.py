@@ -34,10 +34,10 @@ SIZES = {
 }
 DECODER_SIZES = {
     "vocab_size": 64,
-    "hidden_size": 24,
+    "hidden_size": 16,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "intermediate_size": 40,
+    "intermediate_size": 16,
     "max_position_embeddings": 64,
 }
 NEW_TOKENS = 24
@@ -47,12 +47,12 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 24,
+    "original_max_position_embeddings": 40,
 }
 PHI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
 STORIES_TOKENS = [1, 403, 407, 261, 378]  # <s> Once upon a time
-MINILM_EVERY = 8
-"""Of all-MiniLM-L6-v2, every eighth of the 384 numbers is kept."""
+EVERY = 8
+"""Of the hidden states and logits of the real models, every eighth number is kept."""
 MINILM_TOKENS = [  # [CLS] this is a test . [SEP], and two more
     [101, 2023, 2003, 1037, 3231, 1012, 102],
     [101, 1996, 3185, 2001, 6919, 1010, 1998, 2061, 2001, 1996, 2338, 102],
@@ -151,7 +151,7 @@ def make_minilm(folder: Path) -> None:
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in MINILM_TOKENS], batch_first=True)
     batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "token_type_ids": torch.zeros_like(ids)}
     expected = run(transformers.AutoModel.from_pretrained(folder).eval(), batch)
-    thinned = {name: t[..., ::MINILM_EVERY] if name.startswith("hidden.") else t for name, t in expected.items()}
+    thinned = {name: t[..., ::EVERY] if name.startswith("hidden.") else t for name, t in expected.items()}
     write("all-MiniLM-L6-v2", thinned)
 
 
@@ -179,10 +179,11 @@ def make_decoder(name: str, model_class: type, config) -> None:
 
 
 def make_stories(folder: Path) -> None:
-    """The values of the real stories260K, and none of its weights."""
+    """The values of the real stories260K, thinned, and none of its weights."""
     ids = torch.tensor([STORIES_TOKENS])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    write("stories260K", run_decoder(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 200))
+    expected = run_decoder(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 200)
+    write("stories260K", {name: t[..., ::EVERY] if t.is_floating_point() else t for name, t in expected.items()})
 
 
 if __name__ == "__main__":
@@ -193,11 +194,11 @@ if __name__ == "__main__":
     make_elasticbert()
     sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM
     make_decoder("llama", llama, transformers.LlamaConfig(**sizes, num_key_value_heads=2))
-    scaled = sizes | {"hidden_size": 32, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}
+    scaled = sizes | {"num_attention_heads": 2, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}
     make_decoder("llama3", llama, transformers.LlamaConfig(**scaled, num_key_value_heads=1))
-    wide = transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16)
+    wide = transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=8)
     make_decoder("gemma", transformers.GemmaForCausalLM, wide)
-    part = transformers.PhiConfig(**(sizes | {"hidden_size": 40}), rope_parameters=PHI_ROPE)
+    part = transformers.PhiConfig(**(sizes | {"hidden_size": 20, "num_attention_heads": 2}), rope_parameters=PHI_ROPE)
     make_decoder("phi", transformers.PhiForCausalLM, part)
     if "MINI_EE_SHARED" in os.environ:
         make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")

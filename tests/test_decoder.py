@@ -117,12 +117,8 @@ def sequential(patch):
     patch.setattr(Layer, "__init__", wrong)
 
 
-def ungated_order(patch):
-    def wrong(self, normed):
-        up, gate = self.up(normed).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
-
-    patch.setattr(Layer, "mlp", wrong)
+def gate_and_up_swapped(patch):
+    patch.setattr(Layer, "mlp", lambda self, x: self.down(self.gate(x) * self.activation(self.up(x))))
 
 
 def unscaled_embeddings(patch):
@@ -143,7 +139,7 @@ def groups_in_turn(query, key, value):
         ("llama", interleaved_rotation),
         ("llama", forget_the_norm_weight),
         ("llama", one_plus_weight_for_all),
-        ("llama", ungated_order),
+        ("llama", gate_and_up_swapped),
         ("llama", changed_config(hidden_act="gelu")),
         ("llama", changed_config(norm_eps=1e-2)),
         ("llama", changed_attention(lambda q, k, v: (q, k.flip(1), v))),
@@ -418,7 +414,7 @@ def test_a_head_that_is_not_tied_must_be_there(tmp_path):
 def test_the_shares_of_a_stack_are_told_apart(tmp_path):
     folder, name = copy_of("llama", tmp_path), "model.layers.1.self_attn.k_proj.weight"
     rewrite(folder, lambda tensors: tensors | {name: tensors[name].repeat(2, 1)})
-    with pytest.raises(ValueError, match=r"k_proj.weight must have shape \(12, 24\), found \(24, 24\)"):
+    with pytest.raises(ValueError, match=r"k_proj.weight must have shape \(8, 16\), found \(16, 16\)"):
         load_backbone(folder)
 
 
@@ -466,7 +462,7 @@ def test_an_old_gemma_says_gelu_and_means_the_tanh_form():
         ("llama", {"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
         ("llama", {"vocab_size": ...}, "missing key vocab_size"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
-        ("llama", {"hidden_size": 25, "head_dim": ...}, "hidden_size must be a multiple of num_attention_heads"),
+        ("llama", {"hidden_size": 18, "head_dim": ...}, "hidden_size must be a multiple of num_attention_heads"),
         ("llama", {"head_dim": 7}, "must be an even number"),
         ("llama", {"hidden_act": "swish"}, "hidden_act must be one of"),
         ("llama", {"rms_norm_eps": -1}, "norm_eps must be a number from 0 to 1, got -1"),
@@ -476,7 +472,7 @@ def test_an_old_gemma_says_gelu_and_means_the_tanh_form():
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default' or 'llama3', got 'yarn'"),
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 0"),
         ("llama", {"rope_parameters": [1]}, "rope_parameters must be an object"),
-        ("llama", {"rope_scaling": {"type": "llama3"}}, "rope_scaling must hold a number above 0 for factor"),
+        ("llama", {"rope_parameters": {"type": "llama3"}}, "rope_scaling must hold a number above 0 for factor"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings must be false in phi"),
         ("phi", {"model_type": "phi3"}, "model_type must be one of"),
@@ -507,7 +503,6 @@ def test_the_real_stories260k_computes_what_it_does_in_transformers():
     expected = read_tensors(GOLDEN / "stories260K" / "expected.safetensors")
     model = checkpoint.load_backbone(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")
     *states, last = model.hidden_states(expected["input_ids"])
-    for depth, state in enumerate(states):
-        assert_close(state, expected[f"hidden.{depth}"], TOLERANCE)
-    assert_close(model.norm(last), expected["normed"], TOLERANCE)
-    assert_close(model.lm_logits(last), expected["lm_logits"], TOLERANCE)
+    found = {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    for name, tensor in (found | {"normed": model.norm(last), "lm_logits": model.lm_logits(last)}).items():
+        assert_close(tensor[..., ::8], expected[name], TOLERANCE)

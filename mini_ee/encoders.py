@@ -1,0 +1,59 @@
+"""Query embeddings for retrieval: one vector a row, from the model's own states or from an encoder beside it.
+
+Both are callables Inputs -> (B, D) float32, the mean over the tokens of a row, with a name that only the same encoder
+has. Never the first token of a causal decoder: it is the same vector for every row.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mini_ee.bert import Bert, padding_mask
+from mini_ee.checkpoint import backbone_sha256, load_backbone, tensors_sha256
+from mini_ee.exits import pooled
+from mini_ee.flops import layer_flops
+from mini_ee.tasks import Inputs, Tokenizer
+
+
+class OwnStates:
+    """The states after a layer of the model itself; layer 0 is the embedding output. They are computed again."""
+
+    def __init__(self, backbone: Bert, layer: int):
+        """Raises ValueError for a layer that the backbone does not have."""
+        if not 0 <= layer <= backbone.config.num_hidden_layers:
+            raise ValueError(f"the layer must be from 0 to {backbone.config.num_hidden_layers}, got {layer}")
+        self.backbone, self.layer = backbone, layer
+        self.name = f"layer {layer} of {tensors_sha256(backbone.state_dict())}"
+
+    def __call__(self, inputs: Inputs) -> np.ndarray:
+        device = next(self.backbone.parameters()).device
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+        ids, attention, types = (torch.from_numpy(array).to(device) for array in arrays)
+        with torch.inference_mode():
+            mask = None if inputs.attention_mask.all() else padding_mask(attention)
+            hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
+            return pooled(hidden, mask, "mean").float().numpy(force=True)
+
+    def flops(self, inputs: Inputs) -> float:
+        config, tokens = self.backbone.config, inputs.input_ids.shape[1]
+        return self.layer * layer_flops(config.hidden_size, config.intermediate_size, tokens)
+
+
+class SentenceEncoder:
+    """The last states of a checkpoint with a tokenizer of its own."""
+
+    def __init__(self, folder: str | Path, max_length: int = 128):
+        backbone = load_backbone(folder)
+        self._states = OwnStates(backbone, backbone.config.num_hidden_layers)
+        self._tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))
+        self.name = f"encoder {backbone_sha256(folder)}"
+
+    def __call__(self, inputs: Inputs) -> np.ndarray:
+        return self._states(self._encode(inputs))
+
+    def flops(self, inputs: Inputs) -> float:
+        return self._states.flops(self._encode(inputs))
+
+    def _encode(self, inputs: Inputs) -> Inputs:
+        return self._tokenizer.encode(inputs.texts).batch(slice(None))
