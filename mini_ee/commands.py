@@ -226,7 +226,7 @@ def run_compare(args, say) -> dict:
     seconds = measure_seconds(full + early, order)
     rows = []
     for number, (one, folder) in enumerate(zip(trained, args.runs)):
-        recorded = record(segments[number], encoded[number], args.batch_size, progress="reading")
+        recorded = record(segments[number], encoded[number], args.batch_size, "reading", full[number][0])
         replayed = plan_rows(one.rule, encoded[number], args.batch_size) if one.rule.looks else one.rule
         full_seconds, own = float(seconds[number]), float(seconds[len(trained) + number])
         rows.append(

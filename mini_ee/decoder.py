@@ -270,9 +270,9 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * (1.0 + self.weight.float())).to(x.dtype) if self.offset else normed.to(x.dtype) * self.weight
+        if self.offset:  # added in float32: in bfloat16 1 + w would keep two digits of w
+            return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class StackedLinear(nn.Linear):
@@ -411,32 +411,26 @@ class Decoder(nn.Module):
         limit = self.config.max_tokens if cache is None else cache.capacity
         if high >= limit:
             raise ValueError(f"expected at most {limit} tokens, got {high + 1}: shorten the prompt")
-        at = positions.clamp(min=0)
-        aligned = low == int(positions[0, 0]) and low >= 0 and high - low == tokens - 1
-        aligned = aligned and bool(
-            (positions[:, -1] - positions[:, 0] == high - low).all()
-        )  # the same slots in all rows
+        at, end = positions.clamp(min=0), high + 1
+        # Most often all rows stand at the same places: slices serve where indices would be needed.
+        aligned = low >= 0 and bool((positions == torch.arange(low, low + tokens, device=at.device)).all())
         if aligned:
-            cos, sin = self.cos[None, low : high + 1, None], self.sin[None, low : high + 1, None]
+            cos, sin = self.cos[None, low:end, None], self.sin[None, low:end, None]
         else:
             cos, sin = self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)
-        end = high + 1
         if cache is None:
             reads, padding = positions[:, None, :], positions < 0
             mask = (reads <= positions[:, :, None]) & (~padding[:, None, :] | padding[:, :, None])
             return Block(cos, sin, None if aligned else mask[:, None], aligned, None, None, end)
         if aligned and rows is None:
             write = (slice(None), slice(low, end))
+            if tokens == 1 or low == 0:
+                return Block(cos, sin, None, tokens > 1, None, write, end)
         else:
             index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
-            slots = torch.where(positions < 0, cache.capacity, positions)
-            write = (index.to(positions.device)[:, None], slots)
-        everything = aligned and rows is None and tokens == 1
-        causal = aligned and rows is None and low == 0 and tokens > 1
-        mask = None
-        if not everything and not causal:
-            mask = (torch.arange(end, device=at.device) <= at[:, :, None])[:, None]
-        return Block(cos, sin, mask, causal, rows, write, end)
+            write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
+        mask = (torch.arange(end, device=at.device) <= at[:, :, None])[:, None]
+        return Block(cos, sin, mask, False, rows, write, end)
 
     def run_layers(self, hidden: Tensor, block: Block, start: int, stop: int, cache: Cache | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop, filling their caches."""

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mini_ee.confidence import MEASURES, max_probability
-from mini_ee.early_exit import ExitResult, Recorded, early_exit, read_every_exit
+from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_every_exit
 from mini_ee.rules import NeverExit, Patience, Planned, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
 
@@ -35,17 +35,29 @@ class Record(NamedTuple):
         return early_exit(self.segments, rule, range(len(self.logits)))
 
 
-def record(segments, encoded: Encoded, batch_size: int, progress: str | None = None) -> Record:
-    """Read every exit for every row. `progress` names the bar that is shown where this takes long."""
-    order = list(batches(encoded, batch_size))
-    parts = []
+def record(
+    segments: Segments,
+    encoded: Encoded,
+    batch_size: int,
+    progress: str | None = None,
+    whole: Segments | None = None,
+) -> Record:
+    """Read every exit for every row. `progress` names the bar that is shown where this takes long.
+
+    whole: what the model costs without early exits, where it is not these segments run to the end.
+    """
+    whole, order = whole or segments, list(batches(encoded, batch_size))
+    parts, full = [], []
     for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
-        parts.append(read_every_exit(segments, encoded.batch(rows)))
+        inputs = encoded.batch(rows)
+        parts.append(read_every_exit(segments, inputs))
+        costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
+        full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
     back = np.argsort(np.concatenate(order))
     logits, flops, exit_logits = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts))
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    full = flops[:, :, 0].sum(axis=1) + flops[:, -1, 1]
-    return Record(Recorded(segments.exits, logits, flops, passes, exit_logits), logits, float(full.mean()))
+    recorded = Recorded(segments.exits, logits, flops, passes, exit_logits)
+    return Record(recorded, logits, sum(full) / len(encoded))
 
 
 def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
@@ -176,7 +188,7 @@ def evaluate(
     labels = labels_of(task, split)
     rule.check(len(segments.exits))
     rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
-    recorded = record(segments, encoded, batch_size, progress="reading")
+    recorded = record(segments, encoded, batch_size, "reading", whole)
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.looks else rule)
     order = timed_batches(encoded, batch_size, seed)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]

@@ -98,6 +98,10 @@ class MultiExit(nn.Module):
         """What early_exit drives."""
         return TorchSegments(self)
 
+    def whole(self) -> Segments:
+        """The model without early exits, for NeverExit: what a speed-up is measured against."""
+        return self.segments()
+
 
 class TorchState(NamedTuple):
     """The rows still in the model."""

@@ -78,7 +78,7 @@ class Sampling:
         weakened = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
         return torch.where(seen, weakened, logits)
 
-    def choose(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
+    def choose(self, logits: Tensor, uniform: Tensor | None, seen: Tensor | None = None) -> Tensor:
         """The next tokens, (B,) int64: the likeliest, or at uniform (B,) in [0, 1) of the cumulated probability."""
         if self.temperature == 0:
             return self.penalised(logits, seen).argmax(-1)
@@ -159,8 +159,10 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
         inputs = segments.prefill(inputs)
     for _ in range(max_new_tokens):
         rows, result = inputs.rows, early_exit(segments, rule, inputs)
-        uniform = torch.rand(len(prompts), generator=generator)[rows].to(device)
         logits = torch.from_numpy(result.logits).to(device)
+        uniform = None
+        if sampling.temperature:  # a number for each prompt: who has ended changes no other row's
+            uniform = torch.rand(len(prompts), generator=generator)[rows].to(device)
         chosen = sampling.choose(logits, uniform, None if seen is None else seen[rows])
         tokens = chosen.tolist()
         if seen is not None:

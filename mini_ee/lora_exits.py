@@ -147,6 +147,10 @@ class LoRAExits(nn.Module):
         """What early_exit drives; restart by default."""
         return LoRASegments(self, schedule or restart(len(self.exits)))
 
+    def whole(self) -> Segments:
+        """The last exit alone, merged: what a speed-up is measured against."""
+        return self.merged(len(self.exits) - 1).to(next(self.parameters()).device).segments()
+
     def merged(self, k: int) -> MultiExit:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
         config = self.backbone.config

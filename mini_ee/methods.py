@@ -62,5 +62,5 @@ def method_of(name: str, settings: dict) -> Method:
     foreign = [setting for setting in settings if setting not in known]
     if foreign:
         owners = [other for other, (_, theirs) in CONFIGURED.items() if set(foreign) <= set(theirs)]
-        raise ValueError(f"{name} has no setting {', '.join(foreign)}; {' and '.join(owners) or 'no method'} has")
+        raise ValueError(f"{name} has no setting {', '.join(foreign)}: that is for {' or '.join(owners) or 'no method'}")
     return make(**settings) if make else METHODS[name]

@@ -42,6 +42,10 @@ class MultiModel(nn.Module):
         """What early_exit drives."""
         return CascadeSegments(self)
 
+    def whole(self) -> Segments:
+        """The deepest model alone: what a speed-up is measured against."""
+        return self.models[-1].segments()
+
 
 def _first_layers(backbone: Bert, layers: int) -> Bert:
     """A copy of the embeddings and the layers 1 .. layers."""

@@ -49,9 +49,7 @@ class Run(NamedTuple):
 
     def whole_model(self) -> Segments:
         """What a speed-up is measured against, under NeverExit: the last exit alone."""
-        if isinstance(self.model, LoRAExits):
-            return self.model.merged(len(self.exits) - 1).to(next(self.model.parameters()).device).segments()
-        return self.segments()
+        return self.model.whole()
 
     @property
     def exits(self) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def train_run(
         torch.manual_seed(config.seed)
         model = build(backbone, exits, task.num_labels, pool).to(device)
         history = fit(model, recipe(model), task, train, held, config, begun_with, state_folder, resume)
-    recorded = record(model.segments(), held.encoded, config.batch_size)
+    recorded = record(model.segments(), held.encoded, config.batch_size, whole=model.whole())
     rule = default_rule(recorded, task, held.labels, max_loss, candidates)
     metrics = {
         "epochs": history,

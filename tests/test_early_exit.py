@@ -633,7 +633,7 @@ LOOP_BUGS = [
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (
-        "rule.flops(logits.shape[1])",
+        "self._rule.flops(self._classes)",
         "0.0",
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),

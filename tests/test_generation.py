@@ -180,8 +180,8 @@ def test_a_uniform_number_draws_each_token_with_its_probability():
 
 def test_greedy_takes_the_likeliest_after_the_penalty():
     seen = torch.tensor([[False, False, False, True, False, False, False]])
-    assert GREEDY.choose(torch.tensor([LOGITS]), torch.zeros(1)).tolist() == [3]
-    assert Sampling(repetition_penalty=2.0).choose(torch.tensor([LOGITS]), torch.zeros(1), seen).tolist() == [0]
+    assert GREEDY.choose(torch.tensor([LOGITS]), None).tolist() == [3]
+    assert Sampling(repetition_penalty=2.0).choose(torch.tensor([LOGITS]), None, seen).tolist() == [0]
 
 
 def test_a_seed_gives_the_same_text_twice_another_gives_another_and_rows_that_end_change_no_other():
@@ -284,8 +284,11 @@ def test_propagate_and_recompute_are_what_their_definitions_say(kind, fill):
 
 
 def test_the_two_fills_differ():
-    model, prompts, _ = golden("llama")
-    assert with_exits(model, prompts, fill="propagate") != with_exits(model, prompts, fill="recompute")
+    for kind in KINDS:
+        model, prompts, _ = golden(kind)
+        if with_exits(model, prompts, fill="propagate") != with_exits(model, prompts, fill="recompute"):
+            return
+    pytest.fail("a stand-in for a deeper state should be felt somewhere")
 
 
 def never_fill(patch):

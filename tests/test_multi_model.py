@@ -1,0 +1,127 @@
+"""MM: models of several depths, each alone; a row that one refuses begins anew in the next."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee.checkpoint import load_backbone
+from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.fitting import TrainConfig
+from mini_ee.methods import CONFIGURED, METHODS, method_of
+from mini_ee.multi_model import MultiModel, multi_model
+from mini_ee.rules import FixedExit, NeverExit, Patience, Planned
+from mini_ee.runs import load_run
+from mini_ee.tasks import load_task
+from mini_ee.training import train_run
+
+EXITS = (1, 2, 3)
+ATOL = 1e-5  # float32 logits of size 7; measured max 1.2e-6
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint_folder):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MultiModel(load_backbone(checkpoint_folder), EXITS, 3).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".heads." in name:
+                    parameter.normal_(0, 1)
+    return model
+
+
+@pytest.fixture
+def inputs(padded_inputs):
+    """Ids that the small checkpoint knows."""
+    return replace(padded_inputs, input_ids=padded_inputs.input_ids % 20)
+
+
+def test_model_k_is_the_first_layers_of_the_backbone(model, checkpoint_folder):
+    backbone = load_backbone(checkpoint_folder).state_dict()
+    for layer, each in zip(EXITS, model.models, strict=True):
+        state = each.backbone.state_dict()
+        assert {name.split(".")[1] for name in state if name.startswith("layers.")} == set(map(str, range(layer)))
+        for name, value in state.items():
+            assert torch.equal(value, backbone[name])
+
+
+def test_no_two_models_share_a_weight(model):
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    assert len(set(places)) == len(places)
+
+
+def test_the_cascade_says_what_each_model_says_alone(model, inputs):
+    arrays = inputs.input_ids, inputs.attention_mask, inputs.token_type_ids
+    with torch.no_grad():
+        expected = torch.stack(model(*map(torch.from_numpy, arrays)), dim=1).numpy()
+    found, *_ = read_every_exit(model.segments(), inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("rule", [NeverExit(), FixedExit(1), Patience(1), Planned((2, 0, 1, 2, 1, 0, 2))])
+def test_a_row_that_stops_at_model_k_has_run_all_models_up_to_it(model, inputs, rule):
+    result, (every, *_) = early_exit(model.segments(), rule, inputs), read_every_exit(model.segments(), inputs)
+    np.testing.assert_array_equal(result.cost.layer_passes, np.array([1, 3, 6])[result.exit_index])
+    np.testing.assert_array_equal(result.layers_run, np.array(EXITS)[result.exit_index])
+    np.testing.assert_allclose(result.logits, every[np.arange(len(inputs)), result.exit_index], rtol=0, atol=ATOL)
+
+
+def test_speed_is_measured_against_the_deepest_model_alone(model, inputs):
+    result = early_exit(model.whole(), NeverExit(), inputs)
+    np.testing.assert_allclose(result.logits, read_every_exit(model.segments(), inputs)[0][:, -1], rtol=0, atol=ATOL)
+    assert set(result.cost.layer_passes) == {3}
+
+
+def test_each_stage_trains_one_model(model):
+    names = [name for name, _ in model.named_parameters()]
+    learn = [[name for name in names if stage.learns(name)] for stage in multi_model(model)]
+    assert sorted(sum(learn, [])) == sorted(names)
+    assert all(name.startswith(f"models.{k}.") for k, own in enumerate(learn) for name in own)
+
+
+def test_a_run_of_it_is_trained_written_and_read(tmp_path, checkpoint_folder, task_folder):
+    method = method_of("multi-model", {})
+    run = train_run(
+        tmp_path / "run",
+        "multi-model",
+        method.recipe,
+        checkpoint_folder,
+        load_task(task_folder),
+        TrainConfig(epochs=12, lr=3e-3, head_lr=1e-2, batch_size=8),
+        exits=EXITS,
+        build=method.build,
+        candidates=method.candidates,
+    )
+    again = load_run(tmp_path / "run")
+    assert isinstance(again.model, MultiModel) and again.config["model"] == "MultiModel"
+    for one, other in zip(run.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    dev = load_task(task_folder).split("dev")
+    encoded = again.encode(dev.texts).batch(slice(None))
+    logits, *_ = read_every_exit(again.segments(), encoded)
+    assert ((logits.argmax(axis=2) == dev.labels[:, None]).mean(axis=0) > 0.7).all()
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS, *CONFIGURED}))
+def test_every_method_can_be_had_by_its_name(name, checkpoint_folder):
+    method = method_of(name, {})
+    model = method.build(load_backbone(checkpoint_folder), EXITS, 2, "mean")
+    stages = method.recipe(model)
+    assert stages and all(any(stage.learns(name) for name, _ in model.named_parameters()) for stage in stages)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("joint", {"rank": 4}, "joint has no setting rank: that is for lora-exits"),
+        ("consistent", {"temperature": 2.0}, "consistent has no setting temperature: that is for lora-exits"),
+        ("pabee", {"alpha": 2.0}, "pabee has no setting alpha: that is for lora-exits or consistent"),
+        ("lora-exits", {"rank": 0}, "rank must be"),
+        ("consistent", {"alpha": -1.0}, "alpha must be"),
+    ],
+)
+def test_settings_of_another_method_and_wrong_ones_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        method_of(name, settings)
