@@ -18,9 +18,9 @@ from mini_ee.decoder import Cache, Decoder, DecoderConfig, Layer, RMSNorm, rope_
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")
 TOLERANCE = 1e-4
-"""Measured maximum against transformers, torch 2.13 on CPU: 7e-6, in Gemma, whose logits reach 9."""
+"""Measured maximum against transformers, torch 2.13 on CPU: 7e-6, in Gemma, whose logits reach 8."""
 SELF_TOLERANCE = 1e-4
-"""Two ways to compute the same thing with other shapes; measured maximum 2e-5, in Gemma."""
+"""Two ways to compute the same thing with other shapes; measured maximum 1.3e-5, in Gemma."""
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +329,7 @@ def test_bfloat16_runs_cached_and_is_near_float32(kind):
     hidden = cached(model, ids, mask, (4, 8))
     assert hidden.dtype == torch.bfloat16 and model.lm_logits(hidden).dtype == torch.float32
     error = (model.lm_logits(hidden) - expected["lm_logits"])[real].abs().mean()
-    assert error < 0.05 * expected["lm_logits"][real].std()  # bfloat16 keeps 8 bits; measured at most .02
+    assert error < 0.05 * expected["lm_logits"][real].std()  # bfloat16 keeps 8 bits; measured at most .013
 
 
 # ---- Folders ----
