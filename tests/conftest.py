@@ -13,7 +13,7 @@ from mini_ee.checkpoint import save_backbone
 from mini_ee.exits import MultiExit
 from mini_ee.tasks import Inputs
 
-collect_ignore = ["make_golden.py"]  # a script, which needs transformers
+collect_ignore = ["make_golden.py", "check_peft.py"]  # scripts, which need transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other
 
 GOOD, BAD = ("good", "great", "fine", "lovely"), ("bad", "awful", "poor", "dull")

@@ -1,0 +1,45 @@
+"""A script, not a test: PEFT loads the adapters of a LoRA run, and the exits say the same as ours.
+
+    pip install peft transformers
+    python tests/check_peft.py RUN
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import AutoModel
+
+from mini_ee.early_exit import read_every_exit
+from mini_ee.exits import pooled
+from mini_ee.runs import load_run
+
+TEXTS = ["a charming and often affecting journey", "unflinchingly bleak", "the lobby was awful but the room was lovely"]
+ATOL = 1e-4
+
+
+def main(folder: str) -> None:
+    """Print the largest difference of any exit's logits; exit status 1 where it is above ATOL."""
+    run = load_run(folder)
+    inputs = run.encode(TEXTS).batch(slice(None))
+    ours, *_ = read_every_exit(run.segments(), inputs)
+    arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+    ids, mask, types = map(torch.from_numpy, arrays)
+    worst = 0.0
+    for k, layer in enumerate(run.exits):
+        base = AutoModel.from_pretrained(run.config["backbone"]["folder"]).eval()
+        theirs = PeftModel.from_pretrained(base, str(Path(folder) / f"exit_{layer}")).eval()
+        with torch.no_grad():
+            said = theirs(ids, attention_mask=mask, token_type_ids=types, output_hidden_states=True)
+            vector = pooled(said.hidden_states[layer], mask.bool()[:, None, None, :], run.model.pool)
+            logits = run.model.heads[k](vector[:, None], None).numpy()
+        difference = float(np.abs(logits - ours[:, k]).max())
+        print(f"exit after layer {layer}: logits within {difference:.2g}")
+        worst = max(worst, difference)
+    sys.exit(worst > ATOL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
