@@ -114,6 +114,10 @@ def parser() -> Parser:
     sub = command("compare", "several runs in one table, on one clock", "mini-ee compare run-a run-b")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     _add_evaluation(sub)
+    sub.add_argument(
+        "--sweep", action="store_true", help="also the curve of each, and what it saves at no and little loss"
+    )
+    sub.add_argument("--picture", type=Path, metavar="PNG", help="with --sweep: all curves in one picture")
 
     sub = command(
         "classify",

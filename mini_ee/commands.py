@@ -16,14 +16,18 @@ from mini_ee.confidence import max_probability
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
+    curve,
     evaluate,
     labels_of,
     measure_seconds,
+    most_saved,
     overthinking,
+    patiences,
     plan_rows,
     predictions,
     record,
     summary,
+    thresholds,
     timed_batches,
 )
 from mini_ee.exits import check_exits, even_exits
@@ -31,10 +35,10 @@ from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, method_of
-from mini_ee.report import table
+from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, method_of
+from mini_ee.report import can_draw, draw_curves, table
 from mini_ee.retrieval import Retrieval
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold, rule_from_dict
 from mini_ee.runs import Run, load_run, versions
 from mini_ee.tasks import TOY, Task, load_task, toy_task
 from mini_ee.training import TrainConfig, collect_run, train_run
@@ -43,6 +47,7 @@ BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and 
 LORA_LR, LORA_EPOCHS = 1e-3, 5
 USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 SWEEP_POINTS = 51  # LoRAExit, section 4
+LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -211,63 +216,86 @@ def run_evaluate(args, say) -> dict:
 
 
 def run_compare(args, say) -> dict:
-    """Several runs, each under its own rule, timed in turns."""
+    """Several runs, each under its own rule, timed in turns; --sweep: also what each saves at no and little loss."""
     trained = [open_trained(folder, args) for folder in args.runs]
     task = open_task_of(trained, args.task)
     for one, folder in zip(trained, args.runs):
         check_task(one, task, folder)
     split = args.split or task.default_split
     labels = labels_of(task, split)
-    encoded = [one.encode(task.split(split).texts) for one in trained]
-    order = timed_batches(encoded[0], args.batch_size, args.seed)
-    segments = [one.segments() for one in trained]
-    full = [(one.whole_model(), NeverExit(), rows) for one, rows in zip(trained, encoded)]
-    early = [(each, one.rule, rows) for each, one, rows in zip(segments, trained, encoded)]
-    seconds = measure_seconds(full + early, order)
-    rows = []
-    for number, (one, folder) in enumerate(zip(trained, args.runs)):
-        recorded = record(segments[number], encoded[number], args.batch_size, "reading", full[number][0])
-        replayed = plan_rows(one.rule, encoded[number], args.batch_size) if one.rule.looks else one.rule
-        full_seconds, own = float(seconds[number]), float(seconds[len(trained) + number])
-        rows.append(
-            {
-                "run": str(folder),
-                "method": one.config["method"],
-                **summary(recorded.replay(replayed), recorded, task, labels),
-                "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
-                "engine": segments[number].engine,
-                "exits": list(one.exits),
-                "rule": one.rule.to_dict(),
-                "pool": one.config["pool"],
-                "rows_truncated": encoded[number].truncated,
-                "seconds": own,
-                "full_seconds": full_seconds,
-                "speedup": full_seconds / own,
-            }
-        )
-    say(
-        table(
-            rows,
-            {
-                "run": "run",
-                "method": "method",
-                "engine": "engine",
-                "score": "score:.3f",
-                "full_score": "full:.3f",
-                "mean_layers": "layers:.2f",
-                "layers_saved": "saved:.1%",
-                "seconds": "seconds:.3f",
-                "speedup": "speed-up:.2f",
-            },
-        )
-    )
-    return {
-        "task": task.name,
-        "split": split,
-        "rows": rows,
-        "batch_size": args.batch_size,
-        "timed_rows": sum(map(len, order)),
+    rows, timed = [], []
+    for one, folder in zip(trained, args.runs):
+        encoded, segments, whole = one.encode(task.split(split).texts), one.segments(), one.whole_model()
+        recorded = record(segments, encoded, args.batch_size, "reading", whole)
+        rule = plan_rows(one.rule, encoded, args.batch_size) if one.rule.looks else one.rule
+        row = {
+            "run": str(folder),
+            "method": one.config["method"],
+            **summary(recorded.replay(rule), recorded, task, labels),
+            "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
+            "engine": segments.engine,
+            "exits": list(one.exits),
+            "rule": one.rule.to_dict(),
+            "pool": one.config["pool"],
+            "rows_truncated": encoded.truncated,
+        }
+        timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
+        if args.sweep:
+            row["curve"] = _curve(one, recorded, task, labels)
+            for name, loss in LOSSES.items():
+                row[name] = point = dict(most_saved(row["curve"], row["full_score"] - loss - 1e-9) or {})
+                if point:
+                    timed.append((point, "seconds", (segments, rule_from_dict(point["rule"]), encoded)))
+        rows.append(row)
+    order = timed_batches(timed[0][2][2], args.batch_size, args.seed)
+    for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
+        row[key] = float(seconds)
+    for row in rows:
+        for point in [row, *(row[name] for name in LOSSES if row.get(name))]:
+            point["speedup"] = row["full_seconds"] / point["seconds"]
+    columns = {
+        "run": "run",
+        "method": "method",
+        "engine": "engine",
+        "score": "score:.3f",
+        "full_score": "full:.3f",
+        "mean_layers": "layers:.2f",
+        "layer_passes": "passes:.2f",
+        "layers_saved": "saved:.1%",
+        "seconds": "seconds:.3f",
+        "speedup": "speed-up:.2f",
     }
+    say(table(rows, columns))
+    answer = {"task": task.name, "split": split, "rows": rows, "batch_size": args.batch_size}
+    answer["timed_rows"] = sum(map(len, order))
+    if args.sweep:
+        say(_losses_table(rows))
+        if args.picture and can_draw():
+            draw_curves(args.picture, answer)
+            say(f"Picture: {args.picture}")
+    return answer
+
+
+def _curve(one: Run | Runtime, recorded, task: Task, labels: np.ndarray) -> list[dict]:
+    """The speed-accuracy curve of a run under the rules of its method; the run's own rule alone where it plans."""
+    if one.rule.looks:
+        return []
+    candidates = candidates_of(one.config["method"]) or (patiences if task.regression else thresholds)
+    rules = [NeverExit(), *candidates(recorded.logits, recorded.segments.exit_logits)]
+    return curve(recorded, rules, task, labels)
+
+
+def _losses_table(rows: list[dict]) -> str:
+    """What each run saves at no loss and at one point, its rule picked on this split."""
+    lines = []
+    for row in rows:
+        line = {"run": row["run"], "method": row["method"], "full": f"{row['full_score']:.3f}"}
+        for name in LOSSES:
+            point = row[name]
+            line[name] = f"{point['layers_saved']:.1%}, {point['speedup']:.2f} x" if point else "-"
+        lines.append(line)
+    headings = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}
+    return "\n" + table(lines, {"run": "run", "method": "method", "full": "full"} | headings)
 
 
 def run_classify(args, say) -> dict:

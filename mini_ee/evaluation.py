@@ -16,7 +16,7 @@ from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_
 from mini_ee.rules import NeverExit, Patience, Planned, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
 
-TIMED_ROWS, SWEPT_ROWS = 512, 128  # time is measured on this many rows at most, drawn with a seed
+TIMED_ROWS = 512  # time is measured on this many rows at most, drawn with a seed
 REPEATS = 3  # of each batch; the median counts
 REST = 0.005  # seconds
 OVERTHOUGHT = 10  # rows that are shown
@@ -143,10 +143,22 @@ def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray
     }
 
 
-def timed_batches(encoded: Encoded, batch_size: int, seed: int, rows: int = TIMED_ROWS) -> list[np.ndarray]:
-    """Batches of row indices to measure time on: all, or so many rows drawn with the seed, by length."""
+def curve(recorded: Record, rules: list[Rule], task: Task, labels: np.ndarray) -> list[dict]:
+    """Score, depth and operations under each rule, from many layers to few."""
+    points = [{"rule": rule.to_dict(), **summary(recorded.replay(rule), recorded, task, labels)} for rule in rules]
+    return sorted(points, key=lambda point: -point["mean_layers"])
+
+
+def most_saved(points: list[dict], least_score: float) -> dict | None:
+    """The point of a curve that costs the fewest operations and scores at least so much."""
+    good = [point for point in points if point["score"] >= least_score]
+    return min(good, key=lambda point: point["flops_ratio"], default=None)
+
+
+def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarray]:
+    """Batches of row indices to measure time on: all rows, or TIMED_ROWS of them drawn with the seed, by length."""
     order = list(batches(encoded, batch_size))
-    most = max(1, rows // batch_size)
+    most = max(1, TIMED_ROWS // batch_size)
     if len(order) <= most:
         return order
     chosen = np.random.default_rng(seed).permutation(len(order))[:most]
@@ -190,7 +202,7 @@ def evaluate(
     rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
     recorded = record(segments, encoded, batch_size, "reading", whole)
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.looks else rule)
-    order = timed_batches(encoded, batch_size, seed, SWEPT_ROWS if sweep else TIMED_ROWS)
+    order = timed_batches(encoded, batch_size, seed)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
     answer = {"task": task.name, "split": split} | summary(main, recorded, task, labels)

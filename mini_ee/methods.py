@@ -56,11 +56,18 @@ CONFIGURED = {
 """Methods with settings of their own: how to make them, and the settings' names."""
 
 
+def candidates_of(name: str) -> Candidates | None:
+    """The rules that a run of this method is read with, as `default_rule` takes them."""
+    return METHODS[name].candidates if name in METHODS else cuts if name == "consistent" else None
+
+
 def method_of(name: str, settings: dict) -> Method:
     """The method, with settings of its own. Raises ValueError for settings that it does not have or take."""
     make, known = CONFIGURED.get(name, (None, ()))
     foreign = [setting for setting in settings if setting not in known]
     if foreign:
         owners = [other for other, (_, theirs) in CONFIGURED.items() if set(foreign) <= set(theirs)]
-        raise ValueError(f"{name} has no setting {', '.join(foreign)}: that is for {' or '.join(owners) or 'no method'}")
+        raise ValueError(
+            f"{name} has no setting {', '.join(foreign)}: that is for {' or '.join(owners) or 'no method'}"
+        )
     return make(**settings) if make else METHODS[name]

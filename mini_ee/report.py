@@ -82,6 +82,23 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     _save(figure, path)
 
 
+def draw_curves(path: Path, answer: dict) -> None:
+    """Score against operations, one curve a run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is its own rule."""
+    figure, axes = _figure()
+    for row in answer["rows"]:
+        points = [(point["flops_ratio"], point["score"]) for point in row["curve"]]
+        own = row["flops_ratio"], row["score"]
+        (line,) = axes.plot(
+            *zip(*(points or [own])), ".-", linewidth=1, label=f"{Path(row['run']).name} ({row['method']})"
+        )
+        axes.plot(*own, "*", markersize=12, color=line.get_color())
+    axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
+    axes.yaxis.label.set_parse_math(False)
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)  # a run may have any name
+    _save(figure, path)
+
+
 def draw_exits_by_hardness(path: Path, answer: dict) -> None:
     """Where the sentences of each hardness leave: one stacked bar a kind, from early (dark) to late (light)."""
     figure, axes = _figure()
