@@ -167,6 +167,21 @@ def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
     assert said["rows"][0]["accuracy"] == said["rows"][1]["accuracy"]
 
 
+def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, task_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.png"
+    said = answer(capsys, "compare", run_folder, "--task", task_folder, "--sweep", "--picture", picture)
+    (row,) = said["rows"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    layers = [point["mean_layers"] for point in row["curve"]]
+    assert row["curve"][0]["rule"]["name"] == "never" and layers == sorted(layers, reverse=True)
+    for name, loss in (("no_loss", 0.0), ("one_point", 0.01)):
+        point, least = row[name], row["full_score"] - loss - 1e-9
+        good = [other for other in row["curve"] if other["score"] >= least]
+        assert point["score"] >= least and point["speedup"] == pytest.approx(row["full_seconds"] / point["seconds"])
+        assert point["flops_ratio"] == min(other["flops_ratio"] for other in good)
+
+
 def test_classify_shows_every_layer_and_where_it_stopped(capsys, run_folder):
     said = answer(capsys, "classify", run_folder, "--text", "the film was lovely", "--layer", "2")
     assert [row["layer"] for row in said["rows"]] == [1, 2, 3] and said["layers"] == 2
