@@ -131,6 +131,22 @@ def parser() -> Parser:
     _add_schedule(sub)
     _add_rule(sub)
 
+    sub = command(
+        "calibrate",
+        "thresholds under which exits agree with the full model as often as epsilon",
+        "mini-ee calibrate run --epsilon .95 --delta .05",
+    )
+    sub.add_argument("run", type=Path, metavar="RUN")
+    sub.add_argument("--task", metavar="DIR", help=f"task folder; may be left out for a run on the built-in {TOY}")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="where the backbone of LoRA exits is now, if it moved")
+    sub.add_argument("--epsilon", type=float, required=True, help="the least share that agrees, above 0, at most 1")
+    sub.add_argument(
+        "--delta", type=float, help="the promise holds for fresh rows but for this chance; else the paper's rule"
+    )
+    sub.add_argument(
+        "--measure", choices=tuple(MEASURES), help="what the thresholds are on; max_probability by default"
+    )
+
     sub = command("export", "ONNX segments, verified against torch", "mini-ee export mini-ee-demo/run --out exported")
     sub.add_argument("run", type=Path, metavar="RUN")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not be there")

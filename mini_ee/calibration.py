@@ -8,12 +8,11 @@ Schuster et al. 2022, CALM): cuts are tested one after the other from the strict
 
 A group is what was drawn independently: a text with all its tokens, or a classifier's row. The test of a cut is
 
-    groups of one row   exact binomial (Clopper & Pearson 1934)
-    larger groups       a bet against the promise, text by text (Waudby-Smith & Ramdas 2023): whoever bets on
-                        sum_texts (agreeing - epsilon rows) at fair odds is not rich by luck. It holds for any dependence
-                        within a text, if no text that is still to come has more rows than the longest here.
-
-The price of the second is that a text where every row is wrong must be ruled out: it takes hundreds of texts.
+    groups of one row   exact binomial (Clopper & Pearson 1934): the promise holds whatever the rows are like
+    larger groups       binomial of as many independent rows as the sample is worth (Korn & Graubard 1998), with one
+                        more text, as long as the longest, in which every row is wrong: so nothing rests on a text
+                        that has not been seen. It assumes that the correlation within texts shows in the sample; it
+                        is simulated in the tests, with texts that are wrong as a whole too.
 
 Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: the least share that agrees, in (0, 1];
            delta: the chance that the promise is broken, over all K - 1 exits together.
@@ -29,8 +28,6 @@ from mini_ee.evaluation import Record, predictions
 from mini_ee.rules import Threshold
 
 START = 0.05  # share of the rows in the strictest cut that is tested
-BETS = np.array([1, 1 / 2, 1 / 4, 1 / 8])  # of the capital, at risk where a longest text is wrong throughout
-STAKES = np.array([1 / 2, 1 / 4, 1 / 8, 1 / 8])  # how the capital is divided among the bets
 RESAMPLES = 1000
 
 
@@ -85,9 +82,9 @@ def calibrate(
 
 
 def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
-    """Section 3.3.1: the lowest confidence from which on at least a share epsilon of the rows agrees; inf: there is none.
+    """Section 3.3.1: the lowest confidence from which on a share of at least epsilon of the rows agrees.
 
-    confidence, agrees: (N,). Rows of equal confidence stay together: no threshold lies between them.
+    confidence, agrees: (N,). inf where there is none. Rows of equal confidence stay together.
 
     >>> tau(np.array([0.2, 0.5, 0.7, 0.9]), np.array([True, False, True, True]), 0.7)
     0.2
@@ -135,14 +132,17 @@ def tau_with_confidence(
 
     confidence, agrees, groups: (N,). With probability 1 - delta over the draw of the groups, rows at least so sure
     agree in a share of at least epsilon. Why: let t be the highest threshold that breaks the promise. A tau below t
-    has passed the cut at t, which is wrong with probability delta. The first cut holds START of the rows, and as many as
-    could pass if all agreed: it is placed by the confidences, never by the agreement.
+    has passed the cut at t, which happens with probability delta at most. The first cut holds START of the rows, and
+    as many as would pass delta squared if all agreed, which leaves room for some that do not; where there are too few
+    for that, delta. It is placed by the confidences, never by the agreement.
     """
     order = np.argsort(-confidence, kind="stable")
     confidence, agrees, groups = confidence[order], agrees[order], groups[order]
     cuts = np.diff(confidence, append=-np.inf) < 0  # behind the last of a group of ties
     cuts[: math.ceil(START * len(cuts)) - 1] = False
-    cuts = np.flatnonzero(cuts & (p_values(np.ones_like(agrees), groups, epsilon) <= delta))
+    best = p_values(np.ones_like(agrees), groups, epsilon)
+    roomy = cuts & (best <= delta**2)
+    cuts = np.flatnonzero(roomy if roomy.any() else cuts & (best <= delta))
     passes = p_values(agrees, groups, epsilon)[cuts] <= delta
     passed = len(cuts) if passes.all() else passes.argmin()
     return float(confidence[cuts[passed - 1]]) if passed else math.inf
@@ -155,7 +155,7 @@ def p_values(agrees: np.ndarray, groups: np.ndarray, epsilon: float) -> np.ndarr
     """
     if len(np.unique(groups)) == len(groups):
         return _binomial_tail(agrees, epsilon)
-    return 1 / _capital(agrees, groups, epsilon)
+    return _totals(agrees, groups).p_values(epsilon)
 
 
 def _binomial_tail(agrees: np.ndarray, epsilon: float) -> np.ndarray:
@@ -173,24 +173,43 @@ def _binomial_tail(agrees: np.ndarray, epsilon: float) -> np.ndarray:
     return np.clip(1 + np.cumsum(np.where(agrees, -falls, rises)), 0, 1)
 
 
-def _capital(agrees: np.ndarray, groups: np.ndarray, epsilon: float) -> np.ndarray:
-    """What a gambler owns who began with 1 and bets, for each text i, on agreeing_i - epsilon rows_i being positive.
+class _Totals(NamedTuple):
+    """Sums over the texts i of a cut, n_i rows of which x_i agree; each an array over cuts."""
 
-    prod_i (1 + b (x_i - epsilon n_i) / (epsilon longest)), mixed over the bets b. If the first n rows, as a cut, agree
-    in less than epsilon, each factor has an expectation below 1; so P(capital >= 1/delta) <= delta (Markov).
-    """
+    rows: np.ndarray  # sum n_i
+    agreeing: np.ndarray  # sum x_i
+    nn: np.ndarray  # sum n_i^2
+    nx: np.ndarray
+    xx: np.ndarray
+    longest: np.ndarray  # max n_i
+
+    def p_values(self, epsilon: float) -> np.ndarray:
+        """exp(-m KL(p, epsilon)) (Chernoff), for m independent rows of which a share p agrees.
+
+        p = sum x_i / sum n_i; m = p (1 - p) (sum n_i)^2 / sum (x_i - p n_i)^2, the rows of a plain sample in which p is
+        as uncertain as it is here; both with the text that is wrong throughout, x = 0 and n = longest.
+        """
+        rows = self.rows + self.longest
+        p = self.agreeing / rows
+        spread = self.xx - 2 * p * self.nx + p**2 * (self.nn + self.longest**2)
+        worth = np.minimum(p * (1 - p) * rows**2 / np.maximum(spread, 1e-12), rows)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            divergence = p * np.log(p / epsilon) + (1 - p) * np.log((1 - p) / (1 - epsilon))
+        return np.exp(-worth * np.where(p > epsilon, divergence, 0))
+
+
+def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
+    """Of the first 1, 2, .. N rows."""
     order = np.argsort(groups, kind="stable")
-    names, begins, sizes = np.unique(groups[order], return_index=True, return_counts=True)
-    count = np.arange(len(order)) - np.repeat(begins, sizes) + 1
-    total = np.concatenate(([0], np.cumsum(agrees[order])))
-    agreeing = total[1:] - np.repeat(total[begins], sizes)
-    gain = np.empty((2, len(order)))  # of the text, before and after the row
-    gain[1, order] = (agreeing - epsilon * count) / (epsilon * sizes.max())
-    gain[0, order] = (agreeing - agrees[order] - epsilon * (count - 1)) / (epsilon * sizes.max())
-    with np.errstate(divide="ignore"):  # all is lost where a longest text is wrong throughout
-        before, after = np.log1p(BETS[:, None, None] * gain).swapaxes(0, 1)
-    wealth = np.log(STAKES)[:, None] + np.cumsum(after - before, axis=1)
-    return np.maximum(np.exp(np.minimum(np.logaddexp.reduce(wealth), 700)), 1)
+    _, begins, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+    before = np.concatenate(([0], np.cumsum(agrees[order])))
+    n, x = np.empty((2, len(order)), np.int64)  # of the row's own text, up to the row
+    n[order] = np.arange(len(order)) - np.repeat(begins, sizes) + 1
+    x[order] = before[1:] - np.repeat(before[begins], sizes)
+    grown = 2 * n - 1, x + (n - 1) * agrees, (2 * x - 1) * agrees
+    return _Totals(
+        np.arange(len(order)) + 1, np.cumsum(agrees), *(np.cumsum(each) for each in grown), np.maximum.accumulate(n)
+    )
 
 
 def _checked(delta: float, epsilon: float) -> float:
@@ -217,13 +236,16 @@ def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
 
 
 def _texts_needed(rows: np.ndarray, epsilon: float, delta: float) -> int:
-    """How many texts of these lengths make 1 / delta out of 1 if all rows agree."""
-    growth = np.log1p(BETS[:, None] * (1 - epsilon) / epsilon * rows / rows.max()).mean(axis=1)
-    low, high = len(rows), len(rows)
-    while STAKES @ np.exp(high * growth) < 1 / delta:
-        low, high = high, 2 * high
-    texts = np.arange(low, high + 1)
-    return int(texts[np.searchsorted(STAKES @ np.exp(np.outer(growth, texts)), 1 / delta)])
+    """How many texts of these lengths would pass if all rows agreed."""
+
+    def passes(texts):
+        total, squares = texts * rows.mean(), texts * (rows**2).mean()
+        return _Totals(total, total, squares, squares, squares, rows.max()).p_values(epsilon) <= delta
+
+    most = len(rows)
+    while not passes(most):
+        most *= 2
+    return int(np.argmax(passes(np.arange(1, most + 1)))) + 1
 
 
 # ---- What is kept of the promise ----

@@ -11,6 +11,7 @@ import torch
 
 from mini_ee import WrongArguments
 from mini_ee.bench import BENCHES
+from mini_ee.calibration import calibrate_record
 from mini_ee.checkpoint import BUILT_IN_MODEL, read_config
 from mini_ee.confidence import max_probability
 from mini_ee.demo import demo
@@ -39,13 +40,14 @@ from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, meth
 from mini_ee.report import can_draw, draw_curves, table
 from mini_ee.retrieval import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold, rule_from_dict
-from mini_ee.runs import Run, load_run, versions
-from mini_ee.tasks import TOY, Task, load_task, toy_task
+from mini_ee.runs import Run, load_run, versions, write_rule
+from mini_ee.tasks import TOY, Task, holdout, load_task, toy_task
 from mini_ee.training import TrainConfig, collect_run, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 LORA_LR, LORA_EPOCHS = 1e-3, 5
 USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
+CALIBRATION_BATCH = 32
 SWEEP_POINTS = 51  # LoRAExit, section 4
 LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
 
@@ -346,6 +348,38 @@ def run_classify(args, say) -> dict:
     return answer
 
 
+def run_calibrate(args, say) -> dict:
+    """Thresholds under which exits agree with the full model as often as was asked for; they become the run's rule."""
+    trained = load_run(args.run, args.model)
+    if not trained.label_names:
+        raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
+    task = open_task_of([trained], args.task)
+    check_task(trained, task, args.run)
+    _, held = holdout(task.split("train"), trained.config["seed"])
+    recorded = record(trained.segments(), trained.encode(held.texts), CALIBRATION_BATCH, progress="reading")
+    measure = args.measure or "max_probability"
+    rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed)
+    write_rule(args.run, rule)
+    intervals = ((f"{float(low):.3f}", f"{float(high):.3f}") for low, high in answer["tau_intervals"])
+    rows = [
+        {
+            "layer": layer,
+            "threshold": f"{float(threshold):.3f}",
+            "interval": " to ".join(ends),
+            "agreement": "-" if share is None else f"{share:.3f}",
+        }
+        for layer, threshold, ends, share in zip(trained.exits, answer["thresholds"], intervals, answer["agreement"])
+    ]
+    headings = {"layer": "layer", "threshold": "threshold", "interval": "95 % of bootstraps", "agreement": "agreement"}
+    say(table(rows, headings))
+    say(
+        f"On {answer['rows_fresh']} held-out rows that the thresholds were not taken from, {answer['end_to_end']:.1%} "
+        f"get the full model's answer, after {answer['mean_layers']:.2f} layers of {trained.exits[-1]}."
+    )
+    say(f"The rule of {args.run} is now these thresholds.")
+    return {"method": trained.config["method"], "task": task.name, "run": str(args.run), **answer}
+
+
 def run_export(args, say) -> dict:
     """ONNX segments of a run, verified on sentences of its task or on the built-in ones."""
     args.device = "cpu"
@@ -394,6 +428,7 @@ COMMANDS = {
     "evaluate": run_evaluate,
     "compare": run_compare,
     "classify": run_classify,
+    "calibrate": run_calibrate,
     "export": run_export,
     "bench": run_bench,
 }

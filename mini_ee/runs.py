@@ -221,6 +221,12 @@ def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert:
     return backbone
 
 
+def write_rule(folder: str | Path, rule: Rule) -> None:
+    """Give a run on disk another rule. Its other files stay as they are."""
+    path = Path(folder) / "config.json"
+    write_json(path, read_json(path, signed="format_version") | {"rule": rule.to_dict()})
+
+
 def training_folder(folder: Path) -> Path:
     """Where the state of a training that will become `folder` stands until it is finished."""
     return folder.with_name(f"{folder.name}.training")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def test_methods_and_benchmarks_are_those_that_there_are():
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for command in ("demo", "train", "evaluate", "compare", "classify", "bench"):
+    for command in ("demo", "train", "calibrate", "evaluate", "compare", "classify", "export", "run", "bench"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0 and f"example:\n  mini-ee {command}" in capsys.readouterr().out
@@ -180,6 +181,35 @@ def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, tas
         good = [other for other in row["curve"] if other["score"] >= least]
         assert point["score"] >= least and point["speedup"] == pytest.approx(row["full_seconds"] / point["seconds"])
         assert point["flops_ratio"] == min(other["flops_ratio"] for other in good)
+
+
+def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, task_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "run")
+    said = answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8", "--measure", "entropy")
+    keys = {"epsilon", "delta", "thresholds", "agreement", "end_to_end"}
+    assert keys <= said.keys() and len(said["thresholds"]) == 2 and said["delta"] is None
+    rule = load_run(copy).rule
+    assert (rule.name, rule.measure) == ("threshold", "entropy")
+    assert list(rule.threshold[:-1]) == [float(threshold) for threshold in said["thresholds"]]
+    assert load_run(run_folder).rule != rule
+    everyone = answer(capsys, "evaluate", copy, "--task", task_folder)
+    assert everyone["rule"]["threshold"][:-1] == said["thresholds"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--epsilon", "0"], "epsilon must be above 0"),
+        (["--epsilon", "1.5"], "epsilon must be above 0"),
+        (["--epsilon", ".9", "--delta", "0"], "delta must be above 0"),
+        (["--epsilon", ".999", "--delta", ".05"], "rows are needed"),
+        ([], "--epsilon"),
+    ],
+)
+def test_calibrate_tells_wrong_promises_and_leaves_the_run(capsys, run_folder, task_folder, options, message):
+    before = (run_folder / "config.json").read_bytes()
+    assert message in refused(capsys, "calibrate", run_folder, "--task", task_folder, *options)
+    assert (run_folder / "config.json").read_bytes() == before
 
 
 def test_classify_shows_every_layer_and_where_it_stopped(capsys, run_folder):

@@ -12,7 +12,7 @@ FLOORS = (
     ("bert", "decoder"),
     ("checkpoint", "reviews", "tasks"),
     ("rules", "early_exit", "exits", "evaluation", "fitting", "policies", "generation"),
-    ("baselines", "encoders", "multi_model", "lora_exits", "reinforce", "retrieval", "sgmv", "segd"),
+    ("baselines", "calibration", "encoders", "multi_model", "lora_exits", "reinforce", "retrieval", "sgmv", "segd"),
     ("methods", "runs", "training"),
     ("export.__init__", "export.graphs", "export.runtime", "export.segments"),
     ("report", "demo", "bench", "commands", "serve", "__main__"),
@@ -29,6 +29,7 @@ WITHOUT_TORCH = (
     "tasks",
     "reviews",
     "retrieval",
+    "calibration",
     "export.runtime",
     "serve",
 )
