@@ -8,6 +8,7 @@ parameters have in the run, in the layout of torch: a graph is readable, and two
              -> hidden_out (but for the last exit), logits, max_probability where there are classes,
                 exit_logit where the model says itself when to leave
     full     input_ids, token_type_ids, attention_mask -> logits, max_probability of the last exit
+    encoder  input_ids, token_type_ids, attention_mask -> embedding, the query of a retrieval
     streams  as segment, for LoRA exits: hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
@@ -140,6 +141,17 @@ def full(
     hidden = _layers(graph, hidden, mask, 0, config.num_hidden_layers)
     _exit_head(graph, hidden, mask, last, pool)
     return graph.model("full")
+
+
+def encoder(config: BertConfig, parameters: dict[str, np.ndarray], layer: int, prefix: str = "") -> onnx.ModelProto:
+    """The mean over tokens of the state after a layer, (B, D): queries for retrieval, as encoders.py makes them."""
+    graph = Graph(config, parameters, prefix)
+    hidden, mask = _embeddings(graph), _mask(graph)
+    if layer:
+        hidden = _layers(graph, hidden, mask, 0, layer)
+    _mean(graph, hidden, mask)
+    graph.output("embedding", "batch", config.hidden_size, dtype=np.float32)
+    return graph.model("encoder")
 
 
 class Streams(NamedTuple):
@@ -298,15 +310,20 @@ def _unflatten(graph: Graph, flat: str, shape: str) -> str:
     return graph.op("Reshape", flat, graph.op("Concat", shape, graph.integers(-1), axis=0))
 
 
+def _mean(graph: Graph, hidden: str, mask: str) -> str:
+    """exits.pooled: (B, T, D) -> (B, D), the mean over the tokens that are not padding."""
+    weights = graph.op("Unsqueeze", mask, graph.integers(2))
+    weights = graph.op("Cast", weights, to=_onnx_type(graph.dtype))
+    total = graph.op("ReduceSum", graph.op("Mul", hidden, weights), graph.integers(1), keepdims=0)
+    return graph.op("Div", total, graph.op("ReduceSum", weights, graph.integers(1), keepdims=0))
+
+
 def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> None:
     """ExitHead.forward: logits and the largest probability, and what a policy says of the same state; in float32."""
     if pool == "first":
         vector = graph.op("Squeeze", graph.op("Slice", hidden, *map(graph.integers, (0, 1, 1))), graph.integers(1))
     else:
-        weights = graph.op("Unsqueeze", mask, graph.integers(2))
-        weights = graph.op("Cast", weights, to=_onnx_type(graph.dtype))
-        total = graph.op("ReduceSum", graph.op("Mul", hidden, weights), graph.integers(1), keepdims=0)
-        vector = graph.op("Div", total, graph.op("ReduceSum", weights, graph.integers(1), keepdims=0))
+        vector = _mean(graph, hidden, mask)
     inner = graph.op("Tanh", graph.linear(vector, f"heads.{number}.dense"))
     classes = len(graph.parameters[f"{graph.prefix}heads.{number}.out.bias"])
     graph.linear(inner, f"heads.{number}.out")

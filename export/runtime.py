@@ -9,7 +9,7 @@ the device between them; a row that has left is dropped by the Gather with which
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -163,6 +163,37 @@ def _flops(manifest: dict, layers: int, tokens: int) -> tuple[float, float]:
     return advance, head_flops(config["hidden_size"], manifest["num_labels"], pooled)
 
 
+class OrtEncoder:
+    """encoder.onnx: the embeddings that a rule retrieves with, by the name of the encoder that it was exported from."""
+
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+        self.name, self._config = manifest["encoder"]["name"], manifest["encoder"]
+        self._session = Session(folder / "encoder.onnx", provider, threads)
+        own = folder / "encoder"  # its tokenizer, where it is not the model's
+        self._tokenizer = Tokenizer.from_folder(own, self._config["max_length"]) if own.is_dir() else None
+
+    def __call__(self, inputs: Inputs) -> np.ndarray:
+        return self._session.run(_full_inputs(self._encoded(inputs)))["embedding"]
+
+    def flops(self, inputs: Inputs) -> float:
+        sizes = self._config["hidden_size"], self._config["intermediate_size"]
+        return self._config["layer"] * layer_flops(*sizes, self._encoded(inputs).input_ids.shape[1])
+
+    def _encoded(self, inputs: Inputs) -> Inputs:
+        return inputs if self._tokenizer is None else self._tokenizer.encode(inputs.texts).batch(slice(None))
+
+
+def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Rule:
+    """The rule of an exported folder, with the datastore that it asks, where it asks one."""
+    if "encoder" not in manifest:
+        return rule_from_dict(manifest["rule"])
+    from mini_ee.retrieval import Datastore, Retrieval
+
+    encoder = OrtEncoder(folder, manifest, provider, threads)
+    settings = {key: value for key, value in manifest["rule"].items() if key != "name"}
+    return Retrieval(**settings).with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
+
+
 class Answer(NamedTuple):
     """What the runtime says of one row."""
 
@@ -197,7 +228,6 @@ class Runtime:
     ):
         self.folder = Path(folder)
         self.config = read_manifest(self.folder)
-        self.rule = rule_from_dict(self.config["rule"])
         self.tokenizer = Tokenizer.from_folder(self.folder, self.config["max_length"])
         self.label_names = self.config["task"]["label_names"]  # empty for regression
         self._threads = threads
@@ -207,8 +237,9 @@ class Runtime:
             if segments.provider != wanted and providers and not allow_fallback:
                 raise ValueError(f"{wanted} was asked for, it fell back to {segments.provider}; install what it needs")
         self._segments, self.exits = segments, segments.exits
-        self.rule.check(len(self.exits))
         self.provider = getattr(segments, "provider", None)  # None for another engine
+        self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
+        self.rule.check(len(self.exits))
 
     def segments(self) -> Segments:
         """What early_exit drives."""
@@ -244,9 +275,10 @@ class Runtime:
                 raise ValueError(f"row {number}: expected {expected} texts, found {found}")
         answers: list[Answer | None] = [None] * len(texts)
         encoded = self.encode(texts)
-        for rows in batches(encoded, batch_size):
+        order = list(batches(encoded, batch_size))
+        for rows, (inputs, planned) in zip(order, _planned(rule, map(encoded.batch, order))):
             begin = time.perf_counter()
-            result = early_exit(self._segments, rule, encoded.batch(rows))
+            result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
             said = zip(rows, result.logits, result.exit_index.tolist(), result.layers_run.tolist())
             confidences = max_probability(result.logits).tolist() if self.label_names else [None] * len(rows)
@@ -254,6 +286,15 @@ class Runtime:
                 label = self.label_names[logits.argmax()] if self.label_names else float(logits[0])
                 answers[row] = Answer(label, confidence, exit, layers, milliseconds, logits)
         return answers
+
+
+def _planned(rule: Rule, inputs: Iterable[Inputs]) -> Iterable[tuple[Inputs, Rule]]:
+    """Each batch with its rule; a rule that retrieves plans the next batch while the model runs on this one."""
+    if not rule.looks:
+        return ((batch, rule) for batch in inputs)
+    from mini_ee.retrieval import plan_ahead
+
+    return plan_ahead(rule, inputs)
 
 
 def read_manifest(folder: Path) -> dict:

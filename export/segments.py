@@ -6,6 +6,7 @@ exported/segment_{layer}.onnx the layers up to an exit, and its head; full.onnx 
                               (of LoRA exits: of all streams that are live there, as the schedule says)
 exported/model.safetensors    the weights of all graphs, each once: the graphs point into this file
 exported/tokenizer.json
+exported/encoder.onnx         and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
 """
 
 import tempfile
@@ -20,15 +21,18 @@ from onnx import TensorProto, helper, numpy_helper
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_tensors
 from mini_ee.early_exit import Segments, read_every_exit
-from mini_ee.evaluation import predictions, record
+from mini_ee.encoders import OwnStates, SentenceEncoder
+from mini_ee.evaluation import plan_rows, predictions, record
 from mini_ee.exits import MultiExit
 from mini_ee.export import graphs
-from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments
+from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments, open_rule
 from mini_ee.files import atomic_folder, file_sha256, write_json
 from mini_ee.lora_exits import LoRAExits, restart
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
 from mini_ee.policies import PolicyExits
+from mini_ee.retrieval import Retrieval
+from mini_ee.rules import Rule
 from mini_ee.runs import Run, versions
 
 WEIGHTS = "model.safetensors"
@@ -54,14 +58,16 @@ def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "
             "rule": run.rule.to_dict(),
             "task": run.config["task"],
             "max_length": run.tokenizer.max_length,
-            **write_segments(run.model, partial, precision, run.schedule),
+            **write_segments(run.model, partial, precision, run.schedule, _encoder_of(run)),
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save(partial / "tokenizer.json")
+        if isinstance(run.rule, Retrieval):
+            manifest["encoder"] = _write_retrieval(run.rule, partial)
         chosen = np.random.default_rng(seed).permutation(len(texts))[:VERIFIED_TEXTS]
-        segments = OrtSegments(partial, manifest)
-        manifest["verified"] = _verify(run, segments, [texts[row] for row in chosen], precision)
-        names = sorted(path.name for path in partial.iterdir())
+        served = OrtSegments(partial, manifest), open_rule(partial, manifest)
+        manifest["verified"] = _verify(run, *served, [texts[row] for row in chosen], precision)
+        names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
         manifest["files"] = {name: file_sha256(partial / name) for name in names}
         write_json(partial / MANIFEST, manifest)
     return manifest
@@ -72,10 +78,11 @@ def write_segments(
     folder: Path,
     precision: str = "float32",
     schedule: Sequence[Sequence[int]] | None = None,
+    encoder: OwnStates | SentenceEncoder | None = None,
 ) -> dict:
     """Write graphs and weights into a folder that is there; returns what the manifest says of them.
 
-    schedule: which streams of LoRA exits start together; restart by default.
+    schedule: which streams of LoRA exits start together; restart by default. encoder: of a rule that retrieves.
     """
     config = model.backbone.config
     parameters = {name: value.detach().cpu().numpy() for name, value in model.named_parameters()}
@@ -94,6 +101,8 @@ def write_segments(
         made, passes = _cascade_graphs(model, parameters), list(model.exits)
     else:
         made = _graphs(model, config, parameters)
+    if encoder is not None:
+        made["encoder"] = _encoder_graph(encoder, model, parameters)
     if precision == "int8":
         made = {name: _quantized(graph) for name, graph in made.items()}
     _write(made, folder)
@@ -125,7 +134,9 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
         shape = tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
         model = MODELS[manifest["model"]](backbone, *shape, **manifest.get("lora", {}))
     names = {name: (name,) for name in model.state_dict()}
-    load_strict(model, read_tensors(folder / WEIGHTS), names, folder / WEIGHTS)
+    tensors = read_tensors(folder / WEIGHTS)
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
+    load_strict(model, own, names, folder / WEIGHTS)
     model = model.to(device)
     return model.segments(manifest["schedule"]) if "lora" in manifest else model.segments()
 
@@ -161,6 +172,38 @@ def _cascade_graphs(model: MultiModel, parameters: dict[str, np.ndarray]) -> dic
         for k, (layer, each) in enumerate(zip(model.exits, model.models))
     }
     return made | {"full": made[f"segment_{model.exits[-1]}"]}
+
+
+def _encoder_of(run: Run) -> OwnStates | SentenceEncoder | None:
+    return run.rule.embed if isinstance(run.rule, Retrieval) else None
+
+
+def _encoder_graph(encoder: OwnStates | SentenceEncoder, model, parameters: dict[str, np.ndarray]) -> onnx.ModelProto:
+    """The queries of a retrieval: from the model's own weights, or from another encoder's in float32."""
+    states = encoder.states
+    if states.backbone is model.backbone:
+        return graphs.encoder(states.backbone.config, parameters, states.layer)
+    others = {
+        f"encoder.backbone.{name}": value.detach().cpu().numpy() for name, value in states.backbone.named_parameters()
+    }
+    return graphs.encoder(states.backbone.config, others, states.layer, "encoder.")
+
+
+def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
+    """The datastore, and what the manifest says of the encoder."""
+    encoder, config = rule.embed, rule.embed.states.backbone.config
+    rule.datastore.save(folder / "datastore")
+    tokenizer = encoder.tokenizer
+    if tokenizer is not None:
+        (folder / "encoder").mkdir()
+        tokenizer.save(folder / "encoder" / "tokenizer.json")
+    return {
+        "name": encoder.name,
+        "layer": encoder.states.layer,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_length": None if tokenizer is None else tokenizer.max_length,
+    }
 
 
 def _interface(graph: onnx.ModelProto) -> dict:
@@ -215,7 +258,7 @@ def _write(made: dict[str, onnx.ModelProto], folder: Path) -> None:
         onnx.checker.check_model(path, full_check=True)
 
 
-def _verify(run: Run, segments: OrtSegments, texts: list[tuple[str, ...]], precision: str) -> dict:
+def _verify(run: Run, segments: OrtSegments, rule: Rule, texts: list[tuple[str, ...]], precision: str) -> dict:
     """Every exit of the graphs against torch on real sentences, in batches of one and of many."""
     encoded = run.encode(texts)
     expected, found = record(run.segments(), encoded, 8), record(segments, encoded, 8)
@@ -229,7 +272,8 @@ def _verify(run: Run, segments: OrtSegments, texts: list[tuple[str, ...]], preci
             f"the {precision} graphs differ from torch by {difference:.2g} (logits; {TOLERANCE} allowed in float32); "
             f"no folder was written"
         )
-    left = [recorded.replay(run.rule) for recorded in (expected, found)]
+    rules = [plan_rows(each, encoded, 8) if each.looks else each for each in (run.rule, rule)]
+    left = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
     return {
         "texts": len(texts),
         "max_logit_difference": difference,

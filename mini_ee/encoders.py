@@ -19,12 +19,19 @@ from mini_ee.tasks import Inputs, Tokenizer
 class OwnStates:
     """The states after a layer of the model itself; layer 0 is the embedding output. They are computed again."""
 
+    tokenizer = None  # the model's
+
     def __init__(self, backbone: Bert, layer: int):
         """Raises ValueError for a layer that the backbone does not have."""
         if not 0 <= layer <= backbone.config.num_hidden_layers:
             raise ValueError(f"the layer must be from 0 to {backbone.config.num_hidden_layers}, got {layer}")
         self.backbone, self.layer = backbone, layer
         self.name = f"layer {layer} of {tensors_sha256(backbone.state_dict())}"
+
+    @property
+    def states(self) -> "OwnStates":
+        """What is averaged."""
+        return self
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
         device = next(self.backbone.parameters()).device
@@ -45,15 +52,15 @@ class SentenceEncoder:
 
     def __init__(self, folder: str | Path, max_length: int = 128):
         backbone = load_backbone(folder)
-        self._states = OwnStates(backbone, backbone.config.num_hidden_layers)
-        self._tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))
+        self.states = OwnStates(backbone, backbone.config.num_hidden_layers)
+        self.tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))
         self.name = f"encoder {backbone_sha256(folder)}"
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
-        return self._states(self._encode(inputs))
+        return self.states(self._encode(inputs))
 
     def flops(self, inputs: Inputs) -> float:
-        return self._states.flops(self._encode(inputs))
+        return self.states.flops(self._encode(inputs))
 
     def _encode(self, inputs: Inputs) -> Inputs:
-        return self._tokenizer.encode(inputs.texts).batch(slice(None))
+        return self.tokenizer.encode(inputs.texts).batch(slice(None))

@@ -27,6 +27,7 @@ from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_backbone, write_tensors
 from mini_ee.confidence import max_probability
 from mini_ee.early_exit import Reading, Segments, early_exit, read_every_exit
+from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.exits import MultiExit, TorchSegments
 from mini_ee.export import graphs, runtime, segments
 from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
@@ -35,6 +36,7 @@ from mini_ee.files import read_json, write_json
 from mini_ee.lora_exits import LoRAExits, all_schedules
 from mini_ee.multi_model import MultiModel
 from mini_ee.reinforce import ConsistentExits
+from mini_ee.retrieval import Datastore, Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.runs import Run, versions
 from mini_ee.tasks import Inputs, Tokenizer, load_task
@@ -732,6 +734,52 @@ def test_a_regression_on_pairs_leaves_by_patience_and_answers_numbers(tmp_path, 
         expected = early_exit(run.segments(), run.rule, run.encode([text]).batch(np.arange(1)))
         assert answer.exit == expected.exit_index[0] and answer.confidence is None
         assert isinstance(answer.label, float) and answer.label == pytest.approx(expected.logits[0, 0], abs=ATOL)
+
+
+def retrieving(tokenizer, encoder, rows=30):
+    """A run whose rule asks a datastore: the values are drawn, so that rows are planned to every exit."""
+    run = make_run(tokenizer, make_model())
+    encoded, drawn = run.encode(sentences(rows, seed=5)), np.random.default_rng(5)
+    store = Datastore(encoder.name, 24 if encoder.tokenizer is None else 16, EXITS)
+    right = np.eye(K, dtype=np.float32)[drawn.integers(0, K, rows)]
+    store.add(encoder(encoded.batch(slice(None))), right, drawn.integers(0, C, rows), encoded.texts)
+    return run._replace(rule=Retrieval(k=3).with_datastore(store, encoder))
+
+
+@pytest.mark.parametrize("source", ["layer 0", "layer 2", "a checkpoint"])
+def test_a_rule_that_retrieves_is_served_with_its_encoder_and_datastore(
+    tmp_path, tokenizer, checkpoint_folder, source, monkeypatch
+):
+    if source == "a checkpoint":
+        run = retrieving(tokenizer, SentenceEncoder(checkpoint_folder))
+    else:
+        model = make_model()
+        run = retrieving(tokenizer, OwnStates(model.backbone, int(source[-1])))._replace(model=model)
+    manifest = export(run, tmp_path / "out", TEXTS)
+    assert manifest["verified"]["exit_agreement"] == 1
+    opened = Runtime(tmp_path / "out", threads=1)
+    expected = list(torch_answers(run, TEXTS))
+    for batch_size in (1, 8):
+        answers = opened.run(TEXTS, batch_size)
+        assert [(answer.label, answer.exit) for answer in answers] == [each[:2] for each in expected]
+    assert len({answer.exit for answer in answers}) == K
+    theirs = Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out", manifest))
+    assert [answer.exit for answer in theirs.run(TEXTS)] == [answer.exit for answer in answers]
+    monkeypatch.setattr(
+        runtime.OrtEncoder, "__call__", lambda self, inputs: np.ones((len(inputs), run.rule.datastore.dimension))
+    )
+    assert [answer.exit for answer in opened.run(TEXTS)] != [answer.exit for answer in answers]
+
+
+def test_a_changed_datastore_is_told(tmp_path, tokenizer, checkpoint_folder):
+    export(retrieving(tokenizer, SentenceEncoder(checkpoint_folder)), tmp_path / "out", TEXTS)
+    for path in sorted((tmp_path / "out").rglob("*")):
+        if path.is_file() and path.parent != tmp_path / "out":
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            refused(tmp_path / "out", match=f"{path.name}.*export the run again")
+            path.write_bytes(content)
+    assert Runtime(tmp_path / "out", threads=1).run(TEXTS[:1])
 
 
 # A folder is verified and whole, or not there

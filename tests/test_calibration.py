@@ -1,0 +1,409 @@
+"""Calibration: tau of section 3.3.1, the rule with confidence delta, and what both keep of their promise."""
+
+import json
+import math
+from math import comb
+
+import numpy as np
+import pytest
+
+from mini_ee import calibration
+from mini_ee.calibration import (
+    Observed,
+    agreement,
+    calibrate,
+    calibrate_record,
+    end_to_end,
+    exit_indices,
+    intervals,
+    observe,
+    p_values,
+    tau,
+    tau_with_confidence,
+)
+from mini_ee.confidence import MEASURES
+from mini_ee.early_exit import Recorded
+from mini_ee.evaluation import Record
+
+EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
+DELTA = 0.05
+SETS = 1000  # calibration sets that a promise is tried on
+TWO_STANDARD_ERRORS = 2 * (DELTA * (1 - DELTA) / SETS) ** 0.5
+
+
+def tau_by_hand(confidence, agrees, epsilon):
+    """Every threshold that a row could set, from the lowest."""
+    for threshold in sorted(set(confidence.tolist())):
+        rows = [agree for sure, agree in zip(confidence, agrees) if sure >= threshold]
+        if sum(rows) / len(rows) >= epsilon:
+            return threshold
+    return math.inf
+
+
+def drawn(seed, rows=60, ties=True):
+    """Rows that agree the likelier the surer they are."""
+    random = np.random.default_rng(seed)
+    confidence = random.random(rows)
+    agrees = random.random(rows) < 0.4 + 0.6 * confidence
+    return (confidence.round(1) if ties else confidence), agrees
+
+
+# ---- The paper's rule ----
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon(epsilon, ties):
+    for seed in range(40):
+        confidence, agrees = drawn(seed, ties=ties)
+        assert tau(confidence, agrees, epsilon) == tau_by_hand(confidence, agrees, epsilon)
+
+
+def test_tau_of_a_worked_example():
+    confidence, agrees = np.array([0.9, 0.2, 0.5, 0.7]), np.array([True, True, False, True])
+    assert [tau(confidence, agrees, epsilon) for epsilon in (0.75, 0.76, 1.0)] == [0.2, 0.7, 0.7]
+
+
+def test_a_share_that_is_exactly_epsilon_qualifies():
+    for rows in range(1, 60):
+        for agreeing in range(rows + 1):
+            agrees = np.arange(rows) < agreeing
+            assert tau(np.zeros(rows), agrees, agreeing / rows) == 0.0
+
+
+def test_tau_does_not_fall_as_epsilon_rises():
+    for seed in range(40):
+        taus = [tau(*drawn(seed), epsilon) for epsilon in np.linspace(0.01, 1, 100)]
+        assert taus == sorted(taus)
+
+
+def test_rows_of_equal_confidence_stay_together():
+    confidence, agrees = np.array([0.5, 0.5, 0.5, 0.9]), np.array([False, False, True, True])
+    assert tau(confidence, agrees, 0.6) == 0.9  # the last two alone would qualify, but .5 is reached by all four
+    for order in ([2, 1, 0, 3], [1, 2, 3, 0]):
+        assert tau(confidence[order], agrees[order], 0.6) == 0.9
+
+
+def test_none_qualifies_and_the_exit_takes_no_row():
+    observed = Observed(np.array([[0.1], [0.9]]), np.array([[True], [False]]), np.arange(2))
+    rule = calibrate(observed, 0.8)
+    assert rule.threshold == (math.inf, -math.inf)
+    assert agreement(observed, rule) == [None]
+    assert exit_indices(observed, rule).tolist() == [1, 1] and end_to_end(observed, rule) == 1.0
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_the_promise_is_kept_exactly_on_the_calibration_set(epsilon):
+    for seed in range(20):
+        heads = [drawn(100 * seed + k) for k in range(3)]
+        observed = Observed(*(np.stack(columns, axis=1) for columns in zip(*heads)), np.arange(60))
+        rule = calibrate(observed, epsilon)
+        assert all(kept is None or kept >= epsilon for kept in agreement(observed, rule))
+        assert end_to_end(observed, rule) >= min(agree.mean() for _, agree in heads)
+
+
+def _last_of_ties(confidence, agrees, counts, epsilon):
+    share = calibration._from_here_on(counts * agrees) / calibration._from_here_on(counts)
+    found = np.flatnonzero(share >= epsilon)
+    return float(confidence[found[0]]) if len(found) else math.inf
+
+
+def _above_only(confidence, agrees, counts, epsilon):
+    share = np.append((calibration._from_here_on(agrees) / calibration._from_here_on(counts))[1:], 1.0)
+    found = np.flatnonzero(share >= epsilon)
+    return float(confidence[found[0]]) if len(found) else math.inf
+
+
+def _never_nothing(confidence, agrees, counts, epsilon):
+    found = RIGHT(confidence, agrees, counts, epsilon)
+    return found if found < math.inf else float(confidence[-1])
+
+
+RIGHT = calibration._tau
+
+
+@pytest.mark.parametrize("bug", [_last_of_ties, _above_only, _never_nothing])
+def test_the_tests_of_tau_can_fail(monkeypatch, bug):
+    monkeypatch.setattr(calibration, "_tau", bug)
+    with pytest.raises(AssertionError):
+        test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon(0.95, True)
+
+
+# ---- The rule with confidence delta ----
+
+
+def test_groups_of_one_row_are_tested_by_the_exact_binomial():
+    for seed in range(5):
+        _, agrees = drawn(seed, rows=80)
+        for epsilon in (0.5, 0.9, 0.99):
+            found = p_values(agrees, np.arange(80), epsilon)
+            for n in range(1, 81):
+                x = int(agrees[:n].sum())
+                tail = sum(comb(n, i) * epsilon**i * (1 - epsilon) ** (n - i) for i in range(x, n + 1))
+                assert found[n - 1] == pytest.approx(tail, abs=1e-12)
+
+
+def p_by_hand(agrees, groups, epsilon):
+    """The sample and one more text that is wrong throughout; variance and all by loops over texts."""
+    texts = [agrees[groups == name] for name in np.unique(groups)]
+    texts.append(np.zeros(max(map(len, texts))))
+    rows = sum(map(len, texts))
+    p = sum(text.sum() for text in texts) / rows
+    if p <= epsilon:
+        return 1.0
+    variance = sum((text.sum() - p * len(text)) ** 2 for text in texts) / rows**2
+    worth = min(p * (1 - p) / variance, rows)
+    return math.exp(-worth * (p * math.log(p / epsilon) + (1 - p) * math.log((1 - p) / (1 - epsilon))))
+
+
+def test_larger_groups_are_worth_as_many_rows_as_their_spread_says():
+    for seed in range(5):
+        _, agrees = drawn(seed, rows=90)
+        agrees |= np.random.default_rng(seed).random(90) < 0.8
+        groups = np.random.default_rng(seed).integers(0, 30, 90)
+        for epsilon in (0.3, 0.6, 0.8):
+            found = p_values(agrees, groups, epsilon)
+            for n in range(1, 91):
+                assert found[n - 1] == pytest.approx(p_by_hand(agrees[:n], groups[:n], epsilon), rel=1e-9)
+
+
+def test_texts_whose_rows_all_agree_or_all_disagree_are_worth_one_row_each():
+    right = np.arange(200) < 190
+    one = p_values(right, np.arange(200) // 2, 0.8)[-1]
+    five = p_values(np.repeat(right, 5), np.repeat(np.arange(200) // 2, 5), 0.8)[-1]
+    assert one == pytest.approx(five, rel=1e-9)
+
+
+def test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_it():
+    confidence, groups = np.linspace(1, 0, 400), np.arange(400)
+    agrees = np.ones(400, bool)
+    agrees[150:200] = False  # beyond them all agree again, and the share rises above epsilon once more
+    found = tau_with_confidence(confidence, agrees, groups, 0.8, DELTA)
+    p = p_values(agrees, groups, 0.8)
+    first = np.flatnonzero(p[150:] > DELTA)[0] + 150
+    assert p[-1] <= DELTA < p[first] and found == confidence[first - 1]
+
+
+@pytest.mark.parametrize("delta", [0.01, 0.05, 0.2])
+def test_tau_with_confidence_is_at_least_the_papers(delta):
+    for seed in range(20):
+        confidence, agrees = drawn(seed, rows=400)
+        for groups in (np.arange(400), np.arange(400) // 4):
+            assert tau_with_confidence(confidence, agrees, groups, 0.7, delta) >= tau(confidence, agrees, 0.7)
+
+
+def test_delta_is_split_over_the_exits():
+    one = drawn(0, rows=400, ties=False)
+    observed = Observed(np.stack([one[0]] * 4, axis=1), np.stack([one[1]] * 4, axis=1), np.arange(400))
+    expected = tau_with_confidence(*one, np.arange(400), 0.8, DELTA / 4)
+    assert calibrate(observed, 0.8, DELTA).threshold == (expected,) * 4 + (-math.inf,)
+
+
+TRUE_SHARE = 0.8
+"""Of rows in the populations below, from the surest down, that agree in a share of EPSILON."""
+EPSILON = 0.9
+
+
+def rows_alone(random):
+    """500 rows. P(agree | confidence c) = .7 + .4 c up to 1: at least c agree .9 from c = .2 on."""
+    confidence = random.random(500)
+    chance = np.where(confidence > 0.2, 0.9 + (confidence - 0.6) * 0.2, 0.3)
+    return confidence, random.random(500) < chance, np.arange(500)
+
+
+def texts_of_a_mood(random):
+    """150 texts of 8 rows; in half of the texts rows agree more rarely, by the same amount at every confidence."""
+    confidence = random.random((150, 8))
+    chance = np.where(confidence > 0.2, 0.9 + (confidence - 0.6) * 0.1, 0.3)
+    chance = chance + random.choice([-0.05, 0.05], size=(150, 1))
+    return confidence.ravel(), (random.random((150, 8)) < chance).ravel(), np.repeat(np.arange(150), 8)
+
+
+def texts_right_or_wrong(random):
+    """200 texts of 8 rows: one text in 20 is wrong throughout, however sure; the others are as the rows alone."""
+    confidence = random.random((200, 8))
+    chance = np.where(confidence > 0.2, 0.9 / 0.95, 0.3)
+    agrees = (random.random((200, 8)) < chance) & (random.random((200, 1)) > 0.05)
+    return confidence.ravel(), agrees.ravel(), np.repeat(np.arange(200), 8)
+
+
+def share_of_broken(draw, choose):
+    """Of SETS calibration sets: those whose tau is so low that fresh rows agree less; and those whose tau is inf."""
+    taus = np.array([choose(*draw(np.random.default_rng(seed))) for seed in range(SETS)])
+    return (taus < 1 - TRUE_SHARE).mean(), np.isinf(taus).mean()
+
+
+@pytest.mark.parametrize("draw", [rows_alone, texts_of_a_mood, texts_right_or_wrong])
+def test_the_populations_agree_in_a_share_of_epsilon_from_where_they_should(draw):
+    parts = [draw(np.random.default_rng(seed)) for seed in range(800)]
+    confidence, agrees = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    assert agrees[confidence >= 0.2].mean() == pytest.approx(EPSILON, abs=0.004)
+    assert agrees[confidence >= 0.15].mean() < EPSILON - 0.02
+
+
+@pytest.mark.parametrize("draw", [rows_alone, texts_of_a_mood, texts_right_or_wrong])
+def test_the_promise_on_fresh_rows_is_broken_for_a_share_of_delta_at_most(draw):
+    broken, _ = share_of_broken(draw, lambda *rows: tau_with_confidence(*rows, EPSILON, DELTA))
+    assert broken <= DELTA + TWO_STANDARD_ERRORS
+
+
+@pytest.mark.parametrize("draw", [rows_alone, texts_of_a_mood, texts_right_or_wrong])
+def test_the_papers_rule_breaks_it_far_more_often(draw):
+    broken, _ = share_of_broken(draw, lambda confidence, agrees, groups: tau(confidence, agrees, EPSILON))
+    assert broken > 0.3
+
+
+def test_the_promise_is_not_kept_by_never_leaving():
+    """Nearly always where the surest half agree in .95, against a promise of .9."""
+    for draw in (rows_alone, texts_of_a_mood):
+        _, never = share_of_broken(draw, lambda *rows: tau_with_confidence(*rows, EPSILON - 0.05, DELTA))
+        assert never < 0.1
+
+
+def test_rows_of_one_text_that_are_counted_as_independent_break_the_promise():
+    def as_rows(confidence, agrees, groups):
+        return tau_with_confidence(confidence, agrees, np.arange(len(groups)), EPSILON, DELTA)
+
+    broken, _ = share_of_broken(texts_right_or_wrong, as_rows)
+    assert broken > DELTA + TWO_STANDARD_ERRORS
+
+
+# ---- How many are needed ----
+
+
+@pytest.mark.parametrize("epsilon, delta, rows", [(0.95, 0.05, 59), (0.99, 0.05, 299), (0.9, 0.01, 44), (0.5, 0.1, 4)])
+def test_too_few_rows_say_how_many_are_needed(epsilon, delta, rows):
+    def perfect(count):
+        return Observed(np.linspace(0, 1, count)[:, None], np.ones((count, 1), bool), np.arange(count))
+
+    with pytest.raises(ValueError, match=f"at least {rows} rows are needed, got {rows - 1}; calibrate on more"):
+        calibrate(perfect(rows - 1), epsilon, delta)
+    assert calibrate(perfect(rows), epsilon, delta).threshold[0] < math.inf
+    assert epsilon**rows <= delta < epsilon ** (rows - 1)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 0.9, 0.95])
+def test_too_few_texts_say_how_many_are_needed(epsilon):
+    def perfect(texts):
+        groups = np.repeat(np.arange(texts), 6)
+        return Observed(np.linspace(0, 1, 6 * texts)[:, None], np.ones((6 * texts, 1), bool), groups)
+
+    with pytest.raises(ValueError, match="texts like these are needed, got 3; calibrate on more") as error:
+        calibrate(perfect(3), epsilon, DELTA)
+    needed = int(str(error.value).split("at least ")[1].split()[0])
+    assert calibrate(perfect(needed), epsilon, DELTA).threshold[0] < math.inf
+    with pytest.raises(ValueError, match=f"at least {needed} texts"):
+        calibrate(perfect(needed - 1), epsilon, DELTA)
+
+
+# ---- Errors ----
+
+
+@pytest.mark.parametrize("epsilon", [0, -0.1, 1.1, math.nan])
+def test_an_epsilon_outside_its_range_is_an_error(epsilon):
+    observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
+    with pytest.raises(ValueError, match="epsilon must be above 0 and at most 1"):
+        calibrate(observed, epsilon)
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1, math.nan])
+def test_a_delta_outside_its_range_is_an_error(delta):
+    observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
+    with pytest.raises(ValueError, match="delta must be above 0 and below 1"):
+        calibrate(observed, 0.5, delta)
+
+
+def test_epsilon_one_can_be_kept_on_the_calibration_set_but_not_promised():
+    observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
+    assert calibrate(observed, 1.0).threshold[0] == 1.0
+    with pytest.raises(ValueError, match="epsilon 1 cannot be promised"):
+        calibrate(observed, 1.0, DELTA)
+
+
+def test_nothing_to_calibrate_is_an_error():
+    with pytest.raises(ValueError, match="finite number, found NaN"):
+        calibrate(Observed(np.array([[np.nan]]), np.ones((1, 1), bool), np.arange(1)), 0.5)
+    with pytest.raises(ValueError, match="expected rows and exits"):
+        calibrate(Observed(np.empty((0, 2)), np.empty((0, 2), bool), np.arange(0)), 0.5)
+    with pytest.raises(ValueError, match="the model has one exit"):
+        observe(recorded_rows()._replace(logits=recorded_rows().logits[:, -1:]))
+
+
+# ---- How far chance moves tau ----
+
+
+def test_intervals_resample_groups(monkeypatch):
+    confidence, agrees = drawn(0, rows=90)
+    observed = Observed(confidence[:, None], agrees[:, None], np.repeat(np.arange(30), 3))
+    found = intervals(observed, 0.8, resamples=50, seed=3)
+    random, taus = np.random.default_rng(3), []
+    for _ in range(50):
+        rows = np.concatenate([np.arange(3 * text, 3 * text + 3) for text in random.integers(30, size=30)])
+        taus.append(tau_by_hand(confidence[rows], agrees[rows], 0.8))
+    taus.sort()
+    assert found.tolist() == [[taus[1], taus[48]]]  # of 50, the 2nd and the 49th hold the middle 95 %
+
+
+def test_an_interval_may_end_at_never():
+    observed = Observed(np.array([[0.1], [0.9]]), np.array([[False], [True]]), np.arange(2))
+    assert intervals(observed, 1.0).tolist() == [[0.9, math.inf]]
+
+
+def test_intervals_of_correlated_rows_are_wider():
+    confidence, agrees, groups = texts_right_or_wrong(np.random.default_rng(0))
+    ends = [
+        intervals(Observed(confidence[:, None], agrees[:, None], each), EPSILON, resamples=200)[0]
+        for each in (groups, np.arange(len(groups)))
+    ]
+    together, alone = np.minimum(ends, 1.0)
+    assert together[1] - together[0] > alone[1] - alone[0]
+
+
+# ---- Classifiers ----
+
+
+def recorded_rows(rows=600, classes=3):
+    """Four exits whose logits come nearer to the last exit's from one to the next."""
+    random = np.random.default_rng(1)
+    last = 3 * random.normal(size=(rows, classes))
+    logits = np.stack([last + noise * random.normal(size=last.shape) for noise in (4, 2, 1, 0)], axis=1)
+    segments = Recorded((1, 2, 4, 6), logits, np.ones((rows, 4, 2)), [1, 1, 2, 2])
+    return Record(segments, logits, 1.0)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("delta", [None, DELTA])
+def test_end_to_end_is_what_the_loop_finds_on_a_record(measure, delta):
+    recorded = recorded_rows()
+    observed = observe(recorded, measure)
+    rule = calibrate(observed, 0.85, delta, measure)
+    result = recorded.replay(rule)
+    np.testing.assert_array_equal(exit_indices(observed, rule), result.exit_index)
+    same = result.logits.argmax(axis=1) == recorded.logits[:, -1].argmax(axis=1)
+    assert end_to_end(observed, rule) == same.mean()
+    assert len(set(result.exit_index)) > 2
+
+
+@pytest.mark.parametrize("delta", [None, DELTA])
+def test_a_classifier_is_calibrated_on_one_half_and_judged_on_the_other(delta):
+    recorded = recorded_rows()
+    rule, answer = calibrate_record(recorded, 0.85, delta, "breaking_ties", seed=4)
+    half = np.random.default_rng(4).permutation(600) < 300
+    observed = observe(recorded, "breaking_ties")
+    assert rule == calibrate(observed.take(half), 0.85, delta, "breaking_ties")
+    assert answer["agreement"] == agreement(observed.take(~half), rule)
+    assert answer["end_to_end"] == end_to_end(observed.take(~half), rule)
+    assert answer["exit_counts"] == np.bincount(exit_indices(observed, rule)[~half], minlength=4).tolist()
+    assert sum(answer["exit_counts"]) == answer["rows_fresh"] == answer["rows_calibration"] == 300
+    assert (answer["epsilon"], answer["delta"]) == (0.85, delta)
+    assert [float(each) for each in answer["thresholds"]] == list(rule.threshold[:-1])
+    assert answer["mean_layers"] == np.dot(answer["exit_counts"], (1, 2, 4, 6)) / 300
+
+
+def test_the_answer_is_json_where_an_exit_takes_no_row():
+    recorded = recorded_rows()
+    recorded.logits[:, 0] = 0.0  # says nothing, and so agrees by chance
+    _, answer = calibrate_record(recorded, 0.9)
+    read = json.loads(json.dumps(answer, allow_nan=False))
+    assert read["thresholds"][0] == "inf" and read["agreement"][0] is None
+    assert read["tau_intervals"][0] == ["inf", "inf"]
