@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mini_ee import lora_exits
+from mini_ee.bench import BERT_BASE
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.fitting import TrainConfig
@@ -408,3 +409,13 @@ def test_eq2s_test_can_fail(monkeypatch, padded_inputs):
     monkeypatch.setattr(LoRAExits, "scale", property(lambda self: 1.0))
     with pytest.raises(AssertionError):
         test_eq2_an_exit_computes_with_w_plus_ab("bert", ("query", "value"), padded_inputs)
+
+
+def test_adapters_and_heads_of_four_exits_are_at_most_4_percent_of_a_bert_base_as_table_10_counts():
+    """Rank 8, query and value; bytes on disk are four times as many as parameters, of both."""
+    with torch.device("meta"):
+        model = LoRAExits(Bert(BERT_BASE, pooler=False, lm_head=False), (3, 6, 9, 12), 2)
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    by_hand = (3 + 6 + 9 + 12) * 2 * 2 * 768 * 8  # layers, projections, A and B
+    assert counts["adapters"] == by_hand
+    assert (counts["adapters"] + counts["heads"]) / counts["backbone"] < 0.04  # measured .0286
