@@ -22,7 +22,7 @@ REWARDS, ESTIMATORS = ("hardness-guided", "vanilla"), ("reinforce", "exact")
 DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
-BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv")
+BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,9 +86,7 @@ def parser() -> Parser:
     lora.add_argument("--rank", type=_positive, help="of the adapters; 8")
     lora.add_argument("--targets", help="projections with adapters; query,value")
     retrieval = sub.add_argument_group("raee", "--model is a trained run")
-    retrieval.add_argument("--k", type=_positive, help="neighbours that vote; 12")
-    retrieval.add_argument("--tau", type=_share, help="how sure a neighbour's exit must be to vote, Eq. 4; .9")
-    retrieval.add_argument("--fallback-top", type=_count, metavar="N", help="best exits of a neighbour with none; 0")
+    _add_retrieval(retrieval)
     where = retrieval.add_mutually_exclusive_group()
     where.add_argument("--layer", type=_count, help="after which the model's own states are the queries; 0")
     where.add_argument("--encoder", type=Path, metavar="DIR", help="a sentence encoder for the queries instead")
@@ -130,6 +128,27 @@ def parser() -> Parser:
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     _add_schedule(sub)
     _add_rule(sub)
+
+    sub = command(
+        "generate",
+        "text from a decoder, as it comes",
+        'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95',
+    )
+    sub.add_argument(
+        "model", type=Path, nargs="?", metavar="MODEL", help="checkpoint folder; the built-in 8-layer Llama"
+    )
+    prompt = sub.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="what the text begins with")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it, in UTF-8")
+    sub.add_argument("--max-new-tokens", type=_positive, metavar="N", help="100, or what the context has room for")
+    sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
+    sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    sub.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens")
+    sub.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the fewest tokens that hold P of the probability"
+    )
+    sub.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: less of what is there; 1")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
 
     sub = command(
         "calibrate",
@@ -216,6 +235,13 @@ def _add_rule(sub: Parser) -> None:
     sub.add_argument("--patience", type=_positive, help="exits in a row, for patience and patience-confidence")
     sub.add_argument("--layer", type=_positive, help="for fixed: the layer at which all leave")
     sub.add_argument("--cut", type=_share, help="for policy: leave where its probability is above; .5")
+    _add_retrieval(sub.add_argument_group("a run of raee", "instead of the settings that it was collected with"))
+
+
+def _add_retrieval(group) -> None:
+    group.add_argument("--k", type=_positive, help="neighbours that vote; 12")
+    group.add_argument("--tau", type=_share, help="how sure a neighbour's exit must be to vote, Eq. 4; .9")
+    group.add_argument("--fallback-top", type=_count, metavar="N", help="best exits of a neighbour with none; 0")
 
 
 def _positive(text: str) -> int:

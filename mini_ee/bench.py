@@ -6,8 +6,12 @@ exit-tax    a run forced out at layer e, every head on the way read and judged, 
 batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
 onnx        exported segments over the whole graph, over torch, and int8 over float32
 sgmv        LoRA streams side by side over one pass a stream, and over the bare backbone
+decode      our cached greedy decoding over that of transformers; tokens forced out at layer e over the sum of the
+            parts; lossless over full decoding; all in seconds a token
+retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
 """
 
+import itertools
 import os
 import tempfile
 import time
@@ -21,14 +25,18 @@ import torch
 from tqdm import tqdm
 
 from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import load_backbone, save_backbone
+from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS, load_backbone, read_config, save_backbone
+from mini_ee.decoder import Cache, Decoder, DecoderConfig
 from mini_ee.early_exit import early_exit
+from mini_ee.encoders import OwnStates
 from mini_ee.evaluation import REST
 from mini_ee.exits import MultiExit, TorchSegments
 from mini_ee.export.runtime import OrtSegments, WholeGraph
 from mini_ee.export.segments import write_segments
+from mini_ee.generation import FILLS, Generated, gather, generate, generate_lossless
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold
+from mini_ee.retrieval import Datastore, Retrieval, exact_search
+from mini_ee.rules import FixedExit, NeverExit, Planned, Rule, Threshold
 from mini_ee.sgmv import sgmv
 from mini_ee.tasks import Inputs
 
@@ -50,6 +58,32 @@ BERT_BASE = BertConfig(
     intermediate_size=3072,
     max_position_embeddings=512,
 )
+STORIES = DecoderConfig(
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=172,
+    max_position_embeddings=512,
+    hidden_act="silu",
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+LLAMA = DecoderConfig(
+    model_type="llama",
+    vocab_size=4096,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    intermediate_size=2048,
+    max_position_embeddings=512,
+    hidden_act="silu",
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
 MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
 WARM_ROUNDS = 3
 REACH = {  # the chance that a row is still there before each of 4 exits
@@ -57,23 +91,18 @@ REACH = {  # the chance that a row is still there before each of 4 exits
     "some leave": (1.0, 0.7, 0.5, 0.3),
     "few leave": (1.0, 0.95, 0.9, 0.85),
 }
+SST2_ROWS = 67_349  # train
+LATENT = 32  # dimensions that synthetic embeddings vary in, in CLUSTERS
+CLUSTERS = 256
+QUERIES = 200  # for recall
+BUILD_THREADS = 2
 DISPATCH = 100e-6  # seconds that the loop may take an exit
 
 
 def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
     """`minilm bB tT`: ours over transformers (installed by the extra `bench`)."""
-    try:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        from transformers import BertModel
-        from transformers.utils import logging
-    except ImportError:
-        raise ValueError("bench backbone compares with transformers: pip install 'mini-ee[bench]'") from None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     ours = _minilm(model, seed)
-    with tempfile.TemporaryDirectory() as folder:
-        save_backbone(ours, Path(folder) / "model")
-        theirs = BertModel.from_pretrained(Path(folder) / "model").eval()
+    theirs = _from_transformers("AutoModel", ours)
     for batch, tokens in ((1, 32), (1, 128), (32, 32), (32, 128)):
         ids, mask, _ = _tensors(_inputs(ours.config, batch, tokens, seed))
         with torch.inference_mode():
@@ -82,6 +111,21 @@ def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
             runs = [partial(ours, ids, mask), partial(theirs, input_ids=ids, attention_mask=mask)]
             own, other = medians(runs, f"backbone b{batch} t{tokens}")
         yield _row(f"minilm b{batch} t{tokens}", own, other, bar=0.90 if (batch, tokens) == (1, 32) else 1.03)
+
+
+def _from_transformers(kind: str, backbone: Bert | Decoder):
+    """The same weights in transformers' own model, of its class `kind`, in eval mode."""
+    try:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        import transformers
+        from transformers.utils import logging
+    except ImportError:
+        raise ValueError("this benchmark compares with transformers: pip install 'mini-ee[bench]'") from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        save_backbone(backbone, Path(folder) / "model")
+        return getattr(transformers, kind).from_pretrained(Path(folder) / "model").eval()
 
 
 def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
@@ -295,12 +339,237 @@ def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
         yield row | {"schedule": chosen[name], "seconds_of": {key: float(value) for key, value in expected.items()}}
 
 
+def bench_retrieval(model: Path | None, seed: int) -> Iterator[dict]:
+    """`67k t32 plan|encoder`, `67k recall`, `67k build` and smaller, `minilm b256 t32 groups`.
+
+    The datastores hold synthetic embeddings in clusters, as many as SST-2 has rows. The encoder has no bar of its own:
+    it must not cost more than the model. The ratio of recall is the share of the 12 nearest that is missed; that of
+    build is seconds a row over those at 1k, which shall grow more slowly than the square root of the rows.
+    """
+    bert, minilm = _random(BERT_BASE, seed), _minilm(model, seed)
+    yield from _groups(minilm, seed)
+    inputs = _inputs(BERT_BASE, 1, 32, seed)
+    ids, _, types = _tensors(inputs)
+
+    @torch.inference_mode()
+    def full_model():
+        return bert(ids, None, types)
+
+    for name, embed, bar in (
+        ("encoder", OwnStates(minilm, minilm.config.num_hidden_layers), 1.0),
+        ("plan", OwnStates(bert, 0), 0.03),
+    ):
+        vectors = _clustered(SST2_ROWS + QUERIES, embed.backbone.config.hidden_size, seed)
+        store, queries = _filled(vectors[:SST2_ROWS], seed), vectors[SST2_ROWS:]
+        rule, turn = Retrieval().with_datastore(store, embed), itertools.cycle(queries)
+
+        def plan(rule=rule, turn=turn):  # the model is random: what is looked up is like the rows instead
+            rule.embed(inputs)
+            return rule.chosen(rule.datastore.search(next(turn)[None], rule.k))
+
+        own, other = medians([plan, full_model], f"retrieval {name}")
+        yield _row(f"67k t32 {name}", own, other, bar)
+    yield _recall(store, queries)
+    yield from _building(vectors, seed)
+
+
+def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
+    exits = tuple(range(1, backbone.config.num_hidden_layers + 1))
+    segments, inputs = MultiExit(backbone, exits, num_labels=2).segments(), _inputs(backbone.config, 256, 32, seed)
+    plan = np.random.default_rng(seed).integers(0, len(exits), len(inputs))
+    rows = [
+        Inputs(ids[None], attention[None], types[None], (text,))
+        for ids, attention, types, text in zip(
+            inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, inputs.texts
+        )
+    ]
+
+    def row_by_row():
+        for row, exit in zip(rows, plan):
+            early_exit(segments, FixedExit(int(exit)), row)
+
+    own, other = medians([lambda: early_exit(segments, Planned(plan), inputs), row_by_row], "retrieval groups")
+    yield _row("minilm b256 t32 groups", own, other, bar=1 / 1.5)
+
+
+def _clustered(count: int, width: int, seed: int) -> np.ndarray:
+    """(count, width) float32: points around CLUSTERS centres, in a plane of LATENT dimensions, as sentences lie."""
+    random = np.random.default_rng(seed)
+    centres = random.normal(size=(CLUSTERS, LATENT))
+    latent = centres[random.integers(0, CLUSTERS, count)] + 0.5 * random.normal(size=(count, LATENT))
+    return (latent @ random.normal(size=(LATENT, width))).astype(np.float32)
+
+
+def _filled(vectors: np.ndarray, seed: int) -> Datastore:
+    """A datastore of 12 exits with these vectors, and values that are drawn."""
+    random, count = np.random.default_rng(seed), len(vectors)
+    store = Datastore("synthetic", vectors.shape[1], tuple(range(1, 13)))
+    values, labels = random.random((count, 12), np.float32), random.integers(0, 2, count)
+    for part in tqdm(np.array_split(np.arange(count), -(-count // 1000)), desc="indexing", delay=2, leave=False):
+        store.add(vectors[part], values[part], labels[part], [("",)] * len(part), threads=BUILD_THREADS)
+    return store
+
+
+def _recall(store: Datastore, queries: np.ndarray) -> dict:
+    rows, k = store.embeddings, Retrieval.k
+    unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+    begin = time.perf_counter()
+    found = store.search(unit, k).rows
+    middle = time.perf_counter()
+    exact = exact_search(rows, unit, k).rows
+    seconds, against = middle - begin, time.perf_counter() - middle
+    hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(found.tolist(), exact.tolist()))
+    missed = 1 - hits / exact.size
+    row = _row(f"67k recall@{k}", seconds / len(unit), against / len(unit), bar=0.01)
+    return row | {"ratio": missed, "holds": missed <= 0.01, "recall": 1 - missed}
+
+
+def _building(vectors: np.ndarray, seed: int) -> Iterator[dict]:
+    first = None
+    for name, count in (("1k", 1_000), ("10k", 10_000), ("67k", SST2_ROWS)):
+        begin = time.perf_counter()
+        store = _filled(vectors[:count], seed)
+        each = (time.perf_counter() - begin) / count
+        first = first or each
+        with tempfile.TemporaryDirectory() as folder:
+            store.save(folder)
+            size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        row = _row(f"{name} build", each, first, bar=(count / 1_000) ** 0.5)
+        yield row | {"rows": count, "build_seconds": each * count, "bytes": size, "bytes_a_row": size / count}
+
+
+def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
+    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE propagate|recompute`, `llama-8x192 b1 lossless`.
+
+    stories260k: the decoder in `model`, a random one of its shape where that is none.
+    """
+    is_decoder = model is not None and read_config(model / "config.json").model_type in DECODERS
+    stories, llama = (
+        load_backbone(model) if is_decoder else _random_decoder(STORIES, seed),
+        _random_decoder(LLAMA, seed),
+    )
+    for name, decoder, new_tokens in (("stories260k", stories, 64), ("llama-12x768", llama, 12)):
+        yield from _over_transformers(name, decoder, new_tokens, seed)
+    for layer in (3, 6, 9):
+        for fill in FILLS:
+            yield _forced_decoding(f"llama-12x768 b1 e{layer} {fill}", llama, layer, fill, new_tokens=16)
+    yield _lossless("llama-8x192 b1 lossless", load_backbone(BUILT_IN_DECODER), 64, seed)
+
+
+def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) -> Iterator[dict]:
+    """Continuations of 8 random tokens, prompt included in the time; the texts must be equal."""
+    theirs = _from_transformers("AutoModelForCausalLM", decoder)
+    end = theirs.generation_config
+    end.eos_token_id = end.bos_token_id = end.pad_token_id = None  # nobody ends early
+    random = np.random.default_rng(seed)
+    for batch in (1, 8):
+        prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
+        ids = torch.tensor(prompts)
+        settings = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        runs = [partial(_decoded, decoder, prompts, new_tokens), partial(theirs.generate, ids, **settings)]
+        ours, expected = [row.tokens for row in runs[0]()], runs[1]()[:, 8:].tolist()
+        if ours != expected:
+            raise ValueError(f"bench decode: {name} b{batch}: our greedy text is not that of transformers")
+        own, other = medians(runs, f"decode {name} b{batch}")
+        yield _row(f"{name} b{batch} transformers", own / new_tokens, other / new_tokens, bar=1.0)
+
+
+def _decoded(decoder: Decoder, prompts: list[list[int]], new_tokens: int, **settings) -> list[Generated]:
+    return gather(generate(decoder, prompts, max_new_tokens=new_tokens, **settings), len(prompts))
+
+
+class _LastGoesOn(Rule):
+    """All of so many tokens are judged by their confidence and leave at the first exit, but for the last."""
+
+    def __init__(self, num_tokens: int):
+        self.left = num_tokens - 1
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        out = _forced_out(0, 2) if self.left else _forced_out(1, 2)
+        self.left -= 1
+        return out.stop(k, reading, memory)
+
+
+def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tokens: int) -> dict:
+    """Tokens forced out at `layer`, the last of them not, so that the gaps behind all others are filled and paid for.
+
+    Over the parts, each timed alone: the layers up to the exit and its head for each token; the fill, which the last
+    token asks for, in one block; the layers above and the LM head for that one.
+    """
+    depth, behind = decoder.config.num_hidden_layers, list(range(new_tokens - 1))
+    cache = Cache(decoder, 1, new_tokens)
+    with torch.inference_mode():
+        blocks = [decoder.block(torch.tensor([[position]]), cache) for position in range(new_tokens)]
+        gap = decoder.block(torch.tensor([behind]), cache)
+        hidden = decoder.embed(torch.zeros(1, 1, dtype=torch.int64))
+        gaps = hidden.expand(1, len(behind), -1).contiguous()
+    head = partial(_copied_head, decoder)
+
+    parts = {
+        "layers": lambda: [decoder.run_layers(hidden, block, 0, layer, cache) for block in blocks],
+        "head": lambda: [head(hidden[:, 0]) for _ in blocks],
+        "fill": lambda: (
+            decoder.propagate(gaps, gap, layer, depth, cache)
+            if fill == "propagate"
+            else decoder.run_layers(gaps, gap, layer, depth, cache)
+        ),
+        "eager": lambda: [
+            decoder.propagate(hidden, block, layer, depth, cache)
+            if fill == "propagate"
+            else decoder.run_layers(hidden, block, layer, depth, cache)
+            for block in blocks[:-1]
+        ],
+        "last": lambda: decoder.lm_logits(decoder.run_layers(hidden, blocks[-1], layer, depth, cache)),
+    }
+
+    def forced_out():
+        settings = {"exits": (layer, depth), "heads": [head], "rule": _LastGoesOn(new_tokens), "fill": fill}
+        return _decoded(decoder, [[0]], new_tokens, **settings)
+
+    runs = [forced_out, *(torch.inference_mode()(part) for part in parts.values())]
+    own, *times = medians(runs, f"decode {case}")
+    seconds = {name: time / new_tokens for name, time in zip(parts, times)}
+    eager = seconds.pop("eager")
+    told = {"layers_seconds": seconds["layers"], "head_seconds": seconds["head"], "fill_seconds": seconds["fill"]}
+    return _row(case, own / new_tokens, sum(seconds.values()), bar=1.10) | told | {"eager_fill_seconds": eager}
+
+
+def _copied_head(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    """The final norm and the LM head, read at an exit: a head that was copied and not yet trained."""
+    return decoder.lm_logits(hidden)
+
+
+def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
+    """Drafts after half of the layers, by the copied LM head, over full decoding; the texts must be equal."""
+    depth = decoder.config.num_hidden_layers
+    settings = {
+        "max_new_tokens": new_tokens,
+        "exit_layer": depth // 2,
+        "head": partial(_copied_head, decoder),
+        "draft": 2,
+    }
+    prompts = [[decoder.config.bos_token_id]]
+
+    def lossless():
+        return gather(generate_lossless(decoder, prompts, **settings), 1)
+
+    runs = [lossless, partial(_decoded, decoder, prompts, new_tokens)]
+    (drafted,), (full,) = (run() for run in runs)
+    if drafted.tokens != full.tokens:
+        raise ValueError(f"bench decode: {case}: the text is not that of full decoding")
+    own, other = medians(runs, f"decode {case}")
+    accepted = drafted.layers_run.count(depth // 2) / new_tokens
+    return _row(case, own / new_tokens, other / new_tokens, bar=1.0) | {"drafted_share": accepted}
+
+
 BENCHES = {
     "backbone": bench_backbone,
     "exit-tax": bench_exit_tax,
     "batch": bench_batch,
     "onnx": bench_onnx,
     "sgmv": bench_sgmv,
+    "decode": bench_decode,
+    "retrieval": bench_retrieval,
 }
 
 
@@ -350,6 +619,12 @@ def _random(config: BertConfig, seed: int) -> Bert:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Bert(config, lm_head=False).eval()
+
+
+def _random_decoder(config: DecoderConfig, seed: int) -> Decoder:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Decoder(config).eval()
 
 
 def _inputs(config: BertConfig, batch: int, tokens: int, seed: int) -> Inputs:

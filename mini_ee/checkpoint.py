@@ -25,6 +25,8 @@ from mini_ee.files import atomic_folder, file_sha256, read_json, write_bytes, wr
 
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
 """The 12-layer BERT that comes with the project (weights/README.md)."""
+BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-8x192")
+"""The 8-layer Llama that comes with the project."""
 
 # ---- Names: ours -> Hugging Face's. {i} is the layer, counted from 0; {a|b} are several tensors that ours stacks. ----
 

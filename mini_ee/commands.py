@@ -4,16 +4,19 @@ import argparse
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from mini_ee import WrongArguments
 from mini_ee.bench import BENCHES
 from mini_ee.calibration import calibrate_record
-from mini_ee.checkpoint import BUILT_IN_MODEL, read_config
+from mini_ee.checkpoint import BUILT_IN_DECODER, BUILT_IN_MODEL, DECODERS, load_backbone, read_config
 from mini_ee.confidence import max_probability
+from mini_ee.decoder import Decoder
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
@@ -35,19 +38,21 @@ from mini_ee.exits import check_exits, even_exits
 from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
+from mini_ee.generation import Sampling, generate
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, method_of
 from mini_ee.report import can_draw, draw_curves, table
-from mini_ee.retrieval import Retrieval
+from mini_ee.retrieval import Retrieval, controls
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold, rule_from_dict
 from mini_ee.runs import Run, load_run, versions, write_rule
-from mini_ee.tasks import TOY, Task, holdout, load_task, toy_task
+from mini_ee.tasks import TOY, Task, Tokenizer, holdout, load_task, toy_task
 from mini_ee.training import TrainConfig, collect_run, train_run
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 LORA_LR, LORA_EPOCHS = 1e-3, 5
 USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 CALIBRATION_BATCH = 32
+NEW_TOKENS = 100
 SWEEP_POINTS = 51  # LoRAExit, section 4
 LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
 
@@ -208,6 +213,10 @@ def run_evaluate(args, say) -> dict:
             exits = ", ".join(f"{each['layer']}: {each['label']} {each['confidence']:.3f}" for each in row["exits"])
             say(f"{row['text']}\n    {row['label']}; said after layer {exits}")
         say(f"{found['share']:.1%} of the rows are right at an exit and wrong at the last one.")
+    if isinstance(rule, Retrieval):
+        recorded, labels = record(segments, encoded, args.batch_size, whole=whole), labels_of(task, split)
+        answer["controls"] = found = controls(rule, recorded, encoded, task, labels, args.batch_size, args.seed)
+        say(_controls_table(answer, found))
     say(
         f"{task.name} {split}: score {answer['score']:.3f} (full model {answer['full_score']:.3f}), "
         f"{answer['mean_layers']:.2f} layers of {answer['exits'][-1]} ({answer['layers_saved']:.1%} saved), "
@@ -215,6 +224,19 @@ def run_evaluate(args, say) -> dict:
         f"{answer['timed_rows']} rows)"
     )
     return answer
+
+
+def _controls_table(answer: dict, found: dict[str, dict]) -> str:
+    """RAEE's figure and those without which it says nothing."""
+    names = {
+        "knn_labels": "kNN label vote",
+        "best_single_layer": f"best single layer, {found['best_single_layer']['layer']}",
+        "random_layers": f"random layers, +- {found['random_layers']['spread']:.3f}",
+        "oracle": "oracle: earliest right layer",
+        "full_model": "full model",
+    }
+    rows = [answer | {"name": "RAEE"}, *(found[key] | {"name": name} for key, name in names.items())]
+    return "\n" + table(rows, {"name": "what chooses", "score": "score:.3f", "mean_layers": "mean layers:.2f"}) + "\n"
 
 
 def run_compare(args, say) -> dict:
@@ -348,6 +370,75 @@ def run_classify(args, say) -> dict:
     return answer
 
 
+def run_generate(args, say) -> dict:
+    """One text from a decoder, printed as it comes, its prompt before it."""
+    try:
+        sampling = Sampling(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            repetition_penalty=args.repetition_penalty,
+        )
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    if "" in args.stop:
+        raise WrongArguments("--stop: expected some text, found none")
+    prompt = read_prompt(args)
+    check_device(args.device)
+    folder = args.model or BUILT_IN_DECODER
+    decoder = open_decoder(folder).to(args.device)
+    tokenizer = Tokenizer.from_folder(folder).backend
+    tokenizer.no_truncation()
+    ids, config = tokenizer.encode(prompt).ids, decoder.config
+    room = config.max_tokens - len(ids)
+    count = args.max_new_tokens or max(1, min(NEW_TOKENS, room))
+    ends = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
+    stop = [token for token in ends if token is not None]
+    write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))
+    tokens, layers, text, written = [], [], "", 0
+    before, begin = len(tokenizer.decode(ids)), time.perf_counter()
+    steps = generate(decoder, [ids], max_new_tokens=count, sampling=sampling, stop=stop, seed=args.seed)
+    write(prompt)
+    for step in tqdm(steps, total=count, unit="token", delay=2, leave=False, disable=not args.json):
+        tokens += step.tokens
+        layers += step.layers_run
+        text = tokenizer.decode(ids + tokens)[before:]
+        cuts = [text.index(end) for end in args.stop if end in text]
+        if cuts:
+            text = text[: min(cuts)]
+            break
+        settled = max(written, settled_length(text, args.stop))
+        write(text[written:settled])
+        written = settled
+    seconds = time.perf_counter() - begin
+    write(text[written:] + "\n")
+    mean_layers = float(np.mean(layers))
+    return {
+        "model": str(folder),
+        "prompt": prompt,
+        "text": text,
+        "prompt_tokens": len(ids),
+        "tokens": tokens,
+        "layers": layers,
+        "mean_layers": mean_layers,
+        "layers_saved": 1 - mean_layers / config.num_hidden_layers,
+        "ended": "stop" if cuts or tokens[-1] in stop else "length",
+        "seconds": seconds,
+        "tokens_per_second": len(tokens) / seconds,
+    }
+
+
+def settled_length(text: str, stops: list[str]) -> int:
+    """How much of a text no later token takes back: neither half a character nor what may begin one of `stops`.
+
+    >>> settled_length("It was a big bo", ["boat", "\\n"])
+    13
+    """
+    length = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+    begun = (i for end in stops for i in range(max(0, length - len(end)), length) if end.startswith(text[i:length]))
+    return min(begun, default=length)
+
+
 def run_calibrate(args, say) -> dict:
     """Thresholds under which exits agree with the full model as often as was asked for; they become the run's rule."""
     trained = load_run(args.run, args.model)
@@ -428,6 +519,7 @@ COMMANDS = {
     "evaluate": run_evaluate,
     "compare": run_compare,
     "classify": run_classify,
+    "generate": run_generate,
     "calibrate": run_calibrate,
     "export": run_export,
     "bench": run_bench,
@@ -479,6 +571,30 @@ def open_model(folder: Path | None) -> Path:
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
     return folder
+
+
+def open_decoder(folder: Path) -> Decoder:
+    """The decoder in a checkpoint folder. Raises WrongArguments where it holds an encoder."""
+    config = folder / "config.json"
+    if config.is_file() and (kind := read_config(config).model_type) not in DECODERS:
+        raise WrongArguments(f"{folder}: holds a {kind}, which writes no text; give one of {', '.join(DECODERS)}")
+    return load_backbone(folder)
+
+
+def read_prompt(args) -> str:
+    """What the text begins with, from the command line or a file."""
+    name, prompt = "--prompt", args.prompt
+    if args.prompt_file is not None:
+        name = str(args.prompt_file)
+        try:
+            prompt = args.prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise WrongArguments(
+                f"{name}: expected text in UTF-8, found {error.reason} at byte {error.start}"
+            ) from None
+    if not prompt.strip():
+        raise WrongArguments(f"{name}: expected a prompt, found no text")
+    return prompt
 
 
 def named_method(args) -> Method:
@@ -541,6 +657,10 @@ def choose_rule(args, trained: Run | Runtime) -> Rule:
             raise WrongArguments(f"the rule {name} needs --{option}")
     if given - takes:
         raise WrongArguments(f"the rule {name} does not take --{', --'.join(sorted(given - takes))}")
+    retrieval = {option: getattr(args, option) for option in ("k", "tau", "fallback_top")}
+    retrieval = {option: value for option, value in retrieval.items() if value is not None}
+    if retrieval and (name or not isinstance(trained.rule, Retrieval)):
+        raise WrongArguments(f"--{next(iter(retrieval)).replace('_', '-')} is for a run of raee under its own rule")
     measure = args.measure or "max_probability"
     if args.measure and "threshold" not in given:
         raise WrongArguments("--measure says what a threshold is on: give --threshold too")
@@ -551,7 +671,7 @@ def choose_rule(args, trained: Run | Runtime) -> Rule:
         if name == "fixed" and args.layer not in trained.exits:
             raise ValueError(f"--layer must be one of the exits {','.join(map(str, trained.exits))}, got {args.layer}")
         build = {
-            None: lambda: trained.rule,
+            None: lambda: replace(trained.rule, **retrieval),
             "never": NeverExit,
             "fixed": lambda: FixedExit(trained.exits.index(args.layer)),
             "threshold": lambda: Threshold(threshold, measure),

@@ -51,6 +51,12 @@ class SentenceEncoder:
     """The last states of a checkpoint with a tokenizer of its own."""
 
     def __init__(self, folder: str | Path, max_length: int = 128):
+        """Raises FileNotFoundError where the folder is not there."""
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(
+                f"{folder}: no sentence encoder here; expected a checkpoint with config.json, model.safetensors and "
+                f"tokenizer.json; put it back, or collect again with one that is there"
+            )
         backbone = load_backbone(folder)
         self.states = OwnStates(backbone, backbone.config.num_hidden_layers)
         self.tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))

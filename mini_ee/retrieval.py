@@ -22,14 +22,15 @@ import numpy as np
 from tqdm import tqdm
 
 from mini_ee.early_exit import Segments
-from mini_ee.evaluation import record
+from mini_ee.evaluation import Record, record, summary
 from mini_ee.files import file_sha256, read_json, write_bytes, write_json
 from mini_ee.rules import RULES, Planned, Rule
-from mini_ee.tasks import Encoded, Inputs, batches
+from mini_ee.tasks import Encoded, Inputs, Task, batches
 
 FORMAT_VERSION = 1
 M, EF_CONSTRUCTION, EF = 16, 400, 384  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9957
 SEED = 0  # of hnswlib's levels
+LOTS = 10  # drawn for the random layers
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 MANIFEST = "manifest.json"
 
@@ -533,3 +534,44 @@ def shuffled_plan(plan: np.ndarray, seed: int) -> np.ndarray:
 def earliest_right_exit(values: np.ndarray) -> np.ndarray:
     """The oracle: (N, K) values -> the first exit that is right (B,), the last where none is."""
     return chosen_exit((values > 0).astype(np.float64))
+
+
+def controls(
+    rule: Retrieval,
+    recorded: Record,
+    encoded: Encoded,
+    task: Task,
+    labels: np.ndarray,
+    batch_size: int,
+    seed: int = 0,
+) -> dict[str, dict]:
+    """What must stand beside RAEE's figure on the same N rows, under DESIGN.md's JSON keys.
+
+    knn_labels         the neighbours' labels alone: no layer of the model but what the embedding takes
+    best_single_layer  the one exit that is right most often on the collected rows
+    random_layers      RAEE's exits given to rows by lot: the mean over LOTS draws, and `spread`, the standard deviation
+    oracle             the earliest exit that is right
+    full_model         the last exit
+
+    recorded: what every exit says of these rows, as `record` returns it.
+    """
+    rows, distances = (np.empty((len(encoded), min(rule.k, len(rule.datastore))), kind) for kind in (int, np.float32))
+    for batch in batches(encoded, batch_size):
+        rows[batch], distances[batch] = rule.datastore.search(rule.embed(encoded.batch(batch)), rule.k)
+    plan, last = rule.chosen(Neighbours(rows, distances)), len(recorded.segments.exits) - 1
+    single = best_single_exit(rule.datastore.values)
+    right = (recorded.logits.argmax(axis=2) == labels[:, None]).astype(np.float32)
+
+    def planned(exit_index: np.ndarray) -> dict:
+        return summary(recorded.replay(Planned(exit_index)), recorded, task, labels)
+
+    drawn = [planned(shuffled_plan(plan, seed + lot)) for lot in range(LOTS)]
+    scores = {name: float(np.mean([each[name] for each in drawn])) for name in task.score(labels, labels)}
+    return {
+        "knn_labels": task.score(knn_labels(rule.datastore.labels[rows]), labels) | {"mean_layers": 0.0},
+        "best_single_layer": planned(np.full(len(labels), single)) | {"layer": recorded.segments.exits[single]},
+        "random_layers": scores
+        | {"spread": float(np.std([each["score"] for each in drawn])), "mean_layers": drawn[0]["mean_layers"]},
+        "oracle": planned(earliest_right_exit(right)),
+        "full_model": planned(np.full(len(labels), last)),
+    }

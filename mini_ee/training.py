@@ -123,6 +123,8 @@ def collect_run(
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
     base = load_run(base_folder)
+    if not base.label_names:
+        raise ValueError(f"{base_folder}: a regression run, of which no exit is right or wrong; give one with classes")
     _, held = holdout(task.split("train"), base.config["seed"])
     if max_train is not None:
         held = subset(held, max_train, seed)
@@ -143,7 +145,7 @@ def collect_run(
         "seconds": time.perf_counter() - begin,
     }
     with atomic_folder(out) as partial:
-        shutil.copytree(base_folder, partial, dirs_exist_ok=True)
+        shutil.copytree(base_folder, partial, ignore=shutil.ignore_patterns("datastore"), dirs_exist_ok=True)
         (unfinished / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
         config = base.config | {"method": "raee", "rule": rule.to_dict(), "retrieval": source, "versions": versions()}

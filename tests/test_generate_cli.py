@@ -1,0 +1,266 @@
+"""`mini-ee generate`, and the decoder that it has built in: text as it comes, and wrong input as one line."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from mini_ee import bench
+from mini_ee.__main__ import main
+from mini_ee.checkpoint import BUILT_IN_DECODER, load_backbone, save_backbone
+from mini_ee.commands import settled_length
+from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.generation import gather, generate
+from mini_ee.tasks import Tokenizer
+from mini_ee.weights import pretrain_llama
+
+SHARED = os.environ.get("MINI_EE_SHARED")
+MOST_PERPLEXITY = 100  # of the built-in decoder on held-out stories; guessing by frequency alone: 427
+
+
+@pytest.fixture(scope="module")
+def decoder_folder(tmp_path_factory):
+    """A random 3-layer Llama over single bytes, with a context of 32 tokens."""
+    folder = tmp_path_factory.mktemp("generate") / "llama"
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    config = DecoderConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": len(alphabet),
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 24,
+            "max_position_embeddings": 32,
+            "initializer_range": 0.3,
+        }
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_backbone(Decoder(config), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def answer(capsys, *argv):
+    """The one JSON object that `generate` prints."""
+    assert main(["generate", *map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv):
+    """The one line of a `generate` that fails, and its status."""
+    try:
+        status = main(["generate", *map(str, argv)])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err and printed.err.count("\n") == 1
+    return printed.err, status
+
+
+# ---- The answer ----
+
+
+def test_the_json_answer_is_what_the_library_generates(capsys, decoder_folder):
+    found = answer(capsys, decoder_folder, "--prompt", "a bad cab", "--max-new-tokens", "12")
+    ids = Tokenizer.from_folder(decoder_folder).backend.encode("a bad cab").ids
+    (expected,) = gather(generate(load_backbone(decoder_folder), [ids], max_new_tokens=12), 1)
+    assert found["tokens"] == expected.tokens and found["layers"] == [3] * 12
+    assert (found["mean_layers"], found["layers_saved"], found["prompt_tokens"]) == (3.0, 0.0, 9)
+    assert found["ended"] == "length" and found["tokens_per_second"] > 0
+    assert {"seed", "threads", "versions", "seconds", "model", "prompt"} <= found.keys()
+
+
+def test_what_streams_is_the_prompt_and_then_the_text_of_the_json_answer(capsys, decoder_folder):
+    for seed in range(5):  # drawn bytes are often no character: none may be printed before it is whole
+        argv = (decoder_folder, "--prompt", "é ", "--temperature", 2, "--seed", seed)
+        found = answer(capsys, *argv)
+        assert main(["generate", *map(str, argv)]) == 0
+        assert capsys.readouterr().out == "é " + found["text"] + "\n"
+
+
+def test_the_text_without_a_length_fills_the_context_and_no_more(capsys, decoder_folder):
+    assert len(answer(capsys, decoder_folder, "--prompt", "abc")["tokens"]) == 32 - 3
+
+
+def test_one_seed_gives_one_text_and_another_seed_another(capsys, decoder_folder):
+    argv = (decoder_folder, "--prompt", "a", "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9)
+    one, again, other = (answer(capsys, *argv, "--seed", seed)["tokens"] for seed in (1, 1, 2))
+    assert one == again != other
+
+
+def test_the_text_ends_before_the_first_stop_text(capsys, decoder_folder):
+    argv = (decoder_folder, "--prompt", "abc", "--temperature", 1.0)
+    whole = answer(capsys, *argv)["text"]
+    later, first = whole[9:12], whole[5:8]
+    found = answer(capsys, *argv, "--stop", later, "--stop", first)
+    assert found["text"] == whole[: whole.index(first)] and found["ended"] == "stop"
+    assert main(["generate", *map(str, argv), "--stop", first]) == 0
+    assert capsys.readouterr().out == "abc" + found["text"] + "\n"
+
+
+def test_a_prompt_file_says_what_a_prompt_says(capsys, decoder_folder, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("dé ab", encoding="utf-8")
+    one, other = (answer(capsys, decoder_folder, *argv) for argv in (("--prompt-file", path), ("--prompt", "dé ab")))
+    assert one["tokens"] == other["tokens"]
+
+
+@pytest.mark.parametrize(
+    "text, settled", [("abc", 3), ("abc\ufffd", 3), ("It is an en", 9), ("It is an eno", 12), ("", 0)]
+)
+def test_what_is_settled_holds_back_half_a_character_and_the_beginning_of_a_stop(text, settled):
+    assert settled_length(text, ["end", "zzz"]) == settled
+
+
+# ---- Wrong input ----
+
+
+def test_an_empty_prompt_is_refused(capsys, decoder_folder, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert refused(capsys, decoder_folder, "--prompt", "") == (
+        "mini-ee generate: --prompt: expected a prompt, found no text\n",
+        2,
+    )
+    line, status = refused(capsys, decoder_folder, "--prompt-file", tmp_path / "empty.txt")
+    assert "empty.txt: expected a prompt" in line and status == 2
+
+
+def test_a_prompt_longer_than_the_context_is_refused(capsys, decoder_folder):
+    line, status = refused(capsys, decoder_folder, "--prompt", "abcd" * 10)
+    assert "expected at most 32 tokens, prompt and continuation together, got 40 and 1" in line and status
+    line, status = refused(capsys, decoder_folder, "--prompt", "abcd", "--max-new-tokens", 29)
+    assert "got 4 and 29" in line and status
+
+
+def test_a_prompt_file_that_is_not_utf8_or_not_there_is_refused(capsys, decoder_folder, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("né".encode("latin-1"))
+    line, status = refused(capsys, decoder_folder, "--prompt-file", tmp_path / "latin.txt")
+    assert "latin.txt: expected text in UTF-8" in line and "at byte 1" in line and status == 2
+    line, status = refused(capsys, decoder_folder, "--prompt-file", tmp_path / "none.txt")
+    assert "none.txt" in line and status == 2
+
+
+def test_an_encoder_is_refused(capsys, checkpoint_folder):
+    line, status = refused(capsys, checkpoint_folder, "--prompt", "the film")
+    assert "holds a bert, which writes no text; give one of llama, gemma, phi" in line and status == 2
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (("--prompt", "a", "--temperature", "-1"), "temperature must be at least 0"),
+        (("--prompt", "a", "--top-p", "0"), "top_p must be above 0"),
+        (("--prompt", "a", "--repetition-penalty", "0"), "repetition_penalty must be above 0"),
+        (("--prompt", "a", "--stop", ""), "--stop: expected some text"),
+        (("--prompt", "a", "--prompt-file", "b"), "not allowed with"),
+        ((), "one of the arguments --prompt --prompt-file is required"),
+    ],
+)
+def test_a_wrong_value_is_refused(capsys, decoder_folder, argv, said):
+    line, status = refused(capsys, decoder_folder, *argv)
+    assert said in line and status == 2
+
+
+# ---- The benchmark ----
+
+
+def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
+    config = DecoderConfig.from_dict(bench.STORIES.to_dict() | {"num_hidden_layers": 3})
+    decoder = bench._random_decoder(config, seed=0)
+    heads = [lambda hidden: bench._copied_head(decoder, hidden)]
+    settings = {"exits": (2, 3), "heads": heads, "rule": bench._LastGoesOn(5)}
+    (found,) = bench._decoded(decoder, [[0]], 5, **settings)
+    assert found.layers_run == [2, 2, 2, 2, 3]
+
+
+# ---- The recipe ----
+
+
+def test_windows_hold_every_token_of_the_stream_once_and_overlap_by_their_border(monkeypatch):
+    monkeypatch.setattr(pretrain_llama, "CONTEXT", 4)
+    documents = [[0, 1, 2], [0, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
+    rng = pretrain_llama.np.random.default_rng(0)
+    found = pretrain_llama.windows(documents, rng).tolist()
+    assert all(len(window) == 5 for window in found) and found[0][-1] == found[1][0]
+    stream = found[0] + [token for window in found[1:] for token in window[1:]]
+    stories = "".join(map(str, stream)).split("0")[1:-1]
+    assert {"".join(map(str, document[1:])) for document in documents} >= set(stories) and stories
+
+
+def test_held_out_stories_are_of_the_last_tenth_and_none_was_trained_on(tmp_path):
+    stories = [f"story {i} " + "word " * 20 for i in range(40)] + ["story 3 " + "word " * 20, "cut"]
+    (tmp_path / "s.txt").write_text("<|endoftext|>".join(stories))
+    train, held_out = pretrain_llama.read_stories(tmp_path / "s.txt")
+    assert len(train) in (35, 36, 37) and 2 <= len(held_out) <= 4
+    assert not set(train) & set(held_out) and "cut" not in held_out
+
+
+def test_the_rate_warms_up_stays_and_ends_at_nearly_nothing():
+    args = pretrain_llama.parse(["--shared", ".", "--out", ".", "--state", ".", "--steps", "100", "--warm-up", "10"])
+    rates = [pretrain_llama.learning_rate(step, args) for step in range(1, 101)]
+    assert rates[:10] == [pytest.approx(args.lr * step / 10) for step in range(1, 11)]
+    assert set(rates[10:81]) == {args.lr} and rates[-1] == pytest.approx(args.lr / 20)
+    assert all(now > later for now, later in zip(rates[81:], rates[82:]))
+
+
+# ---- The built-in decoder ----
+
+
+@pytest.fixture(scope="module")
+def built_in():
+    tokenizer = Tokenizer.from_folder(BUILT_IN_DECODER).backend
+    tokenizer.no_truncation()
+    return load_backbone(BUILT_IN_DECODER), tokenizer
+
+
+def test_the_built_in_decoder_has_8_layers_of_width_192_and_its_tokenizers_vocabulary(built_in):
+    decoder, tokenizer = built_in
+    config = decoder.config
+    assert (config.num_hidden_layers, config.hidden_size) == (8, 192)
+    assert config.vocab_size == tokenizer.get_vocab_size() == 4096
+    assert tokenizer.token_to_id("<|endoftext|>") == config.bos_token_id == config.eos_token_id == 0
+
+
+def test_its_tokenizer_gives_every_text_back_and_begins_with_the_bos_token(built_in):
+    _, tokenizer = built_in
+    for text in ('Once upon a time, Lily said "Hi!"\n\nThe end.', " two  spaces ", "é 漢 🙂", "x" * 50):
+        ids = tokenizer.encode(text).ids
+        assert ids[0] == 0 and tokenizer.decode(ids) == text
+
+
+def test_it_prefers_a_story_to_the_same_words_in_reverse(built_in):
+    decoder, tokenizer = built_in
+    story = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    losses = []
+    for text in (story, " ".join(reversed(story.split()))):
+        with torch.inference_mode():
+            losses.append(pretrain_llama.next_token_loss(decoder, torch.tensor([tokenizer.encode(text).ids])).item())
+    assert losses[0] < losses[1] - 1
+
+
+def test_it_continues_a_prompt_with_words(capsys):
+    found = answer(capsys, "--prompt", "Once upon a time, there was a little", "--max-new-tokens", 20)
+    assert found["model"] == str(BUILT_IN_DECODER) and found["text"].count(" ") >= 10
+
+
+@pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
+def test_its_perplexity_on_held_out_stories_is_the_one_that_its_recipe_says(built_in):
+    decoder, tokenizer = built_in
+    _, held_out = pretrain_llama.read_stories(Path(SHARED) / "data" / "TinyStories" / "tinystories_sample.txt")
+    documents = [tokenizer.encode(text).ids + [0] for text in held_out]
+    found = pretrain_llama.held_out_scores(decoder, documents, sum(len(text.encode()) for text in held_out))
+    said = json.loads((BUILT_IN_DECODER / "recipe.json").read_text())["held_out"]
+    assert found["loss"] == pytest.approx(said["loss"], abs=1e-3)
+    assert found["perplexity"] < MOST_PERPLEXITY < math.exp(said["unigram_loss"])

@@ -1,0 +1,294 @@
+"""RAEE as a run: collected from a trained one, read back whole or refused in one line, controls beside its figure."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee import training
+from mini_ee.__main__ import main
+from mini_ee.checkpoint import load_backbone, save_backbone
+from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.evaluation import record
+from mini_ee.files import read_json
+from mini_ee.retrieval import Retrieval, controls
+from mini_ee.runs import load_run, training_folder
+from mini_ee.tasks import holdout, load_task
+from mini_ee.training import collect_run
+
+FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
+
+
+def called(*argv):
+    return main([*map(str, argv)])
+
+
+def answer(capsys, *argv):
+    assert called(*argv, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *argv):
+    assert called(*argv) in (1, 2)
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1, printed.err
+    return printed.err
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, checkpoint_folder, task_folder):
+    out = tmp_path_factory.mktemp("base") / "run"
+    options = ("--model", checkpoint_folder, "--task", task_folder, "--out", out)
+    assert called("train", "joint", *options, *FAST) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def task(task_folder):
+    return load_task(task_folder)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory, base, task):
+    out = tmp_path_factory.mktemp("own") / "raee"
+    collect_run(out, base, task, Retrieval(k=3, tau=0.5))
+    return out
+
+
+@pytest.fixture
+def encoder(tmp_path, checkpoint_folder):
+    return shutil.copytree(checkpoint_folder, tmp_path / "encoder")
+
+
+def test_the_datastore_holds_the_rows_held_out_with_what_each_exit_says_of_them(base, own, task):
+    store, trained = load_run(own).rule.datastore, load_run(base)
+    _, held = holdout(task.split("train"), trained.config["seed"])
+    assert sorted(store.texts) == sorted(held.texts)
+    label_of = dict(zip(held.texts, held.labels))
+    for row, text in enumerate(store.texts):
+        logits, *_ = read_every_exit(trained.segments(), trained.encode([text]).batch(slice(None)))
+        p = torch.from_numpy(logits[0]).double().softmax(dim=1).numpy()
+        assert store.labels[row] == label_of[text]
+        right = p.argmax(axis=1) == label_of[text]
+        np.testing.assert_allclose(store.values[row], np.where(right, p.max(axis=1), 0), atol=1e-5)
+
+
+def test_the_model_is_the_runs_and_the_rule_is_given(base, own):
+    of_base, of_own = load_run(base), load_run(own)
+    assert (own / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    assert of_own.config["method"] == "raee" and of_base.config["method"] == "joint"
+    assert of_own.rule.to_dict() == Retrieval(k=3, tau=0.5).to_dict() and not training_folder(own).exists()
+
+
+def test_a_loaded_run_plans_and_runs_as_one_row_does(own):
+    run = load_run(own)
+    encoded = run.encode([("the film was good",), ("a dull and awful meal",), ("the room was very fine",)])
+    together = early_exit(run.segments(), run.rule, encoded.batch(slice(None)))
+    for row in range(3):
+        alone = early_exit(run.segments(), run.rule, encoded.batch([row]))
+        assert alone.exit_index[0] == together.exit_index[row]
+        np.testing.assert_allclose(alone.logits[0], together.logits[row], atol=1e-5)
+
+
+def test_max_train_collects_so_many_rows(tmp_path, base, task):
+    assert len(collect_run(tmp_path / "out", base, task, Retrieval(), max_train=3).rule.datastore) == 3
+
+
+def test_a_collected_run_can_be_collected_again(tmp_path, own, task):
+    again = collect_run(tmp_path / "out", own, task, Retrieval(k=1), layer=2)
+    assert again.rule.k == 1 and again.rule.datastore.encoder.startswith("layer 2 of ")
+    assert len(list((tmp_path / "out" / "datastore").iterdir())) == 3
+
+
+# Durability
+
+
+def test_a_run_is_not_written_over(own, base, task):
+    with pytest.raises(FileExistsError, match="is there already; name another folder or remove it"):
+        collect_run(own, base, task, Retrieval())
+
+
+@pytest.mark.parametrize("step", ["build", "write_json"])
+def test_a_collection_that_was_killed_leaves_no_run_and_the_same_call_ends_as_if_it_had_not(
+    tmp_path, base, own, task, monkeypatch, step
+):
+    def killed(*arguments, **options):
+        if step == "build":
+            real(*arguments, **options)
+        raise KeyboardInterrupt
+
+    real = getattr(training, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            collect_run(tmp_path / "out", base, task, Retrieval(k=3, tau=0.5))
+    assert not (tmp_path / "out").exists()
+    run, whole = collect_run(tmp_path / "out", base, task, Retrieval(k=3, tau=0.5)), load_run(own)
+    np.testing.assert_array_equal(run.rule.datastore.values, whole.rule.datastore.values)
+    np.testing.assert_array_equal(run.rule.datastore.embeddings, whole.rule.datastore.embeddings)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_without_its_datastore_is_told(tmp_path, own):
+    shutil.copytree(own, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "datastore")
+    with pytest.raises(FileNotFoundError, match="datastore: no datastore here"):
+        load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["index.1.hnsw", "entries.1.safetensors", "manifest.json"])
+def test_a_changed_byte_in_the_datastore_is_told(tmp_path, own, name):
+    shutil.copytree(own, tmp_path / "run")
+    path = tmp_path / "run" / "datastore" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged|expected a JSON object"):
+        load_run(tmp_path / "run")
+
+
+def test_a_datastore_of_another_layer_is_told(tmp_path, base, own, task):
+    collect_run(tmp_path / "other", base, task, Retrieval(), layer=1)
+    shutil.rmtree(tmp_path / "other" / "datastore")
+    shutil.copytree(own / "datastore", tmp_path / "other" / "datastore")
+    with pytest.raises(ValueError, match=r"encoder: expected layer 1 of \w+, found layer 0 of \w+; give that encoder"):
+        load_run(tmp_path / "other")
+
+
+def test_an_encoder_that_moved_or_changed_is_told(tmp_path, base, task, encoder):
+    run = collect_run(tmp_path / "out", base, task, Retrieval(), encoder=encoder)
+    assert run.rule.datastore.encoder == run.rule.embed.name and run.rule.embed.tokenizer is not None
+    changed = load_backbone(encoder)
+    with torch.no_grad():
+        next(changed.parameters()).mul_(2)
+    encoder.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="encoder: no sentence encoder here"):
+        load_run(tmp_path / "out")
+    save_backbone(changed, encoder)
+    shutil.copy(tmp_path / "moved" / "tokenizer.json", encoder)
+    with pytest.raises(ValueError, match=r"encoder: expected encoder \w+, found encoder \w+; give that encoder"):
+        load_run(tmp_path / "out")
+
+
+def test_a_regression_run_is_refused(tmp_path, base, task, monkeypatch):
+    trained = load_run(base)
+    config = trained.config | {"task": trained.config["task"] | {"label_names": []}}
+    monkeypatch.setattr(training, "load_run", lambda folder: trained._replace(config=config))
+    with pytest.raises(ValueError, match="regression run, of which no exit is right or wrong"):
+        collect_run(tmp_path / "out", base, task, Retrieval())
+
+
+# The controls
+
+
+@pytest.fixture(scope="module")
+def drawn(own, task):
+    """The run with values drawn, and a record of logits drawn: exits that differ, the middle one best of the collected.
+
+    The model of this small task is right at every exit, and would not tell one control from another.
+    """
+    run, random = load_run(own), np.random.default_rng(1)
+    values = run.rule.datastore.values
+    values[:] = random.uniform(0.4, 1, values.shape) * (random.random(values.shape) < (0.5, 0.9, 0.6))
+    recorded = record(run.segments(), run.encode(task.split("dev").texts), 8)
+    recorded.logits[:] = random.normal(size=recorded.logits.shape)
+    return run, recorded
+
+
+def scores_by_hand(run, recorded, task):
+    """Accuracy of each control, row by row."""
+    texts, labels = task.split("dev").texts, task.split("dev").labels
+    store, found = run.rule.datastore, {"knn_labels": [], "best_single_layer": [], "oracle": [], "full_model": []}
+    best = max(range(3), key=lambda k: (sum(row[k] > 0 for row in store.values), -k))
+    for row, (text, label) in enumerate(zip(texts, labels)):
+        said = recorded.logits[row].argmax(axis=1).tolist()
+        query = run.rule.embed(run.encode([text]).batch(slice(None)))[0]
+        distances = ((store.embeddings - query / np.linalg.norm(query)) ** 2).sum(axis=1)
+        near = store.labels[np.argsort(distances, kind="stable")[: run.rule.k]].tolist()
+        found["knn_labels"].append(max(near, key=lambda each: (near.count(each), -near.index(each))) == label)
+        found["best_single_layer"].append(said[best] == label)
+        found["oracle"].append(label in said)
+        found["full_model"].append(said[-1] == label)
+    return {name: float(np.mean(right)) for name, right in found.items()}
+
+
+def controls_of(run, recorded, task):
+    encoded = run.encode(task.split("dev").texts)
+    return controls(run.rule, recorded, encoded, task, task.split("dev").labels, 8)
+
+
+def test_controls_are_those_of_loops_over_rows(drawn, task):
+    found, expected = controls_of(*drawn, task), scores_by_hand(*drawn, task)
+    assert {name: found[name]["accuracy"] for name in expected} == pytest.approx(expected)
+    assert found["best_single_layer"]["mean_layers"] == found["best_single_layer"]["layer"] == 2
+    assert found["full_model"]["mean_layers"] == 3 and found["knn_labels"]["mean_layers"] == 0
+
+
+def test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task):
+    run, _ = drawn
+    inputs = run.encode(task.split("dev").texts).batch(slice(None))
+    depth = early_exit(run.segments(), run.rule, inputs).layers_run
+    one, same = (controls_of(*drawn, task)["random_layers"] for _ in range(2))
+    assert len(set(depth)) > 1, "all rows leave at one exit, and no lot changes anything"
+    assert one == same and one["mean_layers"] == pytest.approx(depth.mean()) and one["spread"] > 0
+
+
+@pytest.mark.parametrize("name", ["knn_labels", "best_single_exit", "earliest_right_exit"])
+def test_the_test_of_the_controls_can_fail(drawn, task, monkeypatch, name):
+    wrong = {
+        "knn_labels": lambda labels: labels[:, 0],
+        "best_single_exit": lambda values: values.shape[1] - 1,
+        "earliest_right_exit": lambda values: np.zeros(len(values), np.int64),
+    }[name]
+    monkeypatch.setattr("mini_ee.retrieval." + name, wrong)
+    with pytest.raises(AssertionError):
+        test_controls_are_those_of_loops_over_rows(drawn, task)
+
+
+def test_the_test_of_random_layers_can_fail_where_a_lot_is_another_plan(drawn, task, monkeypatch):
+    monkeypatch.setattr("mini_ee.retrieval.shuffled_plan", lambda plan, seed: np.zeros_like(plan))
+    with pytest.raises(AssertionError):
+        test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task)
+
+
+# The command line
+
+
+def test_train_evaluate_and_compare_answer(capsys, tmp_path, base, task_folder):
+    said = answer(capsys, "train", "raee", "--model", base, "--task", task_folder, "--out", tmp_path / "raee", "--k", 2)
+    assert said["method"] == "raee" and said["rule"]["k"] == 2 and said["rows"] == 6
+    assert said["datastore_bytes"] == sum(path.stat().st_size for path in (tmp_path / "raee" / "datastore").iterdir())
+    said = answer(capsys, "evaluate", tmp_path / "raee", "--task", task_folder, "--batch-size", 8)
+    names = ["knn_labels", "best_single_layer", "random_layers", "oracle", "full_model"]
+    assert said["rule"]["k"] == 2 and list(said["controls"]) == names
+    rows = answer(capsys, "compare", base, tmp_path / "raee", "--task", task_folder)["rows"]
+    assert rows[1]["mean_layers"] == said["mean_layers"] and rows[1]["accuracy"] == said["accuracy"]
+
+
+def test_evaluate_prints_the_controls_beside_the_figure(capsys, own, task_folder):
+    assert called("evaluate", own, "--task", task_folder) == 0
+    printed = capsys.readouterr().out
+    for line in ("kNN label vote", "best single layer", "random layers", "oracle", "full model"):
+        assert line in printed
+
+
+def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folder):
+    said = answer(
+        capsys, "evaluate", own, "--task", task_folder, "--k", 1, "--tau", "0", "--fallback-top", 2, "--batch-size", 8
+    )
+    expected = {"name": "raee", "k": 1, "tau": 0.0, "fallback_top": 2, "include_embeddings": False}
+    assert said["rule"] == expected and read_json(own / "config.json")["rule"]["k"] == 3
+
+
+def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_folder):
+    message = "--k is for a run of raee under its own rule"
+    assert message in refused(capsys, "evaluate", base, "--task", task_folder, "--k", 3)
+    assert message in refused(capsys, "evaluate", own, "--task", task_folder, "--rule", "never", "--k", 3)
+
+
+def test_a_missing_model_and_a_wrong_tau_are_told(capsys, tmp_path, base, task_folder):
+    assert "give the run with --model" in refused(capsys, "train", "raee", "--out", tmp_path / "out")
+    with pytest.raises(SystemExit):
+        called("train", "raee", "--model", base, "--task", task_folder, "--out", tmp_path / "out", "--tau", "2")
