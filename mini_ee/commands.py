@@ -510,6 +510,10 @@ def run_bench(args, say) -> dict:
                 f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "
                 f"ratio {row['ratio']:.3f}   bar {row['bar']:.3f}   {'holds' if row['holds'] else 'MISSED'}"
             )
+            if "fill_seconds" in row:
+                parts = ("layers", "head", "fill", "eager_fill")
+                costs = ", ".join(f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)
+                say(f"    a token: {costs}")
     return {"bench": args.name, "rows": rows, "device": "cpu"}
 
 

@@ -289,7 +289,9 @@ ONE_OF_EACH = [
 
 
 def test_one_of_each_has_one_of_each():
-    assert {type(rule) for rule in ONE_OF_EACH} == set(RULES.values())
+    assert {type(rule) for rule in ONE_OF_EACH} == {
+        kind for kind in RULES.values() if kind.__module__ == "mini_ee.rules"
+    }
 
 
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)

@@ -484,4 +484,4 @@ def test_heads_on_stories260k_agree_more_often_the_deeper_they_sit():
         model = SelfSupervised(decoder, (1, 2, 3, 4, 5), "copy")
     history = train_heads(model, texts, fresh, HeadTraining(penalty=0.0, epochs=10))
     found = history[-1]["agreement"]
-    assert found == sorted(found) and found[-1] > 0.7
+    assert found == sorted(found) and found[-1] > 0.6 > 0.4 > history[0]["agreement"][0]
