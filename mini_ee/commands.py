@@ -17,6 +17,7 @@ from mini_ee.calibration import calibrate_record
 from mini_ee.checkpoint import BUILT_IN_DECODER, BUILT_IN_MODEL, DECODERS, load_backbone, read_config
 from mini_ee.confidence import max_probability
 from mini_ee.decoder import Decoder
+from mini_ee.decoder_evaluation import evaluate_decoder, holds_decoder
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
@@ -168,6 +169,12 @@ def run_collect(args, say) -> dict:
 
 def run_evaluate(args, say) -> dict:
     """Accuracy, layers and measured speed-up of one run."""
+    if holds_decoder(args.run):
+        check_device(args.device)
+        return evaluate_decoder(args, say)
+    for option in ("max_rows", "text", "picture"):
+        if getattr(args, option):
+            raise WrongArguments(f"--{option.replace('_', '-')} is for a decoder's run; {args.run} holds none")
     trained = open_trained(args.run, args)
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)
@@ -574,6 +581,8 @@ def open_model(folder: Path | None) -> Path:
         raise FileNotFoundError(
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
+    if (kind := read_config(folder / "config.json").model_type) in DECODERS:
+        raise WrongArguments(f"{folder}: holds a {kind}, a decoder; give an encoder, such as BERT")
     return folder
 
 

@@ -67,7 +67,8 @@ def test_methods_and_benchmarks_are_those_that_there_are():
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for command in ("demo", "train", "calibrate", "evaluate", "compare", "classify", "export", "run", "bench"):
+    names = ("demo", "train", "calibrate", "evaluate", "compare", "classify", "generate", "export", "run", "bench")
+    for command in names:
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0 and f"example:\n  mini-ee {command}" in capsys.readouterr().out
@@ -270,6 +271,7 @@ def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_
         (["--max-loss", "2"], "0 to 1"),
         (["--epoch", "3"], "--epoch"),
         (["--model", "/nowhere"], "/nowhere"),
+        (["--model", str(checkpoint.BUILT_IN_DECODER)], "holds a llama, a decoder; give an encoder"),
         (["--task", "/nowhere"], "/nowhere"),
         (["--max-length", "2"], "max_length"),
     ],
