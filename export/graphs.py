@@ -38,7 +38,7 @@ class Graph:
 
     def __init__(self, config: BertConfig, parameters: dict[str, np.ndarray], prefix: str = ""):
         self.config, self.parameters, self.prefix = config, parameters, prefix
-        self.dtype = parameters[f"{prefix}backbone.embeddings.norm.weight"].dtype
+        self.dtype = next(iter(parameters.values())).dtype
         self.nodes, self.initializers = [], {}
         self.inputs, self.outputs = [], []
 

@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 HIDDEN = "hidden_out"
+DECODER = "Decoder"  # the manifest's `model` where the folder writes text: decoder_runtime.py
 
 
 class Session:
@@ -47,7 +48,8 @@ class Session:
         except Exception as error:  # the types that onnxruntime raises
             raise ValueError(f"{path}: ONNX Runtime cannot load this graph ({error}); export the run again") from None
         self.provider = self._session.get_providers()[0]
-        self.begins = "input_ids" in {each.name for each in self._session.get_inputs()}  # from the embeddings
+        self.inputs = {each.name for each in self._session.get_inputs()}
+        self.begins = "input_ids" in self.inputs  # from the embeddings
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: dict) -> dict:
@@ -63,6 +65,14 @@ class Session:
         self._session.run_with_iobinding(binding)
         values = zip(self._outputs, binding.get_outputs())
         return {name: value if name == HIDDEN else value.numpy() for name, value in values}
+
+    def io_binding(self) -> ort.IOBinding:
+        """For inputs and outputs whose memory the caller holds."""
+        return self._session.io_binding()
+
+    def run_bound(self, binding: ort.IOBinding) -> None:
+        """Run with what is bound."""
+        self._session.run_with_iobinding(binding)
 
 
 @cache
@@ -228,11 +238,13 @@ class Runtime:
     ):
         self.folder = Path(folder)
         self.config = read_manifest(self.folder)
+        if self.config["model"] == DECODER:
+            raise ValueError(f"{folder}: holds a decoder, which writes text and gives no label; use `mini-ee run`")
         self.tokenizer = Tokenizer.from_folder(self.folder, self.config["max_length"])
         self.label_names = self.config["task"]["label_names"]  # empty for regression
         self._threads = threads
         if segments is None:
-            wanted = _wanted_provider(providers, allow_fallback)
+            wanted = wanted_provider(providers, allow_fallback)
             segments = OrtSegments(self.folder, self.config, wanted, threads)
             if segments.provider != wanted and providers and not allow_fallback:
                 raise ValueError(f"{wanted} was asked for, it fell back to {segments.provider}; install what it needs")
@@ -316,7 +328,7 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def _wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> str:
+def wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> str:
     """The provider to ask ONNX Runtime for. CUDA counts as there only where there is a driver."""
     known = [CUDA, CPU] if CUDA in ort.get_available_providers() and _has_cuda_driver() else [CPU]
     wanted = providers[0] if providers else CUDA if CUDA in known else CPU

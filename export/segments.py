@@ -105,7 +105,7 @@ def write_segments(
         made["encoder"] = _encoder_graph(encoder, model, parameters)
     if precision == "int8":
         made = {name: _quantized(graph) for name, graph in made.items()}
-    _write(made, folder)
+    write_graphs(made, folder)
     return {
         "opset": graphs.OPSET,
         "precision": precision,
@@ -118,7 +118,7 @@ def write_segments(
         "pool": model.pool,
         "num_labels": model.num_labels,
         **lora,
-        "graphs": {name: _interface(graph) for name, graph in made.items()},
+        "graphs": {name: interface(graph) for name, graph in made.items()},
     }
 
 
@@ -206,7 +206,7 @@ def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
     }
 
 
-def _interface(graph: onnx.ModelProto) -> dict:
+def interface(graph: onnx.ModelProto) -> dict:
     """Inputs and outputs of a graph, with the name or size of each axis."""
 
     def values(infos) -> dict:
@@ -236,7 +236,7 @@ def _quantized(graph: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.load(path)
 
 
-def _write(made: dict[str, onnx.ModelProto], folder: Path) -> None:
+def write_graphs(made: dict[str, onnx.ModelProto], folder: Path) -> None:
     """Take the weights out into one file, each once, and write graphs that point there."""
     tensors = {}
     for graph in made.values():

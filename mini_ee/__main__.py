@@ -14,10 +14,11 @@ from mini_ee.confidence import MEASURES
 from mini_ee.tasks import TOY
 
 METHODS = (
-    *("joint", "two-stage", "sweet", "multi-model", "lora-exits", "raee", "consistent"),
+    *("joint", "two-stage", "sweet", "multi-model", "lora-exits", "self-supervised", "raee", "consistent", "calm"),
     *("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit"),
 )
 RULES = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy")
+INITS, TARGETS, FILLS = ("scratch", "copy"), ("soft", "hard"), ("propagate", "recompute")
 REWARDS, ESTIMATORS = ("hardness-guided", "vanilla"), ("reinforce", "exact")
 DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")
@@ -85,12 +86,29 @@ def parser() -> Parser:
     lora.add_argument("--t-squared", action="store_true", help="times the temperature squared, which the paper has not")
     lora.add_argument("--rank", type=_positive, help="of the adapters; 8")
     lora.add_argument("--targets", help="projections with adapters; query,value")
-    retrieval = sub.add_argument_group("raee", "--model is a trained run")
+    heads = sub.add_argument_group(
+        "self-supervised", "--model is a decoder; --lambda: of Eq. 1, .95; --lr: 1e-3, built-in 4e-3"
+    )
+    heads.add_argument("--init", choices=INITS, help="heads drawn (scratch, default), or copies of the model's own")
+    heads.add_argument("--target", choices=TARGETS, help="what the model says (soft, default), or its likeliest token")
+    _add_texts(heads)
+    retrieval = sub.add_argument_group(
+        "raee", "--model is a trained run, or a checkpoint: each layer is an exit, read through a prompt"
+    )
     _add_retrieval(retrieval)
     where = retrieval.add_mutually_exclusive_group()
     where.add_argument("--layer", type=_count, help="after which the model's own states are the queries; 0")
     where.add_argument("--encoder", type=Path, metavar="DIR", help="a sentence encoder for the queries instead")
-    policy = sub.add_argument_group("consistent")
+    retrieval.add_argument("--shots", type=_positive, metavar="N", help="fine-tune on N rows a class first, 8 a step")
+    retrieval.add_argument("--template", metavar="TEXT", help='such as "{text} It was {mask}."; decoders: no {mask}')
+    retrieval.add_argument("--words", type=_words, help="label words by class: 0=terrible,1=great")
+    retrieval.add_argument("--prompts", type=Path, metavar="FILE", help="JSON laid out as the built-in prompts.json")
+    retrieval.add_argument("--include-embeddings", action="store_true", help="layer 0 is an exit too")
+    policy = sub.add_argument_group(
+        "consistent",
+        "--model may be a decoder, as for calm: --task continue or copy, --text FILE, --texts N, --rank; "
+        "--target hard: y is what the full model says",
+    )
     policy.add_argument("--reward", choices=REWARDS, help="Eq. 4 (hardness-guided, default) or Eq. 3 (vanilla)")
     policy.add_argument("--estimator", choices=ESTIMATORS, help="of the gradient of Eq. 5; reinforce")
     policy.add_argument("--trajectories", type=_positive, help="sampled of a row in a step; 8")
@@ -99,15 +117,25 @@ def parser() -> Parser:
     policy.add_argument(
         "--alpha",
         type=float,
-        help="the price of a layer, Eq. 3; .02. For lora-exits: they are scaled by alpha / rank; 16",
+        help="the price of a layer, Eq. 3; .02, of a token's .1. For lora-exits: they are scaled by alpha / rank; 16",
     )
 
     sub = command("evaluate", "accuracy, layers saved and measured speed-up of a run", "mini-ee evaluate run --sweep")
     sub.add_argument("run", type=Path, metavar="RUN")
     _add_evaluation(sub)
     _add_rule(sub)
-    sub.add_argument("--sweep", action="store_true", help="also 51 thresholds evenly in (1/#labels, 1)")
+    sub.add_argument(
+        "--sweep", action="store_true", help="also 51 thresholds evenly in (1/#labels, 1); a decoder's: over epsilon"
+    )
     sub.add_argument("--overthinking", action="store_true", help="also rows that an exit gets right and the last wrong")
+    sub.add_argument("--hardness", action="store_true", help="also the memorized layer, and how it goes with the loss")
+
+    decoder = sub.add_argument_group("a decoder's run, or a plain decoder", "--task: HellaSwag, MMLU, ...")
+    decoder.add_argument("--max-rows", type=_positive, metavar="N", help="of the benchmark, drawn with the seed")
+    decoder.add_argument(
+        "--text", type=Path, metavar="FILE", help="with --sweep: also perplexity of this held-out text"
+    )
+    decoder.add_argument("--picture", type=Path, metavar="PNG", help="with --sweep: the paper's figures in one picture")
 
     sub = command("compare", "several runs in one table, on one clock", "mini-ee compare run-a run-b")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
@@ -115,7 +143,16 @@ def parser() -> Parser:
     sub.add_argument(
         "--sweep", action="store_true", help="also the curve of each, and what it saves at no and little loss"
     )
-    sub.add_argument("--picture", type=Path, metavar="PNG", help="with --sweep: all curves in one picture")
+    sub.add_argument(
+        "--picture",
+        type=Path,
+        metavar="PNG",
+        help="loss and accuracy by layer; of runs of consistent alone the score over alpha; with --sweep all curves",
+    )
+    writers = sub.add_argument_group("decoders' runs of consistent and calm", "Rouge-L, layers saved, tokens a second")
+    writers.add_argument("--text", type=Path, metavar="FILE", help="the stories, if not where they were in training")
+    writers.add_argument("--max-rows", type=_positive, metavar="N", help="texts that are written; 100")
+    _add_sampling(writers)
 
     sub = command(
         "classify",
@@ -135,20 +172,34 @@ def parser() -> Parser:
         'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95',
     )
     sub.add_argument(
-        "model", type=Path, nargs="?", metavar="MODEL", help="checkpoint folder; the built-in 8-layer Llama"
+        "run", type=Path, nargs="?", metavar="RUN", help="of self-supervised, or a checkpoint; the built-in Llama"
     )
     prompt = sub.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what the text begins with")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it, in UTF-8")
     sub.add_argument("--max-new-tokens", type=_positive, metavar="N", help="100, or what the context has room for")
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
-    sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    sub.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens")
-    sub.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the fewest tokens that hold P of the probability"
-    )
+    _add_sampling(sub)
     sub.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: less of what is there; 1")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    early = sub.add_argument_group("a run with exits")
+    early.add_argument("--rule", choices=RULES[:3], help="instead of the run's own rule")
+    early.add_argument("--threshold", type=_numbers, help="one number, or one for each exit: --threshold=.8,.8,.9,1")
+    early.add_argument("--measure", choices=tuple(MEASURES), help="what the threshold is on; breaking_ties by default")
+    early.add_argument("--layer", type=_positive, help="at which all leave; with --lossless: which drafts, the first")
+    early.add_argument(
+        "--fill",
+        choices=FILLS,
+        help="skipped layers: the exit's state stands in (propagate, default), or they catch up",
+    )
+    early.add_argument("--lossless", action="store_true", help="the full model's own text: an exit drafts, it verifies")
+    early.add_argument("--draft", type=_positive, metavar="N", help="tokens drafted before they are verified; 4")
+    early.add_argument(
+        "--show-exits",
+        action="store_true",
+        help="colour tokens by the layer they left at, in a pipe too; in JSON: layers",
+    )
+    early.add_argument("--model", type=Path, metavar="DIR", help="where the decoder of the run is now, if it moved")
 
     sub = command(
         "calibrate",
@@ -157,14 +208,17 @@ def parser() -> Parser:
     )
     sub.add_argument("run", type=Path, metavar="RUN")
     sub.add_argument("--task", metavar="DIR", help=f"task folder; may be left out for a run on the built-in {TOY}")
-    sub.add_argument("--model", type=Path, metavar="DIR", help="where the backbone of LoRA exits is now, if it moved")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="where the backbone of the run is now, if it moved")
     sub.add_argument("--epsilon", type=float, required=True, help="the least share that agrees, above 0, at most 1")
     sub.add_argument(
         "--delta", type=float, help="the promise holds for fresh rows but for this chance; else the paper's rule"
     )
     sub.add_argument(
-        "--measure", choices=tuple(MEASURES), help="what the thresholds are on; max_probability by default"
+        "--measure",
+        choices=tuple(MEASURES),
+        help="what the thresholds are on; max_probability by default, of a decoder's heads breaking_ties",
     )
+    _add_texts(sub.add_argument_group("a decoder's run"))
 
     sub = command("export", "ONNX segments, verified against torch", "mini-ee export mini-ee-demo/run --out exported")
     sub.add_argument("run", type=Path, metavar="RUN")
@@ -178,7 +232,7 @@ def parser() -> Parser:
 
     sub = command(
         "run",
-        "sentences or JSONL in, JSONL out, in batches",
+        "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches",
         "mini-ee run exported reviews.txt --out answers.jsonl",
     )
     sub.add_argument("exported", type=Path, metavar="EXPORTED")
@@ -187,6 +241,9 @@ def parser() -> Parser:
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default; 1 for answers line by line")
     sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="onnx by default")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
+    decoder = sub.add_argument_group("a decoder", "lines are prompts; it writes the likeliest text")
+    decoder.add_argument("--max-new-tokens", type=_positive, metavar="N", help="after each prompt; 100")
+    decoder.add_argument("--fill", choices=FILLS, help="caches of layers that tokens skipped; propagate")
 
     sub = command("bench", "ratios measured side by side in one process", "mini-ee bench exit-tax --threads 2")
     sub.add_argument("name", choices=(*BENCHMARKS, "all"), metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
@@ -213,6 +270,23 @@ def _add_training(sub: Parser) -> None:
     sub.add_argument("--max-length", type=_positive, default=128, metavar="TOKENS", help="longer texts are cut; 128")
     sub.add_argument("--max-loss", type=_share, default=0.01, help="the default rule may lose this much score; .01")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+
+
+def _add_texts(group) -> None:
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--text", type=Path, metavar="FILE", help="a text, cut in pieces; else the model writes some")
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="it goes on from this; may be repeated")
+    group.add_argument("--greedy", action="store_true", help="with its likeliest tokens, once from each prompt")
+    group.add_argument("--texts", type=_positive, metavar="N", help="512, of --text all pieces")
+    group.add_argument("--new-tokens", type=_positive, metavar="N", help="of each text; 64")
+
+
+def _add_sampling(sub) -> None:
+    sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    sub.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens")
+    sub.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the fewest tokens that hold P of the probability"
+    )
 
 
 def _add_schedule(sub: Parser) -> None:
@@ -290,6 +364,13 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number, or several with commas, found {text!r}") from None
+
+
+def _words(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(number.strip().isdecimal() and equals and word.strip() for number, equals, word in pairs):
+        raise argparse.ArgumentTypeError(f"expected a word for each class, as 0=terrible,1=great, found {text!r}")
+    return {number.strip(): word.strip() for number, _, word in pairs}
 
 
 def main(argv: list[str] | None = None) -> int:

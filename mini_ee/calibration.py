@@ -31,6 +31,14 @@ START = 0.05  # share of the rows in the strictest cut that is tested
 RESAMPLES = 1000
 
 
+class TooFew(ValueError):
+    """Not even full agreement would keep the promise. needed: rows, or texts like those at hand, that could."""
+
+    def __init__(self, message: str, needed: int):
+        super().__init__(message)
+        self.needed = needed
+
+
 class Observed(NamedTuple):
     """What the exits but the last said of N rows, whatever the rows are."""
 
@@ -221,7 +229,7 @@ def _checked(delta: float, epsilon: float) -> float:
 
 
 def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
-    """Raise ValueError, with the number that is needed, where not even full agreement would pass."""
+    """Raise TooFew where not even full agreement would pass."""
     perfect = p_values(np.ones(len(groups), bool), groups, epsilon)[-1]
     if perfect > delta:
         rows = np.unique(groups, return_counts=True)[1]
@@ -229,9 +237,10 @@ def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
             kind, needed = "rows", math.ceil(math.log(delta) / math.log(epsilon))
         else:
             kind, needed = "texts like these", _texts_needed(rows, epsilon, delta)
-        raise ValueError(
+        raise TooFew(
             f"too few to promise epsilon {epsilon} with this delta: at least {needed} {kind} are needed, "
-            f"got {len(rows)}; calibrate on more, or lower epsilon, or leave delta out"
+            f"got {len(rows)}; calibrate on more, or lower epsilon, or leave delta out",
+            needed,
         )
 
 

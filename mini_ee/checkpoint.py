@@ -225,7 +225,7 @@ def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Te
     parts, state = {}, module.state_dict()
     for ours, theirs in names.items():
         sizes = getattr(module.get_submodule(ours.rpartition(".")[0]), "sizes", None)
-        split = state[ours].split(sizes) if sizes else state[ours].chunk(len(theirs))
+        split = state[ours].split(sizes) if sizes and len(theirs) > 1 else state[ours].chunk(len(theirs))
         parts |= zip(theirs, split, strict=True)
     return parts
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from mini_ee import WrongArguments
 from mini_ee.bench import BENCHES
 from mini_ee.calibration import calibrate_record
-from mini_ee.checkpoint import BUILT_IN_DECODER, BUILT_IN_MODEL, DECODERS, load_backbone, read_config
-from mini_ee.confidence import max_probability
-from mini_ee.decoder import Decoder
-from mini_ee.decoder_evaluation import evaluate_decoder, holds_decoder
+from mini_ee.checkpoint import BUILT_IN_MODEL, DECODERS, read_config
+from mini_ee.confidence import log_softmax, max_probability
+from mini_ee.decoder_commands import calibrate_exits, export_writer, holds_writer, refuse_text, train_exits, write_text
+from mini_ee.decoder_evaluation import compare_heads, evaluate_decoder, holds_decoder
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
+    by_exit,
     curve,
     evaluate,
     labels_of,
@@ -39,21 +39,25 @@ from mini_ee.exits import check_exits, even_exits
 from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
-from mini_ee.generation import Sampling, generate
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, method_of
-from mini_ee.report import can_draw, draw_curves, table
-from mini_ee.retrieval import Retrieval, controls
+from mini_ee.metrics import spearman
+from mini_ee.prompting import DECODER, ENCODER, PROMPTS, Prompt, PromptModel, prompt_of
+from mini_ee.reinforce import hardness_of
+from mini_ee.report import can_draw, draw_ablation, draw_curves, draw_layers, draw_rewards, table
+from mini_ee.retrieval import Retrieval, ablation, controls
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold, rule_from_dict
 from mini_ee.runs import Run, load_run, versions, write_rule
-from mini_ee.tasks import TOY, Task, Tokenizer, holdout, load_task, toy_task
-from mini_ee.training import TrainConfig, collect_run, train_run
+from mini_ee.tasks import TOY, Task, holdout, load_task, toy_task
+from mini_ee.training import TrainConfig, collect_run, prompt_run, train_run
+from mini_ee.writing_commands import compare_writers, is_for_decoders, train_writer
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
 LORA_LR, LORA_EPOCHS = 1e-3, 5
+FEW_SHOT_LR, FEW_SHOT_EPOCHS, FEW_SHOT_BATCH = 3e-4, 15, 8  # of the built-in models; LM-BFF's are larger, lr 1e-5
+PROMPT_OPTIONS = ("template", "words", "prompts", "shots", "include_embeddings")
 USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 CALIBRATION_BATCH = 32
-NEW_TOKENS = 100
 SWEEP_POINTS = 51  # LoRAExit, section 4
 LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
 
@@ -84,8 +88,16 @@ def run_demo(args, say) -> dict:
 
 def run_train(args, say) -> dict:
     """Train one method and write the run."""
+    if args.method == "self-supervised":
+        check_device(args.device)
+        return train_exits(args, say)
+    if is_for_decoders(args):
+        check_device(args.device)
+        return train_writer(args, say)
+    refuse_text(args)
     if args.method == "raee":
         return run_collect(args, say)
+    refuse_prompt(args, f"{args.method} trains heads")
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
@@ -123,32 +135,38 @@ def run_train(args, say) -> dict:
 
 
 def run_collect(args, say) -> dict:
-    """RAEE: a datastore beside the exits of a trained run."""
-    if args.model is None:
-        raise WrongArguments("raee collects what the exits of a trained run say: give the run with --model")
+    """RAEE: a datastore beside the exits of a trained run, or beside every layer of a checkpoint, through a prompt."""
     check_device(args.device)
-    task = open_task_of([load_run(args.model)], args.task)
-    check_task(load_run(args.model), task, args.model)
+    model_folder = open_folder(args.model)
+    is_run = "format_version" in read_json(model_folder / "config.json")
+    task = open_task_of([load_run(model_folder)], args.task) if is_run else open_task(args.task)
     settings = {"k": args.k, "tau": args.tau, "fallback_top": args.fallback_top}
     try:
         rule = Retrieval(**{name: value for name, value in settings.items() if value is not None})
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     begin = time.perf_counter()
-    where = {"layer": args.layer, "encoder": args.encoder}
-    trained = collect_run(
-        args.out,
-        args.model,
-        task,
-        rule,
-        **{name: value for name, value in where.items() if value is not None},
-        seed=args.seed,
-        max_train=args.max_train,
-        device=args.device,
-    )
+    where = {"layer": args.layer, "encoder": args.encoder, "max_train": args.max_train, "device": args.device}
+    where = {name: value for name, value in where.items() if value is not None}
+    if is_run:
+        refuse_prompt(args, f"{model_folder} is a trained run, which has heads")
+        check_task(load_run(model_folder), task, model_folder)
+        trained = collect_run(args.out, model_folder, task, rule, **where, seed=args.seed)
+    else:
+        trained = prompt_run(
+            args.out,
+            model_folder,
+            choose_prompt(args, task, model_folder),
+            task,
+            replace(rule, include_embeddings=args.include_embeddings),
+            shots=args.shots or 0,
+            config=few_shot_config(args),
+            max_length=args.max_length,
+            **where,
+        )
     metrics = read_json(args.out / "metrics.json")
     say(
-        f"Collected {metrics['rows']} rows that the run was not trained on; "
+        f"Collected {metrics['rows']} rows that the exits were not trained on; "
         f"alone, the exit after layer {metrics['best_single_exit']} is right most often."
     )
     say(f"Run: {args.out}")
@@ -160,6 +178,7 @@ def run_collect(args, say) -> dict:
         "exits": list(trained.exits),
         "per_exit_accuracy": metrics["per_exit_accuracy"],
         "rule": trained.rule.to_dict(),
+        **({} if is_run else {"prompt": trained.config["prompt"], "shots": args.shots or 0}),
         "run": str(args.out),
         "rows": metrics["rows"],
         "datastore_bytes": size,
@@ -167,24 +186,59 @@ def run_collect(args, say) -> dict:
     }
 
 
+def refuse_prompt(args, instead: str) -> None:
+    """Raise WrongArguments for an option of raee's prompts where nothing is read through one."""
+    for name in PROMPT_OPTIONS:
+        if getattr(args, name) not in (None, False):
+            raise WrongArguments(f"--{name.replace('_', '-')} is for raee on a checkpoint, read by a prompt; {instead}")
+
+
+def choose_prompt(args, task: Task, model_folder: Path) -> Prompt:
+    """The prompt that the command line gives, or the one of prompts.json or of --prompts for this task."""
+    kind = DECODER if read_config(model_folder / "config.json").model_type in DECODERS else ENCODER
+    if (args.template is None) != (args.words is None) or (args.template and args.prompts):
+        raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
+    try:
+        if args.template is None:
+            return prompt_of(task.name, kind, args.prompts or PROMPTS)
+        return Prompt.from_dict({"template": args.template, "words": args.words})
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def few_shot_config(args) -> TrainConfig:
+    """The settings of prompt-based fine-tuning, whose batches are small, since its rows are few."""
+    try:
+        return TrainConfig(
+            epochs=args.epochs or FEW_SHOT_EPOCHS,
+            lr=FEW_SHOT_LR if args.lr is None else args.lr,
+            batch_size=min(args.batch_size, FEW_SHOT_BATCH),
+            seed=args.seed,
+        )
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
 def run_evaluate(args, say) -> dict:
     """Accuracy, layers and measured speed-up of one run."""
     if holds_decoder(args.run):
         check_device(args.device)
         return evaluate_decoder(args, say)
-    for option in ("max_rows", "text", "picture"):
+    for option in ("max_rows", "text"):
         if getattr(args, option):
             raise WrongArguments(f"--{option.replace('_', '-')} is for a decoder's run; {args.run} holds none")
     trained = open_trained(args.run, args)
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)
     rule = choose_rule(args, trained)
+    if args.picture and not (args.sweep and isinstance(rule, Retrieval)):
+        raise WrongArguments("--picture is for the --sweep of a decoder or of raee; mini-ee compare draws the others")
     split = args.split or task.default_split
     labels_of(task, split)
     encoded = trained.encode(task.split(split).texts)
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
-    sweep = SWEEP_POINTS if args.sweep else 0
+    sweep = SWEEP_POINTS if args.sweep and not isinstance(rule, Retrieval) else 0
     segments, whole = trained.segments(), trained.whole_model()
     answer = evaluate(segments, whole, rule, task, split, encoded, args.batch_size, sweep, args.seed)
     answer = {"method": trained.config["method"], "engine": segments.engine} | answer
@@ -197,7 +251,7 @@ def run_evaluate(args, say) -> dict:
             {"layer": "layer", "score": "score:.3f", "left": "left here"},
         )
     )
-    if args.sweep:
+    if sweep:
         say(
             table(
                 [
@@ -220,10 +274,31 @@ def run_evaluate(args, say) -> dict:
             exits = ", ".join(f"{each['layer']}: {each['label']} {each['confidence']:.3f}" for each in row["exits"])
             say(f"{row['text']}\n    {row['label']}; said after layer {exits}")
         say(f"{found['share']:.1%} of the rows are right at an exit and wrong at the last one.")
+    if args.hardness:
+        if task.regression:
+            raise WrongArguments("--hardness: the memorized layer asks whether a prediction is right; give classes")
+        memorized, losses = hardness_of(
+            record(segments, encoded, args.batch_size).logits, labels_of(task, split), segments.exits
+        )
+        answer["hardness"] = found = {
+            "mean_memorized_layer": float(memorized.mean()),
+            "spearman_loss": spearman(memorized, losses),
+        }
+        say(
+            f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
+            f"the loss under Eq. 1: {found['spearman_loss']:.2f}."
+        )
     if isinstance(rule, Retrieval):
         recorded, labels = record(segments, encoded, args.batch_size, whole=whole), labels_of(task, split)
         answer["controls"] = found = controls(rule, recorded, encoded, task, labels, args.batch_size, args.seed)
         say(_controls_table(answer, found))
+        if args.sweep:
+            rows = (rule, recorded, encoded, task, labels, args.batch_size, args.seed)
+            answer["rows"] = ablation(*rows)
+            say(_ablation_table(answer["rows"]))
+            if args.picture and can_draw():
+                draw_ablation(args.picture, answer)
+                say(f"Picture: {args.picture}")
     say(
         f"{task.name} {split}: score {answer['score']:.3f} (full model {answer['full_score']:.3f}), "
         f"{answer['mean_layers']:.2f} layers of {answer['exits'][-1]} ({answer['layers_saved']:.1%} saved), "
@@ -246,8 +321,24 @@ def _controls_table(answer: dict, found: dict[str, dict]) -> str:
     return "\n" + table(rows, {"name": "what chooses", "score": "score:.3f", "mean_layers": "mean layers:.2f"}) + "\n"
 
 
+def _ablation_table(points: list[dict]) -> str:
+    """Tables 3 and 4 in one: a line for each k, score and mean layers for each size of the datastore."""
+    lines: dict[int, dict] = {}
+    for point in points:
+        heading = f"{point['database']} ({point['rows']})"
+        lines.setdefault(point["k"], {"k": point["k"]})[heading] = f"{point['score']:.3f} {point['mean_layers']:6.2f}"
+    rows = list(lines.values())
+    return table(rows, {key: key for key in rows[0]}) + "\n(score and mean layers; in brackets the datastore)\n"
+
+
 def run_compare(args, say) -> dict:
     """Several runs, each under its own rule, timed in turns; --sweep: also what each saves at no and little loss."""
+    if holds_writer(args.runs[0]):
+        check_device(args.device)
+        return compare_writers(args, say)
+    if holds_decoder(args.runs[0]):
+        check_device(args.device)
+        return compare_heads(args, say)
     trained = [open_trained(folder, args) for folder in args.runs]
     task = open_task_of(trained, args.task)
     for one, folder in zip(trained, args.runs):
@@ -259,10 +350,13 @@ def run_compare(args, say) -> dict:
         encoded, segments, whole = one.encode(task.split(split).texts), one.segments(), one.whole_model()
         recorded = record(segments, encoded, args.batch_size, "reading", whole)
         rule = plan_rows(one.rule, encoded, args.batch_size) if one.rule.looks else one.rule
+        result, training = recorded.replay(rule), one.config.get("training", {})
         row = {
             "run": str(folder),
             "method": one.config["method"],
-            **summary(recorded.replay(rule), recorded, task, labels),
+            **summary(result, recorded, task, labels),
+            **{name: training[name] for name in ("alpha", "reward") if "reward" in training},
+            "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
             "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
             "engine": segments.engine,
             "exits": list(one.exits),
@@ -301,9 +395,11 @@ def run_compare(args, say) -> dict:
     answer["timed_rows"] = sum(map(len, order))
     if args.sweep:
         say(_losses_table(rows))
-        if args.picture and can_draw():
-            draw_curves(args.picture, answer)
-            say(f"Picture: {args.picture}")
+    if args.picture and can_draw():
+        rewards = all("reward" in row for row in rows)
+        draw = draw_curves if args.sweep else draw_rewards if rewards else draw_layers
+        draw(args.picture, answer)
+        say(f"Picture: {args.picture}")
     return answer
 
 
@@ -343,17 +439,21 @@ def run_classify(args, say) -> dict:
     logits, *_ = read_every_exit(segments, inputs)
     result = early_exit(segments, rule, inputs)
     names = trained.label_names
+    words = list(trained.config.get("prompt", {}).get("words", {}).values())
     rows = []
     for layer, said in zip(segments.exits, logits[0]):
         row = {"layer": layer, **_said(said, names), "left_here": layer == int(result.layers_run[0])}
+        if words:
+            row["words"] = dict(zip(words, np.exp(log_softmax(said[None])[0]).tolist()))
         rows.append(row)
     say(
         table(
-            [row | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows],
+            [row | row.get("words", {}) | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows],
             {
                 "layer": "layer",
                 "label": "label",
-                **({"confidence": "confidence:.3f"} if names else {}),
+                **({"confidence": "confidence:.3f"} if names and not words else {}),
+                **{word: f"{word}:.3f" for word in words},
                 "left_here": " ",
             },
         )
@@ -378,76 +478,16 @@ def run_classify(args, say) -> dict:
 
 
 def run_generate(args, say) -> dict:
-    """One text from a decoder, printed as it comes, its prompt before it."""
-    try:
-        sampling = Sampling(
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            repetition_penalty=args.repetition_penalty,
-        )
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-    if "" in args.stop:
-        raise WrongArguments("--stop: expected some text, found none")
-    prompt = read_prompt(args)
+    """One text from a decoder, as it comes."""
     check_device(args.device)
-    folder = args.model or BUILT_IN_DECODER
-    decoder = open_decoder(folder).to(args.device)
-    tokenizer = Tokenizer.from_folder(folder).backend
-    tokenizer.no_truncation()
-    ids, config = tokenizer.encode(prompt).ids, decoder.config
-    room = config.max_tokens - len(ids)
-    count = args.max_new_tokens or max(1, min(NEW_TOKENS, room))
-    ends = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
-    stop = [token for token in ends if token is not None]
-    write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))
-    tokens, layers, text, written = [], [], "", 0
-    before, begin = len(tokenizer.decode(ids)), time.perf_counter()
-    steps = generate(decoder, [ids], max_new_tokens=count, sampling=sampling, stop=stop, seed=args.seed)
-    write(prompt)
-    for step in tqdm(steps, total=count, unit="token", delay=2, leave=False, disable=not args.json):
-        tokens += step.tokens
-        layers += step.layers_run
-        text = tokenizer.decode(ids + tokens)[before:]
-        cuts = [text.index(end) for end in args.stop if end in text]
-        if cuts:
-            text = text[: min(cuts)]
-            break
-        settled = max(written, settled_length(text, args.stop))
-        write(text[written:settled])
-        written = settled
-    seconds = time.perf_counter() - begin
-    write(text[written:] + "\n")
-    mean_layers = float(np.mean(layers))
-    return {
-        "model": str(folder),
-        "prompt": prompt,
-        "text": text,
-        "prompt_tokens": len(ids),
-        "tokens": tokens,
-        "layers": layers,
-        "mean_layers": mean_layers,
-        "layers_saved": 1 - mean_layers / config.num_hidden_layers,
-        "ended": "stop" if cuts or tokens[-1] in stop else "length",
-        "seconds": seconds,
-        "tokens_per_second": len(tokens) / seconds,
-    }
-
-
-def settled_length(text: str, stops: list[str]) -> int:
-    """How much of a text no later token takes back: neither half a character nor what may begin one of `stops`.
-
-    >>> settled_length("It was a big bo", ["boat", "\\n"])
-    13
-    """
-    length = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-    begun = (i for end in stops for i in range(max(0, length - len(end)), length) if end.startswith(text[i:length]))
-    return min(begun, default=length)
+    return write_text(args, say)
 
 
 def run_calibrate(args, say) -> dict:
     """Thresholds under which exits agree with the full model as often as was asked for; they become the run's rule."""
+    if holds_decoder(args.run):
+        return calibrate_exits(args, say)
+    refuse_text(args)
     trained = load_run(args.run, args.model)
     if not trained.label_names:
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
@@ -479,11 +519,15 @@ def run_calibrate(args, say) -> dict:
 
 
 def run_export(args, say) -> dict:
-    """ONNX segments of a run, verified on sentences of its task or on the built-in ones."""
-    args.device = "cpu"
-    trained = open_trained(args.run, args)
-    if isinstance(trained, Runtime):
+    """ONNX segments of a run, verified on sentences of its task or on the built-in ones; of a decoder, on its text."""
+    if (args.run / MANIFEST).is_file():
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
+    args.device = "cpu"
+    if holds_decoder(args.run) or holds_writer(args.run):
+        return export_writer(args, say)
+    trained = open_trained(args.run, args)
+    if isinstance(trained.model, PromptModel):
+        raise WrongArguments(f"{args.run}: is read through a prompt, of which no graph is made; give a trained run")
     rule = choose_rule(args, trained)
     precision = "float16" if args.fp16 else "int8" if args.int8 else "float32"
     if args.task is None:
@@ -574,40 +618,22 @@ def open_task_of(trained: list[Run | Runtime], name: str | None) -> Task:
     return open_task(name or TOY)
 
 
-def open_model(folder: Path | None) -> Path:
-    """A checkpoint folder, the built-in one by default."""
+def open_folder(folder: Path | None) -> Path:
+    """A folder with a model, the built-in checkpoint by default."""
     folder = folder or BUILT_IN_MODEL
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
-    if (kind := read_config(folder / "config.json").model_type) in DECODERS:
-        raise WrongArguments(f"{folder}: holds a {kind}, a decoder; give an encoder, such as BERT")
     return folder
 
 
-def open_decoder(folder: Path) -> Decoder:
-    """The decoder in a checkpoint folder. Raises WrongArguments where it holds an encoder."""
-    config = folder / "config.json"
-    if config.is_file() and (kind := read_config(config).model_type) not in DECODERS:
-        raise WrongArguments(f"{folder}: holds a {kind}, which writes no text; give one of {', '.join(DECODERS)}")
-    return load_backbone(folder)
-
-
-def read_prompt(args) -> str:
-    """What the text begins with, from the command line or a file."""
-    name, prompt = "--prompt", args.prompt
-    if args.prompt_file is not None:
-        name = str(args.prompt_file)
-        try:
-            prompt = args.prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise WrongArguments(
-                f"{name}: expected text in UTF-8, found {error.reason} at byte {error.start}"
-            ) from None
-    if not prompt.strip():
-        raise WrongArguments(f"{name}: expected a prompt, found no text")
-    return prompt
+def open_model(folder: Path | None) -> Path:
+    """The checkpoint folder of an encoder, the built-in one by default."""
+    folder = open_folder(folder)
+    if (kind := read_config(folder / "config.json").model_type) in DECODERS:
+        raise WrongArguments(f"{folder}: holds a {kind}, a decoder; give an encoder, such as BERT")
+    return folder
 
 
 def named_method(args) -> Method:
@@ -694,6 +720,8 @@ def choose_rule(args, trained: Run | Runtime) -> Rule:
         }
         rule = build[name]()
         rule.check(len(trained.exits))
+        if rule.reads and trained.exits[0] == 0:
+            raise ValueError(f"layer 0 is an exit for rules that plan only: use raee, never or fixed, not {rule.name}")
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     return rule

@@ -15,9 +15,10 @@ import numpy as np
 class Reading(NamedTuple):
     """What an exit says of the rows that reached it."""
 
-    logits: np.ndarray  # (B, C)
+    logits: np.ndarray | None  # (B, C); None in a glance
     exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
     max_probability: np.ndarray | None = None  # (B,), where the engine has computed it already
+    saturation: np.ndarray | None = None  # (B,), cosine of the state with that of the exit before
 
 
 class Segments:
@@ -26,6 +27,7 @@ class Segments:
     start(inputs) -> state         the embeddings; a state holds tensors whose first axis is the row
     advance(k, state) -> state     the layers between exit k - 1 and exit k
     read(k, state) -> Reading      the head at exit k
+    glance(k, state) -> Reading    without the head, where states alone can decide; else as read
     state.keep(rows) -> state      row compaction: the rows that go on
     flops(k, inputs)               floating-point operations of a row in advance(k), and in read(k): a pair of numbers,
                                    or of arrays (B,)
@@ -37,6 +39,10 @@ class Segments:
     def running(self) -> AbstractContextManager:
         """Held while a batch runs, for engines that have a mode for it."""
         return nullcontext()
+
+    def glance(self, k: int, state) -> Reading:
+        """What a rule is given that decides without logits (`rule.glances`)."""
+        return self.read(k, state)
 
     def layer_passes(self, k: int) -> int:
         """Layers that one row costs in advance(k)."""
@@ -122,8 +128,10 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
             if plan is not None:
                 leaves = plan[rows] <= k
             elif rule.reads:
-                reading, asked[k] = segments.read(k, state), True
+                reading = segments.glance(k, state) if rule.glances else segments.read(k, state)
                 leaves = rule.stop(k, reading, memory)
+                asked[k] = reading.logits is not None
+                reading = reading if asked[k] else None
             else:
                 continue
             leaving = np.count_nonzero(leaves)

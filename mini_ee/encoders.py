@@ -11,8 +11,9 @@ import torch
 
 from mini_ee.bert import Bert, padding_mask
 from mini_ee.checkpoint import backbone_sha256, load_backbone, tensors_sha256
+from mini_ee.decoder import Decoder, token_positions
 from mini_ee.exits import pooled
-from mini_ee.flops import layer_flops
+from mini_ee.flops import backbone_layer_flops
 from mini_ee.tasks import Inputs, Tokenizer
 
 
@@ -21,7 +22,7 @@ class OwnStates:
 
     tokenizer = None  # the model's
 
-    def __init__(self, backbone: Bert, layer: int):
+    def __init__(self, backbone: Bert | Decoder, layer: int):
         """Raises ValueError for a layer that the backbone does not have."""
         if not 0 <= layer <= backbone.config.num_hidden_layers:
             raise ValueError(f"the layer must be from 0 to {backbone.config.num_hidden_layers}, got {layer}")
@@ -39,12 +40,15 @@ class OwnStates:
         ids, attention, types = (torch.from_numpy(array).to(device) for array in arrays)
         with torch.inference_mode():
             mask = None if inputs.attention_mask.all() else padding_mask(attention)
-            hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
+            if isinstance(self.backbone, Decoder):
+                hidden, around = self.backbone.embed(ids), self.backbone.block(token_positions(attention))
+            else:
+                hidden, around = self.backbone.embed(ids, types), mask
+            hidden = self.backbone.run_layers(hidden, around, 0, self.layer)
             return pooled(hidden, mask, "mean").float().numpy(force=True)
 
     def flops(self, inputs: Inputs) -> float:
-        config, tokens = self.backbone.config, inputs.input_ids.shape[1]
-        return self.layer * layer_flops(config.hidden_size, config.intermediate_size, tokens)
+        return self.layer * backbone_layer_flops(self.backbone, inputs.input_ids.shape[1])
 
 
 class SentenceEncoder:

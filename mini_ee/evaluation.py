@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.confidence import MEASURES, max_probability
+from mini_ee.confidence import MEASURES, log_softmax, max_probability
 from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_every_exit
 from mini_ee.rules import NeverExit, Patience, Planned, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
@@ -141,6 +141,22 @@ def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray
         "flops_ratio": float(result.cost.flops.mean()) / recorded.full_flops,
         "exit_counts": np.bincount(result.exit_index, minlength=len(recorded.segments.exits)).tolist(),
     }
+
+
+def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> list[dict]:
+    """Of every exit: mean cross-entropy in nats and accuracy of all rows, and of those that left there, None of none.
+
+    exit_index, labels: (N,) whole numbers. ConsistentEE, Fig. 2.
+    """
+    rows = np.arange(len(labels))
+    lines = []
+    for k, layer in enumerate(recorded.segments.exits):
+        loss, right = -log_softmax(recorded.logits[:, k])[rows, labels], recorded.logits[:, k].argmax(axis=1) == labels
+        left = exit_index == k
+        some = (float(loss[left].mean()), float(right[left].mean())) if left.any() else (None, None)
+        about = {"layer": layer, "left": int(left.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
+        lines.append(about | dict(zip(("left_loss", "left_accuracy"), some)))
+    return lines
 
 
 def curve(recorded: Record, rules: list[Rule], task: Task, labels: np.ndarray) -> list[dict]:

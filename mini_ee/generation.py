@@ -16,21 +16,23 @@ asks for is never computed.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mini_ee.decoder import Block, Cache, Decoder
-from mini_ee.early_exit import Reading, Segments, early_exit
+from mini_ee.decoding import FILLS, CachedSegments, Step, Tokens, TokenState, Weights, check_prompts, decode
+from mini_ee.decoding import Generated as Generated  # with gather, for whoever generates
+from mini_ee.decoding import gather as gather
+from mini_ee.early_exit import Reading
 from mini_ee.exits import check_exits
 from mini_ee.rules import NeverExit, Rule
 
 Head = Callable[[Tensor], Tensor]
 """An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""
-
-FILLS = ("propagate", "recompute")
+ExitPolicy = Callable[[Tensor], Tensor]
+"""What decides at an exit: hidden (B, D) -> exit_logit (B,)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,31 +91,6 @@ class Sampling:
 GREEDY = Sampling()
 
 
-class Step(NamedTuple):
-    """One more token for each of some rows."""
-
-    rows: list[int]  # index of the prompt
-    tokens: list[int]
-    layers_run: list[int]  # depth of the exit whose head gave the token, 1..L
-
-
-class Generated(NamedTuple):
-    """One row's continuation, without its prompt; a stop token is its last."""
-
-    tokens: list[int]
-    layers_run: list[int]
-
-
-def gather(steps: Iterator[Step], num_rows: int) -> list[Generated]:
-    """Run the steps to their end: the continuation of every row."""
-    texts = [Generated([], []) for _ in range(num_rows)]
-    for step in steps:
-        for row, token, layers in zip(*step, strict=True):
-            texts[row].tokens.append(token)
-            texts[row].layers_run.append(layers)
-    return texts
-
-
 # ---- Decoding, with exits ----
 
 
@@ -124,6 +101,7 @@ def generate(
     max_new_tokens: int,
     exits: tuple[int, ...] | None = None,
     heads: Sequence[Head] = (),
+    policies: Sequence[ExitPolicy] = (),
     rule: Rule = NeverExit(),
     fill: str = "propagate",
     sampling: Sampling = GREEDY,
@@ -133,63 +111,44 @@ def generate(
     """Continue prompts, a step a token, until every row has max_new_tokens or a token of `stop`.
 
     prompts: token ids of each row, of any lengths. exits: in layers, the last is L, where the LM head is; heads: one
-    for each exit before it. fill: "propagate" or "recompute". The prompt itself runs through all layers. A row's text
-    does not depend on the other rows, but for rounding; when sampled, not on when they end.
+    for each exit before it; policies: as many, for the rule policy. fill: "propagate" or "recompute". The prompt itself
+    runs through all layers. A row's text does not depend on the other rows, but for rounding; when sampled, not on when
+    they end.
     Raises ValueError for a prompt that is empty, not of this vocabulary, or too long for the context.
     """
     exits = check_exits(exits or (decoder.config.num_hidden_layers,), decoder.config.num_hidden_layers)
     if len(heads) != len(exits) - 1:
         raise ValueError(f"expected a head for each of the {len(exits) - 1} exits before the last, got {len(heads)}")
+    if len(policies) not in (0, len(heads)):
+        raise ValueError(f"expected a policy for each of the {len(heads)} heads, got {len(policies)}")
     if fill not in FILLS:
         raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
     rule.check(len(exits))
     capacity = _check_prompts(decoder, prompts, max_new_tokens)
-    segments = TokenSegments(decoder, exits, heads, fill, len(prompts), capacity)
+    segments = TokenSegments(decoder, exits, heads, fill, len(prompts), capacity, policies)
     return _generate(segments, prompts, max_new_tokens, rule, sampling, frozenset(stop), seed)
 
 
 @torch.inference_mode()
 def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> Iterator[Step]:
-    decoder = segments.decoder
-    device = decoder.embeddings.weight.device
+    device = segments.left.device
     generator = torch.Generator().manual_seed(seed)
-    seen = _seen(prompts, decoder).to(device) if sampling.repetition_penalty != 1.0 else None
-    inputs = Tokens.of(prompts)
-    if segments.heads:
-        inputs = segments.prefill(inputs)
-    for _ in range(max_new_tokens):
-        rows, result = inputs.rows, early_exit(segments, rule, inputs)
-        logits = torch.from_numpy(result.logits).to(device)
+    seen = _seen(prompts, segments.decoder).to(device) if sampling.repetition_penalty != 1.0 else None
+
+    def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
         uniform = None
         if sampling.temperature:  # a number for each prompt: who has ended changes no other row's
             uniform = torch.rand(len(prompts), generator=generator)[rows].to(device)
-        chosen = sampling.choose(logits, uniform, None if seen is None else seen[rows])
-        tokens = chosen.tolist()
+        chosen = sampling.choose(torch.from_numpy(logits).to(device), uniform, None if seen is None else seen[rows])
         if seen is not None:
             seen[rows, chosen] = True
-        yield Step(rows, tokens, result.layers_run.tolist())
-        on = [i for i, token in enumerate(tokens) if token not in stop]
-        if not on:
-            return
-        inputs = Tokens([[tokens[i]] for i in on], [rows[i] for i in on], [[inputs.positions[i][-1] + 1] for i in on])
+        return chosen.tolist()
+
+    yield from decode(segments, prompts, max_new_tokens, rule, choose, stop)
 
 
 def _check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """How many tokens the longest row comes to."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not len(prompts) or not all(len(prompt) for prompt in prompts):
-        raise ValueError("expected prompts of at least one token each, got an empty one: begin with the bos token")
-    vocabulary, longest = decoder.config.vocab_size, max(map(len, prompts))
-    strange = next((token for prompt in prompts for token in prompt if not 0 <= token < vocabulary), None)
-    if strange is not None:
-        raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {strange}: is this the model's tokenizer?")
-    if longest + max_new_tokens > decoder.config.max_tokens:
-        raise ValueError(
-            f"expected at most {decoder.config.max_tokens} tokens, prompt and continuation together, got {longest} and "
-            f"{max_new_tokens}: shorten the prompt or ask for fewer tokens"
-        )
-    return longest + max_new_tokens
+    return check_prompts(prompts, max_new_tokens, decoder.config.vocab_size, decoder.config.max_tokens)
 
 
 def _seen(prompts: Sequence[Sequence[int]], decoder: Decoder) -> Tensor:
@@ -199,45 +158,8 @@ def _seen(prompts: Sequence[Sequence[int]], decoder: Decoder) -> Tensor:
     return seen
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The inputs of one step: the newest token of each row that goes on, at first with the prompt before it."""
-
-    ids: list[list[int]]  # (B, T)
-    rows: list[int]  # (B,), index of the prompt
-    positions: list[list[int]]  # (B, T), -1 for padding
-
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]]) -> "Tokens":
-        """Whole prompts, padded on the left."""
-        gaps = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-        ids = [[0] * gap + list(prompt) for gap, prompt in zip(gaps, prompts)]
-        positions = [[-1] * gap + list(range(len(prompt))) for gap, prompt in zip(gaps, prompts)]
-        return cls(ids, list(range(len(prompts))), positions)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-class TokenState(NamedTuple):
-    """The rows whose token is still in the model. The caches are named by row, and stay where they are."""
-
-    hidden: Tensor  # (B, T, D)
-    rows: list[int]
-    positions: list[list[int]]
-    block: Block | None  # made where it is first needed
-
-    def keep(self, index) -> "TokenState":
-        rows, positions = [self.rows[i] for i in index], [self.positions[i] for i in index]
-        return TokenState(self.hidden[torch.as_tensor(index, device=self.hidden.device)], rows, positions, None)
-
-
-class TokenSegments(Segments):
-    """The segments of one token's way through a decoder, with what earlier tokens left behind. Inputs are Tokens.
-
-    waiting[row][k]: positions of the tokens that have run to exit k, and not above; their hidden states at exit k stand
-    in `left`, (rows, capacity + 1, D), the last slot for padding. Above it their keys and values are yet to be filled.
-    """
+class TokenSegments(CachedSegments):
+    """Those of a Decoder in torch."""
 
     engine = "torch"
 
@@ -249,51 +171,39 @@ class TokenSegments(Segments):
         fill: str,
         num_rows: int,
         capacity: int,
+        policies: Sequence[ExitPolicy] = (),
     ):
-        self.decoder, self.exits, self.heads, self.fill = decoder, exits, heads, fill
-        self.num_rows = num_rows
+        super().__init__(exits, fill, num_rows, capacity)
+        self.decoder, self.heads, self.policies = decoder, heads, policies
         self.cache = Cache(decoder, num_rows, capacity)
-        self.waiting = [[[] for _ in heads] for _ in range(num_rows)]
         weight = decoder.embeddings.weight
         self.left = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
+        layer = sum(each.numel() for each in decoder.layers[0].parameters() if each.dim() == 2)
+        self.weights = Weights(layer, decoder.config.num_attention_heads * decoder.config.head_width, weight.numel())
 
-    def prefill(self, prompts: Tokens) -> Tokens:
-        """Run all tokens of the prompts but the last through all layers. Returns the last."""
-        ids, positions = (self._tensor(numbers)[:, :-1] for numbers in (prompts.ids, prompts.positions))
-        if ids.shape[1]:
-            block = self.decoder.block(positions, self.cache)
-            self.decoder.run_layers(self.decoder.embed(ids), block, 0, self.exits[-1], self.cache)
-        return Tokens([ids[-1:] for ids in prompts.ids], prompts.rows, [some[-1:] for some in prompts.positions])
+    def array(self, numbers: list) -> Tensor:
+        return torch.tensor(numbers, device=self.left.device)
 
-    def start(self, inputs: Tokens) -> TokenState:
-        return TokenState(self.decoder.embed(self._tensor(inputs.ids)), inputs.rows, inputs.positions, None)
+    def join(self, earlier: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((earlier, hidden), dim=1)
 
-    def advance(self, k: int, state: TokenState) -> TokenState:
-        hidden, rows, positions, block = state
-        block = block or self.block(rows, positions)
-        start, stop = self.exits[k - 1] if k else 0, self.exits[k]
-        behind = [self.waiting[row][k - 1][:-1] if k else [] for row in rows]  # without this token itself
-        width = max(map(len, behind))
-        if not width:
-            hidden = self.decoder.run_layers(hidden, block, start, stop, self.cache)
-        else:
-            padded = [[-1] * (width - len(some)) + some for some in behind]
-            at = self._slots(rows, padded)
-            if self.fill == "propagate":
-                self.decoder.propagate(self.left[at], self.block(rows, padded), start, stop, self.cache)
-                hidden = self.decoder.run_layers(hidden, block, start, stop, self.cache)
-            else:
-                together = self.block(rows, [some + own for some, own in zip(padded, positions)])
-                hidden = torch.cat((self.left[at], hidden), dim=1)
-                hidden = self.decoder.run_layers(hidden, together, start, stop, self.cache)
-                self.left[at], hidden = hidden[:, :-1], hidden[:, -1:]
-        for row in rows if k else ():
-            self.waiting[row][k - 1] = []
-        if k < len(self.heads):
-            self.left[self._slots(rows, positions)] = hidden
-            for row, own, some in zip(rows, positions, behind):
-                self.waiting[row][k] += some + own
-        return TokenState(hidden, rows, positions, block)
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.decoder.embed(ids)
+
+    def block(self, rows: list[int], positions: list[list[int]]) -> Block:
+        return self.decoder.block(self.array(positions), self.cache, None if len(rows) == self.num_rows else rows)
+
+    def run(self, k: int, hidden: Tensor, block: Block) -> Tensor:
+        return self.decoder.run_layers(hidden, block, *self._layers(k), self.cache)
+
+    def propagate(self, k: int, hidden: Tensor, block: Block) -> None:
+        self.decoder.propagate(hidden, block, *self._layers(k), self.cache)
+
+    def run_all(self, hidden: Tensor, block: Block) -> None:
+        self.decoder.run_layers(hidden, block, 0, self.exits[-1], self.cache)
+
+    def _layers(self, k: int) -> tuple[int, int]:
+        return self.exits[k - 1] if k else 0, self.exits[k]
 
     def read(self, k: int, state: TokenState) -> Reading:
         hidden = state.hidden[:, -1]
@@ -303,25 +213,13 @@ class TokenSegments(Segments):
         # On a vocabulary the softmax is felt, and torch is quicker at it than numpy.
         return Reading(logits.numpy(force=True), max_probability=logits.softmax(-1).amax(-1).numpy(force=True))
 
-    def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
-        """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
-        config = self.decoder.config
-        layer = sum(weight.numel() for weight in self.decoder.layers[0].parameters() if weight.dim() == 2)
-        reads = np.asarray(inputs.positions) + 1  # (B, T): tokens that attention reads, 0 for padding
-        attention = 2 * config.num_attention_heads * config.head_width * reads.sum(axis=1)
-        tokens = (reads > 0).sum(axis=1)
-        return self.layer_passes(k) * 2.0 * (layer * tokens + attention), 2.0 * config.hidden_size * config.vocab_size
-
-    def block(self, rows: list[int], positions: list[list[int]]) -> Block:
-        return self.decoder.block(self._tensor(positions), self.cache, None if len(rows) == self.num_rows else rows)
-
-    def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Where in `left` the hidden states of these positions stand; padding in the last slot."""
-        slots = [[self.cache.capacity if position < 0 else position for position in some] for some in positions]
-        return self._tensor(rows)[:, None], self._tensor(slots)
-
-    def _tensor(self, numbers: list) -> Tensor:
-        return torch.tensor(numbers, device=self.left.device)
+    def glance(self, k: int, state: TokenState) -> Reading:
+        """What the policy says, or without one how far the state still moves. No head is read, no vocabulary."""
+        hidden = state.hidden[:, -1]
+        if self.policies:
+            return Reading(None, exit_logit=self.policies[k](hidden).float().numpy(force=True))
+        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float())
+        return Reading(None, saturation=cosine.numpy(force=True))
 
 
 # ---- Lossless: an exit drafts, the full model verifies ----

@@ -9,6 +9,7 @@ denominator is zero (one class only, a constant prediction) F1, Matthews and the
 first two scikit-learn does the same, the correlations follow suit instead of being NaN.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,6 +72,25 @@ def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
     """
     predictions, labels = _pair(predictions, labels)
     return pearson(_ranks(predictions), _ranks(labels))
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """Rouge-L (Lin 2004): F of the longest common subsequence of words, in [0, 1]; 0.0 where there is none.
+
+    Precision is its share of the text, recall its share of the reference; both count alike. Words are runs of letters
+    and digits in lower case, without stemming, as in the package rouge-score.
+
+    >>> rouge_l("The cat sat.", "the cat was fat")
+    0.5714285714285714
+    """
+    words, others = (re.findall("[a-z0-9]+", each.lower()) for each in (text, reference))
+    row = [0] * (len(others) + 1)  # of the words so far, against each beginning of the reference
+    for word in words:
+        above = row
+        row = [0]
+        for at, other in enumerate(others):
+            row.append(above[at] + 1 if word == other else max(row[at], above[at + 1]))
+    return _ratio(2.0 * row[-1], len(words) + len(others))
 
 
 METRICS = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "pearson": pearson, "spearman": spearman}

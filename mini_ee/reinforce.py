@@ -91,7 +91,7 @@ class ConsistentExits(PolicyExits):
         if len(exits) < 2:
             raise ValueError(f"ConsistentEE needs at least two exits to choose from, got {len(exits)}")
         width, behind = backbone.config.hidden_size, range(len(exits) - 1, 0, -1)
-        self.policies = nn.ModuleList(_policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
+        self.policies = nn.ModuleList(policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
         self.policy_flops = 2.0 * POLICY_WIDTH * (width + 1)
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class ConsistentExits(PolicyExits):
         return self.policies[k](state.detach())[:, 0]
 
 
-def _policy_network(width: int, chance: float) -> nn.Sequential:
+def policy_network(width: int, chance: float) -> nn.Sequential:
     """Two layers; at first it leaves with this chance, whatever the state."""
     network = nn.Sequential(nn.Linear(width, POLICY_WIDTH), nn.GELU(), nn.Linear(POLICY_WIDTH, 1))
     nn.init.zeros_(network[2].weight)
@@ -279,9 +279,13 @@ def held_out_reward(model: ConsistentExits, held: Data, found: np.ndarray | None
     states, logits = _parted(model, torch.from_numpy(found).to(device))
     rewards = rewards_of(model, logits, torch.from_numpy(held.labels).to(device), how)
     with torch.no_grad():
-        leaves = F.pad(model.exit_logits(states) > 0, (0, 1), value=True)
-    first = leaves.long().argmax(dim=1, keepdim=True)
-    return float(rewards.gather(1, first).mean())
+        return inferred_reward(model.exit_logits(states), rewards)
+
+
+def inferred_reward(exit_logits: Tensor, rewards: Tensor) -> float:
+    """The mean reward of leaving where a policy first says more than 1/2. exit_logits (B, K - 1), rewards (B, K)."""
+    leaves = F.pad(exit_logits > 0, (0, 1), value=True)
+    return float(rewards.gather(1, leaves.long().argmax(dim=1, keepdim=True)).mean())
 
 
 # ---- Hardness: the memorized layer beside other measures of it (Table 1) ----
@@ -289,13 +293,14 @@ def held_out_reward(model: ConsistentExits, held: Data, found: np.ndarray | None
 
 def hardness(model: ConsistentExits, data: Data) -> tuple[np.ndarray, np.ndarray]:
     """The memorized layer of every row, (N,) in layers, and its loss under Eq. 1, (N,) in nats."""
-    logits, labels = torch.from_numpy(features(model, data.encoded)[:, :, -model.num_labels :]), data.labels
-    right = torch.from_numpy(logits.numpy().argmax(axis=2) == labels[:, None])
-    losses = exit_losses(logits, torch.from_numpy(labels))
-    return (
-        memorized_layer(right, torch.tensor(model.exits)).numpy(),
-        depth_weighted_sum(losses.T, model.exits).numpy(),
-    )
+    return hardness_of(features(model, data.encoded)[:, :, -model.num_labels :], data.labels, model.exits)
+
+
+def hardness_of(logits: np.ndarray, labels: np.ndarray, exits: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The same of any model with exits: logits (N, K, C), labels (N,) whole numbers, exits in layers."""
+    right = torch.from_numpy(logits.argmax(axis=2) == labels[:, None])
+    losses = exit_losses(torch.from_numpy(logits), torch.from_numpy(labels))
+    return memorized_layer(right, torch.tensor(exits)).numpy(), depth_weighted_sum(losses.T, exits).numpy()
 
 
 def forgetting_events(right: np.ndarray) -> np.ndarray:

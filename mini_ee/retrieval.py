@@ -31,6 +31,7 @@ FORMAT_VERSION = 1
 M, EF_CONSTRUCTION, EF = 16, 400, 384  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9957
 SEED = 0  # of hnswlib's levels
 LOTS = 10  # drawn for the random layers
+KS, SHARES, WITHOUT = (2, 4, 8, 12, 16, 20), (0.2, 0.5, 1.0), "w/o"  # Tables 3, 4 and 2
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 MANIFEST = "manifest.json"
 
@@ -555,10 +556,8 @@ def controls(
 
     recorded: what every exit says of these rows, as `record` returns it.
     """
-    rows, distances = (np.empty((len(encoded), min(rule.k, len(rule.datastore))), kind) for kind in (int, np.float32))
-    for batch in batches(encoded, batch_size):
-        rows[batch], distances[batch] = rule.datastore.search(rule.embed(encoded.batch(batch)), rule.k)
-    plan, last = rule.chosen(Neighbours(rows, distances)), len(recorded.segments.exits) - 1
+    near = rule.datastore.search(_queries(rule, encoded, batch_size)[0], rule.k)
+    plan, last = rule.chosen(near), len(recorded.segments.exits) - 1
     single = best_single_exit(rule.datastore.values)
     right = (recorded.logits.argmax(axis=2) == labels[:, None]).astype(np.float32)
 
@@ -568,10 +567,52 @@ def controls(
     drawn = [planned(shuffled_plan(plan, seed + lot)) for lot in range(LOTS)]
     scores = {name: float(np.mean([each[name] for each in drawn])) for name in task.score(labels, labels)}
     return {
-        "knn_labels": task.score(knn_labels(rule.datastore.labels[rows]), labels) | {"mean_layers": 0.0},
+        "knn_labels": task.score(knn_labels(rule.datastore.labels[near.rows]), labels) | {"mean_layers": 0.0},
         "best_single_layer": planned(np.full(len(labels), single)) | {"layer": recorded.segments.exits[single]},
         "random_layers": scores
         | {"spread": float(np.std([each["score"] for each in drawn])), "mean_layers": drawn[0]["mean_layers"]},
         "oracle": planned(earliest_right_exit(right)),
         "full_model": planned(np.full(len(labels), last)),
     }
+
+
+def ablation(
+    rule: Retrieval,
+    recorded: Record,
+    encoded: Encoded,
+    task: Task,
+    labels: np.ndarray,
+    batch_size: int,
+    seed: int = 0,
+) -> list[dict]:
+    """RAEE's figure on N rows by k (Table 3) and by how much of the datastore there is (Table 4): one dict for each.
+
+    database: the share of the collected rows, drawn with the seed, or WITHOUT those that the full model gets wrong
+    (Table 2). recorded: what every exit says of the N rows.
+    """
+    store = rule.datastore
+    queries, cost = _queries(rule, encoded, batch_size)
+    order = np.random.default_rng(seed).permutation(len(store))
+    parts = {f"{share:.0%}": order[: max(1, round(share * len(store)))] for share in SHARES}
+    parts[WITHOUT] = np.flatnonzero(full_model_is_right(store.values))
+    points = []
+    for name, rows in parts.items():
+        if not len(rows):
+            continue
+        part = store.take(rows) if len(rows) < len(store) else store
+        near = part.search(queries, max(KS))
+        for k in KS:
+            plan = replace(rule, datastore=part).chosen(Neighbours(near.rows[:, :k], near.distances[:, :k]))
+            point = summary(recorded.replay(Planned(plan, cost)), recorded, task, labels)
+            points.append({"database": name, "rows": len(part), "k": k} | point)
+    return points
+
+
+def _queries(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:
+    """The embeddings of all rows, (N, D), and what a plan costs for a row in the mean."""
+    queries, flops = np.empty((len(encoded), rule.datastore.dimension), np.float32), 0.0
+    for rows in batches(encoded, batch_size):
+        inputs = encoded.batch(rows)
+        queries[rows] = rule.embed(inputs)
+        flops += len(rows) * rule.plan_flops(inputs)
+    return queries, flops / len(encoded)

@@ -3,6 +3,7 @@
     rule.plan(inputs) -> (B,) exit index, or None      known without this row's logits; None: not yet, or never
     rule.stop(k, reading, memory) -> (B,) bool         decided at exit k; memory is arrays by row, kept with the rows
     rule.reads                                         False where no head before a row's own exit need be read
+    rule.glances                                       True where `stop` looks at no logits
     rule.flops(classes)                                what one decision costs for one row
     rule.plan_flops(inputs)                            what a plan costs for one row
     rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
@@ -24,6 +25,7 @@ class Rule:
 
     name = ""
     reads = True
+    glances = False
     looks = False  # True where `plan` looks at the rows themselves, not only at how many they are
 
     def plan(self, inputs) -> np.ndarray | None:
@@ -102,18 +104,24 @@ class Planned(Rule):
             raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
 
 
+STATE_MEASURES = {"saturation": (-1.0, 1.0)}
+"""Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
+
+
 def confidence(reading, measure: str) -> np.ndarray:
-    """(B,): a measure of confidence.py, computed here unless the engine handed it over with the reading."""
-    if measure == "max_probability" and reading.max_probability is not None:
-        return reading.max_probability
-    return MEASURES[measure][0](reading.logits)
+    """(B,): a measure, computed here from the logits unless the engine handed it over with the reading."""
+    handed_over = getattr(reading, measure, None)
+    if handed_over is None and measure in STATE_MEASURES:
+        raise ValueError(f"{measure} is a measure of hidden states, which this model does not hand over")
+    return MEASURES[measure][0](reading.logits) if handed_over is None else handed_over
 
 
 @dataclass(frozen=True)
 class Threshold(Rule):
     """Leave where a confidence is at least the threshold: one number, or one for each exit (the last is not asked).
 
-    Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy).
+    Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy), CALM
+    (breaking_ties, and saturation: the cosine of a decoder's state with the one at the exit before).
     inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
     """
 
@@ -122,15 +130,20 @@ class Threshold(Rule):
     name = "threshold"
 
     def __post_init__(self):
-        if self.measure not in MEASURES:
-            raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {self.measure!r}")
+        limits = {measure: limits for measure, (_, *limits) in MEASURES.items()} | STATE_MEASURES
+        if self.measure not in limits:
+            raise ValueError(f"measure must be one of {', '.join(limits)}, got {self.measure!r}")
         several = isinstance(self.threshold, Sequence) and not isinstance(self.threshold, str)
         value = tuple(map(float, self.threshold)) if several else float(self.threshold)
         object.__setattr__(self, "threshold", value)
-        _, least, most = MEASURES[self.measure]
+        least, most = limits[self.measure]
         for value in np.atleast_1d(self.threshold):
             if not (least <= value <= most or np.isinf(value)):
                 raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
+
+    @property
+    def glances(self) -> bool:
+        return self.measure in STATE_MEASURES
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
@@ -215,6 +228,7 @@ class Policy(Rule):
 
     cut: float = 0.5
     name = "policy"
+    glances = True
 
     def __post_init__(self):
         if not 0 <= self.cut <= 1:

@@ -4,6 +4,7 @@ run/config.json          format_version, method, backbone, exits, pool, rule, ta
                          and the checksum of every other file
 run/model.safetensors    what the method trained: heads, and the backbone where it was fine-tuned
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
+run/backbone/            a backbone that was fine-tuned through prompts, in its own layout
 run/datastore/           RAEE: what retrieval.py writes
 run/metrics.json         what training measured
 run/tokenizer.json       the backbone's
@@ -19,7 +20,8 @@ from torch import nn
 
 from mini_ee import __version__
 from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
+from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, save_backbone, write_tensors
+from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.early_exit import Segments
 from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.exits import MultiExit
@@ -27,18 +29,20 @@ from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.lora_exits import LoRAExits, load_adapters, save_adapters
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
+from mini_ee.prompting import Prompt, PromptModel, PromptTokenizer
 from mini_ee.retrieval import Datastore, Retrieval
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Task, Tokenizer
 
 FORMAT_VERSION = 1
+OWN_BACKBONE = "backbone"
 
 
 class Run(NamedTuple):
     """A loaded run."""
 
     config: dict
-    model: MultiExit | LoRAExits | MultiModel
+    model: MultiExit | LoRAExits | MultiModel | PromptModel
     tokenizer: Tokenizer
     rule: Rule
     schedule: list[list[int]] | None = None  # of LoRA streams
@@ -65,12 +69,12 @@ class Run(NamedTuple):
         return self.config["task"]["label_names"]
 
 
-def encode(tokenizer: Tokenizer, texts, config: BertConfig) -> Encoded:
+def encode(tokenizer: Tokenizer, texts, config: BertConfig | DecoderConfig) -> Encoded:
     """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
     encoded = tokenizer.encode(texts)
     for kind, rows, size in (
         ("token", encoded.ids, config.vocab_size),
-        ("type", encoded.type_ids, config.type_vocab_size),
+        ("type", encoded.type_ids, getattr(config, "type_vocab_size", 1)),
     ):
         largest = max(int(row.max()) for row in rows)
         if largest >= size:
@@ -94,7 +98,7 @@ def versions() -> dict[str, str]:
 def save_run(
     folder: Path,
     method: str,
-    model: MultiExit | LoRAExits | MultiModel,
+    model: MultiExit | LoRAExits | MultiModel | PromptModel,
     tokenizer: Tokenizer,
     rule: Rule,
     task: Task,
@@ -102,17 +106,15 @@ def save_run(
     training: dict,
     metrics: dict,
 ) -> None:
-    """Write a run folder. backbone: folder and sha256 of the checkpoint it began from; training: the settings used."""
+    """Write a run folder. backbone: folder and sha256 of the checkpoint it began from; training: the settings used.
+
+    A model read through prompts is held only where `training` names the shots that fine-tuned it.
+    """
     config = {
         "format_version": FORMAT_VERSION,
         "method": method,
         "model": type(model).__name__,
-        "backbone": backbone
-        | {
-            "config": model.backbone.config.to_dict(),
-            "pooler": bool(model.backbone.poolers),
-            "lm_head": model.backbone.lm_head is not None,
-        },
+        "backbone": backbone,
         "exits": list(model.exits),
         "pool": model.pool,
         "rule": rule.to_dict(),
@@ -134,7 +136,18 @@ def save_run(
             digests = save_adapters(model, partial, backbone["folder"])
         else:
             own, digests = model.state_dict(), {}
-        digests["model.safetensors"] = write_tensors(partial / "model.safetensors", own)
+        if isinstance(model, PromptModel):  # nothing of it is new, or all
+            config["prompt"] = tokenizer.prompt.to_dict()
+            if training["shots"]:
+                save_backbone(model.backbone, partial / OWN_BACKBONE)
+                config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
+        else:
+            config["backbone"] |= {
+                "config": model.backbone.config.to_dict(),
+                "pooler": bool(model.backbone.poolers),
+                "lm_head": model.backbone.lm_head is not None,
+            }
+            digests["model.safetensors"] = write_tensors(partial / "model.safetensors", own)
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
         config["files"] = digests | {name: file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")}
@@ -159,6 +172,11 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
             f"{folder}: expected a run of format_version {FORMAT_VERSION}, found {config.get('format_version')!r}; "
             f"give a folder that `mini-ee train` wrote"
         )
+    if "task" not in config:
+        raise ValueError(
+            f"{folder}: holds {config.get('method')} on a decoder, which gives no labels; it is for "
+            f"`mini-ee generate`, and `mini-ee compare` or `mini-ee evaluate`"
+        )
     try:
         return _read_run(folder, config, backbone_folder)
     except KeyError as error:
@@ -177,12 +195,24 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
             raise ValueError(
                 f"{folder / name}: damaged: the content does not have the checksum that was written with it"
             )
+    model, tokenizer = (_read_prompted if "prompt" in config else _read_trained)(folder, config, backbone_folder)
+    rule = rule_from_dict(config["rule"])
+    if isinstance(rule, Retrieval):
+        encoder = open_encoder(config["retrieval"], model.backbone)
+        rule = rule.with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
+    rule.check(len(model.exits))
+    return Run(config, model.eval(), tokenizer, rule)
+
+
+def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:
+    """Exits that were trained, on the backbone that the run holds or names."""
     source = config["backbone"]
     shape = tuple(config["exits"]), len(config["task"]["label_names"]) or 1, config["pool"]
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
     build = MODELS[config["model"]]
     if build is LoRAExits:
         backbone = _backbone_of(source, folder, backbone_folder)
+        backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
         model = LoRAExits(backbone, *shape, **config["lora"])
         load_adapters(model, folder, config["files"])
         trained, prefix = model.heads, "heads."
@@ -193,32 +223,32 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
         trained, prefix = model, ""
     names = {name: (prefix + name,) for name in trained.state_dict()}
     load_strict(trained, tensors, names, folder / "model.safetensors")
-    tokenizer = Tokenizer.from_folder(folder, config["max_length"])
-    rule = rule_from_dict(config["rule"])
-    if isinstance(rule, Retrieval):
-        encoder = open_encoder(config["retrieval"], model.backbone)
-        rule = rule.with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
-    rule.check(len(model.exits))
-    return Run(config, model.eval(), tokenizer, rule)
+    return model, Tokenizer.from_folder(folder, config["max_length"])
 
 
-def open_encoder(source: dict, backbone: Bert) -> OwnStates | SentenceEncoder:
+def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptModel, PromptTokenizer]:
+    """A backbone through its own head, which no training of ours has touched but that of a few shots."""
+    backend = Tokenizer.from_folder(folder).backend
+    tokenizer = PromptTokenizer(backend, config["max_length"], Prompt.from_dict(config["prompt"]))
+    backbone = _backbone_of(config["backbone"], folder, backbone_folder)
+    return PromptModel(backbone, tokenizer, include_embeddings=config["exits"][0] == 0), tokenizer
+
+
+def open_encoder(source: dict, backbone: Bert | Decoder) -> OwnStates | SentenceEncoder:
     """The encoder of a datastore's queries: a layer of the model itself, or a checkpoint in a folder."""
     if source["encoder"] is None:
         return OwnStates(backbone, source["layer"])
     return SentenceEncoder(source["encoder"])
 
 
-def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert:
-    """The backbone that a run was trained on, or an error: adapters fit one backbone only."""
-    folder = Path(folder or source["folder"])
+def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert | Decoder:
+    """The backbone that a run was made with, or an error: adapters and values fit one backbone only."""
+    folder = Path(folder or run / source["folder"])  # an absolute path stands for itself
     if not folder.is_dir():
         raise FileNotFoundError(f"{run}: its backbone was in {folder}, nothing is there; say where with --model")
     if backbone_sha256(folder) != source["sha256"]:
         raise ValueError(f"{run}: was trained on another backbone than the one in {folder}; give that one with --model")
-    backbone = load_backbone(folder)
-    backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
-    return backbone
+    return load_backbone(folder)
 
 
 def write_rule(folder: str | Path, rule: Rule) -> None:

@@ -12,6 +12,7 @@ Deviations, each from a point that the paper leaves open (see the tests of the s
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -24,15 +25,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mini_ee.calibration import Observed
+from mini_ee.calibration import Observed, TooFew, calibrate, exit_indices, report
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
 from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading
 from mini_ee.exits import check_exits
-from mini_ee.files import atomic_folder, read_json, write_json
+from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
 from mini_ee.fitting import NothingToResume, TrainConfig
 from mini_ee.generation import GREEDY, Sampling, gather, generate
-from mini_ee.rules import NeverExit, Rule, confidence, rule_from_dict
+from mini_ee.rules import NeverExit, Rule, Threshold, confidence, rule_from_dict
 
 FORMAT_VERSION = 1
 INITS, TARGETS = ("scratch", "copy"), ("soft", "hard")
@@ -221,19 +222,23 @@ def train_heads(
     how: HeadTraining,
     state_folder: Path | None = None,
     resume: bool = False,
+    about: dict | None = None,
 ) -> list[dict]:
     """Train the heads in place by Eq. 1, all at once; returns Fig. 1: step, loss, and Measured on `held`.
 
     Measured before the first step, every `measure_every` steps and after the last. The loss is the mean since then.
-    With a state_folder, which the caller removes, a killed training can be resumed, to the same weights: same texts
-    and settings. Raises NothingToResume, or ValueError for other settings and a loss that is no number.
+    With a state_folder, which the caller removes, a killed training can be resumed, to the same weights: same exits,
+    texts and settings, and the same `about`, which is what else the caller wants to be the same (JSON). Raises
+    NothingToResume, or ValueError for other settings and a loss that is no number.
     """
+    told = json_sha256({"texts": [text.ids for text in texts], "held": [text.ids for text in held]})
+    settings = asdict(how) | {"exits": list(model.exits), "texts": told[:12]} | (about or {})
     parameters = list(model.heads.parameters())
     optimizer = torch.optim.Adam(parameters)
     per_epoch = -(-len(texts) // how.batch_size)
     total, step, losses, history = how.epochs * per_epoch, 0, [], []
     if resume:
-        step, losses, history = _read_state(state_folder, model, optimizer, how)
+        step, losses, history = _read_state(state_folder, model, optimizer, settings)
     if not history:
         history.append({"step": 0, "loss": None} | watch(model, held, how.batch_size)._asdict())
     last_save = time.monotonic()
@@ -254,7 +259,7 @@ def train_heads(
                 history.append({"step": step, "loss": float(np.mean(losses))} | measured._asdict())
                 losses = []
             if state_folder is not None and time.monotonic() - last_save > SAVE_SECONDS:
-                _write_state(state_folder, model, optimizer, how, step, losses, history)
+                _write_state(state_folder, model, optimizer, settings, step, losses, history)
                 last_save = time.monotonic()
     return history
 
@@ -313,22 +318,22 @@ def observe_texts(
     return Observed(*(np.concatenate(parts) for parts in (sure, agrees, groups)))
 
 
-def _write_state(folder: Path, model, optimizer, how, step: int, losses: list[float], history: list[dict]) -> None:
+def _write_state(folder: Path, model, optimizer, settings, step: int, losses: list[float], history: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"heads.{name}": value for name, value in model.heads.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-    progress = {"settings": asdict(how), "step": step, "losses": losses, "history": history}
+    progress = {"settings": settings, "step": step, "losses": losses, "history": history}
     tensors["progress"] = torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
     write_tensors(folder / STATE, tensors)
 
 
-def _read_state(folder: Path, model, optimizer, how) -> tuple[int, list[float], list[dict]]:
+def _read_state(folder: Path, model, optimizer, settings) -> tuple[int, list[float], list[dict]]:
     if not (folder / STATE).exists():
         raise NothingToResume(f"{folder}: no unfinished training here; start without --resume")
     tensors = read_tensors(folder / STATE)
     progress = json.loads(bytes(tensors.pop("progress").tolist()))
-    differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != getattr(how, key)]
+    differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
     if differ:
         raise ValueError(f"{folder}: was started with {', '.join(differ)}; resume with the same settings")
     state = {}
@@ -342,6 +347,38 @@ def _read_state(folder: Path, model, optimizer, how) -> tuple[int, list[float], 
     )
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     return progress["step"], progress["losses"], progress["history"]
+
+
+def calibrate_heads(
+    model: SelfSupervised,
+    texts: Sequence[Text],
+    epsilon: float,
+    delta: float | None = None,
+    measure: str = "breaking_ties",
+    seed: int = 0,
+) -> tuple[Threshold, dict]:
+    """Thresholds of all heads, and the JSON answer; see calibration.py for epsilon and delta.
+
+    A seeded half of the texts gives the thresholds, the other half says what they keep. Raises ValueError where there
+    are too few for both, with the numbers of texts and tokens that would do.
+    """
+    if len(texts) < 2:
+        raise ValueError(f"expected at least 2 texts, some to calibrate on and some to check, got {len(texts)}")
+    observed = observe_texts(model, texts, measure)
+    chosen = np.random.default_rng(seed).permutation(len(texts))[: len(texts) // 2]
+    drawn = np.isin(observed.groups, chosen)
+    try:
+        rule = calibrate(observed.take(drawn), epsilon, delta, measure)
+    except TooFew as error:
+        tokens = math.ceil(2 * error.needed * len(observed.groups) / len(texts))
+        raise ValueError(
+            f"too little text to promise epsilon {epsilon} with delta {delta}: at least {2 * error.needed} texts like "
+            f"these are needed, {tokens} tokens (half of them to check), got {len(texts)} texts, "
+            f"{len(observed.groups)} tokens; give more, or lower epsilon, or leave delta out"
+        ) from None
+    fresh = observed.take(~drawn)
+    layers = np.array(model.exits)[exit_indices(fresh, rule)]
+    return rule, report(observed.take(drawn), fresh, rule, epsilon, delta) | {"mean_layers": float(layers.mean())}
 
 
 # ---- On disk ----
@@ -364,13 +401,19 @@ def save_heads(
     training: dict | None = None,
     metrics: dict | None = None,
 ) -> None:
-    """Write the heads as a folder, whole or not at all: config.json, model.safetensors, metrics.json.
+    """Write the heads as a folder, whole or not at all: config.json, model.safetensors, metrics.json, tokenizer.json.
 
-    training: settings used; metrics: what was measured. Raises FileExistsError where the folder is there.
+    training: settings used; metrics: what was measured. The tokenizer is the backbone's, where its folder has one.
+    Raises FileExistsError where the folder is there.
     """
     with atomic_folder(folder) as partial:
-        digest = write_tensors(partial / "model.safetensors", model.heads.state_dict())
+        digests = {"model.safetensors": write_tensors(partial / "model.safetensors", model.heads.state_dict())}
         write_json(partial / "metrics.json", metrics or {})
+        tokenizer = Path(backbone_folder) / "tokenizer.json"
+        if tokenizer.is_file():
+            write_bytes(partial / "tokenizer.json", tokenizer.read_bytes())
+        copied = (name for name in ("metrics.json", "tokenizer.json") if (partial / name).is_file())
+        digests |= {name: file_sha256(partial / name) for name in copied}
         config = {
             "format_version": FORMAT_VERSION,
             "method": "self-supervised",
@@ -381,7 +424,7 @@ def save_heads(
             "exits": list(model.exits),
             "rule": rule.to_dict(),
             "training": training or {},
-            "files": {"model.safetensors": digest},
+            "files": digests,
         }
         write_json(partial / "config.json", config)
 
@@ -401,11 +444,17 @@ def load_heads(folder: str | Path, backbone_folder: str | Path | None = None) ->
     source = config["backbone"]
     backbone_folder = Path(backbone_folder or source["folder"])
     if not backbone_folder.is_dir():
-        raise FileNotFoundError(f"{folder}: its backbone was in {backbone_folder}, nothing is there; say where it is")
+        raise FileNotFoundError(
+            f"{folder}: its backbone was in {backbone_folder}, nothing is there; say where it is with --model"
+        )
     if backbone_sha256(backbone_folder) != source["sha256"]:
         raise ValueError(
-            f"{folder}: these heads were trained on another backbone than the one in {backbone_folder}; give that one"
+            f"{folder}: these heads were trained on another backbone than the one in {backbone_folder}; "
+            f"give that one with --model"
         )
+    for name, digest in config["files"].items():
+        if name != "model.safetensors" and (not (folder / name).is_file() or file_sha256(folder / name) != digest):
+            raise ValueError(f"{folder / name}: missing or damaged; train the run again")
     model = SelfSupervised(load_backbone(backbone_folder), tuple(config["exits"]))
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
     names = {name: (name,) for name in model.heads.state_dict()}

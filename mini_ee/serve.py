@@ -2,6 +2,7 @@
 
 In: one row a line, text as it stands (two texts with a tab between them), or JSON: {"text": ..., "text_b": ...}.
 Out: JSON lines, in the same order: line, label, confidence, exit, layers, milliseconds; or line and error.
+A decoder takes prompts, and says what it writes after each: line, text, tokens, layers, mean_layers, milliseconds.
 """
 
 import json
@@ -9,50 +10,53 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 import onnxruntime
 from tqdm import tqdm
 
 from mini_ee import WrongArguments, __version__
-from mini_ee.export.runtime import CPU, CUDA, Runtime, read_manifest
+from mini_ee.export.decoder_runtime import DecoderRuntime
+from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, read_manifest
+from mini_ee.files import read_json
+
+NEW_TOKENS = 100
 
 
 def run(args) -> dict:
     """Answer every line; returns the JSON summary. A line that cannot be answered is reported and passed over."""
     if args.json and args.out is None:
         raise WrongArguments("--json prints one object on standard output: give the answers a file with --out")
-    runtime = _open(args)
-    rows = failed = 0
-    layers = 0
+    served = _open(args)
+    rows = failed = counted = layers = 0
     begin = time.perf_counter()
     with _input(args.file) as source, _output(args.out) as sink, tqdm(unit="row", delay=2, file=sys.stderr) as bar:
         numbered = enumerate(source, start=1)
         while lines := list(islice(numbered, args.batch_size)):
-            for answer in _answers(runtime, lines, args.batch_size):
+            for answer in _answers(served, lines, args.batch_size):
                 rows += 1
                 if "error" in answer:
                     failed += 1
                     print(f"mini-ee run: line {answer['line']}: {answer['error']}", file=sys.stderr)
                 else:
-                    layers += answer["layers"]
+                    counted += np.size(answer["layers"])
+                    layers += int(np.sum(answer["layers"]))
                 sink.write(json.dumps(answer) + "\n")
             sink.flush()
             bar.update(len(lines))
-    answered = rows - failed
     return {
         "export": str(args.exported),
         "rows": rows,
         "failed": failed,
-        "mean_layers": layers / answered if answered else None,
+        "mean_layers": layers / counted if counted else None,
         "seconds": time.perf_counter() - begin,
-        "engine": runtime.segments().engine,
-        "provider": runtime.provider,
+        "engine": served.engine,
+        "provider": served.provider,
         "seed": args.seed,
         "threads": args.threads,
         "versions": {
@@ -64,39 +68,89 @@ def run(args) -> dict:
     }
 
 
-def _open(args) -> Runtime:
-    if args.engine == "torch":
+class _Served(NamedTuple):
+    """An exported folder, whichever kind it is."""
+
+    texts: int  # of a row
+    check: Callable[[tuple[str, ...]], object]  # ValueError where a row cannot be answered
+    answer: Callable[[list[tuple[str, ...]], int], list[dict]]  # (rows, batch size) -> the fields of each answer
+    engine: str
+    provider: str | None
+
+
+def _open(args) -> _Served:
+    manifest = args.exported / MANIFEST
+    decoder = manifest.is_file() and read_json(manifest).get("model") == DECODER
+    for option in ("max_new_tokens", "fill"):
+        if getattr(args, option) is not None and not decoder:
+            raise WrongArguments(f"--{option.replace('_', '-')} is for decoders; {args.exported} holds a classifier")
+    if args.engine == "torch" and args.threads:
         import torch
 
+        torch.set_num_threads(args.threads)
+    return _open_decoder(args) if decoder else _open_classifier(args)
+
+
+def _open_classifier(args) -> _Served:
+    if args.engine == "torch":
         from mini_ee.export.segments import torch_segments
 
-        if args.threads:
-            torch.set_num_threads(args.threads)
         segments = torch_segments(args.exported, read_manifest(args.exported), args.device or "cpu")
-        return Runtime(args.exported, segments=segments)
-    providers = {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
-    return Runtime(args.exported, providers, threads=args.threads or 0)
+        runtime = Runtime(args.exported, segments=segments)
+    else:
+        runtime = Runtime(args.exported, _providers(args), threads=args.threads or 0)
+
+    def answer(rows: list[tuple[str, ...]], batch_size: int) -> list[dict]:
+        answers = (each._asdict() for each in runtime.run(rows, batch_size))
+        return [{name: value for name, value in fields.items() if name != "logits"} for fields in answers]
+
+    expected, engine = runtime.config["task"]["texts"], runtime.segments().engine
+    return _Served(expected, lambda row: runtime.encode([row]), answer, engine, runtime.provider)
 
 
-def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:
+def _open_decoder(args) -> _Served:
+    fill, count = args.fill or "propagate", args.max_new_tokens or NEW_TOKENS
+    if args.engine == "torch":
+        from mini_ee.export.decoder_segments import torch_token_segments
+
+        segments = torch_token_segments(args.exported, read_manifest(args.exported), fill, args.device or "cpu")
+        runtime = DecoderRuntime(args.exported, fill=fill, segments=segments)
+    else:
+        runtime = DecoderRuntime(args.exported, _providers(args), fill=fill, threads=args.threads or 0)
+
+    def answer(rows: list[tuple[str, ...]], batch_size: int) -> list[dict]:
+        written = runtime.run([text for (text,) in rows], count, batch_size)
+        return [
+            {
+                "text": each.text,
+                "tokens": each.tokens,
+                "layers": each.layers,
+                "mean_layers": float(np.mean(each.layers)),
+                "milliseconds": each.milliseconds,
+            }
+            for each in written
+        ]
+
+    return _Served(1, lambda row: runtime.encode(*row, count), answer, runtime.engine, runtime.provider)
+
+
+def _providers(args) -> list[str] | None:
+    return {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
+
+
+def _answers(served: _Served, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:
     """One batch of numbered lines -> answers in their order."""
-    expected = runtime.config["task"]["texts"]
     rows, errors = {}, {}
     for number, line in lines:
         try:
-            rows[number] = _row(line, expected)
-            runtime.encode([rows[number]])
+            row = _row(line, served.texts)
+            served.check(row)
+            rows[number] = row
         except ValueError as error:
-            rows.pop(number, None)
             errors[number] = str(error).removeprefix("row 0: ")
-    answers = dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
+    answers = dict(zip(rows, served.answer(list(rows.values()), batch_size)))
     for number, _ in lines:
-        if number in errors:
-            yield {"line": number, "error": errors[number]}
-        else:
-            fields = answers[number]._asdict()
-            fields.pop("logits")
-            yield {"line": number, **fields}
+        yield {"line": number, **({"error": errors[number]} if number in errors else answers[number])}
 
 
 def _row(line: bytes, expected: int) -> tuple[str, ...]:

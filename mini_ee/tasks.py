@@ -502,6 +502,16 @@ class Encoded:
         return inputs
 
 
+def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Rows of one text or two. Raises: ValueError for a text that is empty or no string."""
+    rows = tuple((row,) if isinstance(row, str) else tuple(row) for row in texts)
+    for number, row in enumerate(rows):
+        flaw = next(filter(None, map(_text_flaw, row)), None if len(row) in (1, 2) else len(row))
+        if flaw is not None:
+            raise ValueError(f"row {number}: expected one text or two, found {flaw}; correct or drop the row")
+    return rows
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer that truncates to max_length and leaves padding to `Encoded.batch`."""
 
@@ -539,11 +549,7 @@ class Tokenizer:
 
         Raises: ValueError for a text that is empty or no string.
         """
-        rows = tuple((row,) if isinstance(row, str) else tuple(row) for row in texts)
-        for number, row in enumerate(rows):
-            flaw = next(filter(None, map(_text_flaw, row)), None if len(row) in (1, 2) else len(row))
-            if flaw is not None:
-                raise ValueError(f"row {number}: expected one text or two, found {flaw}; correct or drop the row")
+        rows = text_rows(texts)
         # Without a template for pairs (many decoders) the backend drops "<s>" or glues the texts together.
         pairs = self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
         sequences = [row if pairs and len(row) == 2 else "\n".join(row) for row in rows]

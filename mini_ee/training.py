@@ -13,9 +13,11 @@ from torch import nn
 from mini_ee.checkpoint import backbone_sha256, load_backbone
 from mini_ee.evaluation import Candidates, default_rule, exit_scores, record, summary
 from mini_ee.exits import MultiExit
-from mini_ee.files import atomic_folder, file_sha256, write_json
+from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
+from mini_ee.prompting import Prompt, PromptModel, PromptTokenizer, check_prompt, draw_shots, few_shot
 from mini_ee.retrieval import Retrieval, best_single_exit, build, collect
+from mini_ee.rules import NeverExit
 from mini_ee.runs import Run, encode, load_run, open_encoder, save_run, training_folder, versions
 from mini_ee.tasks import Split, Task, Tokenizer, holdout, subset
 
@@ -116,29 +118,30 @@ def collect_run(
 ) -> Run:
     """RAEE on the exits of a trained run (class-head mode): the same model, with a datastore and the rule that asks it.
 
-    The datastore holds the rows that the run held out, or max_train of them: on its own training rows nearly every
-    exit is right. Queries are the mean state of the model itself after `layer`, or an encoder's in a folder of its own.
-    A killed collection goes on where it was. Raises FileExistsError where `out` is there.
+    The datastore holds the rows that the run was not trained on, or max_train of them: on its own training rows nearly
+    every exit is right. Queries are the mean state of the model itself after `layer`, or an encoder's in a folder of
+    its own. A killed collection goes on where it was. Raises FileExistsError where `out` is there.
     """
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
     base = load_run(base_folder)
     if not base.label_names:
         raise ValueError(f"{base_folder}: a regression run, of which no exit is right or wrong; give one with classes")
-    _, held = holdout(task.split("train"), base.config["seed"])
+    rows = untrained_rows(base, task)
     if max_train is not None:
-        held = subset(held, max_train, seed)
-    encoded = base.encode(held.texts)
+        rows = subset(rows, max_train, seed)
+    encoded = base.encode(rows.texts)
     model = base.model.to(device)
     source = {"layer": layer, "encoder": None if encoder is None else str(encoder.resolve())}
     embed, begin = open_encoder(source, model.backbone), time.perf_counter()
-    values = collect(base.segments(), encoded, held.labels, batch_size, progress="collecting")
+    values = collect(base.segments(), encoded, rows.labels, batch_size, progress="collecting")
     unfinished = training_folder(out)
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
-    arguments = encoded, values, held.labels, base.exits
+    arguments = encoded, values, rows.labels, base.exits
     store = build(unfinished / "datastore", embed.name, embed, *arguments, progress="indexing")
     metrics = {
+        "epochs": read_json(base_folder / "metrics.json").get("epochs", []),
         "rows": len(store),
         "per_exit_accuracy": (values > 0).mean(axis=0).tolist(),
         "best_single_exit": base.exits[best_single_exit(values)],
@@ -153,6 +156,60 @@ def collect_run(
         write_json(partial / "config.json", config)
     shutil.rmtree(unfinished)
     return load_run(out)
+
+
+def untrained_rows(run: Run, task: Task) -> Split:
+    """The rows of train that no exit of a run was trained on; after few shots, nor those that chose its best epoch."""
+    train, seed = task.split("train"), run.config["seed"]
+    if isinstance(run.model, PromptModel):
+        *_, rest = draw_shots(train, task.num_labels, run.config["training"]["shots"], seed)
+        return rest
+    return holdout(train, seed)[1]
+
+
+def prompt_run(
+    out: Path,
+    model_folder: Path,
+    prompt: Prompt,
+    task: Task,
+    rule: Retrieval,
+    *,
+    shots: int = 0,
+    config: TrainConfig = TrainConfig(),
+    max_length: int = 128,
+    max_train: int | None = None,
+    layer: int = 0,
+    encoder: Path | None = None,
+    device: str = "cpu",
+) -> Run:
+    """RAEE's prompt mode: every layer of a checkpoint is an exit through the checkpoint's own head; then `collect_run`.
+
+    With shots the backbone is fine-tuned on so many rows of each class first, under `config`, its best epoch chosen on
+    as many others. Layer 0 is an exit where the rule has include_embeddings. Raises FileExistsError where `out` is
+    there, ValueError for a prompt that does not fit the model or the task.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    check_prompt(prompt, task)
+    backbone = load_backbone(model_folder)
+    limit = min(max_length, backbone.config.max_tokens)
+    tokenizer = PromptTokenizer(Tokenizer.from_folder(model_folder).backend, limit, prompt)
+    model = PromptModel(backbone, tokenizer, rule.include_embeddings).to(device)
+    unfinished, history = training_folder(out), []
+    train, held, _ = draw_shots(task.split("train"), task.num_labels, shots, config.seed)
+    if shots:
+        data = (Data(encode(tokenizer, part.texts, backbone.config), part.labels) for part in (train, held))
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            history = fit(model, few_shot(model), task, *data, config, {}, unfinished)
+    base, source = unfinished / "base", {"folder": str(Path(model_folder).resolve())}
+    source["sha256"] = backbone_sha256(model_folder)
+    shutil.rmtree(base, ignore_errors=True)
+    training = asdict(config) | {"shots": shots, "from": source}
+    save_run(base, "prompt", model, tokenizer, NeverExit(), task, source, training, {"epochs": history})
+    return collect_run(
+        out, base, task, rule, layer=layer, encoder=encoder, seed=config.seed, max_train=max_train, device=device
+    )
 
 
 def _sha256(*parts: Data) -> str:

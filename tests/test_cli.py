@@ -9,12 +9,16 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from mini_ee import checkpoint, files, methods
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
+from mini_ee.early_exit import read_every_exit
+from mini_ee.metrics import spearman
 from mini_ee.runs import load_run
+from mini_ee.tasks import load_task
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 
@@ -63,7 +67,8 @@ def refused(capsys, *argv):
 
 
 def test_methods_and_benchmarks_are_those_that_there_are():
-    assert set(METHODS) == {*methods.METHODS, *methods.CONFIGURED, "raee"} and BENCHMARKS == tuple(BENCHES)
+    assert set(METHODS) == {*methods.METHODS, *methods.CONFIGURED, "raee", "self-supervised", "calm"}
+    assert BENCHMARKS == tuple(BENCHES)
 
 
 def test_every_command_has_help_with_an_example(capsys):
@@ -182,6 +187,41 @@ def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, tas
         good = [other for other in row["curve"] if other["score"] >= least]
         assert point["score"] >= least and point["speedup"] == pytest.approx(row["full_seconds"] / point["seconds"])
         assert point["flops_ratio"] == min(other["flops_ratio"] for other in good)
+
+
+def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
+    said = answer(capsys, "evaluate", run_folder, "--task", task_folder, "--hardness")
+    trained, task = load_run(run_folder), load_task(task_folder)
+    dev = task.split("dev")
+    memorized, losses = hardness(trained, dev)
+    assert said["hardness"]["mean_memorized_layer"] == pytest.approx(np.mean(memorized))
+    assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
+
+
+def hardness(trained, rows):
+    """Memorized layer and loss under Eq. 1 of each row, one row and one exit after the other."""
+    memorized, losses = [], []
+    exits = trained.exits
+    for text, label in zip(rows.texts, rows.labels):
+        logits, *_ = read_every_exit(trained.segments(), trained.encode([text]).batch(np.arange(1)))
+        wrong = [layer for layer, said in zip(exits, logits[0]) if said.argmax() != label]
+        later = [layer for layer in exits if not wrong or layer > wrong[-1]]
+        memorized.append(later[0] if later else exits[-1])
+        each = [np.log(np.exp(said).sum()) - said[label] for said in logits[0].astype(np.float64)]
+        losses.append(sum(layer * loss for layer, loss in zip(exits, each)) / sum(exits))
+    return memorized, losses
+
+
+def test_compare_draws_loss_and_accuracy_by_layer(capsys, run_folder, task_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    said = answer(capsys, "compare", run_folder, "--task", task_folder, "--picture", tmp_path / "layers.png")
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    (row,) = said["rows"]
+    evaluated = answer(capsys, "evaluate", run_folder, "--task", task_folder)
+    assert [line["accuracy"] for line in row["by_exit"]] == evaluated["per_exit_accuracy"]
+    assert [line["left"] for line in row["by_exit"]] == row["exit_counts"]
+    right = sum(line["left"] * line["left_accuracy"] for line in row["by_exit"] if line["left"])
+    assert right / sum(row["exit_counts"]) == pytest.approx(row["accuracy"])
 
 
 def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, task_folder, tmp_path):

@@ -628,8 +628,8 @@ LOOP_BUGS = [
     ),
     ("elif rule.reads:", "elif True:", lambda case: test_never_exit_reads_the_last_head_once()),
     (
-        "segments.read(k, state), True",
-        "segments.read(k, state), False",
+        "asked[k] = reading.logits is not None",
+        "asked[k] = False",
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (

@@ -12,8 +12,8 @@ import torch
 from mini_ee import bench
 from mini_ee.__main__ import main
 from mini_ee.checkpoint import BUILT_IN_DECODER, load_backbone, save_backbone
-from mini_ee.commands import settled_length
 from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.decoder_commands import settled_length
 from mini_ee.generation import gather, generate
 from mini_ee.tasks import Tokenizer
 from mini_ee.weights import pretrain_llama

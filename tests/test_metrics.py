@@ -1,11 +1,12 @@
 """mini_ee/metrics.py: each metric against numbers worked out by hand and against loops over pairs."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from mini_ee.metrics import METRICS, accuracy, f1, matthews, pearson, score, spearman
+from mini_ee.metrics import METRICS, accuracy, f1, matthews, pearson, rouge_l, score, spearman
 
 PREDICTIONS, LABELS = [1, 1, 1, 0, 0, 0, 0, 1], [1, 1, 0, 0, 0, 1, 0, 0]  # TP 2, FP 2, FN 1, TN 3
 
@@ -123,3 +124,41 @@ def test_score_computes_the_named_metrics_and_refuses_others():
     assert named == {"f1": f1(PREDICTIONS, LABELS), "accuracy": 5 / 8}
     with pytest.raises(ValueError, match=r"expected metrics among accuracy, f1, .*, found \['bleu'\]"):
         score(("f1", "bleu"), PREDICTIONS, LABELS)
+
+
+# ---- Rouge-L ----
+
+
+def longest_common(words, others):
+    """The longest common subsequence by trying all subsequences of the words, the longest first."""
+    for size in range(len(words), 0, -1):
+        for some in itertools.combinations(words, size):
+            rest = iter(others)
+            if all(word in rest for word in some):
+                return size
+    return 0
+
+
+def test_rouge_l_equals_f_of_precision_and_recall_of_the_longest_common_subsequence():
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        text, reference = (random.choice(list("abcd"), random.integers(1, 9)).tolist() for _ in range(2))
+        common = longest_common(text, reference)
+        precision, recall = common / len(text), common / len(reference)
+        expected = 2 * precision * recall / (precision + recall) if common else 0.0
+        assert rouge_l(" ".join(text), " ".join(reference)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text, reference, expected",
+    [
+        ("The cat, sat!", "the CAT sat", 1.0),  # neither case nor punctuation count
+        ("police killed the gunman", "police kill the gunman", 0.75),  # no stemming; Lin 2004, section 3.1
+        ("the gunman police killed", "police killed the gunman", 0.5),
+        ("", "a word", 0.0),
+        ("...", "...", 0.0),
+        ("a b c d", "a", 2 * 0.25 / 1.25),
+    ],
+)
+def test_rouge_l_of_texts_worked_out_by_hand(text, reference, expected):
+    assert rouge_l(text, reference) == pytest.approx(expected, abs=1e-12)

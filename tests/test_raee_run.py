@@ -1,4 +1,4 @@
-"""RAEE as a run: collected from a trained one, read back whole or refused in one line, controls beside its figure."""
+"""RAEE as a run: collected from a trained one or through a prompt, read back whole or refused in one line, controls."""
 
 import json
 import shutil
@@ -9,14 +9,16 @@ import torch
 
 from mini_ee import training
 from mini_ee.__main__ import main
-from mini_ee.checkpoint import load_backbone, save_backbone
+from mini_ee.checkpoint import backbone_sha256, load_backbone, save_backbone
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import record
 from mini_ee.files import read_json
+from mini_ee.fitting import TrainConfig
+from mini_ee.prompting import Prompt, draw_shots
 from mini_ee.retrieval import Retrieval, controls
 from mini_ee.runs import load_run, training_folder
 from mini_ee.tasks import holdout, load_task
-from mini_ee.training import collect_run
+from mini_ee.training import collect_run, prompt_run
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 
@@ -289,6 +291,220 @@ def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_f
 
 
 def test_a_missing_model_and_a_wrong_tau_are_told(capsys, tmp_path, base, task_folder):
-    assert "give the run with --model" in refused(capsys, "train", "raee", "--out", tmp_path / "out")
+    assert "no such folder" in refused(capsys, "train", "raee", "--model", tmp_path / "no", "--out", tmp_path / "out")
     with pytest.raises(SystemExit):
         called("train", "raee", "--model", base, "--task", task_folder, "--out", tmp_path / "out", "--tau", "2")
+
+
+# Prompt mode
+
+
+TERRIBLE = ("--template", "{text} is {mask}", "--words", "0=awful,1=great")
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return Prompt("{text} is {mask}", ("awful", "great"))
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory, checkpoint_folder, task, prompt):
+    out = tmp_path_factory.mktemp("prompted") / "raee"
+    prompt_run(out, checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5))
+    return out
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, checkpoint_folder, task, prompt):
+    out = tmp_path_factory.mktemp("tuned") / "raee"
+    config = TrainConfig(epochs=2, lr=3e-3, batch_size=8, seed=5)
+    prompt_run(out, checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5), shots=4, config=config)
+    return out
+
+
+def p_of_label_words(backbone, tokenizer, ids):
+    """(L, C): softmax over the vocabulary at the mask of every layer, restricted to the label words, renormalised."""
+    with torch.no_grad():
+        states = backbone.hidden_states(torch.from_numpy(ids)[None])[1:]
+        at = ids.tolist().index(tokenizer.mask_token_id)
+        p = [backbone.lm_logits(state[0, at]).double().softmax(0)[list(tokenizer.label_tokens)] for state in states]
+    return np.array([each / each.sum() for each in p])
+
+
+def test_zero_shot_every_row_of_train_is_collected_through_the_checkpoints_own_head(prompted, checkpoint_folder, task):
+    run, train = load_run(prompted), task.split("train")
+    assert sorted(run.rule.datastore.texts) == sorted(train.texts) and run.exits == (1, 2, 3)
+    label_of, backbone = dict(zip(train.texts, train.labels)), load_backbone(checkpoint_folder)
+    for row, text in enumerate(run.rule.datastore.texts):
+        p = p_of_label_words(backbone, run.tokenizer, run.encode([text]).ids[0])
+        right = p.argmax(axis=1) == label_of[text]
+        np.testing.assert_allclose(run.rule.datastore.values[row], np.where(right, p.max(axis=1), 0), atol=1e-5)
+
+
+def test_a_run_without_shots_names_the_checkpoint_and_holds_no_weights(prompted, checkpoint_folder, tmp_path):
+    config = read_json(prompted / "config.json")
+    assert config["backbone"] == {"folder": str(checkpoint_folder), "sha256": backbone_sha256(checkpoint_folder)}
+    assert config["prompt"] == {"template": "{text} is {mask}", "words": {"0": "awful", "1": "great"}}
+    assert config["pool"] == "mask" and not list(prompted.rglob("model.safetensors"))
+    moved = shutil.copytree(checkpoint_folder, tmp_path / "moved")
+    assert load_run(prompted, moved).model.num_labels == 2
+    with torch.no_grad():
+        changed = load_backbone(moved)
+        changed.embeddings.word.weight.mul_(2)
+    save_backbone(changed, tmp_path / "changed")
+    with pytest.raises(ValueError, match="was trained on another backbone than the one in"):
+        load_run(prompted, tmp_path / "changed")
+
+
+def test_with_shots_the_backbone_is_the_runs_own_and_its_shots_are_not_in_the_datastore(tuned, checkpoint_folder, task):
+    run, train = load_run(tuned), task.split("train")
+    shots, held, rest = draw_shots(train, 2, 4, seed=5)
+    assert sorted(run.rule.datastore.texts) == sorted(rest.texts) and len(rest) == 60 - 16
+    own, before = load_backbone(tuned / "backbone"), load_backbone(checkpoint_folder)
+    assert not torch.equal(own.embeddings.word.weight, before.embeddings.word.weight)
+    assert torch.equal(own.embeddings.word.weight, run.model.backbone.embeddings.word.weight)
+    text = rest.texts[0]
+    logits, *_ = read_every_exit(run.segments(), run.encode([text]).batch(slice(None)))
+    p = torch.from_numpy(logits[0]).double().softmax(dim=1).numpy()
+    np.testing.assert_allclose(p, p_of_label_words(own, run.tokenizer, run.encode([text]).ids[0]), atol=1e-5)
+    assert [epoch["epoch"] for epoch in read_json(tuned / "metrics.json")["epochs"]] == [1, 2]
+    assert read_json(tuned / "config.json")["training"]["from"]["folder"] == str(checkpoint_folder)
+
+
+def test_the_same_seed_gives_the_same_weights_and_a_moved_run_is_read_where_it_is(tuned, task, prompt, tmp_path):
+    source = read_json(tuned / "config.json")["training"]["from"]["folder"]
+    config = TrainConfig(epochs=2, lr=3e-3, batch_size=8, seed=5)
+    prompt_run(tmp_path / "again", source, prompt, task, Retrieval(k=3, tau=0.5), shots=4, config=config)
+    (tmp_path / "again").rename(tmp_path / "moved")
+    names = ("backbone", "model.safetensors")
+    assert tuned.joinpath(*names).read_bytes() == (tmp_path / "moved").joinpath(*names).read_bytes()
+    assert load_run(tmp_path / "moved").rule.datastore.encoder == load_run(tuned).rule.datastore.encoder
+    path = (tmp_path / "moved").joinpath(*names)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="another backbone"):
+        load_run(tmp_path / "moved")
+
+
+def test_a_plan_is_known_before_the_model_runs(prompted, monkeypatch):
+    run = load_run(prompted)
+    inputs = run.encode([("the film was good",), ("a dull and awful meal",)]).batch(slice(None))
+    expected = run.rule.plan(inputs)
+    order = []
+    segments, plan = run.segments(), type(run.rule).plan
+    monkeypatch.setattr(type(run.rule), "plan", lambda self, rows: order.append("plan") or plan(self, rows))
+    advance, read = segments.advance, segments.read
+    segments.advance = lambda k, state: order.append(f"layers {k}") or advance(k, state)
+    segments.read = lambda k, state: order.append(f"head {k}") or read(k, state)
+    result = early_exit(segments, run.rule, inputs)
+    assert order[0] == "plan" and order.count("plan") == 1 and (result.exit_index == expected).all()
+    assert [step for step in order if "head" in step] == [f"head {k}" for k in sorted(set(expected))]
+
+
+def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
+    capsys, tmp_path, checkpoint_folder, task_folder
+):
+    options = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "run", *TERRIBLE, "--tau", "0")
+    said = answer(capsys, "train", "raee", *options, "--include-embeddings")
+    assert said["exits"] == [0, 1, 2, 3] and said["rule"]["include_embeddings"] is True
+    said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
+    assert sum(said["exit_counts"]) == 20 and len(said["exit_counts"]) == 4
+    message = refused(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--threshold", ".9")
+    assert "layer 0 is an exit for rules that plan only: use raee, never or fixed, not threshold" in message
+
+
+def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder):
+    from mini_ee.checkpoint import BUILT_IN_DECODER
+
+    words = ("--template", "{text} It was", "--words", "0=terrible,1=great", "--shots", 2, "--epochs", 1)
+    options = ("--model", BUILT_IN_DECODER, "--task", task_folder, "--out", tmp_path / "run", "--max-train", 6)
+    said = answer(capsys, "train", "raee", *options, *words)
+    assert said["rows"] == 6 and said["exits"] == list(range(1, 9)) and said["shots"] == 2
+    said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
+    assert said["method"] == "raee" and list(said["controls"])[0] == "knn_labels"
+
+
+def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
+    assert called("classify", prompted, "--text", "the film was good") == 0
+    heading = capsys.readouterr().out.splitlines()[0].split()
+    assert heading == ["layer", "label", "awful", "great"]
+    said = answer(capsys, "classify", prompted, "--text", "the film was good")
+    for row in said["rows"]:
+        assert sum(row["words"].values()) == pytest.approx(1)
+        assert max(row["words"].values()) == pytest.approx(row["confidence"])
+
+
+def test_a_sweep_is_the_rules_figure_for_each_k_and_share_of_the_datastore(capsys, tmp_path, prompted, task_folder):
+    options = ("--task", task_folder, "--batch-size", 8, "--k", 4)
+    said = answer(capsys, "evaluate", prompted, *options, "--sweep", "--picture", tmp_path / "sweep.png")
+    points = {(point["database"], point["k"]): point for point in said["rows"]}
+    wrong = (load_run(prompted).rule.datastore.values[:, -1] == 0).sum()
+    assert {point["database"]: point["rows"] for point in said["rows"]} == {
+        "20%": 12,
+        "50%": 30,
+        "100%": 60,
+        "w/o": 60 - wrong,
+    }
+    assert {key: points["100%", 4][key] for key in ("accuracy", "mean_layers", "exit_counts", "flops_ratio")} == {
+        key: said[key] for key in ("accuracy", "mean_layers", "exit_counts", "flops_ratio")
+    }
+    assert len(points) == 24 and (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_prompted_collection_goes_on_with_the_same_call(
+    tmp_path, checkpoint_folder, task, prompt, monkeypatch
+):
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    config = TrainConfig(epochs=1, lr=1e-3, batch_size=8)
+    arguments = tmp_path / "out", checkpoint_folder, prompt, task, Retrieval(k=3)
+    for step in ("fit", "save_run", "build"):
+        with monkeypatch.context() as patch:
+            patch.setattr(training, step, killed)
+            with pytest.raises(KeyboardInterrupt):
+                prompt_run(*arguments, shots=4, config=config)
+        assert not (tmp_path / "out").exists()
+    assert len(prompt_run(*arguments, shots=4, config=config).rule.datastore) == 44
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "expected a prompt for words under encoder, found those for SST-2"),
+        (("--template", "{text} {mask}"), "give --template and --words together, or --prompts alone"),
+        (("--template", "{text}", "--words", "0=bad,1=good"), "expected {mask} where an encoder reads"),
+        (("--template", "{text} {mask}", "--words", "0=bad,2=good"), "expected words by class"),
+        (("--template", "{text} {mask}", "--words", "0=bad,1=nasty"), "the label word 'nasty' must be one token"),
+        ((*TERRIBLE, "--shots", "40"), "expected 80 rows of class 0 for 40 shots, found 3"),
+        ((*TERRIBLE, "--layer", "9"), "the layer must be from 0 to 3, got 9"),
+        (("--prompts", "nothing.json"), "nothing.json: no such file"),
+    ],
+)
+def test_wrong_prompts_are_told(capsys, tmp_path, checkpoint_folder, task_folder, options, message):
+    base = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "out")
+    assert message in refused(capsys, "train", "raee", *base, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_words_that_are_no_pairs_are_told(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        called("train", "raee", "--out", tmp_path / "out", "--template", "{text} {mask}", "--words", "bad,good")
+    assert "expected a word for each class, as 0=terrible,1=great, found 'bad,good'" in capsys.readouterr().err
+
+
+def test_prompts_are_for_a_checkpoint_pictures_for_a_sweep_and_graphs_for_trained_heads(
+    capsys, tmp_path, base, prompted, task_folder
+):
+    run = ("--model", base, "--task", task_folder, "--out", tmp_path / "out")
+    assert "--shots is for raee on a checkpoint, read by a prompt" in refused(
+        capsys, "train", "raee", *run, "--shots", 2
+    )
+    assert "is a trained run, which has heads" in refused(capsys, "train", "raee", *run, *TERRIBLE)
+    message = "--template is for raee on a checkpoint, read by a prompt; joint trains heads"
+    assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
+    picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
+    assert "--picture is for the --sweep of a decoder or of raee" in refused(capsys, "evaluate", prompted, *picture)
+    assert "of which no graph is made" in refused(capsys, "export", prompted, "--out", tmp_path / "exported")

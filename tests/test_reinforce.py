@@ -12,6 +12,7 @@ from mini_ee import fitting, reinforce
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_backbone
 from mini_ee.early_exit import early_exit
+from mini_ee.evaluation import by_exit
 from mini_ee.exits import MultiExit
 from mini_ee.fitting import Batch, Data, TrainConfig, fit
 from mini_ee.metrics import spearman
@@ -36,6 +37,7 @@ from mini_ee.reinforce import (
     sample_exits,
     vanilla_rewards,
 )
+from mini_ee.report import draw_rewards
 from mini_ee.rules import FixedExit, NeverExit, Policy
 from mini_ee.runs import encode
 from mini_ee.tasks import Tokenizer, load_task, subset
@@ -51,6 +53,38 @@ def drawn(*shape, seed=0):
 
 def random_rewards(rows=5, exits=4):
     return -drawn(rows, exits, seed=1).abs() - 0.1 * torch.arange(1, exits + 1)
+
+
+# ---- Fig. 2 and 4 ----
+
+
+def test_by_exit_is_the_mean_over_all_rows_and_over_those_that_left():
+    """The third exit is taken by none: there is nothing to say of those that left there."""
+    logits, labels = drawn(9, 4, 3).numpy(), np.array([0, 1, 2] * 3)
+    exit_index = np.array([0, 0, 1, 3, 3, 1, 0, 3, 1])
+    recorded = SimpleNamespace(segments=SimpleNamespace(exits=(1, 2, 4, 6)), logits=logits)
+    for k, line in enumerate(by_exit(recorded, exit_index, labels)):
+        losses = [-np.log(np.exp(row[k][y]) / np.exp(row[k]).sum()) for row, y in zip(logits, labels)]
+        right = [row[k].argmax() == y for row, y in zip(logits, labels)]
+        left = [i for i in range(9) if exit_index[i] == k]
+        assert line["layer"] == (1, 2, 4, 6)[k] and line["left"] == len(left)
+        assert (line["loss"], line["accuracy"]) == pytest.approx((np.mean(losses), np.mean(right)))
+        if left:
+            expected = np.mean([losses[i] for i in left]), np.mean([right[i] for i in left])
+            assert (line["left_loss"], line["left_accuracy"]) == pytest.approx(expected)
+        else:
+            assert line["left_loss"] is line["left_accuracy"] is None
+
+
+def test_rewards_are_drawn_over_alpha(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"reward": reward, "alpha": alpha, "layers_saved": 10 * alpha, "score": 0.9 - alpha}
+        for reward in ("vanilla", "hardness-guided")
+        for alpha in (0.05, 0.01, 0.02)
+    ]
+    draw_rewards(tmp_path / "rewards.png", {"task": "RTE", "split": "dev", "rows": rows})
+    assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- Eq. 2, 3, 4, 7 ----

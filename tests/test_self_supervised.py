@@ -367,6 +367,13 @@ def test_nothing_to_resume_and_other_settings_are_errors(tmp_path, monkeypatch):
     train_heads(model, texts, texts, QUICK, tmp_path)
     with pytest.raises(ValueError, match=r"was started with penalty 0\.1; resume with the same settings"):
         train_heads(model, texts, texts, replace(QUICK, penalty=0.5), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="was started with texts [0-9a-f]{12}; resume"):
+        train_heads(model, texts[1:], texts, QUICK, tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"was started with exits \[1, 2, 3\]; resume"):
+        train_heads(model_of(exits=(2, 3)), texts, texts, QUICK, tmp_path, resume=True)
+    train_heads(model, texts, texts, QUICK, tmp_path, about={"init": "copy"})
+    with pytest.raises(ValueError, match="was started with init copy; resume"):
+        train_heads(model, texts, texts, QUICK, tmp_path, resume=True, about={"init": "scratch"})
 
 
 # ---- On disk ----

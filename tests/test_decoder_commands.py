@@ -1,0 +1,544 @@
+"""`mini-ee train self-supervised`, `generate` and `calibrate` on its runs, and wrong input as one line."""
+
+import itertools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from mini_ee import calibration
+from mini_ee.__main__ import main
+from mini_ee.calibration import calibrate, intervals
+from mini_ee.checkpoint import load_backbone, read_tensors, save_backbone
+from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.decoder_commands import colours_of, painted
+from mini_ee.decoding import gather
+from mini_ee.files import read_json
+from mini_ee.generation import generate, generate_lossless
+from mini_ee.rules import Threshold
+from mini_ee.self_supervised import (
+    CALIBRATION_PROMPTS,
+    generated_texts,
+    load_heads,
+    observe_texts,
+    watch,
+)
+from mini_ee.tasks import Tokenizer
+
+LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
+PROMPTS = ("abc", "the cat", "A dog is", "z")
+SMALL = ("--texts", "24", "--new-tokens", "12", "--batch-size", "8", "--epochs", "4", "--lr", "1e-2", "--lambda", "0")
+
+
+def decoder_in(folder, seed):
+    """A random 4-layer Llama over single letters, with a context of 48 tokens, of which 0 begins and ends a text."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"<s>": 0} | {letter: i for i, letter in enumerate(LETTERS, 1)}, [])
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    config = DecoderConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": len(LETTERS) + 1,
+            "hidden_size": 16,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 24,
+            "max_position_embeddings": 48,
+            "initializer_range": 0.25,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        save_backbone(Decoder(config), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_resamples():
+    """A thousand take a second, and are tested with calibration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "intervals", partial(intervals, resamples=5))
+        yield
+
+
+@pytest.fixture(scope="module")
+def decoder_folder(tmp_path_factory):
+    return decoder_in(tmp_path_factory.mktemp("decoder") / "llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, decoder_folder):
+    """A run with exits after every layer; tests that change its rule copy it."""
+    out = tmp_path_factory.mktemp("heads") / "run"
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--out", out, "--init", "copy", *SMALL)
+    assert main([*map(str, argv)]) == 0
+    return out
+
+
+@pytest.fixture
+def run_folder(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def answer(capsys, *argv):
+    """The one JSON object that a command prints."""
+    assert main([*map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv):
+    """The one line of a command that fails."""
+    try:
+        status = main([*map(str, argv)])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status in (1, 2) and printed.out == "" and "Traceback" not in printed.err
+    assert len(printed.err.splitlines()) == 1, printed.err
+    return printed.err
+
+
+def greedy(decoder_folder, prompt, tokens, **settings):
+    """What the library writes."""
+    ids = Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
+    steps = generate(load_backbone(decoder_folder), [ids], max_new_tokens=tokens, stop=[0], **settings)
+    return gather(steps, 1)[0]
+
+
+# ---- train ----
+
+
+def test_a_run_holds_heads_history_rule_and_tokenizer(trained, decoder_folder):
+    files = {path.name for path in trained.iterdir()}
+    assert files == {"config.json", "model.safetensors", "metrics.json", "tokenizer.json"}
+    assert (trained / "tokenizer.json").read_bytes() == (decoder_folder / "tokenizer.json").read_bytes()
+    model, rule, config = load_heads(trained)
+    assert model.exits == (1, 2, 3, 4) and config["training"]["init"] == "copy"
+    assert isinstance(rule, Threshold) and rule.measure == "breaking_ties" and len(rule.threshold) == 4
+    history = read_json(trained / "metrics.json")["history"]
+    assert [set(each) for each in history] == [{"step", "loss", "agreement", "entropy"}] * len(history)
+    assert history[0]["step"] == 0 and history[-1]["step"] == 4 * 3 and len(history) > 10
+    assert history[-1]["agreement"][0] > history[0]["agreement"][0]
+
+
+def test_fig1_is_measured_on_texts_that_were_not_trained_on(trained, decoder_folder):
+    model = load_heads(trained).model
+    backend = Tokenizer.from_folder(decoder_folder).backend
+    prompts = [backend.encode(text).ids for text in read_json(trained / "config.json")["training"]["prompts"]]
+    held = generated_texts(model.decoder, prompts, 32, 12, stop=[0], seed=10**6)
+    found, expected = read_json(trained / "metrics.json")["history"][-1], watch(model, held)
+    np.testing.assert_allclose(found["agreement"], expected.agreement, atol=1e-9)
+    np.testing.assert_allclose(found["entropy"], expected.entropy, atol=1e-5)
+
+
+def test_the_default_rule_is_the_papers_on_half_of_the_calibration_texts(trained, decoder_folder):
+    model, rule, _ = load_heads(trained)
+    backend = Tokenizer.from_folder(decoder_folder).backend
+    prompts = [backend.encode(text).ids for text in CALIBRATION_PROMPTS]
+    texts = generated_texts(model.decoder, prompts, 24, 12, stop=[0], seed=2 * 10**6)
+    half = np.random.default_rng(0).permutation(24)[:12]
+    observed = observe_texts(model, [texts[at] for at in half])
+    assert rule == calibrate(observed, 0.95, measure="breaking_ties")
+
+
+def test_train_says_what_the_metrics_say(capsys, decoder_folder, tmp_path):
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "1,3", *SMALL, "--epochs", 1)
+    found = answer(capsys, *argv, "--out", tmp_path / "run")
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    assert found["exits"] == [1, 3, 4] and found["agreement"] == metrics["history"][-1]["agreement"]
+    assert found["calibration"] == metrics["calibration"] and found["texts"] == 24
+    assert {"seed", "threads", "versions", "seconds", "rule", "entropy", "loss", "run"} <= found.keys()
+    assert main([*map(str, argv), "--out", str(tmp_path / "again")]) == 0
+    shown = capsys.readouterr().out
+    assert f"{found['agreement'][1]:.3f}" in shown and f"{found['entropy'][0]:.3f}" in shown and "95%" in shown
+
+
+def test_a_text_file_teaches_instead(capsys, decoder_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat, and é was there. " * 12, encoding="utf-8")
+    argv = (
+        "train",
+        "self-supervised",
+        "--model",
+        decoder_folder,
+        "--text",
+        text,
+        "--exits",
+        "2",
+        *SMALL,
+        "--epochs",
+        1,
+    )
+    found = answer(capsys, *argv, "--texts", 100, "--out", tmp_path / "run")
+    pieces = len(text.read_text(encoding="utf-8")) // 12
+    assert found["texts"] == pieces - pieces // 10 < 90 and found["tokens"] == 13 * found["texts"]
+    fewer = answer(capsys, *argv, "--texts", 20, "--out", tmp_path / "fewer")
+    assert fewer["texts"] == 18
+
+
+def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tmp_path):
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--greedy", "--exits", "2", *SMALL, "--epochs", 1)
+    found = answer(capsys, *argv, "--prompt", "ab", "--prompt", "c", "--out", tmp_path / "run")
+    assert found["texts"] == 2
+    assert read_json(tmp_path / "run" / "config.json")["training"]["prompts"] == ["ab", "c"]
+
+
+def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, decoder_folder):
+    """kill -9 once a training state is on disk."""
+    script = (
+        "import sys; from mini_ee import self_supervised; self_supervised.SAVE_SECONDS = -1;"
+        "from mini_ee.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--threads", 1, *SMALL, "--epochs", 10)
+    argv = [*map(str, argv), "--out"]
+    command = [sys.executable, "-c", script, *argv, tmp_path / "killed"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    state = tmp_path / "killed.training" / "state.safetensors"
+    while not state.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed").exists()
+    stopped_at = json.loads(bytes(read_tensors(state)["progress"].tolist()))["step"]
+    assert 0 < stopped_at < 30
+    assert main([*argv, str(tmp_path / "killed"), "--resume"]) == main([*argv, str(tmp_path / "whole")]) == 0
+    found, expected = (read_tensors(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+    assert read_json(tmp_path / "killed" / "metrics.json") == read_json(tmp_path / "whole" / "metrics.json")
+    assert not state.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (("--prompt", "abc" * 20), "expected at most 48 tokens, prompt and continuation together, got 61 and 12"),
+        (("--prompt", " "), "--prompt: expected a prompt, found no text"),
+        (("--prompt", "a\udcff"), "--prompt: expected text in UTF-8"),
+        (("--text", "EMPTY"), "expected at least 24 tokens, two pieces of 12, found 0; give a longer text"),
+        (("--text", "LATIN"), "expected text in UTF-8, found invalid continuation byte at byte 1"),
+        (("--text", "NONE"), "none.txt: No such file"),
+        (("--text", "SHORT", "--new-tokens", "48"), "--new-tokens: expected at most 47, got 48"),
+        (("--text", "SHORT", "--greedy"), "--greedy is for text that the model writes"),
+        (("--text", "SHORT", "--prompt", "a"), "not allowed with"),
+        (("--exits", "5"), "exits must ascend from at least 1 and end at the last layer, 4, got 5,4"),
+        (("--exits", "4"), "expected exits before the last layer, got only 4"),
+        (("--lr", "-1"), "lr must be"),
+        (("--lambda", "2"), "expected a number from 0 to 1"),
+        (("--task", "reviews2"), "takes no --task"),
+        (("--head-lr", "1"), "--head-lr is not for self-supervised"),
+        (("--rank", "4"), "--rank is not for self-supervised"),
+        (("--epsilon", ".9"), "--epsilon is not for self-supervised"),
+        (("--resume",), "no unfinished training here; start without --resume"),
+        (("--device", "tpu"), "--device tpu: cannot be used here"),
+    ],
+)
+def test_what_train_refuses(capsys, decoder_folder, tmp_path, argv, said):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("né".encode("latin-1") + b"a")
+    (tmp_path / "short.txt").write_text("abc " * 40)
+    argv = [tmp_path / f"{value.lower()}.txt" if value.isupper() else value for value in argv]
+    settings = SMALL[2:] if "--new-tokens" not in argv else ()
+    command = ("train", "self-supervised", "--model", decoder_folder, "--out", tmp_path / "run", *settings)
+    assert said in refused(capsys, *command, *argv)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "run.training").exists()
+
+
+def test_train_refuses_a_name_that_is_taken_and_a_model_that_is_no_decoder(capsys, run_folder, checkpoint_folder):
+    train = ("train", "self-supervised")
+    assert "is there already" in refused(capsys, *train, "--out", run_folder)
+    out = run_folder.with_name("new")
+    line = refused(capsys, *train, "--model", checkpoint_folder, "--out", out)
+    assert "holds a bert, which writes no text" in line
+    line = refused(capsys, *train, "--model", run_folder, "--out", out)
+    assert "holds a run of self-supervised; give a decoder's checkpoint" in line
+
+
+def test_only_heads_of_a_decoder_take_their_options(capsys, decoder_folder, checkpoint_folder, task_folder, tmp_path):
+    train = ("train", "joint", "--task", task_folder, "--out", tmp_path / "run", "--model")
+    assert "--init is for self-supervised" in refused(capsys, *train, checkpoint_folder, "--init", "copy")
+    assert "--texts is for self-supervised" in refused(capsys, *train, checkpoint_folder, "--texts", "3")
+    assert "holds a llama" in refused(capsys, *train, decoder_folder)
+
+
+# ---- generate ----
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:2])
+def test_generate_writes_what_the_library_writes_with_the_runs_exits_heads_and_rule(
+    capsys, trained, decoder_folder, prompt
+):
+    found = answer(capsys, "generate", trained, "--prompt", prompt, "--max-new-tokens", 20)
+    model, rule, _ = load_heads(trained)
+    expected = greedy(decoder_folder, prompt, 20, exits=model.exits, heads=model.heads, rule=rule)
+    assert (found["tokens"], found["layers"]) == expected
+    assert found["mean_layers"] == np.mean(expected.layers_run) and found["exits"] == [1, 2, 3, 4]
+    assert found["layers_saved"] == pytest.approx(1 - found["mean_layers"] / 4)
+    assert found["rule"] == rule.to_dict() and found["method"] == "self-supervised"
+
+
+def test_what_fills_skipped_layers_changes_what_is_written(capsys, trained, decoder_folder):
+    model, texts = load_heads(trained).model, {"propagate": [], "recompute": []}
+    settings = {"exits": model.exits, "heads": model.heads, "rule": Threshold(0.05, "breaking_ties")}
+    for fill, prompt in itertools.product(texts, PROMPTS[:2]):
+        found = answer(capsys, "generate", trained, "--prompt", prompt, "--threshold", 0.05, "--fill", fill)
+        expected = greedy(decoder_folder, prompt, 48 - found["prompt_tokens"], **settings, fill=fill)
+        assert (found["tokens"], found["layers"]) == expected and found["fill"] == fill
+        assert len(set(found["layers"])) > 2
+        texts[fill].append(expected)
+    assert texts["propagate"] != texts["recompute"]
+
+
+@pytest.mark.parametrize(
+    "prompt, rule",
+    [
+        (PROMPTS[0], ("--rule", "never")),
+        (PROMPTS[1], ("--threshold", "1")),
+        (PROMPTS[2], ("--layer", "4")),
+        (PROMPTS[3], ("--threshold", "inf")),
+    ],
+)
+def test_exits_off_is_plain_decoding(capsys, trained, decoder_folder, prompt, rule):
+    found = answer(capsys, "generate", trained, "--prompt", prompt, *rule)
+    plain = answer(capsys, "generate", decoder_folder, "--prompt", prompt)
+    assert found["tokens"] == plain["tokens"] == greedy(decoder_folder, prompt, 48 - found["prompt_tokens"]).tokens
+    assert set(found["layers"]) == set(plain["layers"]) == {4}
+
+
+@pytest.mark.parametrize("prompt, layer, draft", list(zip(PROMPTS, (1, 2, 3, 3), (4, 1, 7, 2))))
+def test_lossless_text_is_the_full_models_greedy_text(capsys, trained, decoder_folder, prompt, layer, draft):
+    found = answer(capsys, "generate", trained, "--prompt", prompt, "--lossless", "--layer", layer, "--draft", draft)
+    assert found["tokens"] == greedy(decoder_folder, prompt, 48 - found["prompt_tokens"]).tokens
+    model, ids = load_heads(trained).model, Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
+    how = {"exit_layer": layer, "head": model.heads[layer - 1], "draft": draft, "stop": [0]}
+    (expected,) = gather(generate_lossless(model.decoder, [ids], max_new_tokens=48 - len(ids), **how), 1)
+    assert found["layers"] == expected.layers_run and (found["draft_layer"], found["draft"]) == (layer, draft)
+    assert not {"mean_layers", "layers_saved", "rule"} & found.keys()
+
+
+def test_a_fixed_layer_and_a_threshold_for_each_exit(capsys, trained):
+    found = answer(capsys, "generate", trained, "--prompt", "abc", "--layer", "2")
+    assert set(found["layers"]) == {2}
+    found = answer(capsys, "generate", trained, "--prompt", "abc", "--threshold", "1,0,1,1")
+    assert set(found["layers"]) == {2} and found["rule"]["measure"] == "breaking_ties"
+    found = answer(capsys, "generate", trained, "--prompt", "abc", "--threshold=-inf", "--measure", "entropy")
+    assert set(found["layers"]) == {1} and found["rule"]["measure"] == "entropy"
+
+
+def test_a_prompt_is_read_whole_however_long(capsys, trained):
+    assert answer(capsys, "generate", trained, "--prompt", "a" * 46)["prompt_tokens"] == 47
+
+
+# ---- Exits in colour ----
+
+ESCAPE = re.compile(r"\033\[(?:38;5;(\d+)|0)m")
+
+
+def coloured(text):
+    """(letter, colour) of a terminal's text, read as a terminal reads it."""
+    letters, colour, at = [], None, 0
+    for escape in ESCAPE.finditer(text):
+        letters += [(letter, colour) for letter in text[at : escape.start()]]
+        colour, at = escape[1] and int(escape[1]), escape.end()
+    return letters + [(letter, colour) for letter in text[at:]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:2])
+def test_show_exits_colours_each_token_by_its_layer_and_counts_them(capsys, trained, prompt):
+    argv = ("generate", str(trained), "--prompt", prompt, "--threshold", ".05")
+    found = answer(capsys, *argv)
+    assert len(set(found["layers"])) > 2 and main([*argv, "--show-exits"]) == 0
+    text, legend = capsys.readouterr().out.rstrip("\n").split("\n")
+    colours = colours_of((1, 2, 3, 4))
+    letters = coloured(text)
+    assert letters[: len(prompt)] == [(letter, None) for letter in prompt]
+    spoken = [layer for token, layer in zip(found["tokens"], found["layers"]) if token]  # a token is a letter
+    written = list(found["text"])
+    assert letters[len(prompt) :] == [(letter, colours[layer]) for letter, layer in zip(written, spoken, strict=True)]
+    for layer, colour in colours.items():
+        counted = f"after layer {layer}: {found['layers'].count(layer)}"
+        assert counted in ESCAPE.sub("", legend)
+        assert colour is None or f"\033[38;5;{colour}mafter layer {layer}" in legend
+
+
+def test_without_show_exits_there_is_no_colour_and_no_legend(capsys, trained):
+    assert main(["generate", str(trained), "--prompt", "abc"]) == 0
+    out = capsys.readouterr().out
+    assert "\033" not in out and out.count("\n") == 1
+
+
+def test_letters_belong_to_the_token_with_which_they_were_whole():
+    """Three tokens, the second one half a character: both halves are shown as the third's."""
+    ends, layers, colours = [2, 2, 4], [1, 2, 3], {1: 7, 2: 8, 3: 9, 4: None}
+    assert coloured(painted("abéc", 0, 4, ends, layers, colours)) == [("a", 7), ("b", 7), ("é", 9), ("c", 9)]
+    assert coloured(painted("abéc", 1, 3, ends, layers, colours)) == [("b", 7), ("é", 9)]
+    assert painted("abéc", 1, 3, ends, layers, {}) == "bé"
+
+
+@pytest.mark.parametrize("exits", [(1, 2), (2, 4, 6, 8), tuple(range(1, 13))])
+def test_exits_are_green_to_red_and_the_full_model_has_no_colour(exits):
+    colours = list(colours_of(exits).values())
+    assert colours[0] == 46 and colours[-1] is None and list(colours_of(exits)) == list(exits)
+    assert len(exits) < 3 or colours[-2] == 196
+    assert len(exits) > 7 or len(set(colours)) == len(exits)
+
+
+# ---- calibrate ----
+
+
+@pytest.mark.parametrize("measure", ["breaking_ties", "max_probability", "entropy", "breaking_ties_logits"])
+def test_calibrate_keeps_the_promise_on_its_half_and_writes_the_rule(capsys, run_folder, decoder_folder, measure):
+    argv = ("calibrate", run_folder, "--epsilon", 0.6, "--measure", measure, "--texts", 30, "--new-tokens", 10)
+    found = answer(capsys, *argv)
+    model, rule, _ = load_heads(run_folder)
+    assert rule.measure == measure and rule.to_dict()["threshold"][:-1] == found["thresholds"]
+    backend = Tokenizer.from_folder(decoder_folder).backend
+    prompts = [backend.encode(text).ids for text in CALIBRATION_PROMPTS]
+    texts = generated_texts(model.decoder, prompts, 30, 10, stop=[0], seed=2 * 10**6)
+    half = set(np.random.default_rng(0).permutation(30)[:15].tolist())
+    observed = observe_texts(model, texts, measure)
+    taken = np.array([group in half for group in observed.groups])
+    for k, threshold in enumerate(rule.threshold[:-1]):
+        sure = observed.confidence[:, k] >= threshold
+        assert not (taken & sure).any() or observed.agrees[taken & sure, k].mean() >= 0.6
+        fresh = observed.agrees[~taken & sure, k]
+        assert found["agreement"][k] == (pytest.approx(fresh.mean()) if len(fresh) else None)
+    assert found["rows_fresh"] == (~taken).sum() == sum(found["exit_counts"])
+    assert {"epsilon", "delta", "end_to_end", "mean_layers", "tau_intervals"} <= found.keys()
+
+
+def test_a_stricter_epsilon_runs_more_layers(capsys, run_folder):
+    argv = ("calibrate", run_folder, "--texts", 30, "--new-tokens", 10, "--epsilon")
+    layers = [answer(capsys, *argv, epsilon)["mean_layers"] for epsilon in (0.2, 0.6, 0.95, 1)]
+    assert layers == sorted(layers) and layers[0] < layers[-1]
+
+
+def test_calibrate_reads_a_text_file_and_prints_its_table(capsys, run_folder, tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
+    assert main(["calibrate", str(run_folder), "--epsilon", ".5", "--text", str(tmp_path / "text.txt")]) == 0
+    shown = capsys.readouterr().out
+    assert "agreement" in shown and "text.txt" in shown and "The rule of" in shown
+
+
+def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that_is_enough(capsys, run_folder):
+    before = read_json(run_folder / "config.json")
+    argv = ("calibrate", run_folder, "--epsilon", 0.5, "--delta", 0.2, "--new-tokens", 10, "--texts")
+    line = refused(capsys, *argv, 6)
+    needed = re.search(r"at least (\d+) texts like these are needed, (\d+) tokens .* got 6 texts, (\d+) tokens", line)
+    assert needed and read_json(run_folder / "config.json") == before
+    texts, tokens, had = map(int, needed.groups())
+    assert tokens == pytest.approx(had * texts / 6, abs=1)
+    assert answer(capsys, *argv, texts + 10)["delta"] == 0.2
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (("--epsilon", "0"), "epsilon must be above 0 and at most 1, got 0.0"),
+        (("--epsilon", "1.1"), "epsilon must be above 0 and at most 1, got 1.1"),
+        (("--epsilon", ".9", "--delta", "1"), "delta must be above 0 and below 1"),
+        (("--epsilon", ".9", "--texts", "1"), "expected at least 2 texts"),
+        (("--epsilon", ".9", "--prompt", ""), "expected a prompt, found no text"),
+        (("--epsilon", ".9", "--prompt", "a" * 50), "expected at most 48 tokens"),
+        (("--epsilon", ".9", "--task", "x"), "holds a decoder, which takes --text"),
+    ],
+)
+def test_what_calibrate_refuses(capsys, run_folder, argv, said):
+    settings = () if "--texts" in argv else ("--texts", "4", "--new-tokens", "8")
+    assert said in refused(capsys, "calibrate", run_folder, *argv, *settings)
+
+
+def test_a_plain_decoder_has_nothing_to_calibrate(capsys, decoder_folder):
+    assert "a decoder without exits" in refused(capsys, "calibrate", decoder_folder, "--epsilon", 0.9)
+
+
+# ---- The wrong folder, the wrong backbone ----
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("calibrate", "--epsilon", ".9", "--texts", "8")])
+def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
+    capsys, run_folder, decoder_folder, tmp_path, command
+):
+    moved = shutil.copytree(decoder_folder, tmp_path / "moved")
+    config = json.loads((run_folder / "config.json").read_text())
+    shutil.copytree(decoder_folder, tmp_path / "old")
+    out = run_folder.with_name("of-old")
+    argv = ("train", "self-supervised", "--model", tmp_path / "old", "--out", out, "--exits", "2", *SMALL)
+    assert main([*map(str, argv)]) == 0
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "old")
+    name, *options = command
+    line = refused(capsys, name, out, *options)
+    assert "its backbone was in" in line and "say where it is with --model" in line
+    assert main([name, str(out), *options, "--model", str(moved)]) == 0
+    capsys.readouterr()
+    other = decoder_in(tmp_path / "other", seed=1)
+    assert "trained on another backbone" in refused(capsys, name, out, *options, "--model", other)
+    assert config["backbone"]["folder"] == str(decoder_folder)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (("--layer", "5"), "--layer must be one of the exits 1,2,3,4, got 5"),
+        (("--rule", "threshold"), "the rule threshold needs --threshold"),
+        (("--threshold", "2"), "a threshold on breaking_ties must be from 0.0 to 1.0"),
+        (("--threshold", ".1,.2"), "expected one threshold or 4"),
+        (("--lossless", "--layer", "4"), "expected an exit that can draft, one of 1,2,3, got 4"),
+        (("--lossless", "--threshold", ".5"), "--lossless takes no --threshold"),
+        (("--lossless", "--fill", "recompute"), "--lossless takes no --fill"),
+        (("--lossless", "--temperature", "1"), "--lossless writes the full model's greedy text"),
+        (("--draft", "3"), "--draft is for --lossless"),
+        (("--prompt", "a" * 48), "expected at most 48 tokens, prompt and continuation together, got 49 and 1"),
+        (("--prompt", "\udcff"), "--prompt: expected text in UTF-8"),
+    ],
+)
+def test_what_generate_refuses(capsys, trained, argv, said):
+    prompt = () if "--prompt" in argv else ("--prompt", "a")
+    assert said in refused(capsys, "generate", trained, *prompt, *argv)
+
+
+def test_a_plain_decoder_has_no_exits_to_draft_or_to_leave_at(capsys, decoder_folder):
+    generate = ("generate", decoder_folder, "--prompt", "a")
+    assert "needs an exit that drafts" in refused(capsys, *generate, "--lossless")
+    assert "one of the exits 4, got 2" in refused(capsys, *generate, "--layer", "2")
+    assert "is none" in refused(capsys, *generate, "--model", decoder_folder)
+
+
+def test_classify_refuses_a_decoders_run_and_generate_a_classifiers(
+    capsys, trained, checkpoint_folder, task_folder, tmp_path
+):
+    line = refused(capsys, "classify", trained, "--text", "a")
+    assert "holds self-supervised on a decoder, which gives no labels" in line
+    out = tmp_path / "run"
+    argv = ("train", "joint", "--model", checkpoint_folder, "--task", task_folder, "--out", out, "--epochs", 1)
+    assert main([*map(str, argv)]) == 0
+    capsys.readouterr()
+    assert "holds a run of joint, which writes no text" in refused(capsys, "generate", out, "--prompt", "a")
+    assert "no such folder" in refused(capsys, "generate", tmp_path / "nowhere", "--prompt", "a")
+    assert "--prompt is for self-supervised" in refused(capsys, "calibrate", out, "--epsilon", ".9", "--prompt", "a")
+
+
+def test_a_changed_file_of_a_run_is_refused(capsys, run_folder):
+    for name in ("tokenizer.json", "metrics.json", "model.safetensors"):
+        content = (run_folder / name).read_bytes()
+        (run_folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert "damaged" in refused(capsys, "generate", run_folder, "--prompt", "a")
+        (run_folder / name).write_bytes(content)

@@ -1,0 +1,503 @@
+"""What exits cost a decoder: log-likelihoods by a slow loop, positions that leave as the loop says, and the sweep."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from mini_ee import decoder_evaluation
+from mini_ee.__main__ import main
+from mini_ee.calibration import agreement, calibrate, end_to_end, exit_indices
+from mini_ee.checkpoint import load_backbone, save_backbone
+from mini_ee.confidence import MEASURES
+from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.decoder_evaluation import (
+    COMPARED,
+    EPSILONS,
+    GRID,
+    LEVELS,
+    Hearing,
+    WithoutExits,
+    at_equal_agreement,
+    benchmark_answer,
+    hear,
+    holds_decoder,
+    listen,
+    open_decoder_run,
+    perplexity,
+    sweep,
+    timed_decoding,
+)
+from mini_ee.early_exit import Recorded, early_exit
+from mini_ee.generation import gather, generate
+from mini_ee.multiple_choice import Asked, Benchmark, Question, Request
+from mini_ee.report import draw_decoder
+from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
+from mini_ee.self_supervised import (
+    CALIBRATION_PROMPTS,
+    SelfSupervised,
+    Text,
+    generated_texts,
+    observe_texts,
+    save_heads,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+SHARED = os.environ.get("MINI_EE_SHARED")
+ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6
+RULES = (NeverExit(), FixedExit(1), Threshold(0.1, "breaking_ties"), Threshold((0.02, 0.01, 0.0), "breaking_ties"))
+LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture(scope="module")
+def decoder_folder(tmp_path_factory):
+    """A random 3-layer Llama over single bytes, with a bos token and a context of 96 tokens."""
+    folder = tmp_path_factory.mktemp("decoder") / "llama"
+    vocabulary = {letter: i for i, letter in enumerate(["<s>", *LETTERS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    config = DecoderConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": len(vocabulary),
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 24,
+            "max_position_embeddings": 96,
+            "initializer_range": 0.3,
+            "eos_token_id": 5,
+        }
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_backbone(Decoder(config), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(decoder_folder):
+    """A run on it: heads after layers 1 and 2, copied, with a rule under which tokens leave everywhere."""
+    folder = decoder_folder.with_name("run")
+    model = SelfSupervised(load_backbone(decoder_folder), (1, 2, 3), "copy")
+    history = [{"step": s, "loss": 1.0, "agreement": [0.1 * s, 0.2 * s], "entropy": [2.0, 1.0]} for s in (0, 1, 2)]
+    rule = Threshold((0.015, 0.012, -math.inf), "breaking_ties")
+    save_heads(model, folder, decoder_folder, rule=rule, metrics={"history": history})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(run_folder):
+    return open_decoder_run(run_folder, None, "cpu")
+
+
+@pytest.fixture
+def benchmark():
+    """Questions of two and three options, of different lengths, one with more shots than fit."""
+    questions = (
+        Question(("ab", "ab"), (" cd", " wxyz"), 1, 0),
+        Question(("the cat", "a dog"), (" ran", " ran"), 0, 1),
+        Question(("q",) * 3, (" A", " B", " C"), 2, 2, "in ", ("one " * 9, "two " * 9, "three " * 9)),
+        Question(("a longer context of words",) * 2, (" is", " is not"), 0, 2),
+    )
+    return Benchmark("tiny", "test", questions, "log_p a character")
+
+
+@pytest.fixture(params=["llama", "gemma", "phi"])
+def model(request):
+    """Random heads on a random decoder; the embeddings are drawn wider, so that positions differ."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = SelfSupervised(load_backbone(GOLDEN / request.param), (1, 2, 3))
+        for head in model.heads:
+            torch.nn.init.normal_(head.linear.weight, std=0.5)
+    return model
+
+
+TEXTS = [
+    Text([3, 1, 4, 1, 5, 9, 2], 0),
+    Text([2, 6], 0),
+    Text([5, 3, 5, 8, 9, 7, 9, 3, 2], 4),
+    Text([3, 8, 4, 6], 2),
+    Text([3, 8, 4, 7], 1),  # after the same tokens as the one before
+]
+
+
+def slow(model, text):
+    """log p of the next token at every exit, and where each position's logits are largest: one text, in float64."""
+    decoder = model.decoder.double()
+    states = decoder.hidden_states(torch.tensor([text.ids]))
+    rows = []
+    for at in range(text.start, len(text.ids) - 1):
+        row = []
+        for k, layer in enumerate(model.exits):
+            hidden = states[layer][0, at]
+            if k < len(model.heads):
+                head = model.heads[k].double()
+                logits = head.linear(head.norm(hidden)).numpy()
+            else:
+                logits = decoder.lm_logits(hidden).double().numpy()
+            row.append((logits[text.ids[at + 1]] - math.log(np.exp(logits).sum()), logits))
+        rows.append(row)
+    return rows
+
+
+# ---- What every exit says ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("measure", MEASURES)
+def test_log_p_and_confidence_are_those_of_a_slow_loop_in_float64(model, measure):
+    found = listen(model, TEXTS, measure, batch_size=3)
+    at = 0
+    for number, text in enumerate(TEXTS):
+        for row, following in zip(slow(model, text), text.ids[text.start + 1 :]):
+            assert found.log_p[at] == pytest.approx([log_p for log_p, _ in row], abs=ATOL)
+            assert found.likeliest[at].tolist() == [logits.argmax() == following for _, logits in row]
+            said = [logits.argmax() for _, logits in row]
+            assert found.observed.agrees[at].tolist() == [word == said[-1] for word in said[:-1]]
+            sure = [MEASURES[measure][0](logits[None])[0] for _, logits in row[:-1]]
+            assert found.observed.confidence[at] == pytest.approx(sure, abs=ATOL)
+            assert found.observed.groups[at] == number
+            at += 1
+    assert at == len(found.log_p)
+
+
+def test_a_batch_of_texts_is_its_texts_alone(model):
+    together, alone = listen(model, TEXTS), [listen(model, [text]) for text in TEXTS]
+    assert together.log_p == pytest.approx(np.concatenate([one.log_p for one in alone]), abs=ATOL)
+    assert (together.likeliest == np.concatenate([one.likeliest for one in alone])).all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_positions_leave_as_the_loop_lets_them(model, rule):
+    heard = listen(model, TEXTS)
+    logits = []
+    for text in TEXTS:
+        each, full = model(torch.tensor([text.ids[:-1]]))
+        logits.append(torch.stack([*each, full], dim=2)[0, text.start :])
+    logits = torch.cat(logits).numpy()
+    recorded = Recorded(model.exits, logits, np.zeros((*logits.shape[:2], 2)), [1, 1, 1])
+    result = early_exit(recorded, rule, range(len(logits)))
+    assert heard.leave(rule).tolist() == result.exit_index.tolist()
+
+
+def test_the_thresholds_of_that_test_use_every_exit(model):
+    heard = listen(model, TEXTS)
+    assert len({k for rule in RULES for k in heard.leave(rule)}) == 3
+
+
+def test_a_rule_that_needs_more_than_confidence_is_refused(model):
+    with pytest.raises(ValueError, match="leave by never, fixed or threshold, got the rule patience"):
+        listen(model, TEXTS).leave(Patience(1))
+
+
+def test_a_threshold_on_another_measure_than_was_heard_is_refused(model):
+    with pytest.raises(ValueError, match="expected a threshold on entropy, which was observed, got breaking_ties"):
+        listen(model, TEXTS, "entropy").leave(RULES[2])
+
+
+def test_a_plain_decoder_is_a_model_whose_only_exit_is_the_last(model):
+    plain, full = listen(WithoutExits(model.decoder, (3,)), TEXTS), listen(model, TEXTS)
+    assert plain.log_p[:, 0] == pytest.approx(full.log_p[:, -1], abs=ATOL) and plain.log_p.shape[1] == 1
+    assert set(plain.leave(Threshold(0.5))) == {0}
+
+
+def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(model):
+    heard, rule = listen(model, TEXTS), RULES[2]
+    total = 0.0
+    for row, k in zip(heard.log_p, heard.leave(rule)):
+        total -= row[k]
+    assert perplexity(heard, rule) == pytest.approx(math.exp(total / len(heard.log_p)))
+    assert perplexity(heard, NeverExit()) == pytest.approx(math.exp(-heard.log_p[:, -1].mean()))
+
+
+# ---- Benchmarks ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_accuracy_is_that_of_a_loop_over_options_one_by_one(opened, benchmark, rule):
+    answer = benchmark_answer(opened.model, hear(opened.model, benchmark, opened.tokenizer), rule)
+    encode = opened.tokenizer.backend.encode
+    rights, layers, right_log_p, alone = [], [], [], [[], [], []]
+    for question in benchmark.questions:
+        shots = [*question.shots]
+        while len(encode(question.introduction + "".join(shots) + question.contexts[0] + question.options[0])) > 96:
+            shots.pop()
+        scores, scores_at = [], [[], [], []]
+        for context, option in zip(question.contexts, question.options):
+            before = encode(question.introduction + "".join(shots) + context).ids
+            text = Text([*before, *encode(option, add_special_tokens=False).ids], len(before) - 1)
+            total = 0.0
+            rows = slow(opened.model, text)
+            for row in rows:
+                k = 2
+                if isinstance(rule, FixedExit):
+                    k = rule.exit
+                elif isinstance(rule, Threshold):
+                    each = np.broadcast_to(rule.threshold, 3)
+                    gaps = [np.diff(np.sort(np.exp(logits) / np.exp(logits).sum())[-2:])[0] for _, logits in row[:2]]
+                    k = next((k for k in range(2) if gaps[k] >= each[k]), 2)
+                total += row[k][0]
+                layers.append(k + 1)
+            for k in range(3):
+                scores_at[k].append(sum(row[k][0] for row in rows) / len(option.strip()))
+            scores.append(total / len(option.strip()))
+        rights.append(int(np.argmax(scores)) == question.answer)
+        right_log_p.append(scores[question.answer] * len(question.options[question.answer].strip()))
+        for k in range(3):
+            alone[k].append(int(np.argmax(scores_at[k])) == question.answer)
+    opened.model.float()
+    assert answer["accuracy"] == np.mean(rights) and answer["mean_layers"] == pytest.approx(np.mean(layers))
+    assert answer["exit_counts"] == [layers.count(1), layers.count(2), layers.count(3)]
+    assert answer["per_exit_accuracy"] == [np.mean(each) for each in alone]
+    assert answer["log_likelihood"] == pytest.approx(np.mean(right_log_p), abs=1e-3)
+    assert answer["shots"] == [3, 0, 1, 0] and answer["rows_truncated"] == 0 and answer["rows"] == 4
+
+
+def test_a_cloze_is_right_where_every_token_is_that_of_greedy_decoding(opened):
+    asked, right = [], []
+    for context in ([0, 65, 66], [0, 80], [0, 7, 7, 9]):
+        (text,) = gather(generate(opened.model.decoder, [context], max_new_tokens=2), 1)
+        first, second = text.tokens
+        for option in ([first, second], [first, second ^ 1], [first ^ 1, second], [first], [first ^ 1]):
+            asked.append(Asked([Request([*context, *option], len(context))], 0, False))
+            right.append(option == text.tokens[: len(option)])
+    benchmark = Benchmark("cloze", "test", (Question(("",), ("",), 0, 0),) * len(asked), "greedy")
+    texts = [Text(one.requests[0].ids, one.requests[0].start - 1) for one in asked]
+    hearing = Hearing(benchmark, asked, listen(opened.model, texts))
+    assert hearing.right(np.full(len(hearing.heard.log_p), 2)).tolist() == right
+
+
+# ---- Over epsilon ----
+
+
+@pytest.fixture(scope="module")
+def swept(opened):
+    prompts = [[0, 65, 70], [0, 80]]
+    calibration, fresh = (generated_texts(opened.model.decoder, prompts, 24, 12, seed=seed) for seed in (0, 100))
+    held = listen(opened.model, [Text(list(range(1, 40)))])
+    answer = sweep(opened.model, calibration, fresh, prompts, new_tokens=6, held=held)
+    return answer, calibration, fresh, held
+
+
+def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(opened, swept):
+    answer, calibration, fresh, held = swept
+    taken, checked = (observe_texts(opened.model, texts, "breaking_ties") for texts in (calibration, fresh))
+    assert [row["epsilon"] for row in answer["rows"]] == list(EPSILONS)
+    for row in answer["rows"]:
+        rule = calibrate(taken, row["epsilon"], measure="breaking_ties")
+        left = exit_indices(checked, rule)
+        assert [float(tau) for tau in row["thresholds"]] == list(rule.threshold[:-1])
+        assert row["agreement"] == agreement(checked, rule) and row["end_to_end"] == end_to_end(checked, rule)
+        assert row["exit_counts"] == [int((left == k).sum()) for k in range(3)]
+        assert row["mean_layers"] == pytest.approx((left + 1).mean())
+        assert row["perplexity"] == perplexity(held, rule)
+    assert answer["full_perplexity"] == perplexity(held, NeverExit())
+    assert answer["tokens_fresh"] == len(checked.groups)
+
+
+def test_deeper_on_the_whole_as_epsilon_rises(swept):
+    layers = [row["mean_layers"] for row in swept[0]["rows"]]
+    assert layers[0] < layers[-1]
+
+
+def test_speed_is_a_ratio_of_seconds_measured_here(swept):
+    answer, *_ = swept
+    for row in answer["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(12 / row["seconds"])
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / answer["full_tokens_per_second"])
+
+
+def test_without_exits_the_text_is_wholly_the_full_models(opened):
+    prompts = [[0, 65, 70], [0, 80]]
+    rules = [NeverExit(), FixedExit(2), FixedExit(0)]
+    never, last, first = timed_decoding(rules, opened.model, prompts, 8, "recompute")
+    assert (never["decoded_agreement"], never["decoded_layers"]) == (1, 3)
+    assert (last["decoded_agreement"], last["decoded_layers"]) == (1, 3)
+    assert first["decoded_agreement"] < 1 and first["decoded_layers"] == 1
+
+
+def test_measures_are_compared_where_calibration_reaches_the_level(opened, swept):
+    answer, calibration, fresh, _ = swept
+    assert [row["measure"] for row in answer["measures"]] == [each for each in COMPARED for _ in LEVELS]
+    strict = set()
+    for row in at_equal_agreement(opened.model, calibration, fresh, COMPARED, (0.9, 0.99, 1.0)):
+        taken, checked = (observe_texts(opened.model, texts, row["measure"]) for texts in (calibration, fresh))
+        rule = calibrate(taken, row["epsilon"], measure=row["measure"])
+        assert end_to_end(taken, rule) >= row["level"] and row["end_to_end"] == end_to_end(checked, rule)
+        below = GRID[GRID < row["epsilon"]]
+        for epsilon in below[-1:]:
+            assert end_to_end(taken, calibrate(taken, epsilon, measure=row["measure"])) < row["level"]
+        strict |= {row["measure"]} if len(below) else set()
+    assert strict == set(COMPARED)
+
+
+def test_the_picture_leaves_out_what_was_not_measured(tmp_path, swept):
+    rows = [{key: value for key, value in row.items() if key != "perplexity"} for row in swept[0]["rows"]]
+    draw_decoder(tmp_path / "picture.png", swept[0] | {"rows": rows}, [])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- The command ----
+
+
+@pytest.fixture
+def hellaswag(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"ctx": f"A cat {i}", "label": i % 2, "endings": [" sat.", "ran off."]} for i in range(6)]
+    (folder / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def answer_of(capsys, *argv):
+    """The one JSON object that `evaluate` prints."""
+    assert main(["evaluate", *map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv):
+    """The one line of an `evaluate` that fails, and its status."""
+    try:
+        status = main(["evaluate", *map(str, argv)])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err and printed.err.count("\n") == 1
+    return printed.err, status
+
+
+def test_evaluate_scores_a_benchmark_under_the_runs_own_rule_or_another(capsys, run_folder, hellaswag):
+    own = answer_of(capsys, run_folder, "--task", hellaswag)
+    assert own["rule"]["threshold"][:2] == [0.015, 0.012] and own["method"] == "self-supervised" and own["rows"] == 6
+    assert sum(own["exit_counts"]) == 6 * (6 + 9) and 1 < own["mean_layers"] < 3
+    assert own["layers_saved"] == pytest.approx(1 - own["mean_layers"] / 3) and "speedup" not in own
+    fixed = answer_of(capsys, run_folder, "--task", hellaswag, "--layer", 2)
+    assert fixed["mean_layers"] == 2 and fixed["accuracy"] == own["per_exit_accuracy"][1]
+    loose = answer_of(capsys, run_folder, "--task", hellaswag, "--threshold", 0, "--measure", "max_probability")
+    assert loose["exit_counts"][1:] == [0, 0] and loose["rule"]["measure"] == "max_probability"
+    never = answer_of(capsys, run_folder, "--task", hellaswag, "--rule", "never", "--max-rows", 4)
+    assert never["rows"] == 4 and never["accuracy"] == never["full_accuracy"] and never["mean_layers"] == 3
+
+
+def test_evaluate_takes_a_plain_decoder(capsys, decoder_folder, run_folder, hellaswag):
+    plain = answer_of(capsys, decoder_folder, "--task", hellaswag)
+    full = answer_of(capsys, run_folder, "--task", hellaswag, "--rule", "never")
+    assert plain["exits"] == [3] and plain["exit_counts"] == [90]
+    assert plain["accuracy"] == full["full_accuracy"]
+    assert plain["log_likelihood"] == pytest.approx(full["log_likelihood"], abs=ATOL)
+
+
+def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_folder, hellaswag):
+    small = {"TEXTS": 12, "NEW_TOKENS": 8, "DECODED": 4, "PIECE": 16, "REPEATS": 1, "EPSILONS": (0.5, 0.9)}
+    for name, value in small.items():
+        monkeypatch.setattr(decoder_evaluation, name, value)
+    text, picture = tmp_path / "held.txt", tmp_path / "picture.png"
+    text.write_text("A held-out story of some words. " * 9)
+    options = ("--sweep", "--task", hellaswag, "--text", text, "--picture", picture)
+    assert main(["evaluate", *map(str, [run_folder, *options])]) == 0
+    out = capsys.readouterr().out
+    assert "epsilon" in out and "HellaSwag" in out and "perplexity" in out and "breaking_ties_logits" in out
+    assert picture.stat().st_size > 10_000
+    found = answer_of(capsys, run_folder, "--sweep", "--measure", "entropy")
+    assert found["measure"] == "entropy" and [row["epsilon"] for row in found["rows"]] == [0.5, 0.9]
+    assert not {"perplexity", "accuracy"} & set(found["rows"][0])
+
+
+def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tmp_path, run_folder, decoder_folder):
+    for name, value in {"TEXTS": 12, "NEW_TOKENS": 8, "GRID": np.array([0.1, 1.0]), "LEVEL": 0.1}.items():
+        monkeypatch.setattr(decoder_evaluation, name, value)
+    other, picture = tmp_path / "$a_$", tmp_path / "picture.png"
+    model = SelfSupervised(load_backbone(decoder_folder), (2, 3), "copy")
+    history = [{"step": step, "loss": 1.0, "agreement": [0.5], "entropy": [3.0 - step]} for step in (0, 1)]
+    save_heads(model, other, decoder_folder, training={"init": "copy", "penalty": 0.5}, metrics={"history": history})
+    assert main(["compare", str(run_folder), str(other), "--picture", str(picture), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["rows"]
+    assert (first["agreement"], first["entropy"], first["init"]) == ([0.2, 0.4], [2.0, 1.0], None)
+    assert (second["entropy"], second["init"], second["penalty"]) == ([2.0], "copy", 0.5)
+    opened = open_decoder_run(other, None, "cpu")
+    prompts = [[0, *map(opened.tokenizer.backend.token_to_id, text.replace(" ", "Ġ"))] for text in CALIBRATION_PROMPTS]
+    taken, checked = (
+        observe_texts(opened.model, generated_texts(opened.model.decoder, prompts, 12, 8, stop=[5], seed=seed))
+        for seed in (0, 12)
+    )
+    rule = calibrate(taken, second["equal"]["epsilon"], measure="breaking_ties")
+    assert second["equal"]["end_to_end"] == end_to_end(checked, rule) and second["equal"]["exit_counts"][0] > 0
+    assert second["equal"]["mean_layers"] == pytest.approx(np.array([2, 3])[exit_indices(checked, rule)].mean())
+    assert picture.stat().st_size > 10_000
+
+
+def test_compare_refuses_what_is_no_run_on_the_same_decoder(capsys, tmp_path, run_folder, decoder_folder):
+    other, trained = decoder_folder.with_name("decoder-2"), {"history": [{"step": 0}]}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        save_backbone(Decoder(load_backbone(decoder_folder).config), other)
+    (other / "tokenizer.json").write_bytes((decoder_folder / "tokenizer.json").read_bytes())
+    save_heads(SelfSupervised(load_backbone(other), (1, 3)), tmp_path / "run", other, metrics=trained)
+    for argv, message in (
+        ([run_folder, decoder_folder], "holds no heads that `mini-ee train self-supervised` trained"),
+        ([run_folder, tmp_path / "run"], "has another decoder than"),
+        ([run_folder, run_folder, "--task", "x"], "--task is not for runs of self-supervised"),
+    ):
+        assert main(["compare", *map(str, argv)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, status, message",
+    [
+        (["RUN"], 2, "without --task a decoder's run goes with --sweep"),
+        (["RUN", "--task", "DATA", "--picture", "a.png"], 2, "--text and --picture go with --sweep: add it"),
+        (["RUN", "--task", "nowhere"], 2, "nowhere: no such folder; expected one that holds hellaswag"),
+        (["RUN", "--task", "."], 1, "expected a folder that holds hellaswag*.jsonl or"),
+        (["RUN", "--task", "DATA", "--layer", "4"], 2, "--layer must be one of the exits 1,2,3, got 4"),
+        (["RUN", "--task", "DATA", "--rule", "threshold"], 2, "the rule threshold needs --threshold"),
+        (["RUN", "--task", "DATA", "--threshold", ".1,.2"], 2, "expected one threshold or 3"),
+        (["RUN", "--task", "DATA", "--threshold", "2"], 2, "a threshold on breaking_ties must be from 0.0 to 1.0"),
+        (["RUN", "--task", "DATA", "--rule", "policy"], 2, "the rule policy is for classifiers; a decoder takes"),
+        (["RUN", "--task", "DATA", "--split", "dev"], 2, "--split is for classifiers"),
+        (["RUN", "--task", "DATA", "--rule", "never", "--layer", "1"], 2, "the rule never does not take --layer"),
+        (["RUN", "--task", "DATA", "--layer", "1", "--measure", "entropy"], 2, "--measure says what a threshold is on"),
+        (["RUN", "--sweep", "--threshold", ".5"], 2, "--threshold is not for --sweep, which finds thresholds itself"),
+        (["RUN", "--sweep", "--text", "missing.txt"], 2, "missing.txt: No such file or directory"),
+        (["RUN", "--sweep", "--text", "BYTES"], 2, "expected text in UTF-8, found invalid start byte at byte 3"),
+        (["RUN", "--sweep", "--text", "SHORT"], 1, "expected a text of at least 95 tokens, got 4"),
+        (["PLAIN", "--sweep"], 2, "a decoder without exits has no epsilon"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    capsys, tmp_path, monkeypatch, run_folder, decoder_folder, hellaswag, argv, status, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
+    (tmp_path / "short.txt").write_text("abcd")
+    names = {"RUN": run_folder, "PLAIN": decoder_folder, "DATA": hellaswag, "BYTES": "bytes.txt", "SHORT": "short.txt"}
+    line, found = refused(capsys, *[names.get(part, part) for part in argv])
+    assert message in line and found == status
+
+
+def test_options_for_decoders_are_refused_for_others(capsys, checkpoint_folder):
+    assert not holds_decoder(checkpoint_folder)
+    line, status = refused(capsys, checkpoint_folder, "--max-rows", 3)
+    assert "--max-rows is for a decoder's run" in line and status == 2
+
+
+@pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
+def test_the_cloze_is_above_chance_on_a_real_decoder(capsys):
+    folder, data = Path(SHARED) / "weights" / "stories260K", Path(SHARED) / "data" / "TinyStories"
+    found = answer_of(capsys, folder, "--task", data, "--max-rows", 100)
+    assert found["accuracy"] > 0.05

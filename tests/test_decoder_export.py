@@ -1,0 +1,612 @@
+"""A decoder in ONNX writes what torch writes: every exit, both fills, padded batches; a folder is whole or absent."""
+
+import functools
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from safetensors.numpy import load_file
+
+from mini_ee.__main__ import main
+from mini_ee.calm import CalmDecoder
+from mini_ee.checkpoint import load_backbone, read_tensors, save_backbone
+from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.decoder_evaluation import WithoutExits, open_decoder_run
+from mini_ee.decoder_exits import save_decoder_run
+from mini_ee.decoder_policies import ConsistentDecoder
+from mini_ee.decoding import FILLS, decode, gather
+from mini_ee.export import decoder_graphs, decoder_segments
+from mini_ee.export.decoder_runtime import DecoderRuntime, OrtTokenSegments, Sessions, open_sessions
+from mini_ee.export.decoder_segments import export_decoder, torch_token_segments
+from mini_ee.export.runtime import Runtime, Session, read_manifest
+from mini_ee.files import read_json, write_json
+from mini_ee.generation import generate
+from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.self_supervised import SelfSupervised, save_heads
+from mini_ee.tasks import Tokenizer
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = ("llama", "llama3", "gemma", "phi")
+EXITS, V = (1, 2, 3), 64
+PROMPTS = [[5, 9, 33, 2, 60, 7, 7, 21], [11, 3], [40, 41, 42, 2, 17], [1]]
+TEXTS = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
+REAL_TEXTS = ["Once upon a time", "The dog", "Tom had a red ball and"]
+B, NEW = len(PROMPTS), 12
+MIXED = Threshold(0.24)
+"""On the models and heads below, tokens leave at every exit."""
+ATOL = 2e-5  # float32 logits of size 8; measured max 6.7e-6, onnxruntime 1.31 and torch 2.13 on CPU
+
+
+class Made(NamedTuple):
+    """What is exported."""
+
+    model: SelfSupervised | WithoutExits
+    tokenizer: Tokenizer
+    rule: Rule
+
+    def export(self, folder, prompts=TEXTS):
+        return export_decoder(*self, folder, method="self-supervised", prompts=prompts)
+
+
+def words():
+    """A tokenizer whose token i is the word w<i>."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(backend)
+
+
+def with_heads(decoder, exits=EXITS, rule=MIXED):
+    """Two drawn heads, norms and biases too, that are unsure to a different degree from token to token."""
+    model = SelfSupervised(decoder, exits).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.heads.named_parameters():
+            spread = 2 * decoder.config.hidden_size**-0.5 if name.endswith("linear.weight") else 0.2
+            mean = 1.0 if name.endswith("norm.weight") and decoder.config.model_type != "gemma" else 0.0
+            parameter.copy_(mean + spread * torch.randn(parameter.shape, generator=generator))
+    return Made(model, words(), rule)
+
+
+def plain(decoder):
+    return Made(WithoutExits(decoder, (decoder.config.num_hidden_layers,)), words(), NeverExit())
+
+
+class Case(NamedTuple):
+    """A decoder with heads, and the folder that was exported of it."""
+
+    opened: Made
+    folder: Path
+    manifest: dict
+    sessions: Sessions  # for both fills
+
+    def segments(self, fill, rows=B, capacity=40):
+        return OrtTokenSegments(self.sessions, self.manifest, fill, rows, capacity)
+
+    def write(self, prompts, rule=MIXED, fill="propagate", new=NEW):
+        return gather(decode(self.segments(fill, len(prompts)), prompts, new, rule), len(prompts))
+
+    def torch_writes(self, prompts, rule=MIXED, fill="propagate", new=NEW):
+        model = self.opened.model
+        settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
+        return gather(generate(model.decoder, prompts, max_new_tokens=new, **settings), len(prompts))
+
+
+def make_case(folder, opened):
+    manifest = opened.export(folder)
+    return Case(opened, folder, manifest, open_sessions(folder, manifest, "propagate", threads=1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def verified_in_short():
+    """Fewer tokens are written to verify an export; the tests write their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_segments, "VERIFIED_TOKENS", 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory):
+    root = tmp_path_factory.mktemp("decoders")
+    return functools.cache(lambda kind: make_case(root / kind, with_heads(load_backbone(GOLDEN / kind))))
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_fill = pytest.mark.parametrize("fill", FILLS)
+
+
+# What is written
+
+
+class Drawn(Rule):
+    """Rows leave at exits that are drawn."""
+
+    reads = False
+
+    def __init__(self):
+        self.random = np.random.default_rng(1)
+
+    def plan(self, inputs):
+        return self.random.integers(0, 3, len(inputs))
+
+
+def logits_by_definition(model, prompt, tokens, layers, fill):
+    """(new, V): what is said before each token of a text whose tokens left at these layers. Nothing is cached.
+
+    inputs[i][l] is what layer l + 1 computes the key and value of token i from: the token's own states, above its exit
+    those (recompute) or that at its exit (propagate).
+    """
+    heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.decoder.lm_logits])}
+    inputs, said, text = [], [], prompt + tokens[:-1]
+    for at, token in enumerate(text):
+        states = [model.decoder.embed(torch.tensor([[token]]))]
+        for depth in range(3):
+            read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
+            block = model.decoder.block(torch.arange(at + 1)[None])
+            states.append(model.decoder.run_layers(read, block, depth, depth + 1)[:, -1:])
+        step = at - len(prompt) + 1
+        if step >= 0:
+            layer = layers[step]
+            said.append(heads[layer](states[layer][0, 0]))
+            if fill == "propagate":
+                states[layer:] = [states[layer]] * (4 - layer)
+        inputs.append(states)
+    return torch.stack(said).numpy()
+
+
+def assert_every_exit_says_what_its_definition_says(case, fill):
+    said = [[] for _ in PROMPTS]
+
+    def choose(logits, rows):
+        for row, values in zip(rows, logits):
+            said[row].append(values)
+        return [(7 * len(said[row]) + row) % V for row in rows]
+
+    written = gather(decode(case.segments(fill), PROMPTS, NEW, Drawn(), choose), B)
+    with torch.no_grad():
+        for prompt, found, (tokens, layers) in zip(PROMPTS, said, written):
+            expected = logits_by_definition(case.opened.model, prompt, tokens, layers, fill)
+            np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=ATOL)
+    assert {layer for text in written for layer in text.layers_run} == set(EXITS)
+
+
+@each_kind
+@each_fill
+def test_every_exit_says_what_its_definition_says_in_a_padded_batch(case_of, kind, fill):
+    assert_every_exit_says_what_its_definition_says(case_of(kind), fill)
+
+
+@each_kind
+@each_fill
+def test_greedy_text_and_its_exits_are_those_of_torch(case_of, kind, fill):
+    case = case_of(kind)
+    for rule in (MIXED, NeverExit(), FixedExit(1), Patience(1)):
+        assert case.write(PROMPTS, rule, fill) == case.torch_writes(PROMPTS, rule, fill)
+    assert {layers for text in case.write(PROMPTS, MIXED, fill) for layers in text.layers_run} == set(EXITS)
+
+
+@each_kind
+@each_fill
+def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(case_of, kind, fill):
+    case = case_of(kind)
+    assert case.write(PROMPTS, MIXED, fill) == [case.write([prompt], MIXED, fill)[0] for prompt in PROMPTS]
+
+
+@each_kind
+def test_without_exits_the_text_is_that_of_transformers(kind, tmp_path):
+    decoder = load_backbone(GOLDEN / kind)
+    golden = read_tensors(GOLDEN / kind / "expected.safetensors")
+    prompts = [ids[real].tolist() for ids, real in zip(golden["input_ids"], golden["attention_mask"].bool())]
+    plain(decoder).export(tmp_path / "plain")
+    steps = DecoderRuntime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=24)
+    assert [text.tokens for text in gather(steps, 3)] == golden["greedy"].tolist()
+    names = {path.stem for path in (tmp_path / "plain").glob("*.onnx")}
+    assert names == {"segment_3", "head_3"}
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_pytorch_tanh"])  # golden: silu, gelu_new
+def test_every_activation_is_exported(activation, tmp_path):
+    config = read_json(GOLDEN / "llama" / "config.json") | {"hidden_act": activation, "initializer_range": 0.3}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        decoder = Decoder(DecoderConfig.from_dict(config)).eval()
+    manifest = plain(decoder).export(tmp_path / "exported")
+    assert manifest["verified"]["max_logit_difference"] < ATOL
+
+
+def with_policies(kind):
+    """Drawn policies, which leave at every exit."""
+    model = kind(load_backbone(GOLDEN / "llama"), EXITS).eval()
+    model.unfold()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.own.named_parameters():
+            parameter.copy_(float("norm" in name) + 0.4 * torch.randn(parameter.shape, generator=generator))
+    model.fold()
+    return Made(model, words(), Policy())
+
+
+@pytest.mark.parametrize("kind", [ConsistentDecoder, CalmDecoder])
+def test_policies_decide_as_in_torch(tmp_path, kind):
+    case = make_case(tmp_path / "exported", with_policies(kind))
+    model, rules = case.opened.model, [Policy(cut) for cut in (0.3, 0.5, 0.7)]
+    through_torch = torch_token_segments(case.folder, case.manifest, "recompute")
+    found = []
+    for rule in rules:
+        settings = {"exits": EXITS, "heads": model.heads, "policies": model.policies, "rule": rule, "fill": "recompute"}
+        expected = gather(generate(model.decoder, PROMPTS, max_new_tokens=NEW, **settings), B)
+        assert case.write(PROMPTS, rule, "recompute") == expected
+        assert gather(decode(through_torch(B, 40), PROMPTS, NEW, rule), B) == expected
+        found += expected
+    assert {layers for text in found for layers in text.layers_run} == set(EXITS)
+
+
+# What it costs
+
+
+@each_fill
+def test_a_graph_runs_only_where_a_token_needs_it(case_of, fill, monkeypatch):
+    case, ran = case_of("llama"), []
+    for name in ("run", "run_bound"):
+        right = getattr(Session, name)
+        monkeypatch.setattr(Session, name, lambda self, *args, right=right: (ran.append(self), right(self, *args))[1])
+    segments, _, heads, _ = case.sessions
+    case.write(PROMPTS, FixedExit(0), fill)
+    assert ran == [*segments, *[segments[0], heads[0]] * NEW]  # the prompts, and nothing reads above exit 1
+
+
+@each_fill
+def test_a_token_is_written_in_its_slot_of_its_own_row_and_nowhere_else(case_of, fill):
+    case = case_of("llama")
+    segments = case.segments(fill)
+    caches = segments._segments[0]._caches
+    before = {name: cache.numpy() for name, cache in caches.items()}
+    assert all((values == 0).all() for values in before.values())
+    address = {name: cache.data_ptr() for name, cache in caches.items()}
+    hidden = segments.embed(segments.array([[5, 8], [9, 4]]))
+    segments.run(0, hidden, segments.block([3, 1], [[-1, 4], [6, 7]]))
+    for name, cache in caches.items():
+        rows, slots = np.nonzero(cache.numpy().any(axis=2))
+        assert set(zip(rows.tolist(), slots.tolist())) == {(3, 40), (3, 4), (1, 6), (1, 7)}
+        assert cache.data_ptr() == address[name]
+
+
+def test_weights_are_stored_once_under_the_names_of_torch(case_of):
+    case = case_of("phi")
+    model = torch.nn.ModuleDict({"decoder": case.opened.model.decoder, "heads": case.opened.model.heads})
+    stored = load_file(case.folder / "model.safetensors")
+    expected = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    assert stored.keys() == expected.keys()
+    assert all(np.array_equal(stored[name], expected[name]) for name in stored)
+    assert all(path.stat().st_size < 12_000 for path in case.folder.glob("*.onnx"))
+    assert {path.stem for path in case.folder.glob("*.onnx")} == set(case.manifest["graphs"])
+
+
+# These tests can fail: bugs planted in the graphs and in the runtime
+
+
+def mutant(monkeypatch, old, new):
+    """decoder_graphs.py with one piece of its source replaced."""
+    found = {}
+    for name, thing in vars(decoder_graphs).items():
+        if getattr(thing, "__module__", None) == decoder_graphs.__name__ and inspect.getsource(thing).count(old) == 1:
+            found[name] = inspect.getsource(thing).replace(old, new)
+    assert len(found) == 1, f"{old!r} is not in decoder_graphs.py once: plant this bug anew"
+    namespace = dict(vars(decoder_graphs))
+    ((name, source),) = found.items()
+    exec(source, namespace)
+    monkeypatch.setattr(decoder_graphs, name, namespace[name])
+
+
+GRAPH_BUGS = {
+    "the future is read": ("phi", '"LessOrEqual", every_slot', '"GreaterOrEqual", every_slot'),
+    "padding in slot 0": ("llama", "in (row, positions)", 'in (row, graph.op("Max", positions, graph.integers(0)))'),
+    "all rows write into one": (
+        "llama",
+        '"Unsqueeze", self.rows,',
+        '"Unsqueeze", graph.op("Sub", self.rows, self.rows),',
+    ),
+    "neighbours turn as pairs": ("phi", "num_heads=count, ", "num_heads=count, interleaved=1, "),
+    "keys of a fill do not rotate": ("llama", "where.rotate(key, config.key_value_heads)", "key"),
+    "a fill from its un-normed input": (
+        "llama",
+        'graph.norm(flat, f"{name}.attention_norm"), f"{name}.qkv"',
+        'flat, f"{name}.qkv"',
+    ),
+    "gemma's norm without 1 +": ("gemma", '"Add", weight, self.number(1.0)', '"Identity", weight'),
+    "gemma's embeddings not scaled": ("gemma", "hidden_size**0.5", "hidden_size**0.0"),
+    "the MLP after attention": ("phi", "_mlp(graph, normed, name)", "_mlp(graph, attended, name)"),
+    "no Llama 3 scaling": (
+        "llama3",
+        "rope_frequencies(config)",
+        "rope_frequencies(DecoderConfig(**vars(config) | {'rope_scaling': None}))",
+    ),
+    "no norm before the policy": ("policies", 'graph.linear(normed, f"networks', 'graph.linear(hidden, f"networks'),
+    "the next head": ("llama", 'f"heads.{number}.linear"', 'f"heads.{1 - number}.linear"'),
+}
+
+
+@pytest.mark.parametrize("bug", GRAPH_BUGS)
+def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug):
+    kind, *change = GRAPH_BUGS[bug]
+    mutant(monkeypatch, *change)
+    made = with_policies(ConsistentDecoder) if kind == "policies" else with_heads(load_backbone(GOLDEN / kind))
+    with pytest.raises(ValueError, match="differ from torch"):
+        made.export(tmp_path / "exported")
+    assert not list(tmp_path.iterdir())
+
+
+@each_fill
+def test_the_test_of_padded_batches_can_fail_where_the_gaps_are_filled_from_other_rows(monkeypatch, case_of, fill):
+    right = OrtTokenSegments._slots
+    monkeypatch.setattr(OrtTokenSegments, "_slots", lambda self, rows, positions: right(self, rows[::-1], positions))
+    with pytest.raises(AssertionError):
+        assert_every_exit_says_what_its_definition_says(case_of("llama"), fill)
+
+
+# Served: without torch, by several threads at once, through torch, and in a damaged folder
+
+
+@pytest.fixture(scope="module")
+def case(case_of):
+    return case_of("llama")
+
+
+@each_fill
+def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, fill):
+    runtime = DecoderRuntime(case.folder, fill=fill, threads=1)
+    answers = runtime.run(TEXTS, max_new_tokens=NEW, batch_size=3)
+    stop = set(runtime.config["stop"])
+    for expected, found in zip(case.torch_writes(PROMPTS, MIXED, fill), answers, strict=True):
+        length = next((i + 1 for i, token in enumerate(expected.tokens) if token in stop), NEW)
+        assert found.tokens == expected.tokens[:length] and found.layers == expected.layers_run[:length]
+        assert found.text.split() == [f"w{token}" for token in found.tokens] and found.milliseconds > 0
+
+
+@each_fill
+def test_the_torch_engine_writes_the_same(case, fill):
+    segments = torch_token_segments(case.folder, case.manifest, fill)
+    through = DecoderRuntime(case.folder, fill=fill, segments=segments)
+    assert (through.engine, through.provider) == ("torch", None)
+    found = [answer._replace(milliseconds=0) for answer in through.run(TEXTS, NEW)]
+    onnx_answers = DecoderRuntime(case.folder, fill=fill, threads=1).run(TEXTS, NEW)
+    assert found == [answer._replace(milliseconds=0) for answer in onnx_answers]
+
+
+def test_threads_that_share_a_runtime_do_not_disturb_each_other(case):
+    runtime = DecoderRuntime(case.folder, threads=1)
+    expected, found = [answer.tokens for answer in runtime.run(TEXTS, NEW)], []
+
+    def serve():
+        for _ in range(3):
+            found.append([answer.tokens for answer in runtime.run(TEXTS, NEW)])
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [expected] * 12
+
+
+def test_the_runtime_and_the_command_need_no_torch(case):
+    code = """
+        import runpy, sys
+
+        class Blocked:
+            def find_spec(self, name, *rest):
+                if name.split(".")[0] in ("torch", "safetensors", "onnx", "transformers"):
+                    raise ImportError(f"{name} is blocked")
+
+        sys.meta_path.insert(0, Blocked())
+        sys.argv = ["mini-ee", "run", sys.argv[1], "--max-new-tokens", "12", "--threads", "1"]
+        runpy.run_module("mini_ee", run_name="__main__", alter_sys=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(case.folder)]
+    found = subprocess.run(command, input=TEXTS[0], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (0, "")
+    expected = DecoderRuntime(case.folder, threads=1).run(TEXTS[:1], NEW)[0]
+    answer = json.loads(found.stdout)
+    assert (answer["tokens"], answer["layers"], answer["text"]) == (expected.tokens, expected.layers, expected.text)
+
+
+@pytest.fixture
+def copied(case, tmp_path):
+    return shutil.copytree(case.folder, tmp_path / "copied")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "fill_2.onnx", "head_3.onnx", "tokenizer.json", "manifest.json"])
+def test_a_changed_byte_is_told_with_the_file(copied, name):
+    content = bytearray((copied / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+        DecoderRuntime(copied)
+
+
+@pytest.mark.parametrize("name", ["segment_2.onnx", "fill_3.onnx", "manifest.json"])
+def test_a_missing_file_is_told(copied, name):
+    (copied / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        DecoderRuntime(copied)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"format_version": 2}, "found 2; install a newer mini_ee"),
+        ({"model": "MultiExit"}, "expected an exported decoder"),
+    ],
+)
+def test_a_folder_of_another_kind_is_told(copied, change, message):
+    manifest = read_json(copied / "manifest.json") | change
+    write_json(copied / "manifest.json", manifest)
+    with pytest.raises(ValueError, match=message):
+        DecoderRuntime(copied)
+
+
+def test_a_decoder_is_no_classifier(case):
+    with pytest.raises(ValueError, match="holds a decoder, which writes text and gives no label; use `mini-ee run`"):
+        Runtime(case.folder)
+
+
+@pytest.mark.parametrize(
+    "text, new, message",
+    [
+        (" ", 4, "expected a prompt, found no text"),
+        (3, 4, "expected a prompt, found 3"),
+        ("w1 " * 60, 5, "at most 64 tokens, prompt and continuation together, got 60 and 5"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_told(case, text, new, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderRuntime(case.folder, threads=1).run([text], new)
+
+
+def test_rules_that_the_graphs_do_not_serve_are_told(case):
+    runtime = DecoderRuntime(case.folder, threads=1)
+    for rule, message in (
+        (FixedExit(3), "one of the 3 exits"),
+        (Threshold(0.9, "saturation"), "hidden states"),
+        (Policy(), "policy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(runtime.generate(PROMPTS, max_new_tokens=2, rule=rule))
+
+
+def test_a_provider_that_is_not_there_and_an_unknown_fill_are_told(case):
+    with pytest.raises(ValueError, match="SomeProvider was asked for, there is"):
+        DecoderRuntime(case.folder, ["SomeProvider"])
+    with pytest.raises(ValueError, match="fill must be one of propagate, recompute, got 'copy'"):
+        DecoderRuntime(case.folder, fill="copy")
+
+
+# Exporting
+
+
+def test_a_weight_that_is_no_number_is_told_and_leaves_no_folder(tmp_path):
+    opened = with_heads(load_backbone(GOLDEN / "llama"))
+    with torch.no_grad():
+        opened.model.heads[1].linear.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="heads.1.linear.weight must be finite"):
+        opened.export(tmp_path / "exported")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rule_that_asks_for_more_than_the_graphs_say_is_told(tmp_path):
+    with pytest.raises(ValueError, match="the rule policy asks for more than this model's graphs say"):
+        with_heads(load_backbone(GOLDEN / "llama"), rule=Policy()).export(tmp_path / "exported")
+
+
+def test_a_folder_that_is_there_stays(case):
+    with pytest.raises(FileExistsError, match="is there already"):
+        case.opened.export(case.folder)
+    assert read_manifest(case.folder) == case.manifest
+
+
+# The commands
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run of self-supervised exits on a checkpoint with a tokenizer."""
+    root = tmp_path_factory.mktemp("run")
+    opened = with_heads(load_backbone(GOLDEN / "llama"))
+    save_backbone(opened.model.decoder, root / "llama")
+    opened.tokenizer.save(root / "llama" / "tokenizer.json")
+    save_heads(opened.model, root / "run", root / "llama", rule=MIXED)
+    return root / "run"
+
+
+def test_export_and_run_answer(run_folder, tmp_path, capsys):
+    out, answers = tmp_path / "exported", tmp_path / "answers.jsonl"
+    assert main(["export", str(run_folder), "--out", str(out), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["method"], answer["exits"], answer["precision"]) == ("self-supervised", [1, 2, 3], "float32")
+    assert answer["verified"].keys() >= {"max_logit_difference", "token_agreement", "exit_agreement"}
+    assert answer["bytes"] == sum(path.stat().st_size for path in out.iterdir())
+
+    lines = tmp_path / "prompts.txt"
+    lines.write_bytes(b'w5 w9\n{"text": "w40 w41"}\n\n\xff\n{"text": 7}\n' + b"w1 " * 60 + b"\n")
+    options = ["--max-new-tokens", "6", "--fill", "recompute", "--threads", "1"]
+    assert main(["run", str(out), str(lines), "--out", str(answers), "--json", *options]) == 0
+    summary, told = json.loads((printed := capsys.readouterr()).out), printed.err.splitlines()
+    assert (summary["rows"], summary["failed"], summary["engine"]) == (6, 4, "onnxruntime")
+    assert [line.split(": ")[1] for line in told] == ["line 3", "line 4", "line 5", "line 6"]
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    opened = open_decoder_run(run_folder, None, "cpu")
+    settings = {"exits": EXITS, "heads": opened.model.heads, "rule": MIXED, "fill": "recompute", "stop": [2]}
+    steps = generate(opened.model.decoder, [[5, 9], [40, 41]], max_new_tokens=6, **settings)
+    for row, text in zip(rows, gather(steps, 2)):
+        assert row.keys() == {"line", "text", "tokens", "layers", "mean_layers", "milliseconds"}
+        assert (row["tokens"], row["layers"]) == text
+        assert row["mean_layers"] == pytest.approx(sum(row["layers"]) / len(row["layers"]))
+    layers = rows[0]["layers"] + rows[1]["layers"]
+    assert summary["mean_layers"] == pytest.approx(sum(layers) / len(layers))
+    assert all(row.keys() == {"line", "error"} for row in rows[2:])
+
+
+@pytest.mark.parametrize("kind, method", [(ConsistentDecoder, "consistent"), (CalmDecoder, "calm")])
+def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, kind, method):
+    checkpoint, made = run_folder.parent / "llama", with_policies(kind)
+    save_decoder_run(made.model, tmp_path / "run", checkpoint, made.rule, {"method": method}, {})
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["method"], answer["rule"]["name"], answer["exits"]) == (method, "policy", [1, 2, 3])
+    assert {path.name for path in (tmp_path / "exported").glob("policy_*")} == {"policy_1.onnx", "policy_2.onnx"}
+
+
+def test_what_is_exported_already_is_told(case, tmp_path, capsys):
+    again = ["export", str(case.folder), "--out", str(tmp_path / "again")]
+    for argv in (again, ["generate", str(case.folder), "--prompt", "w1"]):
+        assert main(argv) == 2
+        assert capsys.readouterr().err.startswith(f"mini-ee {argv[0]}: {case.folder}: is exported already; ")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--rule", "policy"], "policy"),
+        (["--int8"], "--int8 is for classifiers"),
+        (["--task", "SST-2"], "--task is for classifiers"),
+        (["--rule", "fixed", "--layer", "4"], "1,2,3"),
+    ],
+)
+def test_wrong_arguments_of_an_export_are_one_line(run_folder, tmp_path, capsys, options, message):
+    assert main(["export", str(run_folder), "--out", str(tmp_path / "exported"), *options]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and len(printed.err.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+# The real one
+
+
+@pytest.mark.skipif("MINI_EE_SHARED" not in os.environ, reason="needs the real stories260K (2026-11)")
+def test_200_tokens_of_the_real_stories260k_are_those_of_transformers_and_with_exits_those_of_torch(tmp_path):
+    folder = Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K"
+    golden, tokenizer = read_tensors(GOLDEN / "stories260K" / "expected.safetensors"), Tokenizer.from_folder(folder)
+    prompts, expected = golden["input_ids"].tolist(), golden["greedy"][0].tolist()
+    plain(load_backbone(folder))._replace(tokenizer=tokenizer).export(tmp_path / "plain", REAL_TEXTS)
+    steps = DecoderRuntime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=200)
+    assert len(expected) == 200 and gather(steps, 1)[0].tokens == expected
+
+    prompts = [tokenizer.backend.encode(text).ids for text in REAL_TEXTS]
+    model, rule = SelfSupervised(load_backbone(folder), (2, 4, 5), "copy"), Threshold((0.999, 0.7, 0.0))
+    Made(model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS)
+    for fill in FILLS:
+        runtime = DecoderRuntime(tmp_path / "exits", fill=fill, threads=1)
+        found = gather(runtime.generate(prompts, max_new_tokens=200), 3)
+        settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
+        steps = generate(model.decoder, prompts, max_new_tokens=200, stop=runtime.config["stop"], **settings)
+        assert found == gather(steps, 3)
+        assert {layers for text in found for layers in text.layers_run} == {2, 4, 5}

@@ -1,0 +1,271 @@
+"""Texts for a decoder to write, and the commands that train ConsistentEE and CALM on one and compare them."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from mini_ee import writing_commands
+from mini_ee.__main__ import main
+from mini_ee.checkpoint import BUILT_IN_DECODER, save_backbone
+from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.metrics import rouge_l
+from mini_ee.tasks import Tokenizer
+from mini_ee.writing import continuations, copies, read_stories
+
+SHARED = os.environ.get("MINI_EE_SHARED")
+NAMES, THINGS = ("Tom", "Lily", "Ben", "Mia", "Sam"), ("ball", "cat", "tree", "boat", "hat", "dog")
+STORIES = [
+    f"{name} had a {'big' if i % 2 else 'red'} {thing}. {name} gave the {thing} to {NAMES[i % 5]} one day."
+    for i, (name, thing) in enumerate((name, thing) for name in NAMES for thing in THINGS)
+] * 2
+
+
+@pytest.fixture(scope="module")
+def decoder_folder(tmp_path_factory):
+    """A random 3-layer Llama over single bytes and an end token, with a context of 96 tokens."""
+    folder = tmp_path_factory.mktemp("writing") / "llama"
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i + 1 for i, letter in enumerate(alphabet)} | {"<end>": 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    config = DecoderConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": len(vocabulary),
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 96,
+            "eos_token_id": 0,
+            "bos_token_id": 0,
+        }
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_backbone(Decoder(config), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "stories.txt"
+    path.write_text("\n<|endoftext|>\n".join(STORIES), encoding="utf-8")
+    return path
+
+
+SMALL = {
+    "HELD_TEXTS": 12,
+    "TESTED_TEXTS": 4,
+    "TIMED_TEXTS": 1,
+    "REPEATS": 1,
+    "TOLERANCE": 0.9,
+    "GIVEN": 20,
+    "FOLLOW": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(writing_commands, name, value)
+
+
+def ask(capsys, *argv):
+    """Exit status, and the JSON answer or the one line of an error."""
+    status = main([*map(str, argv), "--json"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else err.strip()
+
+
+# ---- Texts ----
+
+
+def test_stories_stand_between_end_tokens(tmp_path, text_file):
+    assert read_stories(text_file) == STORIES
+    (tmp_path / "empty").write_text(" \n<|endoftext|>\n ")
+    (tmp_path / "latin").write_bytes("Märchen".encode("latin-1"))
+    for name, error, message in (
+        ("none", FileNotFoundError, "no such file; expected text in UTF-8"),
+        ("empty", ValueError, "expected text, found none"),
+        ("latin", ValueError, "expected text in UTF-8, found .* at byte 1"),
+    ):
+        with pytest.raises(error, match=message):
+            read_stories(tmp_path / name)
+
+
+def test_a_continuation_gives_the_beginning_and_asks_for_what_follows(decoder_folder):
+    backend = Tokenizer.from_folder(decoder_folder).backend
+    backend.no_truncation()
+    found = continuations(backend, ["abcdefgh", "abc", "ABCDEFGHIJ"], 3, 5)
+    assert [
+        (backend.decode(each.ids[: each.start + 1]), backend.decode(each.ids[each.start + 1 :])) for each in found
+    ] == [
+        ("abc", "defgh"),
+        ("ABC", "DEFGH"),
+    ]
+
+
+@pytest.mark.parametrize("folder", ["tiny", "built in"])
+def test_a_copy_gives_a_sentence_and_asks_for_it_again(decoder_folder, folder):
+    backend = Tokenizer.from_folder(decoder_folder if folder == "tiny" else BUILT_IN_DECODER, 512).backend
+    backend.no_truncation()
+    found = copies(
+        backend, ["A cat sat down. No! The dog ran off again.", "A cat sat down. Too long a sentence"], 0, (3, 5)
+    )
+    given = [backend.decode(each.ids[: each.start + 1]) for each in found]
+    assert given == ["A cat sat down.\n", "The dog ran off again.\n"]
+    for each, sentence in zip(found, given):
+        assert backend.decode(each.ids[each.start + 1 : -1]) == sentence.strip() and each.ids[-1] == 0
+
+
+# ---- Commands ----
+
+
+@pytest.fixture(scope="module")
+def runs(decoder_folder, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    shared = ("--model", str(decoder_folder), "--text", str(text_file), "--epochs", "2", "--batch-size", "8")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(writing_commands, name, value)
+        for method, more in (("consistent", ("--alpha", "0.01", "--rounds", "1")), ("calm", ())):
+            assert main(["train", method, *shared, *more, "--exits", "1,2,3", "--out", str(folder / method)]) == 0
+    return folder
+
+
+def test_a_run_says_what_it_is(runs):
+    config = json.loads((runs / "consistent" / "config.json").read_text())
+    assert config["method"] == "consistent" and config["exits"] == [1, 2, 3]
+    assert config["rule"] == {"name": "policy", "cut": 0.5}
+    assert config["training"]["alpha"] == 0.01 and config["training"]["reward"] == "vanilla"
+    metrics = json.loads((runs / "calm" / "metrics.json").read_text())
+    assert list(metrics["own"]) == list(metrics["sweep"]) == ["gap", "saturation", "classifier"]
+
+
+def test_compare_measures_every_rule_against_the_full_model(runs, capsys, tmp_path):
+    picture = tmp_path / "curves.png"
+    status, answer = ask(
+        capsys, "compare", runs / "consistent", runs / "calm", "--sweep", "--max-rows", 3, "--picture", picture
+    )
+    assert status == 0 and answer["texts"] == 3
+    assert [row["measure"] for row in answer["rows"]] == [
+        *("full model", "policy"),
+        *("full model", "gap", "saturation", "classifier"),
+    ]
+    for row in answer["rows"]:
+        if row["measure"] == "full model":
+            assert row["mean_layers"] == 3 and row["layers_saved"] == 0 and not row["curve"]
+        else:
+            assert [len(row["curve"])] == [9]
+            layers = [point["mean_layers"] for point in row["curve"]]
+            assert layers[0] >= layers[-1]
+        for point in (row, *row["curve"]):
+            assert 0 <= point["rouge_l"] <= 1 and point["tokens_per_second"] > 0
+            assert point["layers_saved"] == pytest.approx(1 - point["mean_layers"] / 3)
+    first, second = (row for row in answer["rows"] if row["measure"] == "full model")
+    assert first["rouge_l_reference"] == second["rouge_l_reference"]  # one seed, one backbone
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, monkeypatch):
+    pairs = []
+    monkeypatch.setattr(writing_commands, "rouge_l", lambda *pair: (pairs.append(pair), rouge_l(*pair))[1])
+    status, answer = ask(capsys, "compare", runs / "consistent", "--max-rows", 3)
+    assert status == 0
+    found = [rouge_l(*pair) for pair in pairs]  # of two rules, against the full model and the references, three each
+    rows = [(row["rouge_l"], row["rouge_l_reference"]) for row in answer["rows"]]
+    np.testing.assert_allclose(rows, np.reshape(found, (2, 2, 3)).mean(2))
+
+
+def test_sampled_texts_are_compared_too(runs, capsys):
+    settings = ("--temperature", 1, "--top-p", 0.75, "--top-k", 40, "--max-rows", 2)
+    status, answer = ask(capsys, "compare", runs / "calm", *settings)
+    assert status == 0 and len(answer["rows"]) == 4
+
+
+def test_without_a_text_the_decoder_writes_its_own(decoder_folder, capsys, tmp_path):
+    shared = ("--model", decoder_folder, "--epochs", 1, "--texts", 12, "--exits", "1,3", "--new-tokens", 4)
+    status, answer = ask(capsys, "train", "calm", *shared, "--out", tmp_path / "run")
+    assert status == 0 and answer["texts"] == 12
+    status, answer = ask(capsys, "compare", tmp_path / "run", "--max-rows", 2)
+    assert status == 0 and answer["task"] == "continue"
+
+
+def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
+    shared = ("--model", decoder_folder, "--task", "copy", "--epochs", 1, "--texts", 12)
+    status, answer = ask(capsys, "train", "calm", *shared, "--text", text_file, "--out", tmp_path / "run")
+    assert status == 0
+    status, line = ask(capsys, "train", "calm", *shared, "--out", tmp_path / "other")
+    assert (status, line) == (
+        2,
+        "mini-ee train: --task copy: its sentences come from a text; give it with --text FILE",
+    )
+
+
+@pytest.mark.parametrize(
+    "argv, status, message",
+    [
+        (("--alpha", "-1"), 2, "alpha must be a number of at least 0, got -1.0"),
+        (("--epsilon", "1.5"), 2, "expected a number from 0 to 1, found '1.5'"),
+        (("--exits", "1,2"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 1,2"),
+        (("--task", "sing"), 2, "--task: a decoder learns to continue or to copy text, found sing"),
+        (("--target", "soft"), 2, "--target: consistent on a decoder learns from the text"),
+        (("--resume",), 2, "--resume is not for consistent on a decoder"),
+        (("--text", "nowhere.txt"), 2, "nowhere.txt: no such file; expected text in UTF-8"),
+        (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; begin anew with a smaller --lr"),
+        (("--device", "tpu"), 2, "--device tpu: cannot be used here"),
+    ],
+)
+def test_wrong_arguments_of_train_are_one_line(decoder_folder, text_file, capsys, tmp_path, argv, status, message):
+    texts = () if "--text" in argv else ("--text", str(text_file))
+    command = ["train", "consistent", "--model", str(decoder_folder), *texts, *argv, "--out", str(tmp_path / "run")]
+    try:
+        found = main(command)
+    except SystemExit as error:
+        found = error.code
+    err = capsys.readouterr().err.strip().splitlines()
+    assert found == status and message in err[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, tmp_path):
+    for argv, message in (
+        ((runs / "calm", decoder_folder), "is no decoder's run of consistent or calm"),
+        ((runs / "calm", "--task", "SST-2"), "--task is not for decoders' runs"),
+        ((runs / "calm", "--top-p", 2), "top_p must be above 0 and at most 1, got 2.0"),
+        ((runs / "calm", "--model", tmp_path), "config.json"),
+    ):
+        status, line = ask(capsys, "compare", *argv)
+        assert status == 2 and message in line and "\n" not in line
+
+
+def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("Tom had a ball and it was red and very big indeed.")
+    shared = ("--model", decoder_folder, "--text", tmp_path / "short.txt", "--out", tmp_path / "run")
+    status, line = ask(capsys, "train", "calm", *shared)
+    assert status == 1 and "expected at least 24 texts to learn from, found 0; give more" in line
+
+
+# ---- Real data ----
+
+
+@pytest.mark.skipif(not SHARED, reason="needs the real stories260K and TinyStories (2026-11)")
+def test_on_real_stories_the_gap_writes_better_the_stricter_it_is(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing_commands, "FOLLOW", 24)
+    shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 200, "--batch-size", 16)
+    text = Path(SHARED) / "data" / "TinyStories" / "tinystories_sample.txt"
+    status, _ = ask(capsys, "train", "calm", *shared, "--text", text, "--out", tmp_path / "calm")
+    assert status == 0
+    status, answer = ask(capsys, "compare", tmp_path / "calm", "--sweep", "--max-rows", 30)
+    (gap,) = (row for row in answer["rows"] if row["measure"] == "gap")
+    scores = [point["rouge_l"] for point in gap["curve"]]
+    assert status == 0 and scores[0] > scores[4] > scores[-1] and scores[0] > 0.5
