@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> dict:
     """Run the command that `args.command` names; returns its JSON answer, with seed, threads and versions."""
     if args.threads:
         torch.set_num_threads(args.threads)
+    if getattr(args, "picture", None) and not can_draw():
+        raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
     say = (lambda text: print(text, file=sys.stderr)) if args.json else print
     answer = COMMANDS[args.command](args, say)
     return answer | {"seed": args.seed, "threads": torch.get_num_threads(), "versions": versions()}
@@ -296,7 +298,7 @@ def run_evaluate(args, say) -> dict:
             rows = (rule, recorded, encoded, task, labels, args.batch_size, args.seed)
             answer["rows"] = ablation(*rows)
             say(_ablation_table(answer["rows"]))
-            if args.picture and can_draw():
+            if args.picture:
                 draw_ablation(args.picture, answer)
                 say(f"Picture: {args.picture}")
     say(
@@ -395,7 +397,7 @@ def run_compare(args, say) -> dict:
     answer["timed_rows"] = sum(map(len, order))
     if args.sweep:
         say(_losses_table(rows))
-    if args.picture and can_draw():
+    if args.picture:
         rewards = all("reward" in row for row in rows)
         draw = draw_curves if args.sweep else draw_rewards if rewards else draw_layers
         draw(args.picture, answer)

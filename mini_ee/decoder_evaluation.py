@@ -28,7 +28,7 @@ from mini_ee.early_exit import Reading
 from mini_ee.files import read_json
 from mini_ee.generation import Generated, gather, generate
 from mini_ee.multiple_choice import Asked, Benchmark, ask, load_benchmark, standard_error
-from mini_ee.report import can_draw, draw_decoder, draw_training, table
+from mini_ee.report import draw_decoder, draw_training, table
 from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold, confidence
 from mini_ee.self_supervised import (
     CALIBRATION_PROMPTS,
@@ -467,8 +467,6 @@ def decoder_rule(opened: Opened, args) -> Rule:
 def _sweep(opened: Opened, args, say) -> dict:
     if isinstance(opened.model, WithoutExits):
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run of self-supervised")
-    if args.picture and not can_draw():
-        raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
     own = opened.rule.measure if isinstance(opened.rule, Threshold) else "breaking_ties"
     measure = args.measure or own
     held = None
@@ -559,8 +557,6 @@ def compare_heads(args, say) -> dict:
     """`mini-ee compare` of runs on one decoder: Fig. 1, and the layers that each takes at one end-to-end agreement."""
     foreign = ("task", "split", "schedule", "sweep", "text", "max_rows", "top_k", "top_p")
     _refuse(args, foreign, "is not for runs of self-supervised: leave it out")
-    if args.picture and not can_draw():
-        raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
     runs = {str(folder): open_decoder_run(folder, args.model, args.device) for folder in args.runs}
     first = next(iter(runs.values()))
     for folder, opened in runs.items():

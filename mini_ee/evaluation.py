@@ -16,7 +16,7 @@ from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_
 from mini_ee.rules import NeverExit, Patience, Planned, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
 
-TIMED_ROWS = 512  # time is measured on this many rows at most, drawn with a seed
+TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 REPEATS = 3  # of each batch; the median counts
 REST = 0.005  # seconds
 OVERTHOUGHT = 10  # rows that are shown

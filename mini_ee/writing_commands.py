@@ -27,7 +27,7 @@ from mini_ee.fitting import TrainConfig
 from mini_ee.generation import Generated, Sampling
 from mini_ee.metrics import rouge_l
 from mini_ee.reinforce import ConsistentEE
-from mini_ee.report import can_draw, draw_writing, table
+from mini_ee.report import draw_writing, table
 from mini_ee.rules import NeverExit, Policy, Rule, rule_from_dict
 from mini_ee.runs import versions
 from mini_ee.self_supervised import Text, generated_texts
@@ -256,7 +256,7 @@ def compare_writers(args, say) -> dict:
     answer = {"task": kinds.pop(), "rows": rows, "texts": len(cases[0].texts), "timed_texts": TIMED_TEXTS}
     if args.sweep:
         say("\n" + table([row | point for row in rows for point in row["curve"]], headings))
-        if args.picture and can_draw():
+        if args.picture:
             draw_writing(args.picture, answer)
             say(f"Picture: {args.picture}")
     return answer

@@ -175,7 +175,6 @@ def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
 
 
 def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, task_folder, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
     said = answer(capsys, "compare", run_folder, "--task", task_folder, "--sweep", "--picture", picture)
     (row,) = said["rows"]
@@ -213,7 +212,6 @@ def hardness(trained, rows):
 
 
 def test_compare_draws_loss_and_accuracy_by_layer(capsys, run_folder, task_folder, tmp_path):
-    pytest.importorskip("matplotlib")
     said = answer(capsys, "compare", run_folder, "--task", task_folder, "--picture", tmp_path / "layers.png")
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
     (row,) = said["rows"]
@@ -285,6 +283,12 @@ def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folde
         status = stop.code
     assert status == 2 and "holds no demo report" in capsys.readouterr().err
     assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_ee.commands.can_draw", lambda: False)
+    line = refused(capsys, "compare", run_folder, "--picture", tmp_path / "curves.png")
+    assert "pip install mini-ee[plots]" in line
 
 
 def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
@@ -500,16 +504,16 @@ def test_a_kill_at_any_moment_never_leaves_a_run_that_loads_wrong(tmp_path, chec
         "--threads",
         "1",
         "--epochs",
-        "40",
+        "10",
         *FAST[2:],
     ]
     begin = time.monotonic()
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     whole = time.monotonic() - begin
-    for number in range(3):
+    for number in range(2):
         out = tmp_path / str(number)
         process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(whole * (0.4 + 0.65 * number / 3))
+        time.sleep(whole * (0.4 + 0.5 * number))
         process.send_signal(signal.SIGKILL)
         process.wait()
         if not out.exists():

@@ -77,7 +77,6 @@ def test_by_exit_is_the_mean_over_all_rows_and_over_those_that_left():
 
 
 def test_rewards_are_drawn_over_alpha(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [
         {"reward": reward, "alpha": alpha, "layers_saved": 10 * alpha, "score": 0.9 - alpha}
         for reward in ("vanilla", "hardness-guided")
