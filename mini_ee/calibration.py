@@ -70,8 +70,7 @@ def calibrate(
     measure: the one in which the confidence was observed. inf: that exit takes no row. The last exit takes all.
     Raises ValueError for an epsilon or delta outside its range, and where there are too few rows or texts for them.
     """
-    if not 0 < epsilon <= 1:
-        raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
+    check_promise(epsilon, delta)
     if not np.isfinite(observed.confidence).all():
         raise ValueError("every confidence must be a finite number, found NaN or infinity: did the model diverge?")
     if not observed.confidence.size:
@@ -80,7 +79,7 @@ def calibrate(
     if delta is None:
         taus = [tau(*column, epsilon) for column in columns]
     else:
-        each_delta = _checked(delta, epsilon) / observed.confidence.shape[1]
+        each_delta = delta / observed.confidence.shape[1]
         _check_size(observed.groups, epsilon, each_delta)
         taus = [tau_with_confidence(*column, observed.groups, epsilon, each_delta) for column in columns]
     return Threshold((*taus, -math.inf), measure)
@@ -220,12 +219,16 @@ def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
     )
 
 
-def _checked(delta: float, epsilon: float) -> float:
+def check_promise(epsilon: float, delta: float | None) -> None:
+    """Raise ValueError where no thresholds can promise this, whatever the rows are."""
+    if not 0 < epsilon <= 1:
+        raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
+    if delta is None:
+        return
     if not 0 < delta < 1:
         raise ValueError(f"delta must be above 0 and below 1, got {delta}")
     if epsilon == 1:
         raise ValueError("epsilon 1 cannot be promised for fresh rows from any number of rows; take .99, or no delta")
-    return delta
 
 
 def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:

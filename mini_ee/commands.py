@@ -12,7 +12,7 @@ import torch
 
 from mini_ee import WrongArguments
 from mini_ee.bench import BENCHES
-from mini_ee.calibration import calibrate_record
+from mini_ee.calibration import calibrate_record, check_promise
 from mini_ee.checkpoint import BUILT_IN_MODEL, DECODERS, read_config
 from mini_ee.confidence import log_softmax, max_probability
 from mini_ee.decoder_commands import calibrate_exits, export_writer, holds_writer, refuse_text, train_exits, write_text
@@ -487,6 +487,10 @@ def run_generate(args, say) -> dict:
 
 def run_calibrate(args, say) -> dict:
     """Thresholds under which exits agree with the full model as often as was asked for; they become the run's rule."""
+    try:
+        check_promise(args.epsilon, args.delta)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
     if holds_decoder(args.run):
         return calibrate_exits(args, say)
     refuse_text(args)
