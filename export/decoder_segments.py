@@ -21,6 +21,7 @@ from mini_ee.checkpoint import load_strict, read_tensors
 from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.decoding import FILLS, CachedSegments, decode, gather, greedy
 from mini_ee.early_exit import Reading
+from mini_ee.exits import VocabularyHead
 from mini_ee.export import decoder_graphs, graphs
 from mini_ee.export.decoder_runtime import OrtTokenSegments, open_sessions
 from mini_ee.export.runtime import DECODER, FORMAT_VERSION, MANIFEST
@@ -30,7 +31,7 @@ from mini_ee.generation import TokenSegments
 from mini_ee.reinforce import policy_network
 from mini_ee.rules import Policy, Rule
 from mini_ee.runs import versions
-from mini_ee.self_supervised import CALIBRATION_PROMPTS, VocabularyHead
+from mini_ee.self_supervised import CALIBRATION_PROMPTS
 from mini_ee.tasks import Tokenizer
 
 POLICIES = ("networks", "classifier")  # of ConsistentDecoder and CalmDecoder
@@ -80,7 +81,7 @@ def export_decoder(
             "backbone": config.to_dict(),
             "exits": list(model.exits),
             "max_tokens": config.max_tokens,
-            "stop": np.ravel([] if config.eos_token_id is None else config.eos_token_id).tolist(),
+            "stop": config.stop_tokens,
             "cache_width": config.key_value_heads * config.head_width,
             "policies": [name for name in POLICIES if hasattr(model, name)],
             "weights": {"layer": layer, "attention": attention, "head": head},

@@ -121,6 +121,12 @@ class DecoderConfig:
             if numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
                 raise ValueError(f"rope_scaling: high_freq_factor must be above low_freq_factor, got {numbers}")
 
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens with which a text ends, as eos_token_id names them."""
+        ends = self.eos_token_id
+        return [] if ends is None else list(ends) if isinstance(ends, tuple) else [ends]
+
     @classmethod
     def from_dict(cls, config: dict) -> "DecoderConfig":
         """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""

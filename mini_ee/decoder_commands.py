@@ -26,9 +26,9 @@ from mini_ee.decoding import Step
 from mini_ee.exits import even_exits
 from mini_ee.export.decoder_segments import export_decoder
 from mini_ee.export.runtime import MANIFEST
-from mini_ee.files import read_json
+from mini_ee.files import read_json, read_text
 from mini_ee.fitting import NothingToResume
-from mini_ee.generation import Sampling, generate, generate_lossless
+from mini_ee.generation import Sampling, Text, generate, generate_lossless
 from mini_ee.methods import CONFIGURED
 from mini_ee.report import table
 from mini_ee.rules import Policy
@@ -39,7 +39,6 @@ from mini_ee.self_supervised import (
     TRAINING_PROMPTS,
     HeadTraining,
     SelfSupervised,
-    Text,
     calibrate_heads,
     cut_text,
     generated_texts,
@@ -205,7 +204,7 @@ def written_texts(
     room = decoder.config.max_tokens - max(map(len, prompts))
     new_tokens = args.new_tokens or max(1, min(NEW_TOKENS, room))
     count = len(prompts) if greedy else count or args.texts or TEXTS
-    settings = {"greedy": greedy, "stop": stop_tokens(decoder), "seed": args.seed + seed}
+    settings = {"greedy": greedy, "stop": decoder.config.stop_tokens, "seed": args.seed + seed}
     return generated_texts(decoder, prompts, count, new_tokens, **settings)
 
 
@@ -229,14 +228,6 @@ def file_texts(decoder: Decoder, tokenizer: Tokenizer, args) -> list[Text]:
     return [pieces[at] for at in order[: args.texts]]
 
 
-def read_text(path: Path) -> str:
-    """A text file. Raises WrongArguments where it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise WrongArguments(f"{path}: expected text in UTF-8, found {error.reason} at byte {error.start}") from None
-
-
 def prompt_ids(tokenizer: Tokenizer, prompt: str, name: str) -> list[int]:
     """Token ids of a prompt. Raises WrongArguments, with the name of what held it, where there is no text in it."""
     if not prompt.strip():
@@ -246,12 +237,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, name: str) -> list[int]:
     except UnicodeEncodeError as error:  # the command line passes bytes that are no text as surrogates
         raise WrongArguments(f"{name}: expected text in UTF-8, found another byte at {error.start}") from None
     return encoder(tokenizer)(prompt)
-
-
-def stop_tokens(decoder: Decoder) -> list[int]:
-    """Tokens with which a text ends, as config.json names them."""
-    ends = decoder.config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, tuple) else [ends]
 
 
 # ---- calibrate ----
@@ -356,7 +341,7 @@ def write_text(args, say) -> dict:
         "layers": layers,
         "exits": list(opened.model.exits),
         **about,
-        "ended": "stop" if cuts or tokens[-1] in stop_tokens(decoder) else "length",
+        "ended": "stop" if cuts or tokens[-1] in decoder.config.stop_tokens else "length",
         "seconds": seconds,
         "tokens_per_second": len(tokens) / seconds,
     }
@@ -364,7 +349,7 @@ def write_text(args, say) -> dict:
 
 def written_steps(opened: Opened, ids: list[int], count: int, sampling: Sampling, args) -> tuple[Iterator[Step], dict]:
     """The steps of one text, and what the answer says of how they come about."""
-    model, stop = opened.model, stop_tokens(opened.model.decoder)
+    model, stop = opened.model, opened.model.decoder.config.stop_tokens
     if not args.lossless:
         if args.draft:
             raise WrongArguments("--draft is for --lossless")

@@ -25,15 +25,14 @@ from mini_ee.checkpoint import DECODERS, load_backbone
 from mini_ee.confidence import MEASURES
 from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading
-from mini_ee.files import read_json
-from mini_ee.generation import Generated, gather, generate
+from mini_ee.files import read_json, read_text
+from mini_ee.generation import Generated, Text, gather, generate
 from mini_ee.multiple_choice import Asked, Benchmark, ask, load_benchmark, standard_error
 from mini_ee.report import draw_decoder, draw_training, table
 from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold, confidence
 from mini_ee.self_supervised import (
     CALIBRATION_PROMPTS,
     SelfSupervised,
-    Text,
     cut_text,
     generated_texts,
     load_heads,
@@ -422,12 +421,6 @@ def _refuse(args, options: Sequence[str], reason: str) -> None:
             raise WrongArguments(f"--{option.replace('_', '-')} {reason}")
 
 
-def stop_tokens(opened: Opened) -> list[int]:
-    """Tokens with which a text ends, as config.json names them."""
-    ends = opened.model.decoder.config.eos_token_id
-    return [] if ends is None else np.atleast_1d(ends).tolist()
-
-
 def _context(opened: Opened) -> int:
     return opened.model.decoder.config.max_tokens
 
@@ -490,7 +483,7 @@ def _room(prompts: list[list[int]], opened: Opened) -> int:
 def _generated(opened: Opened, seed: int) -> tuple[list[list[int]], list[Text], list[Text]]:
     """Table 1's prompts as tokens, and twice TEXTS texts that the full model writes from them."""
     prompts = [encoder(opened.tokenizer)(prompt) for prompt in CALIBRATION_PROMPTS]
-    new_tokens, stop = min(NEW_TOKENS, _room(prompts, opened)), stop_tokens(opened)
+    new_tokens, stop = min(NEW_TOKENS, _room(prompts, opened)), opened.model.decoder.config.stop_tokens
     calibration, fresh = (
         generated_texts(opened.model.decoder, prompts, TEXTS, new_tokens, stop=stop, seed=seed + half * TEXTS)
         for half in (0, 1)
@@ -500,11 +493,7 @@ def _generated(opened: Opened, seed: int) -> tuple[list[list[int]], list[Text], 
 
 def held_text(path: Path, opened: Opened, seed: int) -> list[Text]:
     """A text file in pieces of PIECE tokens, each after the bos token; PIECES of them at most, drawn with the seed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise WrongArguments(f"{path}: expected text in UTF-8, found {error.reason} at byte {error.start}") from None
-    backend = opened.tokenizer.backend
+    backend, text = opened.tokenizer.backend, read_text(path)
     first = encoder(opened.tokenizer)("")
     pieces = cut_text(
         backend.encode(text, add_special_tokens=False).ids, min(PIECE, _context(opened) - len(first)), first

@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
 from mini_ee.decoder import Decoder, StackedLinear
-from mini_ee.exits import check_exits
+from mini_ee.exits import VocabularyHead, check_exits
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
 from mini_ee.fitting import TrainConfig, depth_weighted_sum
+from mini_ee.generation import Text
 from mini_ee.lora_exits import LowRank, check_lora
 from mini_ee.rules import Policy, Rule, Threshold, rule_from_dict
-from mini_ee.self_supervised import Text, VocabularyHead
 from mini_ee.tasks import Tokenizer
 
 FORMAT_VERSION = 1

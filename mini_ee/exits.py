@@ -2,8 +2,10 @@
 
 MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
 TorchSegments       the same model as segments for early_exit
+VocabularyHead      what reads a decoder's hidden states: a norm and a linear map, drawn or copied
 """
 
+from copy import deepcopy
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert, padding_mask
+from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.flops import head_flops, layer_flops
 
 POOLS = ("first", "mean")
+INITS = ("scratch", "copy")  # of a VocabularyHead
 HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
 
 
@@ -34,6 +38,41 @@ class ExitHead(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden (B, T, D), mask as `padding_mask` gives it; returns logits (B, C)."""
         return self.out(self.dropout(torch.tanh(self.dense(pooled(hidden, mask, self.pool)))))
+
+
+class VocabularyHead(nn.Module):
+    """A norm and a linear map to the vocabulary, as the model ends with."""
+
+    def __init__(self, decoder: Decoder, init: str):
+        super().__init__()
+        if init not in INITS:
+            raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+        weight = decoder.embeddings.weight
+        self.norm = deepcopy(decoder.norm)
+        self.linear = nn.Linear(
+            decoder.config.hidden_size,
+            decoder.config.vocab_size,
+            bias=decoder.lm_head is not None and decoder.lm_head.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        source = decoder.embeddings if decoder.lm_head is None else decoder.lm_head
+        with torch.no_grad():
+            if init == "copy":
+                for mine, theirs in zip(self.linear.parameters(), source.parameters(), strict=True):
+                    mine.copy_(theirs)
+            else:
+                nn.init.constant_(self.norm.weight, float(not getattr(self.norm, "offset", False)))
+                if getattr(self.norm, "bias", None) is not None:
+                    nn.init.zeros_(self.norm.bias)
+                nn.init.normal_(self.linear.weight, std=decoder.config.initializer_range)
+                if self.linear.bias is not None:
+                    nn.init.zeros_(self.linear.bias)
+        self.requires_grad_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden (..., D) -> logits (..., V) float32."""
+        return self.linear(self.norm(hidden)).float()
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:

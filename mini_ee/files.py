@@ -11,6 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mini_ee import WrongArguments
+
+
+def read_text(path: Path) -> str:
+    """A text file that the command line names. Raises WrongArguments where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise WrongArguments(f"{path}: expected text in UTF-8, found {error.reason} at byte {error.start}") from None
+
 
 def read_json(path: Path, signed: str | None = None) -> dict:
     """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""

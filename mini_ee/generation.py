@@ -16,6 +16,7 @@ asks for is never computed.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +90,13 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+class Text(NamedTuple):
+    """A text as token ids. What counts, in calibration, learning or as a reference, follows position `start`."""
+
+    ids: list[int]
+    start: int = 0
 
 
 # ---- Decoding, with exits ----

@@ -3,8 +3,9 @@
 Source: Valade 2024, Accelerating Large Language Model Inference with Self-Supervised Early Exits. Section 3.2 (heads,
 batches, Eq. 1) and the measures of Fig. 1 are here; 3.3, the thresholds, is calibration.py; inference generation.py.
 
-Symbols:   p_theta: the full model; p_k: head k, after layer e_k; penalty = lambda of Eq. 1; init: "scratch" draws the
-           norm and the linear map, "copy" takes the model's own. K counts exits, the last is the LM head: K - 1 heads.
+Symbols:   p_theta: the full model; p_k: head k (exits.VocabularyHead), after layer e_k; penalty = lambda of Eq. 1;
+           init: "scratch" draws norm and linear map, "copy" takes the model's own. K counts exits, the last of which is
+           the LM head: K - 1 heads.
 
 Deviations, each from a point that the paper leaves open (see the tests of the same names):
 1. The printed CE takes the softmax of what is a probability already; here it takes that of the logits.
@@ -15,7 +16,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,14 +29,14 @@ from mini_ee.calibration import Observed, TooFew, calibrate, exit_indices, repor
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
 from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading
-from mini_ee.exits import check_exits
+from mini_ee.exits import VocabularyHead, check_exits
 from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
 from mini_ee.fitting import NothingToResume, TrainConfig
-from mini_ee.generation import GREEDY, Sampling, gather, generate
+from mini_ee.generation import GREEDY, Sampling, Text, gather, generate
 from mini_ee.rules import NeverExit, Rule, Threshold, confidence, rule_from_dict
 
 FORMAT_VERSION = 1
-INITS, TARGETS = ("scratch", "copy"), ("soft", "hard")
+TARGETS = ("soft", "hard")
 TRAINING_PROMPTS = ("This is an example script:", "My name is", "I am a", "Welcome to", "what is a")
 CALIBRATION_PROMPTS = (
     "A cat is",
@@ -51,41 +51,6 @@ SAVE_SECONDS = 60.0
 
 
 # ---- The heads ----
-
-
-class VocabularyHead(nn.Module):
-    """A norm and a linear map to the vocabulary, as the model ends with."""
-
-    def __init__(self, decoder: Decoder, init: str):
-        super().__init__()
-        if init not in INITS:
-            raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
-        weight = decoder.embeddings.weight
-        self.norm = deepcopy(decoder.norm)
-        self.linear = nn.Linear(
-            decoder.config.hidden_size,
-            decoder.config.vocab_size,
-            bias=decoder.lm_head is not None and decoder.lm_head.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        source = decoder.embeddings if decoder.lm_head is None else decoder.lm_head
-        with torch.no_grad():
-            if init == "copy":
-                for mine, theirs in zip(self.linear.parameters(), source.parameters(), strict=True):
-                    mine.copy_(theirs)
-            else:
-                nn.init.constant_(self.norm.weight, float(not getattr(self.norm, "offset", False)))
-                if getattr(self.norm, "bias", None) is not None:
-                    nn.init.zeros_(self.norm.bias)
-                nn.init.normal_(self.linear.weight, std=decoder.config.initializer_range)
-                if self.linear.bias is not None:
-                    nn.init.zeros_(self.linear.bias)
-        self.requires_grad_()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden (..., D) -> logits (..., V) float32."""
-        return self.linear(self.norm(hidden)).float()
 
 
 class SelfSupervised(nn.Module):
@@ -132,13 +97,6 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 # ---- The text that heads learn from ----
-
-
-class Text(NamedTuple):
-    """Tokens, and from which position on what the model says next is counted in calibration. All are trained on."""
-
-    ids: list[int]
-    start: int = 0
 
 
 def generated_texts(

@@ -1,6 +1,6 @@
 """Texts for a decoder to write: continuations of stories and copies of sentences, and how well they are written.
 
-A text is its tokens and the position of the last that is given (self_supervised.Text): what stands behind it is learned
+A text is its tokens and the position of the last that is given (generation.Text): what stands behind it is learned
 in training, and is the reference in a test.
 """
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from mini_ee.decoder_exits import ExitDecoder
-from mini_ee.generation import GREEDY, Generated, Sampling, gather, generate
+from mini_ee.files import read_text
+from mini_ee.generation import GREEDY, Generated, Sampling, Text, gather, generate
 from mini_ee.rules import NeverExit, Policy, Rule
-from mini_ee.self_supervised import Text
 
 END = "<|endoftext|>"
 PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
@@ -22,14 +22,7 @@ PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
 
 def read_stories(path: str | Path) -> list[str]:
     """The stories of a file of text, which <|endoftext|> parts. Raises ValueError where there is none to be read."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected text in UTF-8, its stories parted by {END}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, found {error.reason} at byte {error.start}") from None
-    stories = [story.strip() for story in text.split(END) if story.strip()]
+    stories = [story.strip() for story in read_text(Path(path)).split(END) if story.strip()]
     if not stories:
         raise ValueError(f"{path}: expected text, found none")
     return stories

@@ -18,19 +18,19 @@ from mini_ee import WrongArguments, calm, decoder_policies
 from mini_ee.calm import calibrate, learn_classifier
 from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS
 from mini_ee.decoder import Decoder
-from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder, stop_tokens
+from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder
 from mini_ee.decoder_exits import DecoderRun, fine_tune, instances, load_decoder_run, save_decoder_run, sweep
 from mini_ee.decoder_policies import learn, said_by_model
 from mini_ee.exits import even_exits
 from mini_ee.files import read_json
 from mini_ee.fitting import TrainConfig
-from mini_ee.generation import Generated, Sampling
+from mini_ee.generation import Generated, Sampling, Text
 from mini_ee.metrics import rouge_l
 from mini_ee.reinforce import ConsistentEE
 from mini_ee.report import draw_writing, table
 from mini_ee.rules import NeverExit, Policy, Rule, rule_from_dict
 from mini_ee.runs import versions
-from mini_ee.self_supervised import Text, generated_texts
+from mini_ee.self_supervised import generated_texts
 from mini_ee.tasks import TOY, Tokenizer
 from mini_ee.writing import continuations, copies, read_stories, write
 
@@ -168,7 +168,7 @@ def file_texts(writing: dict, decoder: Decoder, tokenizer: Tokenizer) -> list[Te
     """All texts of the file, for the task."""
     stories = read_stories(writing["text"])
     if writing["kind"] == "copy":
-        return copies(tokenizer.backend, stories, stop_tokens(decoder)[0])
+        return copies(tokenizer.backend, stories, decoder.config.stop_tokens[0])
     return continuations(tokenizer.backend, stories, writing["given"], writing["follow"])
 
 
@@ -186,7 +186,12 @@ Write = Callable[[Rule], list[Generated]]
 
 def partial_write(model, texts: Sequence[Text], writing: dict, sampling: Sampling = Sampling(), seed: int = 0) -> Write:
     """`write` under a rule, all else given."""
-    settings = {"new_tokens": writing["follow"], "stop": stop_tokens(model.decoder), "sampling": sampling, "seed": seed}
+    settings = {
+        "new_tokens": writing["follow"],
+        "stop": model.decoder.config.stop_tokens,
+        "sampling": sampling,
+        "seed": seed,
+    }
     return lambda rule: write(model, texts, rule, **settings)
 
 

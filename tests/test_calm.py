@@ -14,9 +14,8 @@ from mini_ee.checkpoint import load_backbone
 from mini_ee.decoder_exits import PASSING, confidence, instances, sweep
 from mini_ee.early_exit import early_exit
 from mini_ee.fitting import TrainConfig
-from mini_ee.generation import Tokens, TokenSegments, gather, generate
+from mini_ee.generation import Text, Tokens, TokenSegments, gather, generate
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
-from mini_ee.self_supervised import Text
 from mini_ee.writing import write
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -34,14 +34,13 @@ from mini_ee.decoder_evaluation import (
     timed_decoding,
 )
 from mini_ee.early_exit import Recorded, early_exit
-from mini_ee.generation import gather, generate
+from mini_ee.generation import Text, gather, generate
 from mini_ee.multiple_choice import Asked, Benchmark, Question, Request
 from mini_ee.report import draw_decoder
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.self_supervised import (
     CALIBRATION_PROMPTS,
     SelfSupervised,
-    Text,
     generated_texts,
     observe_texts,
     save_heads,

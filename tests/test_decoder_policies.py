@@ -21,10 +21,9 @@ from mini_ee.decoder_policies import (
     learn_policies,
 )
 from mini_ee.fitting import TrainConfig
-from mini_ee.generation import Sampling
+from mini_ee.generation import Sampling, Text
 from mini_ee.reinforce import ConsistentEE
 from mini_ee.rules import FixedExit, NeverExit, Policy
-from mini_ee.self_supervised import Text
 from mini_ee.writing import PAPER, write
 
 GOLDEN = Path(__file__).parent / "golden"

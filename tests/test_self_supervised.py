@@ -13,16 +13,15 @@ from mini_ee import self_supervised
 from mini_ee.calibration import agreement, calibrate
 from mini_ee.checkpoint import load_backbone, save_backbone
 from mini_ee.confidence import MEASURES
+from mini_ee.exits import VocabularyHead
 from mini_ee.fitting import NothingToResume
-from mini_ee.generation import gather, generate
+from mini_ee.generation import Text, gather, generate
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.self_supervised import (
     CALIBRATION_PROMPTS,
     TRAINING_PROMPTS,
     HeadTraining,
     SelfSupervised,
-    Text,
-    VocabularyHead,
     cut_text,
     generated_texts,
     head_loss,

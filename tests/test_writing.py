@@ -94,7 +94,7 @@ def test_stories_stand_between_end_tokens(tmp_path, text_file):
     (tmp_path / "empty").write_text(" \n<|endoftext|>\n ")
     (tmp_path / "latin").write_bytes("Märchen".encode("latin-1"))
     for name, error, message in (
-        ("none", FileNotFoundError, "no such file; expected text in UTF-8"),
+        ("none", FileNotFoundError, "No such file or directory"),
         ("empty", ValueError, "expected text, found none"),
         ("latin", ValueError, "expected text in UTF-8, found .* at byte 1"),
     ):
@@ -220,7 +220,7 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
         (("--task", "sing"), 2, "--task: a decoder learns to continue or to copy text, found sing"),
         (("--target", "soft"), 2, "--target: consistent on a decoder learns from the text"),
         (("--resume",), 2, "--resume is not for consistent on a decoder"),
-        (("--text", "nowhere.txt"), 2, "nowhere.txt: no such file; expected text in UTF-8"),
+        (("--text", "nowhere.txt"), 2, "nowhere.txt: No such file or directory"),
         (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; begin anew with a smaller --lr"),
         (("--device", "tpu"), 2, "--device tpu: cannot be used here"),
     ],
