@@ -218,6 +218,9 @@ def parser() -> Parser:
         choices=tuple(MEASURES),
         help="what the thresholds are on; max_probability by default, of a decoder's heads breaking_ties",
     )
+    sub.add_argument(
+        "--sets", type=_positive, metavar="N", help="also draw N calibration sets, and tell how often a promise breaks"
+    )
     _add_texts(sub.add_argument_group("a decoder's run"))
 
     sub = command("export", "ONNX segments, verified against torch", "mini-ee export mini-ee-demo/run --out exported")

@@ -22,6 +22,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from mini_ee.confidence import MEASURES
 from mini_ee.evaluation import Record, predictions
@@ -284,6 +285,36 @@ def end_to_end(observed: Observed, rule: Threshold) -> float:
     return float(agrees[np.arange(len(agrees)), exit_indices(observed, rule)].mean())
 
 
+def broken_promises(
+    observed: Observed,
+    epsilon: float,
+    delta: float | None = None,
+    measure: str = "max_probability",
+    sets: int = 1000,
+    seed: int = 0,
+) -> dict:
+    """How often a promise is broken on fresh groups: the share of so many calibration sets, for each of the two rules.
+
+    A set is a seeded quarter of the groups; fresh are the others. Broken: at some exit the fresh rows that are sure
+    enough agree in a share below epsilon. Raises TooFew where a quarter is too little for epsilon and delta.
+    """
+    random, names = np.random.default_rng(seed), np.unique(observed.groups)
+    rules = {"paper": None} if delta is None else {"paper": None, "delta": delta}
+    broken = dict.fromkeys(rules, 0)
+    for _ in tqdm(range(sets), desc="calibration sets", delay=2):
+        drawn = np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
+        for name, each in rules.items():
+            try:
+                rule = calibrate(observed.take(drawn), epsilon, each, measure)
+            except TooFew as error:
+                raise TooFew(
+                    f"a calibration set is a quarter of the rows or texts: {error}", 4 * error.needed
+                ) from None
+            kept = agreement(observed.take(~drawn), rule)
+            broken[name] += any(share is not None and share < epsilon for share in kept)
+    return {"sets": sets, "groups_a_set": len(names) // 4} | {name: count / sets for name, count in broken.items()}
+
+
 def report(calibration: Observed, fresh: Observed, rule: Threshold, epsilon: float, delta: float | None) -> dict:
     """The JSON answer: thresholds, and what is kept of the promise on rows that they were not taken from."""
     counts = np.bincount(exit_indices(fresh, rule), minlength=len(rule.threshold))
@@ -312,10 +343,12 @@ def calibrate_record(
     delta: float | None = None,
     measure: str = "max_probability",
     seed: int = 0,
+    sets: int = 0,
 ) -> tuple[Threshold, dict]:
     """Calibrate a classifier on recorded rows that it was not trained on: the rule, and the JSON answer.
 
     A seeded half of the rows gives the thresholds, the other half says what they keep; end to end by the loop itself.
+    sets: how many for `broken_promises`.
     """
     observed = observe(recorded, measure)
     drawn = np.random.default_rng(seed).permutation(len(observed.groups)) < len(observed.groups) // 2
@@ -323,7 +356,8 @@ def calibrate_record(
     result = recorded.replay(rule)
     same = predictions(result.logits) == predictions(recorded.logits[:, -1])
     answer = report(observed.take(drawn), observed.take(~drawn), rule, epsilon, delta)
-    return rule, answer | {
-        "end_to_end": float(same[~drawn].mean()),
-        "mean_layers": float(result.layers_run[~drawn].mean()),
-    }
+    answer["end_to_end"] = float(same[~drawn].mean())
+    answer["mean_layers"] = float(result.layers_run[~drawn].mean())
+    if sets:
+        answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
+    return rule, answer

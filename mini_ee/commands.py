@@ -15,7 +15,15 @@ from mini_ee.bench import BENCHES
 from mini_ee.calibration import calibrate_record, check_promise
 from mini_ee.checkpoint import BUILT_IN_MODEL, DECODERS, read_config
 from mini_ee.confidence import log_softmax, max_probability
-from mini_ee.decoder_commands import calibrate_exits, export_writer, holds_writer, refuse_text, train_exits, write_text
+from mini_ee.decoder_commands import (
+    broken_line,
+    calibrate_exits,
+    export_writer,
+    holds_writer,
+    refuse_text,
+    train_exits,
+    write_text,
+)
 from mini_ee.decoder_evaluation import compare_heads, evaluate_decoder, holds_decoder
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
@@ -502,7 +510,7 @@ def run_calibrate(args, say) -> dict:
     _, held = holdout(task.split("train"), trained.config["seed"])
     recorded = record(trained.segments(), trained.encode(held.texts), CALIBRATION_BATCH, progress="reading")
     measure = args.measure or "max_probability"
-    rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed)
+    rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
     write_rule(args.run, rule)
     intervals = ((f"{float(low):.3f}", f"{float(high):.3f}") for low, high in answer["tau_intervals"])
     rows = [
@@ -520,6 +528,8 @@ def run_calibrate(args, say) -> dict:
         f"On {answer['rows_fresh']} held-out rows that the thresholds were not taken from, {answer['end_to_end']:.1%} "
         f"get the full model's answer, after {answer['mean_layers']:.2f} layers of {trained.exits[-1]}."
     )
+    if args.sets:
+        say(broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
     return {"method": trained.config["method"], "task": task.name, "run": str(args.run), **answer}
 

@@ -4,6 +4,7 @@ Without --text the text that heads learn from, and that thresholds are taken fro
 from prompts; both are remade from --seed.
 """
 
+import math
 import shutil
 import time
 from bisect import bisect_right
@@ -251,7 +252,7 @@ def calibrate_exits(args, say) -> dict:
         raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")
     texts = calibration_texts(opened.model.decoder, opened.tokenizer, args)
     measure = args.measure or MEASURE
-    rule, answer = calibrate_heads(opened.model, texts, args.epsilon, args.delta, measure, args.seed)
+    rule, answer = calibrate_heads(opened.model, texts, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
     write_rule(args.run, rule)
     intervals = (" to ".join(f"{float(end):.3g}" for end in ends) for ends in answer["tau_intervals"])
     rows = [
@@ -274,8 +275,23 @@ def calibrate_exits(args, say) -> dict:
         f"other tokens {answer['end_to_end']:.1%} are the full model's, after {answer['mean_layers']:.2f} layers of "
         f"{opened.model.exits[-1]}."
     )
+    if args.sets:
+        say(broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
     return {"method": opened.method, "run": str(args.run), "exits": list(opened.model.exits), **answer}
+
+
+def broken_line(answer: dict) -> str:
+    """How often a promise broke, in words; the answer of a calibration with --sets."""
+    broken = answer["broken"]
+    line = (
+        f"Of {broken['sets']} calibration sets of {broken['groups_a_set']} the paper's rule breaks the promise of "
+        f"{answer['epsilon']} on the rest for {broken['paper']:.1%}"
+    )
+    if "delta" in broken:
+        error = math.sqrt(broken["delta"] * (1 - broken["delta"]) / broken["sets"])
+        line += f", with delta {answer['delta']} for {broken['delta']:.1%} (standard error {error:.1%})"
+    return line + "."
 
 
 def _share(share: float | None) -> str:

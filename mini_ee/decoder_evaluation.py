@@ -24,6 +24,7 @@ from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, exit
 from mini_ee.checkpoint import DECODERS, load_backbone
 from mini_ee.confidence import MEASURES
 from mini_ee.decoder import Decoder
+from mini_ee.decoding import FILLS
 from mini_ee.early_exit import Reading
 from mini_ee.files import read_json, read_text
 from mini_ee.generation import Generated, Text, gather, generate
@@ -227,15 +228,15 @@ def sweep(
     *,
     measure: str = "breaking_ties",
     new_tokens: int = DECODED,
-    fill: str = "propagate",
     held: Heard | None = None,
     hearing: Hearing | None = None,
 ) -> dict:
     """For every epsilon of EPSILONS: thresholds of the paper's rule, and what they keep, cost and save elsewhere.
 
     calibration: texts that the thresholds are taken from; fresh: others, on which the promise is checked. prompts: what
-    is continued, by new_tokens greedy tokens each, a prompt at a time, where speed is measured. held: what was heard of
-    a text, for perplexity; hearing: of a benchmark. Both in the same measure.
+    is continued, by new_tokens greedy tokens each, a prompt at a time, where speed is measured: with propagate in the
+    row itself, with recompute under that name. held: what was heard of a text, for perplexity; hearing: of a benchmark.
+    Both in the same measure.
     """
     taken, checked = (observe_texts(model, texts, measure) for texts in (calibration, fresh))
     rules = [calibrate(taken, epsilon, measure=measure) for epsilon in EPSILONS]
@@ -247,14 +248,15 @@ def sweep(
         if hearing is not None:
             row |= hearing.accuracy(hearing.heard.leave(rule))
         rows.append(row)
-    full, *decoded = timed_decoding([NeverExit(), *rules], model, prompts, new_tokens, fill)
-    for row, one in zip(rows, decoded):
-        row |= one | {"speedup": full["seconds"] / one["seconds"]}
+    ways = [(rule, fill) for fill in FILLS for rule in rules]
+    full, *decoded = timed_decoding([(NeverExit(), FILLS[0]), *ways], model, prompts, new_tokens)
+    decoded = [each | {"speedup": full["seconds"] / each["seconds"]} for each in decoded]
+    for row, propagated, recomputed in zip(rows, decoded, decoded[len(rows) :]):
+        row |= propagated | {"recompute": recomputed}
     answer = {
         "rows": rows,
         "exits": list(model.exits),
         "measure": measure,
-        "fill": fill,
         "full_tokens_per_second": full["tokens_per_second"],
         "tokens_calibration": len(taken.groups),
         "tokens_fresh": len(checked.groups),
@@ -307,30 +309,30 @@ def at_equal_agreement(
 
 
 def timed_decoding(
-    rules: Sequence[Rule], model: SelfSupervised, prompts: Sequence[Sequence[int]], new_tokens: int, fill: str
+    ways: Sequence[tuple[Rule, str]], model: SelfSupervised, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> list[dict]:
-    """Greedy text under each rule, timed in turns in this process, warm, batch 1: median seconds of REPEATS.
+    """Greedy text under each rule and fill, timed in turns in this process, warm, batch 1: median seconds of REPEATS.
 
-    The first rule is NeverExit: our own cached decoding, without heads. `decoded_agreement` is the share of written
+    NeverExit is our own cached decoding, without heads. `decoded_agreement` is the share of written
     tokens that the full model would have written there, given the same text before them: with whatever `fill` changes.
     """
 
-    def written(rule: Rule, prompt: Sequence[int]) -> Generated:
+    def written(rule: Rule, fill: str, prompt: Sequence[int]) -> Generated:
         exits = {} if isinstance(rule, NeverExit) else {"exits": model.exits, "heads": model.heads}
         return gather(generate(model.decoder, [prompt], max_new_tokens=new_tokens, rule=rule, fill=fill, **exits), 1)[0]
 
-    texts, seconds = [], np.empty((REPEATS, len(prompts), len(rules)))
+    texts, seconds = [], np.empty((REPEATS, len(prompts), len(ways)))
     for repeat, number in tqdm(list(np.ndindex(1 + REPEATS, len(prompts))), desc="decoding", unit="prompt", delay=2):
-        for at, rule in enumerate(rules):
+        for at, way in enumerate(ways):
             begin = time.perf_counter()
-            text = written(rule, prompts[number])
+            text = written(*way, prompts[number])
             if repeat:
                 seconds[repeat - 1, number, at] = time.perf_counter() - begin
             else:
                 texts.append(text)
     answers = []
     for at, taken in enumerate(np.median(seconds, axis=0).sum(axis=0)):
-        own = texts[at :: len(rules)]
+        own = texts[at :: len(ways)]
         whole = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, own)]
         layers = np.concatenate([text.layers_run for text in own])
         full = listen(WithoutExits(model.decoder, model.exits[-1:]), whole)
@@ -508,7 +510,8 @@ def _say_sweep(answer: dict, say) -> None:
         tokens = sum(row["exit_counts"])
         kept_by_head = " ".join("   -" if share is None else f"{share:.3f}" for share in row["agreement"])
         shares = " ".join(f"{count / tokens:4.0%}" for count in row["exit_counts"])
-        lines.append(row | {"heads": kept_by_head, "shares": shares})
+        recomputed = {f"recompute_{key}": value for key, value in row["recompute"].items()}
+        lines.append(row | recomputed | {"heads": kept_by_head, "shares": shares})
     after = ", ".join(map(str, answer["exits"]))
     columns = {
         "epsilon": "epsilon",
@@ -519,6 +522,8 @@ def _say_sweep(answer: dict, say) -> None:
         "decoded_agreement": "decoded:.3f",
         "tokens_per_second": "tokens/s:.0f",
         "speedup": "speed-up:.2f",
+        "recompute_decoded_agreement": "recomputed:.3f",
+        "recompute_speedup": "speed-up:.2f",
     }
     columns |= {key: f"{key}:.2f" for key in ("perplexity",) if key in lines[0]}
     columns |= {key: f"{answer.get('task')}:.3f" for key in ("accuracy",) if key in lines[0]}
@@ -530,7 +535,8 @@ def _say_sweep(answer: dict, say) -> None:
         full.append(f"{answer['task']} {answer['full_accuracy']:.3f}")
     say(
         f"Full model: {', '.join(full)}. Thresholds on {answer['measure']} from {answer['tokens_calibration']} tokens "
-        f"it wrote, agreement on {answer['tokens_fresh']} others. Decoded: the same in greedy text ({answer['fill']})."
+        f"it wrote, agreement on {answer['tokens_fresh']} others. Decoded: the same in greedy text that fills gaps by "
+        f"propagate, and recomputed by recompute."
     )
     columns = {
         "measure": "measure",

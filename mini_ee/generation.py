@@ -246,9 +246,10 @@ def generate_lossless(
     """The full model's greedy text, in fewer passes through its upper layers.
 
     Source: self-speculative decoding as in LayerSkip (Elhoushi et al. 2024). A round: the layers up to exit_layer and
-    its head draft `draft` tokens, one at a time; the layers above run on all of them in one block; the LM head says
-    what the full model would have written at each. Kept are the drafts up to the first that differs, and the full
-    model's own token there. The layers below are not run again: their cache is shared.
+    its head draft `draft` tokens, one at a time; the layers above run in one block on the token before them and on all
+    of them; the LM head says what the full model would have written after each. Kept are the drafts up to the first
+    that differs, and the full model's own token there: from one token a round to draft + 1. The layers below are not
+    run again: their cache is shared.
 
     Steps come a round at a time; layers_run is exit_layer for a kept draft and L for a token of the full model.
     Arguments and errors as in `generate`.
@@ -269,11 +270,13 @@ def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draf
     rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [some[0] for some in first.positions]
     room = [max_new_tokens] * len(prompts)  # tokens that each of `rows` may still get
     while rows:
-        drafted, true = _draft_and_verify(segments, rows, tokens, positions, min(draft, *room), exit_layer, head)
+        width = min(draft, min(room) - 1)
+        drafted, true = _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head)
         new = [_accepted(*pair, stop) for pair in zip(drafted, true)]
         for column in range(max(map(len, new))):
             reached = [i for i, some in enumerate(new) if column < len(some)]
-            layers = [exit_layer if drafted[i][column] == true[i][column] else segments.exits[-1] for i in reached]
+            kept = [column < width and drafted[i][column] == new[i][column] for i in reached]
+            layers = [exit_layer if each else segments.exits[-1] for each in kept]
             yield Step([rows[i] for i in reached], [new[i][column] for i in reached], layers)
         room = [left - len(some) for left, some in zip(room, new)]
         on = [i for i, some in enumerate(new) if room[i] and some[-1] not in stop]
@@ -282,23 +285,25 @@ def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draf
 
 
 def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head) -> tuple[list, list]:
-    """(B, width) twice: what the exit drafts, and in the place of each what the full model would have written."""
+    """What the exit drafts, (B, width), and what the full model would have written there and next, (B, width + 1)."""
     decoder, cache, last = segments.decoder, segments.cache, segments.exits[-1]
     token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
-    for ahead in range(width):
+    for ahead in range(width + 1):
         block = segments.block(rows, [[position + ahead] for position in positions])
         states.append(decoder.run_layers(decoder.embed(token[:, None]), block, 0, exit_layer, cache))
-        token = head(states[-1][:, 0]).argmax(-1)
-        drafted.append(token)
-    block = segments.block(rows, [list(range(position, position + width)) for position in positions])
+        if ahead < width:
+            token = head(states[-1][:, 0]).argmax(-1)
+            drafted.append(token.tolist())
+    if width:
+        block = segments.block(rows, [list(range(position, position + width + 1)) for position in positions])
     hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last, cache)
-    return torch.stack(drafted, dim=1).tolist(), decoder.lm_logits(hidden).argmax(-1).tolist()
+    return [list(some) for some in zip(*drafted)] or [[] for _ in rows], decoder.lm_logits(hidden).argmax(-1).tolist()
 
 
 def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
     """The full model's tokens as far as it was asked about its own text: to the first draft that differs, or a stop.
 
-    >>> _accepted([5, 6, 7], [5, 8, 9], frozenset())
+    >>> _accepted([5, 6, 7], [5, 8, 9, 4], frozenset())
     [5, 8]
     """
     for count, (guess, token) in enumerate(zip(drafted, true), start=1):

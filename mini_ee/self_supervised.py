@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mini_ee.calibration import Observed, TooFew, calibrate, exit_indices, report
+from mini_ee.calibration import Observed, TooFew, broken_promises, calibrate, exit_indices, report
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
 from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading
@@ -314,8 +314,9 @@ def calibrate_heads(
     delta: float | None = None,
     measure: str = "breaking_ties",
     seed: int = 0,
+    sets: int = 0,
 ) -> tuple[Threshold, dict]:
-    """Thresholds of all heads, and the JSON answer; see calibration.py for epsilon and delta.
+    """Thresholds of all heads, and the JSON answer; see calibration.py for epsilon, delta and sets.
 
     A seeded half of the texts gives the thresholds, the other half says what they keep. Raises ValueError where there
     are too few for both, with the numbers of texts and tokens that would do.
@@ -336,7 +337,10 @@ def calibrate_heads(
         ) from None
     fresh = observed.take(~drawn)
     layers = np.array(model.exits)[exit_indices(fresh, rule)]
-    return rule, report(observed.take(drawn), fresh, rule, epsilon, delta) | {"mean_layers": float(layers.mean())}
+    answer = report(observed.take(drawn), fresh, rule, epsilon, delta) | {"mean_layers": float(layers.mean())}
+    if sets:
+        answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
+    return rule, answer
 
 
 # ---- On disk ----

@@ -11,6 +11,7 @@ from mini_ee import calibration
 from mini_ee.calibration import (
     Observed,
     agreement,
+    broken_promises,
     calibrate,
     calibrate_record,
     end_to_end,
@@ -275,6 +276,49 @@ def test_rows_of_one_text_that_are_counted_as_independent_break_the_promise():
 
     broken, _ = share_of_broken(texts_right_or_wrong, as_rows)
     assert broken > DELTA + TWO_STANDARD_ERRORS
+
+
+# ---- How often a promise breaks ----
+
+
+def pool(draw, draws):
+    """Two exits, the second one surer, on the rows of many draws together; every text is a group of its own."""
+    confidence, agrees, groups = zip(*(draw(np.random.default_rng(seed)) for seed in range(draws)))
+    groups = np.concatenate([each + 10_000 * at for at, each in enumerate(groups)])
+    confidence, agrees = np.concatenate(confidence), np.concatenate(agrees)
+    return Observed(np.stack((confidence, confidence**0.5), axis=1), np.stack((agrees, agrees), axis=1), groups)
+
+
+@pytest.mark.parametrize("draw, draws, delta", [(texts_of_a_mood, 2, None), (rows_alone, 1, 0.9)])
+def test_a_promise_is_broken_where_the_texts_left_over_agree_too_rarely_at_any_exit(draw, draws, delta):
+    observed, broken = pool(draw, draws), 0
+    random, names = np.random.default_rng(3), sorted(set(observed.groups.tolist()))
+    for _ in range(12):
+        chosen = set(random.permutation(names)[: len(names) // 4].tolist())
+        inside = np.array([group in chosen for group in observed.groups])
+        rule = calibrate(observed.take(inside), 0.8, delta)
+        below = False
+        for k in (0, 1):
+            rows = zip(observed.confidence[~inside, k], observed.agrees[~inside, k])
+            left = [agree for sure, agree in rows if sure >= rule.threshold[k]]
+            below |= bool(left) and sum(left) < 0.8 * len(left)
+        broken += below
+    found = broken_promises(observed, 0.8, delta, sets=12, seed=3)
+    assert found["paper" if delta is None else "delta"] == broken / 12
+    assert (found["sets"], found["groups_a_set"]) == (12, len(names) // 4)
+    assert 0 < broken < 12
+
+
+def test_of_sets_drawn_by_text_the_papers_rule_breaks_many_and_delta_few():
+    found = broken_promises(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
+    assert found["paper"] > 0.3 and found["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 100) ** 0.5
+    assert "delta" not in broken_promises(pool(rows_alone, 2), EPSILON, sets=2)
+
+
+def test_a_quarter_that_is_too_few_says_how_many_would_do():
+    with pytest.raises(calibration.TooFew, match="a calibration set is a quarter of the rows") as refused:
+        broken_promises(pool(rows_alone, 1).take(np.arange(80)), 0.9, DELTA, sets=1)
+    assert broken_promises(pool(rows_alone, 1).take(np.arange(refused.value.needed)), 0.9, DELTA, sets=1)["sets"] == 1
 
 
 # ---- How many are needed ----

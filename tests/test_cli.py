@@ -233,6 +233,8 @@ def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, 
     assert load_run(run_folder).rule != rule
     everyone = answer(capsys, "evaluate", copy, "--task", task_folder)
     assert everyone["rule"]["threshold"][:-1] == said["thresholds"]
+    said = answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8", "--sets", 5)
+    assert said["broken"]["sets"] == 5 and 0 <= said["broken"]["paper"] <= 1
 
 
 @pytest.mark.parametrize(

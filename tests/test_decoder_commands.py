@@ -437,6 +437,17 @@ def test_calibrate_reads_a_text_file_and_prints_its_table(capsys, run_folder, tm
     assert "agreement" in shown and "text.txt" in shown and "The rule of" in shown
 
 
+def test_calibrate_tells_how_often_sets_break_the_promise(capsys, run_folder):
+    argv = ("calibrate", run_folder, "--epsilon", 0.3, "--texts", 40, "--new-tokens", 10, "--sets", 4)
+    broken = answer(capsys, *argv, "--delta", 0.5)["broken"]
+    assert (broken["sets"], broken["groups_a_set"]) == (4, 10)
+    share = answer(capsys, *argv)["broken"]["paper"]
+    assert broken["paper"] == share and main(list(map(str, argv))) == 0
+    assert f"Of 4 calibration sets of 10 the paper's rule breaks the promise of 0.3 on the rest for {share:.1%}." in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that_is_enough(capsys, run_folder):
     before = read_json(run_folder / "config.json")
     argv = ("calibrate", run_folder, "--epsilon", 0.5, "--delta", 0.2, "--new-tokens", 10, "--texts")

@@ -314,7 +314,9 @@ def test_deeper_on_the_whole_as_epsilon_rises(swept):
 
 def test_speed_is_a_ratio_of_seconds_measured_here(swept):
     answer, *_ = swept
-    for row in answer["rows"]:
+    recomputed = [row["recompute"] for row in answer["rows"]]
+    assert [row["seconds"] for row in recomputed] != [row["seconds"] for row in answer["rows"]]
+    for row in (*answer["rows"], *recomputed):
         assert row["tokens_per_second"] == pytest.approx(12 / row["seconds"])
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / answer["full_tokens_per_second"])
 
@@ -322,7 +324,8 @@ def test_speed_is_a_ratio_of_seconds_measured_here(swept):
 def test_without_exits_the_text_is_wholly_the_full_models(opened):
     prompts = [[0, 65, 70], [0, 80]]
     rules = [NeverExit(), FixedExit(2), FixedExit(0)]
-    never, last, first = timed_decoding(rules, opened.model, prompts, 8, "recompute")
+    ways = [(rule, "recompute") for rule in rules]
+    never, last, first = timed_decoding(ways, opened.model, prompts, 8)
     assert (never["decoded_agreement"], never["decoded_layers"]) == (1, 3)
     assert (last["decoded_agreement"], last["decoded_layers"]) == (1, 3)
     assert first["decoded_agreement"] < 1 and first["decoded_layers"] == 1
