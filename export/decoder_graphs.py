@@ -3,7 +3,7 @@
     segment  input_ids or hidden, positions, rows, caches -> hidden_out, caches_out: the layers between two exits
     fill     hidden, positions, rows, caches -> caches_out: the keys and values alone, from a state that stands in for
              the layers' own input (propagate); recompute needs no graph of its own, it is `segment` on those tokens
-    head     hidden -> logits, and below the last layer max_probability
+    head     hidden -> logits, and below the last layer `largest`, its two largest probabilities
     policy   hidden -> exit_logit, where the model says itself when to leave
 
 One segment serves the prompt (T tokens), the step (T = 1) and the block that catches up. `keys_3`, `values_3` are the
@@ -111,8 +111,8 @@ def head(config: DecoderConfig, parameters: dict[str, np.ndarray], exits: tuple[
     graph.linear(graph.norm(hidden, norm), linear)
     logits = graph.output("logits", "batch", config.vocab_size, dtype=np.float32)
     if not last:
-        graph.op("ReduceMax", graph.op("Softmax", logits, axis=1), graph.integers(1), keepdims=0)
-        graph.output("max_probability", "batch", dtype=np.float32)
+        graph.several(2, "TopK", graph.op("Softmax", logits, axis=1), graph.integers(2), axis=1)
+        graph.output("largest", "batch", 2, dtype=np.float32)
     return graph.model(f"head_{exits[number]}")
 
 

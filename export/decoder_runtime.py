@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.decoding import FILLS, CachedSegments, Step, TokenState, Weights, check_prompts, decode, gather
+from mini_ee.decoding import FILLS, CachedSegments, Step, TokenState, Weights, check_prompts, decode, gather, judged
 from mini_ee.early_exit import Reading
 from mini_ee.export.runtime import CPU, DECODER, HIDDEN, Session, read_manifest, wanted_provider
 from mini_ee.rules import Rule, rule_from_dict
@@ -121,7 +121,7 @@ class OrtTokenSegments(CachedSegments):
 
     def read(self, k: int, state: TokenState) -> Reading:
         said = self._heads[k].run(_newest(state))
-        return Reading(said["logits"], max_probability=said.get("max_probability"))
+        return judged(said["logits"], said["largest"]) if "largest" in said else Reading(said["logits"])
 
     def glance(self, k: int, state: TokenState) -> Reading:
         """What the policy says, where there is one; a rule that asks for more is told so by itself."""

@@ -144,7 +144,8 @@ class _Drawn(Rule):
         self.glances, self.random, self.told = glances, np.random.default_rng(seed), []
 
     def stop(self, k: int, reading: Reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        told = reading.exit_logit if self.glances else np.column_stack((reading.logits, reading.max_probability))
+        sure = reading.max_probability, reading.breaking_ties
+        told = reading.exit_logit if self.glances else np.column_stack((reading.logits, *sure))
         self.told.append(told)
         return self.random.random(len(told)) < 0.5
 

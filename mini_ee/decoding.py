@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.early_exit import Segments, early_exit
+from mini_ee.early_exit import Reading, Segments, early_exit
 from mini_ee.rules import Rule
 
 FILLS = ("propagate", "recompute")
@@ -129,6 +129,14 @@ class TokenState(NamedTuple):
         index = index.tolist()
         rows, positions = [self.rows[i] for i in index], [self.positions[i] for i in index]
         return TokenState(self.hidden[index], rows, positions, None, self.before[index])
+
+
+def judged(logits: np.ndarray, largest: np.ndarray) -> Reading:
+    """What a head says: logits (B, V), and its two largest probabilities (B, 2), descending, from the engine.
+
+    On a vocabulary the softmax is felt, and engines are quicker at it than numpy.
+    """
+    return Reading(logits, max_probability=largest[:, 0], breaking_ties=largest[:, 0] - largest[:, 1])
 
 
 class Weights(NamedTuple):

@@ -17,7 +17,8 @@ class Reading(NamedTuple):
 
     logits: np.ndarray | None  # (B, C); None in a glance
     exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
-    max_probability: np.ndarray | None = None  # (B,), where the engine has computed it already
+    max_probability: np.ndarray | None = None  # (B,), where the engine has computed it already, as
+    breaking_ties: np.ndarray | None = None  # (B,), Eq. 2 of self-supervised exits
     saturation: np.ndarray | None = None  # (B,), cosine of the state with that of the exit before
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.decoder import Block, Cache, Decoder
-from mini_ee.decoding import FILLS, CachedSegments, Step, Tokens, TokenState, Weights, check_prompts, decode
+from mini_ee.decoding import FILLS, CachedSegments, Step, Tokens, TokenState, Weights, check_prompts, decode, judged
 from mini_ee.decoding import Generated as Generated  # with gather, for whoever generates
 from mini_ee.decoding import gather as gather
 from mini_ee.early_exit import Reading
@@ -218,8 +218,7 @@ class TokenSegments(CachedSegments):
         if k == len(self.heads):
             return Reading(self.decoder.lm_logits(hidden).numpy(force=True))
         logits = self.heads[k](hidden).float()
-        # On a vocabulary the softmax is felt, and torch is quicker at it than numpy.
-        return Reading(logits.numpy(force=True), max_probability=logits.softmax(-1).amax(-1).numpy(force=True))
+        return judged(logits.numpy(force=True), logits.softmax(-1).topk(2).values.numpy(force=True))
 
     def glance(self, k: int, state: TokenState) -> Reading:
         """What the policy says, or without one how far the state still moves. No head is read, no vocabulary."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mini_ee import generation
 from mini_ee.checkpoint import load_backbone, read_tensors
-from mini_ee.confidence import max_probability
+from mini_ee.confidence import MEASURES
 from mini_ee.generation import FILLS, GREEDY, Sampling, gather, generate, generate_lossless
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 
@@ -263,7 +263,7 @@ def defined(model, prompt, rule, fill, new):
         states = run(token, layers)
         for k, layer in enumerate(EXITS):
             logits = heads[k](states[layer][:, 0])
-            if k == len(EXITS) - 1 or max_probability(logits.numpy())[0] >= rule.threshold:
+            if k == len(EXITS) - 1 or MEASURES[rule.measure][0](logits.numpy())[0] >= rule.threshold:
                 break
         if fill == "propagate":
             states = states[: layer + 1] + [states[layer]] * (layers - layer)
@@ -276,11 +276,15 @@ def defined(model, prompt, rule, fill, new):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fill", FILLS)
-def test_propagate_and_recompute_are_what_their_definitions_say(kind, fill):
+@pytest.mark.parametrize("rule", [MIXED, Threshold(0.15, "breaking_ties")], ids=lambda rule: rule.measure)
+def test_propagate_and_recompute_are_what_their_definitions_say(kind, fill, rule):
     model, prompts, _ = golden(kind)
+    depths = set()
     with torch.no_grad():
-        for prompt, found in zip(prompts, with_exits(model, prompts, fill=fill)):
-            assert defined(model, prompt, MIXED, fill, 12) == (found.tokens, found.layers_run)
+        for prompt, found in zip(prompts, with_exits(model, prompts, rule, fill=fill)):
+            assert defined(model, prompt, rule, fill, 12) == (found.tokens, found.layers_run)
+            depths |= set(found.layers_run)
+    assert len(depths) > 1
 
 
 def test_the_two_fills_differ():
@@ -321,7 +325,7 @@ def fill_one_position_off(patch):
 def test_the_test_of_the_definitions_can_fail(monkeypatch, fill, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_propagate_and_recompute_are_what_their_definitions_say("llama", fill)
+        test_propagate_and_recompute_are_what_their_definitions_say("llama", fill, MIXED)
 
 
 @pytest.mark.parametrize("fill", FILLS)
