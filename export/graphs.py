@@ -9,6 +9,7 @@ parameters have in the run, in the layout of torch: a graph is readable, and two
                 exit_logit where the model says itself when to leave
     full     input_ids, token_type_ids, attention_mask -> logits, max_probability of the last exit
     encoder  input_ids, token_type_ids, attention_mask -> embedding, the query of a retrieval
+    prompts  as segment, read at the token read_at of each row, the mask of its prompt: the logits of label words
     streams  as segment, for LoRA exits: hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
@@ -95,9 +96,9 @@ class Graph:
         parameters = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
         return self.op("LayerNormalization", hidden, *parameters, epsilon=self.config.layer_norm_eps)
 
-    def activation(self, hidden: str) -> str:
-        """hidden_act of the config."""
-        kind = self.config.hidden_act
+    def activation(self, hidden: str, kind: str | None = None) -> str:
+        """hidden_act of the config, or another kind."""
+        kind = kind or self.config.hidden_act
         if kind == "relu":
             return self.op("Relu", hidden)
         return self.op("Gelu", hidden, approximate="none" if kind == "gelu" else "tanh")
@@ -320,6 +321,8 @@ def _mean(graph: Graph, hidden: str, mask: str) -> str:
 
 def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> None:
     """ExitHead.forward: logits and the largest probability, and what a policy says of the same state; in float32."""
+    if pool == "mask":
+        return _label_words(graph, hidden)
     if pool == "first":
         vector = graph.op("Squeeze", graph.op("Slice", hidden, *map(graph.integers, (0, 1, 1))), graph.integers(1))
     else:
@@ -327,15 +330,29 @@ def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> 
     inner = graph.op("Tanh", graph.linear(vector, f"heads.{number}.dense"))
     classes = len(graph.parameters[f"{graph.prefix}heads.{number}.out.bias"])
     graph.linear(inner, f"heads.{number}.out")
-    logits = graph.output("logits", "batch", classes, dtype=np.float32)
-    if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
-        graph.op("ReduceMax", graph.op("Softmax", logits, axis=1), graph.integers(1), keepdims=0)
-        graph.output("max_probability", "batch", dtype=np.float32)
+    _logits(graph, classes)
     if f"policies.{number}.0.weight" in graph.parameters:  # ConsistentEE
         inner = graph.op("Gelu", graph.linear(vector, f"policies.{number}.0"))
         _exit_logit(graph, graph.linear(inner, f"policies.{number}.2"))
     elif "certainty.weight" in graph.parameters and f"heads.{number + 1}.out.bias" in graph.parameters:  # BERxiT
         _exit_logit(graph, graph.linear(vector, "certainty"))
+
+
+def _label_words(graph: Graph, hidden: str) -> None:
+    """PromptModel.label_logits: the masked-LM head at one token of each row, for the label words alone."""
+    vector = graph.op("GatherND", hidden, graph.input("read_at", "batch", 1), batch_dims=1)
+    kind = "gelu" if graph.config.model_type == "roberta" else None
+    inner = graph.activation(graph.linear(vector, "backbone.lm_head.dense"), kind)
+    graph.linear(graph.norm(inner, "backbone.lm_head.norm"), "label_words")
+    _logits(graph, len(graph.parameters["label_words.bias"]))
+
+
+def _logits(graph: Graph, classes: int) -> None:
+    """The last node as logits; beside them the largest probability, where there are classes."""
+    logits = graph.output("logits", "batch", classes, dtype=np.float32)
+    if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
+        graph.op("ReduceMax", graph.op("Softmax", logits, axis=1), graph.integers(1), keepdims=0)
+        graph.output("max_probability", "batch", dtype=np.float32)
 
 
 def _exit_logit(graph: Graph, said: str) -> None:

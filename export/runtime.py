@@ -21,6 +21,7 @@ from mini_ee.confidence import max_probability
 from mini_ee.early_exit import Reading, Segments, early_exit
 from mini_ee.files import file_sha256, read_json
 from mini_ee.flops import head_flops, layer_flops
+from mini_ee.prompts import Prompt, PromptTokenizer
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Inputs, Tokenizer, batches
 
@@ -89,11 +90,14 @@ class OrtState(NamedTuple):
     where: np.ndarray  # (B,) int64: where they stand in the inputs
     said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
     rows: np.ndarray  # (B,) int64: those of the B' that go on
-    mask: np.ndarray  # (B, T) int64
+    around: dict[
+        str, np.ndarray
+    ]  # what every graph takes of the rows: attention_mask (B, T), of prompts read_at (B, 1)
     every: np.ndarray  # 0, 1, 2, ...
 
     def keep(self, rows: np.ndarray) -> "OrtState":
-        return self._replace(where=self.where[rows], rows=self.rows[rows], mask=self.mask[rows])
+        around = {name: value[rows] for name, value in self.around.items()}
+        return self._replace(where=self.where[rows], rows=self.rows[rows], around=around)
 
 
 class OrtSegments(Segments):
@@ -109,15 +113,15 @@ class OrtSegments(Segments):
 
     def start(self, inputs: Inputs) -> OrtState:
         every = np.arange(len(inputs))
-        return OrtState(inputs, every, {}, every, inputs.attention_mask, every)
+        return OrtState(inputs, every, {}, every, _around(inputs, self._manifest), every)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
         if not self.sessions[k].begins:
-            inputs = {"hidden": state.said[HIDDEN], "rows": state.rows, "attention_mask": state.mask}
+            inputs = {"hidden": state.said[HIDDEN], "rows": state.rows} | state.around
         elif len(state.where) == len(state.every):
-            inputs = _full_inputs(state.inputs)
+            inputs = _ids(state.inputs) | state.around
         else:  # a stream that starts anew, with the rows that are left
-            inputs = {name: value[state.where] for name, value in _full_inputs(state.inputs).items()}
+            inputs = {name: value[state.where] for name, value in _ids(state.inputs).items()} | state.around
         return state._replace(said=self.sessions[k].run(inputs), rows=state.every[: len(state.rows)])
 
     def read(self, k: int, state: OrtState) -> Reading:
@@ -148,7 +152,7 @@ class WholeGraph(Segments):
         return inputs
 
     def advance(self, k: int, state: Inputs) -> Reading:
-        return _reading(self._session.run(_full_inputs(state)))
+        return _reading(self._session.run(_ids(state) | _around(state, self._manifest)))
 
     def read(self, k: int, state: Reading) -> Reading:
         return state
@@ -157,8 +161,15 @@ class WholeGraph(Segments):
         return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
 
 
-def _full_inputs(inputs: Inputs) -> dict[str, np.ndarray]:
-    return {name: getattr(inputs, name) for name in ("input_ids", "token_type_ids", "attention_mask")}
+def _ids(inputs: Inputs) -> dict[str, np.ndarray]:
+    return {"input_ids": inputs.input_ids, "token_type_ids": inputs.token_type_ids}
+
+
+def _around(inputs: Inputs, manifest: dict) -> dict[str, np.ndarray]:
+    around = {"attention_mask": inputs.attention_mask}
+    if "mask_token_id" in manifest:
+        around["read_at"] = (inputs.input_ids == manifest["mask_token_id"]).argmax(axis=1)[:, None]
+    return around
 
 
 def _reading(said: dict[str, np.ndarray]) -> Reading:
@@ -183,7 +194,8 @@ class OrtEncoder:
         self._tokenizer = Tokenizer.from_folder(own, self._config["max_length"]) if own.is_dir() else None
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
-        return self._session.run(_full_inputs(self._encoded(inputs)))["embedding"]
+        inputs = self._encoded(inputs)
+        return self._session.run(_ids(inputs) | {"attention_mask": inputs.attention_mask})["embedding"]
 
     def flops(self, inputs: Inputs) -> float:
         sizes = self._config["hidden_size"], self._config["intermediate_size"]
@@ -191,6 +203,14 @@ class OrtEncoder:
 
     def _encoded(self, inputs: Inputs) -> Inputs:
         return inputs if self._tokenizer is None else self._tokenizer.encode(inputs.texts).batch(slice(None))
+
+
+def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
+    """The tokenizer of an exported folder, which puts texts into the prompt that the model is read through, if one."""
+    tokenizer = Tokenizer.from_folder(folder, manifest["max_length"])
+    if "prompt" not in manifest:
+        return tokenizer
+    return PromptTokenizer(tokenizer.backend, manifest["max_length"], Prompt.from_dict(manifest["prompt"]))
 
 
 def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Rule:
@@ -240,7 +260,7 @@ class Runtime:
         self.config = read_manifest(self.folder)
         if self.config["model"] == DECODER:
             raise ValueError(f"{folder}: holds a decoder, which writes text and gives no label; use `mini-ee run`")
-        self.tokenizer = Tokenizer.from_folder(self.folder, self.config["max_length"])
+        self.tokenizer = open_tokenizer(self.folder, self.config)
         self.label_names = self.config["task"]["label_names"]  # empty for regression
         self._threads = threads
         if segments is None:

@@ -25,18 +25,19 @@ from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.evaluation import plan_rows, predictions, record
 from mini_ee.exits import MultiExit
 from mini_ee.export import graphs
-from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments, open_rule
+from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments, open_rule, open_tokenizer
 from mini_ee.files import atomic_folder, file_sha256, write_json
 from mini_ee.lora_exits import LoRAExits, restart
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
 from mini_ee.policies import PolicyExits
+from mini_ee.prompting import PromptModel
 from mini_ee.retrieval import Retrieval
 from mini_ee.rules import Rule
 from mini_ee.runs import Run, versions
 
 WEIGHTS = "model.safetensors"
-SMALL = ("heads.", "policies.", "certainty")  # maps that int8 leaves in float32
+SMALL = ("heads.", "policies.", "certainty", "backbone.lm_head.", "label_words")  # maps that int8 leaves in float32
 VERIFIED_TEXTS = 64
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
@@ -58,6 +59,7 @@ def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "
             "rule": run.rule.to_dict(),
             "task": run.config["task"],
             "max_length": run.tokenizer.max_length,
+            **({"prompt": run.config["prompt"]} if "prompt" in run.config else {}),
             **write_segments(run.model, partial, precision, run.schedule, _encoder_of(run)),
             "versions": versions() | {"onnx": onnx.__version__},
         }
@@ -74,7 +76,7 @@ def export(run: Run, out: Path, texts: list[tuple[str, ...]], precision: str = "
 
 
 def write_segments(
-    model: MultiExit | LoRAExits | MultiModel,
+    model: MultiExit | LoRAExits | MultiModel | PromptModel,
     folder: Path,
     precision: str = "float32",
     schedule: Sequence[Sequence[int]] | None = None,
@@ -88,7 +90,7 @@ def write_segments(
     parameters = {name: value.detach().cpu().numpy() for name, value in model.named_parameters()}
     if precision == "float16":
         parameters = {name: value.astype(np.float16) for name, value in parameters.items()}
-    passes, adapter_parameters, lora = np.diff(model.exits, prepend=0).tolist(), 0, {}
+    passes, adapter_parameters, lora, prompt = np.diff(model.exits, prepend=0).tolist(), 0, {}, {}
     if isinstance(model, LoRAExits):
         schedule = schedule or restart(len(model.exits))
         made = _stream_graphs(model, config, parameters, schedule)
@@ -100,6 +102,10 @@ def write_segments(
     elif isinstance(model, MultiModel):
         made, passes = _cascade_graphs(model, parameters), list(model.exits)
     else:
+        if isinstance(model, PromptModel):  # the graphs hold what is read, and not the head's whole vocabulary
+            words, prompt = model.label_tokens.cpu().numpy(), {"mask_token_id": model.mask_token_id}
+            parameters["label_words.weight"] = parameters["backbone.embeddings.word.weight"][words]
+            parameters["label_words.bias"] = parameters["backbone.lm_head.bias"][words]
         made = _graphs(model, config, parameters)
     if encoder is not None:
         made["encoder"] = _encoder_graph(encoder, model, parameters)
@@ -118,6 +124,7 @@ def write_segments(
         "pool": model.pool,
         "num_labels": model.num_labels,
         **lora,
+        **prompt,
         "graphs": {name: interface(graph) for name, graph in made.items()},
     }
 
@@ -129,19 +136,27 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
     """
     if manifest["precision"] == "int8":
         raise ValueError(f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch")
-    with torch.device("meta"):
-        backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head=False)
-        shape = tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
-        model = MODELS[manifest["model"]](backbone, *shape, **manifest.get("lora", {}))
-    names = {name: (name,) for name in model.state_dict()}
     tensors = read_tensors(folder / WEIGHTS)
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
-    load_strict(model, own, names, folder / WEIGHTS)
+    with torch.device("meta"):
+        backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head="prompt" in manifest)
+    if "prompt" in manifest:
+        model = PromptModel(backbone, open_tokenizer(folder, manifest), include_embeddings=manifest["exits"][0] == 0)
+        words = own.pop("label_words.weight"), own.pop("label_words.bias")  # the first are rows of the embeddings
+        own["backbone.lm_head.bias"] = words[1].new_zeros(backbone.config.vocab_size)  # of other words it is not read
+        own["backbone.lm_head.bias"][model.label_tokens] = words[1]
+    else:
+        shape = tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
+        with torch.device("meta"):
+            model = MODELS[manifest["model"]](backbone, *shape, **manifest.get("lora", {}))
+    load_strict(model, own, {name: (name,) for name in model.state_dict()}, folder / WEIGHTS)
     model = model.to(device)
     return model.segments(manifest["schedule"]) if "lora" in manifest else model.segments()
 
 
-def _graphs(model: MultiExit, config: BertConfig, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
+def _graphs(
+    model: MultiExit | PromptModel, config: BertConfig, parameters: dict[str, np.ndarray]
+) -> dict[str, onnx.ModelProto]:
     """File name without suffix -> graph, with its weights inside."""
     made = {
         f"segment_{layer}": graphs.segment(config, parameters, model.exits, number, model.pool)

@@ -29,7 +29,8 @@ from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.lora_exits import LoRAExits, load_adapters, save_adapters
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
-from mini_ee.prompting import Prompt, PromptModel, PromptTokenizer
+from mini_ee.prompting import PromptModel
+from mini_ee.prompts import Prompt, PromptTokenizer
 from mini_ee.retrieval import Datastore, Retrieval
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Task, Tokenizer

@@ -15,7 +15,8 @@ from mini_ee.evaluation import Candidates, default_rule, exit_scores, record, su
 from mini_ee.exits import MultiExit
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
-from mini_ee.prompting import Prompt, PromptModel, PromptTokenizer, check_prompt, draw_shots, few_shot
+from mini_ee.prompting import PromptModel, draw_shots, few_shot
+from mini_ee.prompts import Prompt, PromptTokenizer, check_prompt
 from mini_ee.retrieval import Retrieval, best_single_exit, build, collect
 from mini_ee.rules import NeverExit
 from mini_ee.runs import Run, encode, load_run, open_encoder, save_run, training_folder, versions

@@ -21,6 +21,7 @@ from mini_ee.runs import load_run
 from mini_ee.tasks import load_task
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
+KILLS = int(os.environ.get("MINI_EE_KILLS", "2"))  # moments; 20 by hand
 
 
 @pytest.fixture(scope="module")
@@ -512,10 +513,10 @@ def test_a_kill_at_any_moment_never_leaves_a_run_that_loads_wrong(tmp_path, chec
     begin = time.monotonic()
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     whole = time.monotonic() - begin
-    for number in range(2):
+    for number, moment in enumerate(np.linspace(0.4, 0.95, KILLS)):  # before it the processor starts torch
         out = tmp_path / str(number)
         process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(whole * (0.4 + 0.5 * number))
+        time.sleep(whole * moment)
         process.send_signal(signal.SIGKILL)
         process.wait()
         if not out.exists():

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ from mini_ee.export.segments import export, torch_segments, write_segments
 from mini_ee.files import read_json, write_json
 from mini_ee.lora_exits import LoRAExits, all_schedules
 from mini_ee.multi_model import MultiModel
+from mini_ee.prompting import PromptModel
+from mini_ee.prompts import Prompt
 from mini_ee.reinforce import ConsistentExits
 from mini_ee.retrieval import Datastore, Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
@@ -276,6 +279,65 @@ def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
     assert sizes == [(rows, rows) for rows in here]
 
 
+# Prompts: the masked-LM head at one token, for the label words alone
+
+MASK, LABEL_TOKENS = 4, (31, 7, 12)
+
+
+def prompt_model(kind="bert", include_embeddings=False):
+    config = make_model(kind).backbone.config
+    prompt = SimpleNamespace(
+        prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=MASK, label_tokens=LABEL_TOKENS
+    )
+    model = PromptModel(Bert(config), prompt, include_embeddings).eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(
+                float(name.endswith("norm.weight")), 1.0 if ".word." in name else 0.15, generator=generator
+            )
+    return model
+
+
+def prompt_inputs(kind="bert"):
+    """One mask in each row, at another place in each."""
+    inputs = make_inputs(LENGTHS, int(kind == "roberta"))
+    inputs.input_ids[ALL, ALL % np.array(LENGTHS)] = MASK
+    return inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("include_embeddings", [False, True])
+def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, include_embeddings):
+    model, inputs = prompt_model(kind, include_embeddings), prompt_inputs(kind)
+    manifest = write_segments(model, tmp_path)
+    ours, whole = (engine(tmp_path, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
+    found, *_ = read_every_exit(ours, inputs)
+    ids, mask, types = map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
+    with torch.no_grad():
+        states = model.backbone.hidden_states(ids, mask, types)
+        for k, layer in enumerate(model.exits):
+            expected = model.backbone.lm_logits(states[layer])[ids == MASK][:, LABEL_TOKENS]
+            np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
+    assert model.exits[0] == int(not include_embeddings) and found.std(axis=0).min() > 0.1
+    np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
+    plan = PLAN + 1
+    result = early_exit(ours, Planned(plan), inputs)  # rows are dropped on the way, and masks with them
+    np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
+
+
+def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(tmp_path, monkeypatch):
+    keep = OrtState.keep
+
+    def wrong(self, rows):
+        kept = keep(self, rows)
+        return kept._replace(around=kept.around | {"read_at": self.around["read_at"][: len(rows)]})
+
+    monkeypatch.setattr(OrtState, "keep", wrong)
+    with pytest.raises(AssertionError):
+        test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, "bert", False)
+
+
 # LoRA exits and cascades: streams that start together or anew
 
 EVERY_TARGET = ("query", "key", "value", "attention_output", "up", "down")
@@ -324,7 +386,8 @@ def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, t
 def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_others(tmp_path, monkeypatch, keep_where):
     def keep(self, rows):
         where = self.where[: len(rows)] if keep_where else self.every[rows]
-        return self._replace(where=where, rows=self.rows[rows], mask=self.mask[rows])
+        around = {name: value[rows] for name, value in self.around.items()}
+        return self._replace(where=where, rows=self.rows[rows], around=around)
 
     monkeypatch.setattr(OrtState, "keep", keep)
     with pytest.raises(AssertionError):

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     ("__init__", "shapes", "metrics", "confidence", "files", "flops"),
     ("bert", "decoder"),
-    ("checkpoint", "reviews", "tasks", "multiple_choice"),
+    ("checkpoint", "reviews", "tasks", "prompts", "multiple_choice"),
     ("rules", "early_exit", "exits", "evaluation", "fitting", "policies", "decoding", "generation"),
     (
         "baselines",
@@ -62,6 +62,7 @@ WITHOUT_TORCH = (
     "early_exit",
     "decoding",
     "tasks",
+    "prompts",
     "reviews",
     "retrieval",
     "calibration",

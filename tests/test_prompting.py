@@ -16,17 +16,8 @@ from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.encoders import OwnStates
 from mini_ee.fitting import Batch
-from mini_ee.prompting import (
-    PROMPTS,
-    Prompt,
-    PromptModel,
-    PromptTokenizer,
-    check_prompt,
-    draw_shots,
-    few_shot,
-    prompt_of,
-    read_prompts,
-)
+from mini_ee.prompting import PromptModel, draw_shots, few_shot
+from mini_ee.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
 from mini_ee.retrieval import exit_values
 from mini_ee.rules import FixedExit, NeverExit, Planned
 from mini_ee.tasks import Inputs, Split, Task, Tokenizer

@@ -14,7 +14,8 @@ from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import record
 from mini_ee.files import read_json
 from mini_ee.fitting import TrainConfig
-from mini_ee.prompting import Prompt, draw_shots
+from mini_ee.prompting import draw_shots
+from mini_ee.prompts import Prompt
 from mini_ee.retrieval import Retrieval, controls
 from mini_ee.runs import load_run, training_folder
 from mini_ee.tasks import holdout, load_task
@@ -423,6 +424,8 @@ def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder)
     assert said["rows"] == 6 and said["exits"] == list(range(1, 9)) and said["shots"] == 2
     said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
     assert said["method"] == "raee" and list(said["controls"])[0] == "knn_labels"
+    message = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "exported")
+    assert "a decoder that is read through a prompt has no graphs; give an encoder" in message
 
 
 def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
@@ -433,6 +436,29 @@ def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
     for row in said["rows"]:
         assert sum(row["words"].values()) == pytest.approx(1)
         assert max(row["words"].values()) == pytest.approx(row["confidence"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [("onnx", ()), ("onnx", ("--int8",)), ("onnx", ("--fp16",)), ("torch", ()), ("torch", ("--fp16",))],
+    ids=str,
+)
+def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision):
+    options = ("--task", task_folder, "--out", tmp_path / "exported", *precision)
+    verified = answer(capsys, "export", prompted, *options)["verified"]
+    texts = ["the film was good", "a dull and awful meal", "the room was very fine and the song was fine"]
+    (tmp_path / "texts").write_text("\n".join(texts))
+    run = ("run", tmp_path / "exported", tmp_path / "texts", "--out", tmp_path / "answers", "--engine", engine)
+    assert answer(capsys, *run)["rows"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
+    if not precision:
+        assert verified["max_logit_difference"] < 1e-4 and verified["exit_agreement"] == 1
+        trained = load_run(prompted)
+        for text, line in zip(texts, lines):
+            alone = early_exit(trained.segments(), trained.rule, trained.encode([text]).batch(slice(None)))
+            assert (line["exit"], line["layers"]) == (alone.exit_index[0], alone.layers_run[0])
+            assert line["label"] == trained.label_names[alone.logits[0].argmax()]
+    assert {"line", "label", "confidence", "exit", "layers", "milliseconds"} == lines[0].keys()
 
 
 def test_a_sweep_is_the_rules_figure_for_each_k_and_share_of_the_datastore(capsys, tmp_path, prompted, task_folder):
@@ -495,9 +521,7 @@ def test_words_that_are_no_pairs_are_told(capsys, tmp_path):
     assert "expected a word for each class, as 0=terrible,1=great, found 'bad,good'" in capsys.readouterr().err
 
 
-def test_prompts_are_for_a_checkpoint_pictures_for_a_sweep_and_graphs_for_trained_heads(
-    capsys, tmp_path, base, prompted, task_folder
-):
+def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path, base, prompted, task_folder):
     run = ("--model", base, "--task", task_folder, "--out", tmp_path / "out")
     assert "--shots is for raee on a checkpoint, read by a prompt" in refused(
         capsys, "train", "raee", *run, "--shots", 2
@@ -507,4 +531,3 @@ def test_prompts_are_for_a_checkpoint_pictures_for_a_sweep_and_graphs_for_traine
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
     picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
     assert "--picture is for the --sweep of a decoder or of raee" in refused(capsys, "evaluate", prompted, *picture)
-    assert "of which no graph is made" in refused(capsys, "export", prompted, "--out", tmp_path / "exported")
