@@ -128,7 +128,7 @@ def parser() -> Parser:
         "--sweep", action="store_true", help="also 51 thresholds evenly in (1/#labels, 1); a decoder's: over epsilon"
     )
     sub.add_argument("--overthinking", action="store_true", help="also rows that an exit gets right and the last wrong")
-    sub.add_argument("--hardness", action="store_true", help="also the memorized layer, and how it goes with the loss")
+    sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
 
     decoder = sub.add_argument_group("a decoder's run, or a plain decoder", "--task: HellaSwag, MMLU, ...")
     decoder.add_argument("--max-rows", type=_positive, metavar="N", help="of the benchmark, drawn with the seed")

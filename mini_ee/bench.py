@@ -483,12 +483,12 @@ class _LastGoesOn(Rule):
     """All of so many tokens are judged by their confidence and leave at the first exit, but for the last."""
 
     def __init__(self, num_tokens: int):
-        self.left = num_tokens - 1
+        self.left, self.out, self.on = num_tokens - 1, _forced_out(0, 2), _forced_out(1, 2)
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        out = _forced_out(0, 2) if self.left else _forced_out(1, 2)
+        rule = self.out if self.left else self.on
         self.left -= 1
-        return out.stop(k, reading, memory)
+        return rule.stop(k, reading, memory)
 
 
 def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tokens: int) -> dict:

@@ -52,13 +52,13 @@ from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, meth
 from mini_ee.metrics import spearman
 from mini_ee.prompting import PromptModel
 from mini_ee.prompts import DECODER, ENCODER, PROMPTS, Prompt, prompt_of
-from mini_ee.reinforce import hardness_of
+from mini_ee.reinforce import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.report import can_draw, draw_ablation, draw_curves, draw_layers, draw_rewards, table
 from mini_ee.retrieval import Retrieval, ablation, controls
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold, rule_from_dict
 from mini_ee.runs import Run, load_run, versions, write_rule
 from mini_ee.tasks import TOY, Task, holdout, load_task, toy_task
-from mini_ee.training import TrainConfig, collect_run, prompt_run, train_run
+from mini_ee.training import TrainConfig, collect_run, prompt_run, split_rows, train_run
 from mini_ee.writing_commands import compare_writers, is_for_decoders, train_writer
 
 BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
@@ -288,9 +288,8 @@ def run_evaluate(args, say) -> dict:
     if args.hardness:
         if task.regression:
             raise WrongArguments("--hardness: the memorized layer asks whether a prediction is right; give classes")
-        memorized, losses = hardness_of(
-            record(segments, encoded, args.batch_size).logits, labels_of(task, split), segments.exits
-        )
+        recorded = record(segments, encoded, args.batch_size)
+        memorized, losses = hardness_of(recorded.logits, labels_of(task, split), segments.exits)
         answer["hardness"] = found = {
             "mean_memorized_layer": float(memorized.mean()),
             "spearman_loss": spearman(memorized, losses),
@@ -299,6 +298,13 @@ def run_evaluate(args, say) -> dict:
             f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
             f"the loss under Eq. 1: {found['spearman_loss']:.2f}."
         )
+        found["held_out"] = held = _hardness_in_training(args, trained, task)
+        if held:
+            pairs = (f"with {name} {value:.2f}" for name, value in held["spearman"].items())
+            say(
+                f"On the {held['rows']} rows held out in training, of which {held['forgotten']} were forgotten in "
+                f"{held['epochs']} epochs: {', '.join(pairs)}."
+            )
     if isinstance(rule, Retrieval):
         recorded, labels = record(segments, encoded, args.batch_size, whole=whole), labels_of(task, split)
         answer["controls"] = found = controls(rule, recorded, encoded, task, labels, args.batch_size, args.seed)
@@ -317,6 +323,29 @@ def run_evaluate(args, say) -> dict:
         f"{answer['timed_rows']} rows)"
     )
     return answer
+
+
+def _hardness_in_training(args, trained: Run | Runtime, task: Task) -> dict | None:
+    """ConsistentEE's Table 1 on the rows held out in training; None where the run says nothing of them."""
+    path = args.run / "metrics.json"
+    if "prompt" in trained.config or not path.is_file():
+        return None
+    wrong = [epoch["wrong"] for epoch in read_json(path)["epochs"] if "wrong" in epoch]
+    _, held = split_rows(task, trained.config["seed"], trained.config["training"].get("max_train"))
+    right = np.ones((len(wrong), len(held)), bool)
+    for epoch, rows in enumerate(wrong):
+        right[epoch, rows] = False
+    events = forgetting_events(right)
+    if not events.any():
+        return None
+    recorded = record(trained.segments(), trained.encode(held.texts), args.batch_size)
+    memorized, losses = hardness_of(recorded.logits, held.labels, trained.exits)
+    return {
+        "rows": len(held),
+        "epochs": len(wrong),
+        "forgotten": int((events > 0).sum()),
+        "spearman": hardness_correlations(memorized, losses, events),
+    }
 
 
 def _controls_table(answer: dict, found: dict[str, dict]) -> str:

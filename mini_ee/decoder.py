@@ -419,7 +419,8 @@ class Decoder(nn.Module):
             raise ValueError(f"expected at most {limit} tokens, got {high + 1}: shorten the prompt")
         at, end = positions.clamp(min=0), high + 1
         # Most often all rows stand at the same places: slices serve where indices would be needed.
-        aligned = low >= 0 and bool((positions == torch.arange(low, low + tokens, device=at.device)).all())
+        aligned = low >= 0 and high == low + tokens - 1
+        aligned = aligned and (tokens == 1 or bool((positions == torch.arange(low, end, device=at.device)).all()))
         if aligned:
             cos, sin = self.cos[None, low:end, None], self.sin[None, low:end, None]
         else:

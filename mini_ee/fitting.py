@@ -126,7 +126,8 @@ def fit(
     state_folder: Path,
     resume: bool = False,
 ) -> list[dict]:
-    """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores, score.
+    """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores, score,
+    and where there are classes `wrong`, the held-out rows that the last exit gets wrong then.
 
     model: its forward is what the stages' losses call, its segments() are what is scored. The training state stands
     in `state_folder` until the caller removes it. With `resume` the training found there goes on, and ends with the
@@ -215,15 +216,16 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
         recorded = record(model.segments(), held.encoded, config.batch_size)
         scores = exit_scores(recorded, task, held.labels)
         score = stage.judge(model, held, taught_held) if stage.judge else stage.score(np.array(scores))
-        progress["history"].append(
-            {
-                "stage": stage.name,
-                "epoch": epoch + 1,
-                "loss": float(np.mean(progress["losses"])),
-                "exit_scores": scores,
-                "score": score,
-            }
-        )
+        history = {
+            "stage": stage.name,
+            "epoch": epoch + 1,
+            "loss": float(np.mean(progress["losses"])),
+            "exit_scores": scores,
+            "score": score,
+        }
+        if not task.regression:
+            history["wrong"] = np.flatnonzero(recorded.logits[:, -1].argmax(axis=1) != held.labels).tolist()
+        progress["history"].append(history)
         progress["losses"] = []
         if progress["best"] is None or score > progress["best"]:
             progress["best"] = score

@@ -16,9 +16,10 @@ from mini_ee import checkpoint, files, methods
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
+from mini_ee.files import file_sha256, read_json, write_json
 from mini_ee.metrics import spearman
 from mini_ee.runs import load_run
-from mini_ee.tasks import load_task
+from mini_ee.tasks import holdout, load_task
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "2"))  # moments; 20 by hand
@@ -196,6 +197,28 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     memorized, losses = hardness(trained, dev)
     assert said["hardness"]["mean_memorized_layer"] == pytest.approx(np.mean(memorized))
     assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
+
+
+def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(capsys, run_folder, task_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "run")
+    metrics, config = read_json(copy / "metrics.json"), read_json(copy / "config.json")
+    epoch = metrics["epochs"][0]
+    wrong = [[0, 1], [2], [1, 3], [0, 1, 3]]  # each of the four is forgotten once
+    write_json(copy / "metrics.json", metrics | {"epochs": [epoch | {"wrong": rows} for rows in wrong]})
+    config["files"]["metrics.json"] = file_sha256(copy / "metrics.json")
+    write_json(copy / "config.json", config)
+    found = answer(capsys, "evaluate", copy, "--task", task_folder, "--hardness")["hardness"]["held_out"]
+    _, held = holdout(load_task(task_folder).split("train"), config["seed"])
+    memorized, losses = hardness(load_run(copy), held)
+    events = [1, 1, 1, 1] + [0] * (len(held) - 4)
+    assert (found["rows"], found["epochs"], found["forgotten"]) == (len(held), 4, 4)
+    assert found["spearman"]["loss"] == pytest.approx(spearman(memorized, losses))
+    assert found["spearman"]["forgetting events"] == pytest.approx(spearman(memorized, events))
+    never = [epoch | {"wrong": [1]}] * 3
+    write_json(copy / "metrics.json", metrics | {"epochs": never})
+    config["files"]["metrics.json"] = file_sha256(copy / "metrics.json")
+    write_json(copy / "config.json", config)
+    assert answer(capsys, "evaluate", copy, "--task", task_folder, "--hardness")["hardness"]["held_out"] is None
 
 
 def hardness(trained, rows):

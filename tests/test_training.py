@@ -286,6 +286,8 @@ def test_metrics_tell_every_epoch_and_exit(tmp_path, checkpoint_folder, task_fol
         ("heads", 2),
     ]
     assert all(len(epoch["exit_scores"]) == 2 for epoch in metrics["epochs"])
+    for epoch in metrics["epochs"]:
+        assert 1 - len(epoch["wrong"]) / metrics["rows_held"] == pytest.approx(epoch["exit_scores"][-1])
 
 
 def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder):
