@@ -90,9 +90,7 @@ class OrtState(NamedTuple):
     where: np.ndarray  # (B,) int64: where they stand in the inputs
     said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
     rows: np.ndarray  # (B,) int64: those of the B' that go on
-    around: dict[
-        str, np.ndarray
-    ]  # what every graph takes of the rows: attention_mask (B, T), of prompts read_at (B, 1)
+    around: dict[str, np.ndarray]  # what every graph takes: attention_mask (B, T), read_at (B, 1) of prompts
     every: np.ndarray  # 0, 1, 2, ...
 
     def keep(self, rows: np.ndarray) -> "OrtState":

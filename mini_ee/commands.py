@@ -328,10 +328,13 @@ def run_evaluate(args, say) -> dict:
 def _hardness_in_training(args, trained: Run | Runtime, task: Task) -> dict | None:
     """ConsistentEE's Table 1 on the rows held out in training; None where the run says nothing of them."""
     path = args.run / "metrics.json"
-    if "prompt" in trained.config or not path.is_file():
+    if not path.is_file():
         return None
-    wrong = [epoch["wrong"] for epoch in read_json(path)["epochs"] if "wrong" in epoch]
+    metrics = read_json(path)
+    wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
     _, held = split_rows(task, trained.config["seed"], trained.config["training"].get("max_train"))
+    if metrics.get("rows_held") != len(held):
+        return None
     right = np.ones((len(wrong), len(held)), bool)
     for epoch, rows in enumerate(wrong):
         right[epoch, rows] = False

@@ -292,11 +292,12 @@ def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head
         states.append(decoder.run_layers(decoder.embed(token[:, None]), block, 0, exit_layer, cache))
         if ahead < width:
             token = head(states[-1][:, 0]).argmax(-1)
-            drafted.append(token.tolist())
+            drafted.append(token)
     if width:
         block = segments.block(rows, [list(range(position, position + width + 1)) for position in positions])
     hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last, cache)
-    return [list(some) for some in zip(*drafted)] or [[] for _ in rows], decoder.lm_logits(hidden).argmax(-1).tolist()
+    drafts = torch.stack(drafted, dim=1).tolist() if width else [[] for _ in rows]
+    return drafts, decoder.lm_logits(hidden).argmax(-1).tolist()
 
 
 def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
