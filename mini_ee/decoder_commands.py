@@ -28,7 +28,7 @@ from mini_ee.exits import even_exits
 from mini_ee.export.decoder_segments import export_decoder
 from mini_ee.export.runtime import MANIFEST
 from mini_ee.files import read_json, read_text
-from mini_ee.fitting import NothingToResume
+from mini_ee.fitting import STATE, NothingToResume
 from mini_ee.generation import Sampling, Text, generate, generate_lossless
 from mini_ee.methods import CONFIGURED
 from mini_ee.report import table
@@ -36,7 +36,6 @@ from mini_ee.rules import Policy
 from mini_ee.runs import training_folder, versions, write_rule
 from mini_ee.self_supervised import (
     CALIBRATION_PROMPTS,
-    STATE,
     TRAINING_PROMPTS,
     HeadTraining,
     SelfSupervised,
@@ -62,6 +61,17 @@ COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the 
 # ---- train self-supervised ----
 
 
+def unfinished_training(args) -> Path:
+    """Where the state of the training stands. Raises where one was stopped and --resume is missing, and the reverse."""
+    folder = training_folder(args.out)
+    unfinished = (folder / STATE).exists()
+    if unfinished and not args.resume:
+        raise FileExistsError(f"{folder}: an unfinished training is there; go on with --resume or remove it")
+    if args.resume and not unfinished:
+        raise NothingToResume(f"{folder}: no unfinished training here; start without --resume")
+    return folder
+
+
 def train_exits(args, say) -> dict:
     """Heads on a frozen decoder: trained, calibrated, and written as a run."""
     settings_of_others = {name for _, known in CONFIGURED.values() for name in known} - {"weight"}
@@ -72,12 +82,7 @@ def train_exits(args, say) -> dict:
         raise WrongArguments("self-supervised takes no --task: the model writes its own text, or --text FILE gives it")
     if args.out.exists():
         raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
-    state_folder = training_folder(args.out)
-    unfinished = (state_folder / STATE).exists()
-    if unfinished and not args.resume:
-        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
-    if args.resume and not unfinished:
-        raise NothingToResume(f"{state_folder}: no unfinished training here; start without --resume")
+    state_folder = unfinished_training(args)
     given = {
         "penalty": args.weight,
         "target": args.target,

@@ -9,8 +9,9 @@ frozen; Schuster et al. 2022, Confident Adaptive Language Modeling, which trains
 Symbols:   K exits, the last is the LM head, which is never trained; N instances; D hidden size, V vocabulary.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +25,8 @@ from tqdm import tqdm
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
 from mini_ee.decoder import Decoder, StackedLinear
 from mini_ee.exits import VocabularyHead, check_exits
-from mini_ee.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
-from mini_ee.fitting import TrainConfig, depth_weighted_sum
+from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
+from mini_ee.fitting import TrainConfig, depth_weighted_sum, load_progress, save_progress
 from mini_ee.generation import Text
 from mini_ee.lora_exits import LowRank, check_lora
 from mini_ee.rules import Policy, Rule, Threshold, rule_from_dict
@@ -34,6 +35,7 @@ from mini_ee.tasks import Tokenizer
 FORMAT_VERSION = 1
 PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of all readings, under the rules of a sweep
 BATCH = 256  # instances of a step: a token is far less than a text
+SAVE_SECONDS = 60.0
 
 
 class QueryValueAdapter(nn.Module):
@@ -105,46 +107,62 @@ class ExitDecoder(nn.Module):
 # ---- Initialisation: Eq. 1 ----
 
 
-def fine_tune(model: ExitDecoder, texts: Sequence[Text], config: TrainConfig) -> list[float]:
+def fine_tune(
+    model: ExitDecoder,
+    texts: Sequence[Text],
+    config: TrainConfig,
+    state_folder: Path | None = None,
+    resume: bool = False,
+    about: dict | None = None,
+) -> list[float]:
     """Step 1, in place: adapters (config.lr) and heads (config.head_lr) under Eq. 1; the mean loss of each epoch.
 
     texts: of each, the tokens behind position `start` are learned. Every exit learns every token, the last one through
-    the adapters. Raises ValueError where the loss becomes no number.
+    the adapters. With a state_folder, which the caller removes, a killed training can be resumed, to the same weights:
+    same texts and settings, and the same `about`, which is what else the caller wants to be the same (JSON). Raises
+    NothingToResume, or ValueError for other settings, and where the loss becomes no number.
     """
     groups = ((model.adapters, config.lr), (model.heads, config.head_lr))
     optimizer = torch.optim.AdamW(
         [{"params": part.parameters(), "peak_lr": lr} for part, lr in groups], weight_decay=config.weight_decay
     )
-    per_epoch, losses, history = -(-len(texts) // config.batch_size), [], []
+    per_epoch, losses = -(-len(texts) // config.batch_size), []
+    total, last_save = config.epochs * per_epoch, time.monotonic()
+    settings = asdict(config) | {"exits": list(model.exits), "rank": model.rank, "texts": json_sha256(texts)[:12]}
+    settings |= about or {}
+    if resume:
+        losses = load_progress(state_folder, model.own, optimizer, settings)["losses"]
     model.unfold()
-    with tqdm(total=config.epochs * per_epoch, desc="fine-tuning", unit="batch", delay=2) as bar:
-        for epoch in range(config.epochs):
+    with tqdm(total=total, initial=len(losses), desc="fine-tuning", unit="batch", delay=2) as bar:
+        while len(losses) < total:
+            epoch, at = divmod(len(losses), per_epoch)
             order = np.random.default_rng((config.seed, epoch)).permutation(len(texts))
-            for rows in np.array_split(order, per_epoch):
-                states, labels = _forward(model, [texts[row] for row in rows])
-                each = (F.cross_entropy(model.classify(k, state), labels) for k, state in enumerate(states[1:]))
-                losses.append(step(optimizer, depth_weighted_sum(each, model.exits), bar, config))
-            history.append(float(np.mean(losses[-per_epoch:])))
+            states, labels = _forward(model, [texts[row] for row in np.array_split(order, per_epoch)[at]])
+            each = (F.cross_entropy(model.classify(k, state), labels) for k, state in enumerate(states[1:]))
+            losses.append(step(optimizer, depth_weighted_sum(each, model.exits), len(losses), total, config))
+            bar.update()
+            if state_folder and (len(losses) == total or time.monotonic() - last_save > SAVE_SECONDS):
+                save_progress(state_folder, model.own, optimizer, {"settings": settings, "losses": losses})
+                last_save = time.monotonic()
     model.fold()
-    return history
+    return np.mean(np.reshape(losses, (config.epochs, per_epoch)), axis=1).tolist()
 
 
-def step(optimizer: torch.optim.Optimizer, loss: Tensor, bar: tqdm, config: TrainConfig) -> float:
-    """One step at the rate that the bar's place in the training gives: warm-up, then linearly to 0. Returns the loss.
+def step(optimizer: torch.optim.Optimizer, loss: Tensor, done: int, total: int, config: TrainConfig) -> float:
+    """One step at the rate that its place among all gives: warm-up, then linearly to 0. Returns the loss.
 
     Groups name their own `peak_lr`. Raises ValueError for a loss that is no number.
     """
     if not torch.isfinite(loss):
         raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
-    rising = config.warmup * bar.total
-    rate = min((bar.n + 1) / max(1.0, rising), (bar.total - bar.n) / max(1.0, bar.total - rising), 1.0)
+    rising = config.warmup * total
+    rate = min((done + 1) / max(1.0, rising), (total - done) / max(1.0, total - rising), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * rate
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], config.clip)
     optimizer.step()
-    bar.update()
     return loss.item()
 
 
@@ -214,11 +232,10 @@ def fit_instances(
     Their order comes from torch's global random state.
     """
     optimizer = torch.optim.AdamW([{"params": part.parameters(), "peak_lr": lr}], weight_decay=config.weight_decay)
-    config = replace(config, warmup=0.0)
-    with tqdm(total=epochs * -(-count // BATCH), desc="learning", unit="batch", delay=2) as bar:
-        for _ in range(epochs):
-            for rows in torch.randperm(count).split(BATCH):
-                step(optimizer, loss(rows), bar, config)
+    config, total = replace(config, warmup=0.0), epochs * -(-count // BATCH)
+    drawn = (rows for _ in range(epochs) for rows in torch.randperm(count).split(BATCH))
+    for done, rows in enumerate(tqdm(drawn, total=total, desc="learning", unit="batch", delay=2)):
+        step(optimizer, loss(rows), done, total, config)
 
 
 # ---- On disk ----

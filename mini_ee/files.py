@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def write_json(path: Path, content: dict) -> None:
     write_bytes(path, (text + "\n").encode())
 
 
-def json_sha256(content: dict) -> str:
+def json_sha256(content: dict | Sequence) -> str:
     """One digest over the content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

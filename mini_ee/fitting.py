@@ -152,11 +152,7 @@ def fit(
     saved = {}
     if resume:
         saved = _read_state(path)
-        before = json.loads(bytes(saved.pop("progress").tolist()))
-        differ = [f"{key} {value}" for key, value in before["settings"].items() if value != settings.get(key)]
-        if differ:
-            raise ValueError(f"{state_folder}: was started with {', '.join(differ)}; resume with the same settings")
-        progress = before
+        progress = _progress(saved, settings, state_folder)
     else:
         state_folder.mkdir(parents=True, exist_ok=True)
 
@@ -301,17 +297,44 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
+def save_progress(folder: Path, part: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
+    """What a training of one part of a model goes on from; progress is JSON, with the `settings` it was started with.
+
+    Order and rates follow from settings and step: no random state is kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"part.{name}": value for name, value in part.state_dict().items()} | _optimizer_tensors(optimizer)
+    write_tensors(folder / STATE, tensors | {"progress": _as_tensor(progress)})
+
+
+def load_progress(folder: Path, part: nn.Module, optimizer: torch.optim.Optimizer, settings: dict) -> dict:
+    """Put back what save_progress wrote; returns the progress. NothingToResume; ValueError for other settings."""
+    saved = _read_state(folder / STATE)
+    progress = _progress(saved, settings, folder)
+    part.load_state_dict(_part(saved, "part."))
+    _put_back(optimizer, _part(saved, "optimizer."))
+    return progress
+
+
 def _write_state(path: Path, model, optimizer, best: dict[str, Tensor], progress: dict) -> None:
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"best.{name}": value for name, value in best.items()}
-    for index, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+    tensors |= _optimizer_tensors(optimizer)
     tensors["random.cpu"] = torch.get_rng_state()
     device = next(model.parameters()).device
     if device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(device)
-    tensors["progress"] = torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
+    tensors["progress"] = _as_tensor(progress)
     write_tensors(path, tensors)
+
+
+def _as_tensor(progress: dict) -> Tensor:
+    return torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"].items()
+    return {f"optimizer.{index}.{key}": value for index, state in states for key, value in state.items()}
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
@@ -320,20 +343,33 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     return read_tensors(path)
 
 
-def _restore(model, optimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put model, optimizer and random state back; returns the best weights so far."""
+def _progress(saved: dict[str, Tensor], settings: dict, folder: Path) -> dict:
+    """Take the progress out of a saved state, or raise ValueError where it was started with other settings."""
+    progress = json.loads(bytes(saved.pop("progress").tolist()))
+    differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
+    if differ:
+        raise ValueError(f"{folder}: was started with {', '.join(differ)}; resume with the same settings")
+    return progress
 
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
 
-    model.load_state_dict(part("model."))
+def _part(saved: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+
+
+def _put_back(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     state = {}
-    for name, value in part("optimizer.").items():
+    for name, value in tensors.items():
         index, key = name.split(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _restore(model, optimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put model, optimizer and random state back; returns the best weights so far."""
+    model.load_state_dict(_part(saved, "model."))
+    _put_back(optimizer, _part(saved, "optimizer."))
     torch.set_rng_state(saved["random.cpu"])
     device = next(model.parameters()).device
     if device.type == "cuda" and "random.cuda" in saved:
         torch.cuda.set_rng_state(saved["random.cuda"], device)
-    return part("best.")
+    return _part(saved, "best.")

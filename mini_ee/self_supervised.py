@@ -12,7 +12,6 @@ Deviations, each from a point that the paper leaves open (see the tests of the s
 2. The target is p_theta itself, as printed ("soft"); the released code takes its likeliest token ("hard").
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading
 from mini_ee.exits import VocabularyHead, check_exits
 from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
-from mini_ee.fitting import NothingToResume, TrainConfig
+from mini_ee.fitting import TrainConfig, load_progress, save_progress
 from mini_ee.generation import GREEDY, Sampling, Text, gather, generate
 from mini_ee.rules import NeverExit, Rule, Threshold, confidence, rule_from_dict
 
@@ -46,7 +45,6 @@ CALIBRATION_PROMPTS = (
     "The derivative of x^2 is",
 )
 """Table 1."""
-STATE = "state.safetensors"
 SAVE_SECONDS = 60.0
 
 
@@ -196,7 +194,8 @@ def train_heads(
     per_epoch = -(-len(texts) // how.batch_size)
     total, step, losses, history = how.epochs * per_epoch, 0, [], []
     if resume:
-        step, losses, history = _read_state(state_folder, model, optimizer, settings)
+        progress = load_progress(state_folder, model.heads, optimizer, settings)
+        step, losses, history = (progress[key] for key in ("step", "losses", "history"))
     if not history:
         history.append({"step": 0, "loss": None} | watch(model, held, how.batch_size)._asdict())
     last_save = time.monotonic()
@@ -217,7 +216,8 @@ def train_heads(
                 history.append({"step": step, "loss": float(np.mean(losses))} | measured._asdict())
                 losses = []
             if state_folder is not None and time.monotonic() - last_save > SAVE_SECONDS:
-                _write_state(state_folder, model, optimizer, settings, step, losses, history)
+                progress = {"settings": settings, "step": step, "losses": losses, "history": history}
+                save_progress(state_folder, model.heads, optimizer, progress)
                 last_save = time.monotonic()
     return history
 
@@ -274,37 +274,6 @@ def observe_texts(
         agrees.append(torch.stack([logits.argmax(-1) == said for logits in chosen], dim=1).numpy(force=True))
         groups.append(begin + np.repeat(np.arange(len(some)), counted.sum(1).numpy(force=True)))
     return Observed(*(np.concatenate(parts) for parts in (sure, agrees, groups)))
-
-
-def _write_state(folder: Path, model, optimizer, settings, step: int, losses: list[float], history: list[dict]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"heads.{name}": value for name, value in model.heads.state_dict().items()}
-    for index, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-    progress = {"settings": settings, "step": step, "losses": losses, "history": history}
-    tensors["progress"] = torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
-    write_tensors(folder / STATE, tensors)
-
-
-def _read_state(folder: Path, model, optimizer, settings) -> tuple[int, list[float], list[dict]]:
-    if not (folder / STATE).exists():
-        raise NothingToResume(f"{folder}: no unfinished training here; start without --resume")
-    tensors = read_tensors(folder / STATE)
-    progress = json.loads(bytes(tensors.pop("progress").tolist()))
-    differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
-    if differ:
-        raise ValueError(f"{folder}: was started with {', '.join(differ)}; resume with the same settings")
-    state = {}
-    for name, value in tensors.items():
-        kind, rest = name.split(".", 1)
-        if kind == "optimizer":
-            index, key = rest.split(".")
-            state.setdefault(int(index), {})[key] = value
-    model.heads.load_state_dict(
-        {name.removeprefix("heads."): value for name, value in tensors.items() if name.startswith("heads.")}
-    )
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return progress["step"], progress["losses"], progress["history"]
 
 
 def calibrate_heads(

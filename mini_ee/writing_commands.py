@@ -4,6 +4,7 @@ Both methods begin with the same fine-tuning (decoder_exits.fine_tune): with one
 heads. So a comparison shows what decides, a policy or one of CALM's three measures.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -16,9 +17,9 @@ from tqdm import tqdm
 
 from mini_ee import WrongArguments, calm, decoder_policies
 from mini_ee.calm import calibrate, learn_classifier
-from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS
+from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS, backbone_sha256
 from mini_ee.decoder import Decoder
-from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder
+from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder, unfinished_training
 from mini_ee.decoder_exits import DecoderRun, fine_tune, instances, load_decoder_run, save_decoder_run, sweep
 from mini_ee.decoder_policies import learn, said_by_model
 from mini_ee.exits import even_exits
@@ -56,13 +57,14 @@ def is_for_decoders(args) -> bool:
 
 def train_writer(args, say) -> dict:
     """Fine-tune a decoder with exits, then teach what decides; written as a run."""
-    for option in ("resume", "max_train", "init", "prompt", "greedy"):
+    for option in ("max_train", "init", "prompt", "greedy"):
         if getattr(args, option):
             raise WrongArguments(f"--{option.replace('_', '-')} is not for {args.method} on a decoder")
     if args.target and (args.method, args.target) != ("consistent", "hard"):
         raise WrongArguments("--target: consistent on a decoder learns from the text, or with hard from what it says")
     if args.out.exists():
         raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
+    state_folder = unfinished_training(args)
     kind = "continue" if args.task == TOY else args.task
     if kind not in WRITING:
         raise WrongArguments(f"--task: a decoder learns to {' or to '.join(WRITING)} text, found {kind}")
@@ -84,7 +86,8 @@ def train_writer(args, say) -> dict:
     }
     train, held = texts_to_learn(writing, decoder, tokenizer, args.texts or TEXTS, args.seed)
     say(f"{len(exits) - 1} heads, and adapters of rank {model.rank}, on {folder.name} learn {len(train)} texts.")
-    metrics = {"fine_tuning": fine_tune(model, train, config)}
+    about = {"method": args.method, "backbone": backbone_sha256(folder)}
+    metrics = {"fine_tuning": fine_tune(model, train, config, state_folder, args.resume, about)}
     learned, kept = instances(model, train), instances(model, held)
     if args.target:
         learned, kept = said_by_model(model, learned), said_by_model(model, kept)
@@ -110,6 +113,7 @@ def train_writer(args, say) -> dict:
         training |= asdict(how) | {"target": args.target}
     about = {"method": args.method, "writing": writing, "seed": args.seed, "training": training, "versions": versions()}
     save_decoder_run(model, args.out, folder, next(iter(own.values())), about, metrics)
+    shutil.rmtree(state_folder)
     say(f"Run: {args.out}")
     answer = {"method": args.method, "model": str(folder), "exits": list(exits), "run": str(args.out)}
     return answer | metrics | {"texts": len(train), "seconds": time.perf_counter() - begin}

@@ -20,7 +20,7 @@ from mini_ee.decoder_policies import (
     learn_heads,
     learn_policies,
 )
-from mini_ee.fitting import TrainConfig
+from mini_ee.fitting import NothingToResume, TrainConfig
 from mini_ee.generation import Sampling, Text
 from mini_ee.reinforce import ConsistentEE
 from mini_ee.rules import FixedExit, NeverExit, Policy
@@ -104,9 +104,7 @@ def test_fine_tuning_minimises_eq_1_of_the_tokens_behind_the_start(monkeypatch):
     texts = [*counting(3, 10), *counting(2, 6)]
     model, found = model_of(), []
     expected = weighted_sum_by_hand(model, texts)
-    monkeypatch.setattr(
-        decoder_exits, "step", lambda optimizer, loss, bar, config: found.append(loss.item()) or found[-1]
-    )
+    monkeypatch.setattr(decoder_exits, "step", lambda optimizer, loss, *place: found.append(loss.item()) or found[-1])
     fine_tune(model, texts, replace(QUICK, epochs=1, batch_size=5))
     assert found == [pytest.approx(expected, abs=1e-5)]
     monkeypatch.undo()
@@ -130,6 +128,39 @@ def test_a_seed_gives_the_same_model_twice_and_both_methods_begin_from_it():
     )
     for other in others:
         assert all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_a_fine_tuning_that_was_killed_and_resumed_ends_with_the_same_weights(tmp_path, monkeypatch, stop_at):
+    config, whole, killed = replace(QUICK, epochs=2, batch_size=4), model_of(), model_of()
+    expected, right, steps = fine_tune(whole, counting(10), config), decoder_exits.step, iter(range(stop_at))
+
+    def kill(*arguments):
+        next(steps)  # StopIteration: the process ends
+        return right(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_exits, "SAVE_SECONDS", -1.0)
+        patch.setattr(decoder_exits, "step", kill)
+        with pytest.raises(StopIteration):
+            fine_tune(killed, counting(10), config, tmp_path)
+    resumed = model_of()
+    assert fine_tune(resumed, counting(10), config, tmp_path, resume=True) == expected
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items())
+
+
+def test_a_fine_tuning_is_resumed_with_the_settings_that_it_was_started_with(tmp_path):
+    config = replace(QUICK, epochs=1)
+    with pytest.raises(NothingToResume, match="no unfinished training here"):
+        fine_tune(model_of(), counting(4), config, tmp_path, resume=True)
+    fine_tune(model_of(), counting(4), config, tmp_path, about={"method": "calm"})
+    for texts, changed, about, message in (
+        (counting(4), {"lr": 0.5}, {"method": "calm"}, "was started with lr .*; resume with the same settings"),
+        (counting(5), {}, {"method": "calm"}, "was started with texts [0-9a-f]{12}; resume"),
+        (counting(4), {}, {"method": "consistent"}, "was started with method calm; resume"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fine_tune(model_of(), texts, replace(config, **changed), tmp_path, resume=True, about=about)
 
 
 def test_a_loss_that_is_no_number_is_told():

@@ -11,7 +11,7 @@ import torch
 
 from mini_ee import writing_commands
 from mini_ee.__main__ import main
-from mini_ee.checkpoint import BUILT_IN_DECODER, save_backbone
+from mini_ee.checkpoint import BUILT_IN_DECODER, read_tensors, save_backbone
 from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.metrics import rouge_l
 from mini_ee.tasks import Tokenizer
@@ -219,7 +219,7 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
         (("--exits", "1,2"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 1,2"),
         (("--task", "sing"), 2, "--task: a decoder learns to continue or to copy text, found sing"),
         (("--target", "soft"), 2, "--target: consistent on a decoder learns from the text"),
-        (("--resume",), 2, "--resume is not for consistent on a decoder"),
+        (("--resume",), 2, "no unfinished training here; start without --resume"),
         (("--text", "nowhere.txt"), 2, "nowhere.txt: No such file or directory"),
         (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; begin anew with a smaller --lr"),
         (("--device", "tpu"), 2, "--device tpu: cannot be used here"),
@@ -235,6 +235,30 @@ def test_wrong_arguments_of_train_are_one_line(decoder_folder, text_file, capsys
     err = capsys.readouterr().err.strip().splitlines()
     assert found == status and message in err[-1]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method, step", [("consistent", "learn"), ("calm", "learn_classifier")])
+def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
+    decoder_folder, text_file, tmp_path, monkeypatch, method, step
+):
+    command = ["train", method, "--model", str(decoder_folder), "--text", str(text_file), "--epochs", "1", "--out"]
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing_commands, step, kill)
+        with pytest.raises(Killed):
+            main([*command, str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+    assert main([*command, str(tmp_path / "run")]) == 2, "an unfinished training is there"
+    assert main([*command, str(tmp_path / "run"), "--resume"]) == main([*command, str(tmp_path / "whole")]) == 0
+    found, expected = (read_tensors(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+    assert not list(tmp_path.glob("*.training"))
 
 
 def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, tmp_path):
