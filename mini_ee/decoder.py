@@ -421,6 +421,8 @@ class Decoder(nn.Module):
         # Most often all rows stand at the same places: slices serve where indices would be needed.
         aligned = low >= 0 and high == low + tokens - 1
         aligned = aligned and (tokens == 1 or bool((positions == torch.arange(low, end, device=at.device)).all()))
+        if aligned and cache is not None and rows is None:
+            return self.aligned_block(low, tokens, cache)
         if aligned:
             cos, sin = self.cos[None, low:end, None], self.sin[None, low:end, None]
         else:
@@ -429,15 +431,21 @@ class Decoder(nn.Module):
             reads, padding = positions[:, None, :], positions < 0
             mask = (reads <= positions[:, :, None]) & (~padding[:, None, :] | padding[:, :, None])
             return Block(cos, sin, None if aligned else mask[:, None], aligned, None, None, end)
-        if aligned and rows is None:
-            write = (slice(None), slice(low, end))
-            if tokens == 1 or low == 0:
-                return Block(cos, sin, None, tokens > 1, None, write, end)
-        else:
-            index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
-            write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
+        index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
+        write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         mask = (torch.arange(end, device=at.device) <= at[:, :, None])[:, None]
         return Block(cos, sin, mask, False, rows, write, end)
+
+    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Block:
+        """`block` where all rows of the cache stand at low .. low + tokens - 1. Asks no tensor anything."""
+        end = low + tokens
+        if end > cache.capacity:
+            raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: shorten the prompt")
+        cos, sin, write = self.cos[None, low:end, None], self.sin[None, low:end, None], (slice(None), slice(low, end))
+        if tokens == 1 or low == 0:
+            return Block(cos, sin, None, tokens > 1, None, write, end)
+        places = torch.arange(end, device=cos.device)
+        return Block(cos, sin, (places <= places[low:, None])[None, None], False, None, write, end)
 
     def run_layers(self, hidden: Tensor, block: Block, start: int, stop: int, cache: Cache | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop, filling their caches."""

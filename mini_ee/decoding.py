@@ -113,6 +113,16 @@ class Tokens:
         return len(self.ids)
 
 
+def aligned(positions: list[list[int]]) -> bool:
+    """Whether all rows stand at the same places, one behind the other, none of them padding. Rows ascend.
+
+    >>> aligned([[4, 5], [4, 5]]), aligned([[4], [5]]), aligned([[4, 6]]), aligned([[-1, 0]])
+    (True, False, False, False)
+    """
+    first = positions[0]
+    return first[0] >= 0 and first[-1] - first[0] == len(first) - 1 and all(some == first for some in positions[1:])
+
+
 class TokenState(NamedTuple):
     """The rows whose token is still in the model. The caches are named by row, and stay where they are.
 
@@ -216,5 +226,7 @@ class CachedSegments(Segments):
 
     def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple:
         """Where in `left` the hidden states of these positions stand; padding in the last slot."""
+        if len(rows) == self.num_rows and aligned(positions):
+            return slice(None), slice(positions[0][0], positions[0][-1] + 1)
         slots = [[self.capacity if position < 0 else position for position in some] for some in positions]
         return self.array(rows)[:, None], self.array(slots)

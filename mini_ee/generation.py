@@ -23,7 +23,18 @@ import torch
 from torch import Tensor
 
 from mini_ee.decoder import Block, Cache, Decoder
-from mini_ee.decoding import FILLS, CachedSegments, Step, Tokens, TokenState, Weights, check_prompts, decode, judged
+from mini_ee.decoding import (
+    FILLS,
+    CachedSegments,
+    Step,
+    Tokens,
+    TokenState,
+    Weights,
+    aligned,
+    check_prompts,
+    decode,
+    judged,
+)
 from mini_ee.decoding import Generated as Generated  # with gather, for whoever generates
 from mini_ee.decoding import gather as gather
 from mini_ee.early_exit import Reading
@@ -199,7 +210,10 @@ class TokenSegments(CachedSegments):
         return self.decoder.embed(ids)
 
     def block(self, rows: list[int], positions: list[list[int]]) -> Block:
-        return self.decoder.block(self.array(positions), self.cache, None if len(rows) == self.num_rows else rows)
+        every = len(rows) == self.num_rows
+        if every and aligned(positions):
+            return self.decoder.aligned_block(positions[0][0], len(positions[0]), self.cache)
+        return self.decoder.block(self.array(positions), self.cache, None if every else rows)
 
     def run(self, k: int, hidden: Tensor, block: Block) -> Tensor:
         return self.decoder.run_layers(hidden, block, *self._layers(k), self.cache)
