@@ -26,7 +26,7 @@ from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read
 from mini_ee.decoder import Decoder, StackedLinear
 from mini_ee.exits import VocabularyHead, check_exits
 from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
-from mini_ee.fitting import TrainConfig, depth_weighted_sum, load_progress, save_progress
+from mini_ee.fitting import SAVE_SECONDS, TrainConfig, depth_weighted_sum, load_progress, save_progress
 from mini_ee.generation import Text
 from mini_ee.lora_exits import LowRank, check_lora
 from mini_ee.rules import Policy, Rule, Threshold, rule_from_dict
@@ -35,7 +35,6 @@ from mini_ee.tasks import Tokenizer
 FORMAT_VERSION = 1
 PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of all readings, under the rules of a sweep
 BATCH = 256  # instances of a step: a token is far less than a text
-SAVE_SECONDS = 60.0
 
 
 class QueryValueAdapter(nn.Module):

@@ -30,7 +30,7 @@ from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading
 from mini_ee.exits import VocabularyHead, check_exits
 from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
-from mini_ee.fitting import TrainConfig, load_progress, save_progress
+from mini_ee.fitting import SAVE_SECONDS, TrainConfig, load_progress, save_progress
 from mini_ee.generation import GREEDY, Sampling, Text, gather, generate
 from mini_ee.rules import NeverExit, Rule, Threshold, confidence, rule_from_dict
 
@@ -45,7 +45,6 @@ CALIBRATION_PROMPTS = (
     "The derivative of x^2 is",
 )
 """Table 1."""
-SAVE_SECONDS = 60.0
 
 
 # ---- The heads ----

@@ -238,6 +238,17 @@ def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(kind, fi
     assert together == [with_exits(model, [prompt], fill=fill)[0] for prompt in prompts]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fill", FILLS)
+def test_rows_that_stand_at_the_same_places_leave_gaps_of_their_own(kind, fill):
+    """Their states are kept by slices, and fetched by indices where the gaps behind them differ."""
+    model, prompts, _ = golden(kind)
+    prompts = [prompt[: min(map(len, prompts))] for prompt in prompts]
+    together = with_exits(model, prompts, fill=fill)
+    assert len({tuple(text.layers_run) for text in together}) > 1
+    assert together == [with_exits(model, [prompt], fill=fill)[0] for prompt in prompts]
+
+
 def defined(model, prompt, rule, fill, new):
     """The definition: the whole text, from nothing, for every token.
 
