@@ -123,7 +123,9 @@ def fine_tune(
     """
     groups = ((model.adapters, config.lr), (model.heads, config.head_lr))
     optimizer = torch.optim.AdamW(
-        [{"params": part.parameters(), "peak_lr": lr} for part, lr in groups], weight_decay=config.weight_decay
+        [{"params": part.parameters(), "peak_lr": lr} for part, lr in groups],
+        weight_decay=config.weight_decay,
+        fused=True,
     )
     per_epoch, losses = -(-len(texts) // config.batch_size), []
     total, last_save = config.epochs * per_epoch, time.monotonic()
@@ -230,7 +232,8 @@ def fit_instances(
 
     Their order comes from torch's global random state.
     """
-    optimizer = torch.optim.AdamW([{"params": part.parameters(), "peak_lr": lr}], weight_decay=config.weight_decay)
+    groups = [{"params": part.parameters(), "peak_lr": lr}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=True)
     config, total = replace(config, warmup=0.0), epochs * -(-count // BATCH)
     drawn = (rows for _ in range(epochs) for rows in torch.randperm(count).split(BATCH))
     for done, rows in enumerate(tqdm(drawn, total=total, desc="learning", unit="batch", delay=2)):

@@ -277,7 +277,8 @@ def _optimizer(model: nn.Module, stage: Stage, config: TrainConfig) -> torch.opt
             decay = config.weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((lr, decay), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": params, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
+        [{"params": params, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()],
+        fused=True,
     )
 
 

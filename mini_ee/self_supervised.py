@@ -189,7 +189,7 @@ def train_heads(
     told = json_sha256({"texts": [text.ids for text in texts], "held": [text.ids for text in held]})
     settings = asdict(how) | {"exits": list(model.exits), "texts": told[:12]} | (about or {})
     parameters = list(model.heads.parameters())
-    optimizer = torch.optim.Adam(parameters)
+    optimizer = torch.optim.Adam(parameters, fused=True)
     per_epoch = -(-len(texts) // how.batch_size)
     total, step, losses, history = how.epochs * per_epoch, 0, [], []
     if resume:

@@ -344,7 +344,7 @@ def train(student: Student, encodings: list, teacher: np.ndarray, args: argparse
     decayed = [p for p in student.parameters() if p.ndim > 1]
     plain = [p for p in student.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / args.warm_up, (args.steps - step) / max(args.steps - args.warm_up, 1)),

@@ -169,7 +169,7 @@ def train(decoder: Decoder, stream: Iterator[Tensor], args: argparse.Namespace, 
     matrices = [p for p in decoder.parameters() if p.ndim > 1]
     norms = [p for p in decoder.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     path, done, before = args.state / "state.safetensors", 0, 0.0
     if path.exists():
         done, before = read_state(path, decoder, optimizer)
