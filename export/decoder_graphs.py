@@ -24,7 +24,9 @@ GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
 class DecoderGraph(Graph):
-    """A graph on the parameters of decoder.py."""
+    """A graph on the parameters of decoder.py, of the decoder that the model calls `root`."""
+
+    root = "decoder"
 
     def constant(self, name: str, values: np.ndarray) -> str:
         """A constant by name, held in the graph itself."""
@@ -33,7 +35,7 @@ class DecoderGraph(Graph):
 
     def linear(self, hidden: str, name: str) -> str:
         """(N, I) -> (N, O), as nn.Linear, with or without a bias."""
-        return self._gemm(hidden, *map(self.parameter, self._names(name)))
+        return self._gemm(hidden, *map(self.parameter, self._names(name)), name=f"{name}_{len(self.nodes)}")
 
     def norm(self, hidden: str, name: str) -> str:
         """The model's norm over the last axis."""
@@ -62,8 +64,8 @@ class DecoderGraph(Graph):
         ]
         return self._gemm(hidden, *cut)
 
-    def _gemm(self, hidden: str, *weight_and_bias: str) -> str:
-        return self.op("Gemm", hidden, *weight_and_bias, transB=1)
+    def _gemm(self, hidden: str, *weight_and_bias: str, **named: str) -> str:
+        return self.op("Gemm", hidden, *weight_and_bias, transB=1, **named)
 
     def _names(self, name: str) -> list[str]:
         return [each for each in (f"{name}.weight", f"{name}.bias") if each in self.parameters]
@@ -74,13 +76,9 @@ def segment(
 ) -> onnx.ModelProto:
     """The layers between two exits, (B, T, D) -> (B, T, D); before the first one from input_ids (B, T)."""
     graph = DecoderGraph(config, parameters)
-    hidden = _hidden(graph) if number else _embeddings(graph)
-    flat = graph.op("Reshape", hidden, graph.integers(-1, config.hidden_size))
-    layers = range(exits[number - 1] if number else 0, exits[number])
-    where = _Where(graph, layers.start)
-    for layer in layers:
-        flat = _layer(graph, flat, where, layer)
-    graph.op("Reshape", flat, where.shape(config.hidden_size))
+    hidden = _hidden(graph) if number else embeddings(graph)
+    start = exits[number - 1] if number else 0
+    layers(graph, hidden, _InCache(graph, start), start, exits[number])
     graph.output("hidden_out", "batch", "tokens", config.hidden_size, dtype=graph.dtype)
     return graph.model(f"segment_{exits[number]}")
 
@@ -91,9 +89,9 @@ def fill(
     """Layer.write_keys of the layers of a segment, all from one state: hidden (B, T, D)."""
     graph = DecoderGraph(config, parameters)
     flat = graph.op("Reshape", _hidden(graph), graph.integers(-1, config.hidden_size))
-    where = _Where(graph, exits[number - 1])
+    where = _InCache(graph, exits[number - 1])
     for layer in range(exits[number - 1], exits[number]):
-        name = f"decoder.layers.{layer}"
+        name = f"{graph.root}.layers.{layer}"
         both = graph.key_value(graph.norm(flat, f"{name}.attention_norm"), f"{name}.qkv")
         both = graph.op("Reshape", both, where.shape(2 * where.width))
         key, value = graph.several(2, "Split", both, axis=2, num_outputs=2)
@@ -104,9 +102,10 @@ def fill(
 def head(config: DecoderConfig, parameters: dict[str, np.ndarray], exits: tuple[int, ...], number: int):
     """An exit's vocabulary head, (B, D) -> (B, V) float32; the last is the model's own, with the final norm."""
     graph, last = DecoderGraph(config, parameters), number == len(exits) - 1
-    norm, linear = ("decoder.norm", "decoder.lm_head") if last else (f"heads.{number}.norm", f"heads.{number}.linear")
+    root = graph.root if last else f"heads.{number}"
+    norm, linear = f"{root}.norm", f"{root}.{'lm_head' if last else 'linear'}"
     if last and config.tie_word_embeddings:
-        linear = "decoder.embeddings"
+        linear = f"{root}.embeddings"
     hidden = graph.input("hidden", "batch", config.hidden_size, dtype=graph.dtype)
     graph.linear(graph.norm(hidden, norm), linear)
     logits = graph.output("logits", "batch", config.vocab_size, dtype=np.float32)
@@ -135,37 +134,22 @@ def _hidden(graph: DecoderGraph) -> str:
     return graph.input("hidden", "batch", "tokens", graph.config.hidden_size, dtype=graph.dtype)
 
 
-def _embeddings(graph: DecoderGraph) -> str:
+def embeddings(graph: DecoderGraph) -> str:
     """Decoder.embed."""
     ids = graph.input("input_ids", "batch", "tokens")
-    hidden = graph.op("Gather", graph.parameter("decoder.embeddings.weight"), ids)
+    hidden = graph.op("Gather", graph.parameter(f"{graph.root}.embeddings.weight"), ids)
     if graph.config.model_type == "gemma":
         hidden = graph.op("Mul", hidden, graph.number(graph.config.hidden_size**0.5))
     return hidden
 
 
-class _Where:
-    """Where the tokens of a graph stand: what decoder.Block is there, made once for all layers."""
+class Where:
+    """Where the tokens of a graph stand, made once for all its layers."""
 
-    def __init__(self, graph: DecoderGraph, first: int):
-        """first: the graph's first layer, whose cache says how many prompts and slots there are."""
-        self.graph, config = graph, graph.config
+    def __init__(self, graph: DecoderGraph, batch_and_tokens: str, at: str):
+        """batch_and_tokens: (2,), how many there are; at: (B, T), their positions, which begin at 0."""
+        self.graph, self.batch_and_tokens, config = graph, batch_and_tokens, graph.config
         self.width = config.key_value_heads * config.head_width
-        positions = graph.input("positions", "batch", "tokens")  # -1 for padding
-        self.rows = graph.input("rows", "batch")
-        self.batch_and_tokens = graph.op("Shape", positions)
-        prompts, slots = (graph.op("Shape", f"keys_{first}", start=axis, end=axis + 1) for axis in (0, 1))
-        self.everyone = graph.op("Equal", graph.op("Shape", self.rows), prompts)
-
-        row = graph.op("Expand", graph.op("Unsqueeze", self.rows, graph.integers(1)), self.batch_and_tokens)
-        pair = [graph.op("Unsqueeze", each, graph.integers(2)) for each in (row, positions)]
-        self.index = graph.op("Concat", *pair, axis=2)  # (B, T, 2); -1 is the last slot
-
-        at = graph.op("Max", positions, graph.integers(0))
-        zero, one = (graph.constant(f"scalar_{value}", np.array(value, np.int64)) for value in (0, 1))
-        every_slot = graph.op("Range", zero, graph.op("Squeeze", slots), one)
-        self.readable = graph.op("LessOrEqual", every_slot, graph.op("Unsqueeze", at, graph.integers(1, 3)))
-
         frequencies = graph.constant("rope_frequencies", rope_frequencies(config).numpy())
         turned = graph.op("Unsqueeze", graph.op("Cast", at, to=TensorProto.FLOAT), graph.integers(2))
         angle = graph.op("Mul", turned, frequencies)
@@ -182,6 +166,32 @@ class _Where:
         partial = {"rotary_embedding_dim": config.rotary_width} if config.rotary_width < config.head_width else {}
         return self.graph.op("RotaryEmbedding", heads, self.cos, self.sin, num_heads=count, **partial)
 
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d)."""
+        raise NotImplementedError
+
+
+class _InCache(Where):
+    """The tokens of some prompts, whose keys and values stand in caches: what decoder.Block is there."""
+
+    def __init__(self, graph: DecoderGraph, first: int):
+        """first: the graph's first layer, whose cache says how many prompts and slots there are."""
+        positions = graph.input("positions", "batch", "tokens")  # -1 for padding
+        self.rows = graph.input("rows", "batch")
+        batch_and_tokens = graph.op("Shape", positions)
+        prompts, slots = (graph.op("Shape", f"keys_{first}", start=axis, end=axis + 1) for axis in (0, 1))
+        self.everyone = graph.op("Equal", graph.op("Shape", self.rows), prompts)
+
+        row = graph.op("Expand", graph.op("Unsqueeze", self.rows, graph.integers(1)), batch_and_tokens)
+        pair = [graph.op("Unsqueeze", each, graph.integers(2)) for each in (row, positions)]
+        self.index = graph.op("Concat", *pair, axis=2)  # (B, T, 2); -1 is the last slot
+
+        at = graph.op("Max", positions, graph.integers(0))
+        zero, one = (graph.constant(f"scalar_{value}", np.array(value, np.int64)) for value in (0, 1))
+        every_slot = graph.op("Range", zero, graph.op("Squeeze", slots), one)
+        self.readable = graph.op("LessOrEqual", every_slot, graph.op("Unsqueeze", at, graph.integers(1, 3)))
+        super().__init__(graph, batch_and_tokens, at)
+
     def write(self, layer: int, key: str, value: str) -> list[str]:
         """Put keys and values (B, T, KV d) into the layer's caches; returns the names of both as they are then."""
         written = []
@@ -192,9 +202,10 @@ class _Where:
             written.append(self.graph.output(f"{cache}_out", *axes, dtype=self.graph.dtype))
         return written
 
-    def attend(self, query: str, keys: str, values: str) -> str:
-        """(B, T, H d), caches -> (B, T, H d). The caches of some rows are gathered, those of all read in place."""
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        """Through the caches, which the new keys and values join: of some rows gathered, of all read in place."""
         config = self.graph.config
+        keys, values = self.write(layer, key, value)
         heads = {"q_num_heads": config.num_attention_heads, "kv_num_heads": config.key_value_heads}
         branches = {}
         for branch in ("then", "else"):
@@ -212,16 +223,24 @@ class _Where:
         return self.graph.op("If", self.everyone, **branches)
 
 
-def _layer(graph: DecoderGraph, flat: str, where: _Where, layer: int) -> str:
+def layers(graph: DecoderGraph, hidden: str, where: Where, start: int, stop: int) -> str:
+    """From hidden[start] to hidden[stop], (B, T, D)."""
+    flat = graph.op("Reshape", hidden, graph.integers(-1, graph.config.hidden_size))
+    for layer in range(start, stop):
+        flat = _layer(graph, flat, where, layer)
+    return graph.op("Reshape", flat, where.shape(graph.config.hidden_size))
+
+
+def _layer(graph: DecoderGraph, flat: str, where: Where, layer: int) -> str:
     """Layer.forward on (B T, D)."""
-    config, name = graph.config, f"decoder.layers.{layer}"
+    config, name = graph.config, f"{graph.root}.layers.{layer}"
     normed = graph.norm(flat, f"{name}.attention_norm")
     query = config.num_attention_heads * config.head_width
     stacked = graph.op("Reshape", graph.linear(normed, f"{name}.qkv"), where.shape(query + 2 * where.width))
     turning, value = graph.several(2, "Split", stacked, graph.integers(query + where.width, where.width), axis=2)
     turned = where.rotate(turning, config.num_attention_heads + config.key_value_heads)
     query, key = graph.several(2, "Split", turned, graph.integers(query, where.width), axis=2)
-    attended = where.attend(query, *where.write(layer, key, value))
+    attended = where.attend(layer, query, key, value)
     attended = graph.op("Reshape", attended, graph.integers(-1, config.num_attention_heads * config.head_width))
     attended = graph.linear(attended, f"{name}.attention_output")
     if config.model_type == "phi":

@@ -10,6 +10,7 @@ parameters have in the run, in the layout of torch: a graph is readable, and two
     full     input_ids, token_type_ids, attention_mask -> logits, max_probability of the last exit
     encoder  input_ids, token_type_ids, attention_mask -> embedding, the query of a retrieval
     prompts  as segment, read at the token read_at of each row, the mask of its prompt: the logits of label words
+             (decoders: prompt_graphs.py)
     streams  as segment, for LoRA exits: hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
@@ -125,7 +126,7 @@ def segment(
     """The layers between two exits, and the head of the second; the embeddings too where it is the first one."""
     graph = Graph(config, parameters)
     start, stop = exits[number - 1] if number else 0, exits[number]
-    hidden, mask = _rows_that_go_on(graph) if number else _embeddings(graph), _mask(graph)
+    hidden, mask = rows_that_go_on(graph) if number else _embeddings(graph), attention_mask(graph)
     hidden = _layers(graph, hidden, mask, start, stop)
     if number < len(exits) - 1:
         hidden = graph.output("hidden_out", "batch", "tokens", config.hidden_size, dtype=graph.dtype)
@@ -138,7 +139,7 @@ def full(
 ) -> onnx.ModelProto:
     """All layers and the last head: the model without early exits."""
     graph = Graph(config, parameters, prefix)
-    hidden, mask = _embeddings(graph), _mask(graph)
+    hidden, mask = _embeddings(graph), attention_mask(graph)
     hidden = _layers(graph, hidden, mask, 0, config.num_hidden_layers)
     _exit_head(graph, hidden, mask, last, pool)
     return graph.model("full")
@@ -147,10 +148,10 @@ def full(
 def encoder(config: BertConfig, parameters: dict[str, np.ndarray], layer: int, prefix: str = "") -> onnx.ModelProto:
     """The mean over tokens of the state after a layer, (B, D): queries for retrieval, as encoders.py makes them."""
     graph = Graph(config, parameters, prefix)
-    hidden, mask = _embeddings(graph), _mask(graph)
+    hidden, mask = _embeddings(graph), attention_mask(graph)
     if layer:
         hidden = _layers(graph, hidden, mask, 0, layer)
-    _mean(graph, hidden, mask)
+    mean(graph, hidden, mask)
     graph.output("embedding", "batch", config.hidden_size, dtype=np.float32)
     return graph.model("encoder")
 
@@ -179,7 +180,7 @@ def streams(
     graph, count = Graph(config, parameters), live.stop - live.first
     start, stop = 0 if begins else exits[live.first - 1], exits[live.first]
     hidden = _embeddings(graph) if begins else _streams_that_go_on(graph, count)
-    mask = _mask(graph)
+    mask = attention_mask(graph)
     rows = graph.op("Shape", mask, start=0, end=1)
     if begins and count > 1:
         hidden = graph.op("Concat", *[hidden] * count, axis=0)
@@ -246,12 +247,13 @@ def _low_rank(graph: Graph, live: Streams) -> Adapt:
     return adapt
 
 
-def _rows_that_go_on(graph: Graph) -> str:
+def rows_that_go_on(graph: Graph) -> str:
+    """Hidden states (B', T, D), and of them those `rows` (B,) -> (B, T, D)."""
     hidden = graph.input("hidden", "rows_before", "tokens", graph.config.hidden_size, dtype=graph.dtype)
     return graph.op("Gather", hidden, graph.input("rows", "batch"))
 
 
-def _mask(graph: Graph) -> str:
+def attention_mask(graph: Graph) -> str:
     """(B, T) of 1 and 0 -> (B, T) of true and false."""
     return graph.op("Cast", graph.input("attention_mask", "batch", "tokens"), to=TensorProto.BOOL)
 
@@ -311,7 +313,7 @@ def _unflatten(graph: Graph, flat: str, shape: str) -> str:
     return graph.op("Reshape", flat, graph.op("Concat", shape, graph.integers(-1), axis=0))
 
 
-def _mean(graph: Graph, hidden: str, mask: str) -> str:
+def mean(graph: Graph, hidden: str, mask: str) -> str:
     """exits.pooled: (B, T, D) -> (B, D), the mean over the tokens that are not padding."""
     weights = graph.op("Unsqueeze", mask, graph.integers(2))
     weights = graph.op("Cast", weights, to=_onnx_type(graph.dtype))
@@ -326,7 +328,7 @@ def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> 
     if pool == "first":
         vector = graph.op("Squeeze", graph.op("Slice", hidden, *map(graph.integers, (0, 1, 1))), graph.integers(1))
     else:
-        vector = _mean(graph, hidden, mask)
+        vector = mean(graph, hidden, mask)
     inner = graph.op("Tanh", graph.linear(vector, f"heads.{number}.dense"))
     classes = len(graph.parameters[f"{graph.prefix}heads.{number}.out.bias"])
     graph.linear(inner, f"heads.{number}.out")
@@ -344,7 +346,12 @@ def _label_words(graph: Graph, hidden: str) -> None:
     kind = "gelu" if graph.config.model_type == "roberta" else None
     inner = graph.activation(graph.linear(vector, "backbone.lm_head.dense"), kind)
     graph.linear(graph.norm(inner, "backbone.lm_head.norm"), "label_words")
-    _logits(graph, len(graph.parameters["label_words.bias"]))
+    label_logits(graph)
+
+
+def label_logits(graph: Graph) -> None:
+    """The last node as the logits of label words."""
+    _logits(graph, len(graph.parameters["label_words.weight"]))
 
 
 def _logits(graph: Graph, classes: int) -> None:

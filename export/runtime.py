@@ -53,6 +53,11 @@ class Session:
         self.begins = "input_ids" in self.inputs  # from the embeddings
         self._outputs = [output.name for output in self._session.get_outputs()]
 
+    def ids(self, inputs: Inputs) -> dict[str, np.ndarray]:
+        """What a graph that begins takes of the rows: a decoder knows no token types."""
+        ids = {"input_ids": inputs.input_ids, "token_type_ids": inputs.token_type_ids}
+        return {name: value for name, value in ids.items() if name in self.inputs}
+
     def run(self, inputs: dict) -> dict:
         """Outputs by name: hidden states as the next graph takes them, on the device; the others in numpy."""
         if self.provider == CPU:  # shares memory, and is quicker than a binding
@@ -117,9 +122,10 @@ class OrtSegments(Segments):
         if not self.sessions[k].begins:
             inputs = {"hidden": state.said[HIDDEN], "rows": state.rows} | state.around
         elif len(state.where) == len(state.every):
-            inputs = _ids(state.inputs) | state.around
+            inputs = self.sessions[k].ids(state.inputs) | state.around
         else:  # a stream that starts anew, with the rows that are left
-            inputs = {name: value[state.where] for name, value in _ids(state.inputs).items()} | state.around
+            ids = self.sessions[k].ids(state.inputs)
+            inputs = {name: value[state.where] for name, value in ids.items()} | state.around
         return state._replace(said=self.sessions[k].run(inputs), rows=state.every[: len(state.rows)])
 
     def read(self, k: int, state: OrtState) -> Reading:
@@ -150,7 +156,7 @@ class WholeGraph(Segments):
         return inputs
 
     def advance(self, k: int, state: Inputs) -> Reading:
-        return _reading(self._session.run(_ids(state) | _around(state, self._manifest)))
+        return _reading(self._session.run(self._session.ids(state) | _around(state, self._manifest)))
 
     def read(self, k: int, state: Reading) -> Reading:
         return state
@@ -159,14 +165,13 @@ class WholeGraph(Segments):
         return _flops(self._manifest, self.layer_passes(k), inputs.input_ids.shape[1])
 
 
-def _ids(inputs: Inputs) -> dict[str, np.ndarray]:
-    return {"input_ids": inputs.input_ids, "token_type_ids": inputs.token_type_ids}
-
-
 def _around(inputs: Inputs, manifest: dict) -> dict[str, np.ndarray]:
     around = {"attention_mask": inputs.attention_mask}
-    if "mask_token_id" in manifest:
+    if manifest["pool"] == "mask":
         around["read_at"] = (inputs.input_ids == manifest["mask_token_id"]).argmax(axis=1)[:, None]
+    elif manifest["pool"] == "last":
+        last = inputs.attention_mask[:, ::-1].argmax(axis=1)  # counted from the end
+        around["read_at"] = inputs.attention_mask.shape[1] - 1 - last[:, None]
     return around
 
 
@@ -177,7 +182,7 @@ def _reading(said: dict[str, np.ndarray]) -> Reading:
 
 def _flops(manifest: dict, layers: int, tokens: int) -> tuple[float, float]:
     config, pooled = manifest["backbone"], tokens if manifest["pool"] == "mean" else 0
-    layer = layer_flops(config["hidden_size"], config["intermediate_size"], tokens)
+    layer = layer_flops(**manifest["layer"], tokens=tokens)
     advance = layers * (layer + 2.0 * tokens * manifest["adapter_parameters"])
     return advance, head_flops(config["hidden_size"], manifest["num_labels"], pooled)
 
@@ -193,11 +198,11 @@ class OrtEncoder:
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
         inputs = self._encoded(inputs)
-        return self._session.run(_ids(inputs) | {"attention_mask": inputs.attention_mask})["embedding"]
+        return self._session.run(self._session.ids(inputs) | {"attention_mask": inputs.attention_mask})["embedding"]
 
     def flops(self, inputs: Inputs) -> float:
-        sizes = self._config["hidden_size"], self._config["intermediate_size"]
-        return self._config["layer"] * layer_flops(*sizes, self._encoded(inputs).input_ids.shape[1])
+        tokens = self._encoded(inputs).input_ids.shape[1]
+        return self._config["layers"] * layer_flops(**self._config["layer"], tokens=tokens)
 
     def _encoded(self, inputs: Inputs) -> Inputs:
         return inputs if self._tokenizer is None else self._tokenizer.encode(inputs.texts).batch(slice(None))

@@ -20,13 +20,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_tensors
+from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.evaluation import plan_rows, predictions, record
 from mini_ee.exits import MultiExit
-from mini_ee.export import graphs
+from mini_ee.export import graphs, prompt_graphs
 from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments, open_rule, open_tokenizer
 from mini_ee.files import atomic_folder, file_sha256, write_json
+from mini_ee.flops import layer_weights
 from mini_ee.lora_exits import LoRAExits, restart
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
@@ -103,9 +105,10 @@ def write_segments(
         made, passes = _cascade_graphs(model, parameters), list(model.exits)
     else:
         if isinstance(model, PromptModel):  # the graphs hold what is read, and not the head's whole vocabulary
-            words, prompt = model.label_tokens.cpu().numpy(), {"mask_token_id": model.mask_token_id}
-            parameters["label_words.weight"] = parameters["backbone.embeddings.word.weight"][words]
-            parameters["label_words.bias"] = parameters["backbone.lm_head.bias"][words]
+            prompt = {"mask_token_id": model.mask_token_id}
+            words = model.label_tokens.cpu().numpy()
+            names = _vocabulary_names(model.backbone)
+            parameters |= {f"label_words.{name}": parameters[of][words] for name, of in names.items()}
         made = _graphs(model, config, parameters)
     if encoder is not None:
         made["encoder"] = _encoder_graph(encoder, model, parameters)
@@ -118,6 +121,7 @@ def write_segments(
         "model": type(model).__name__,
         "backbone": config.to_dict(),
         "exits": list(model.exits),
+        "layer": layer_weights(model.backbone),
         "layer_passes": passes,
         "adapter_parameters": adapter_parameters,
         "policy_flops": model.policy_flops if isinstance(model, PolicyExits) else 0.0,
@@ -139,12 +143,17 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
     tensors = read_tensors(folder / WEIGHTS)
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
     with torch.device("meta"):
-        backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head="prompt" in manifest)
+        if manifest["pool"] == "last":
+            backbone = Decoder(DecoderConfig.from_dict(manifest["backbone"]))
+        else:
+            backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head="prompt" in manifest)
     if "prompt" in manifest:
         model = PromptModel(backbone, open_tokenizer(folder, manifest), include_embeddings=manifest["exits"][0] == 0)
-        words = own.pop("label_words.weight"), own.pop("label_words.bias")  # the first are rows of the embeddings
-        own["backbone.lm_head.bias"] = words[1].new_zeros(backbone.config.vocab_size)  # of other words it is not read
-        own["backbone.lm_head.bias"][model.label_tokens] = words[1]
+        for name, of in _vocabulary_names(backbone).items():
+            words = own.pop(f"label_words.{name}")
+            if of not in own:  # not the embeddings, to which the head is tied
+                own[of] = words.new_zeros(backbone.config.vocab_size, *words.shape[1:])  # other words are not read
+                own[of][model.label_tokens] = words
     else:
         shape = tuple(manifest["exits"]), len(manifest["task"]["label_names"]) or 1, manifest["pool"]
         with torch.device("meta"):
@@ -154,15 +163,25 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
     return model.segments(manifest["schedule"]) if "lora" in manifest else model.segments()
 
 
+def _vocabulary_names(backbone: Bert | Decoder) -> dict[str, str]:
+    """Weight and bias of the map onto the vocabulary -> their names in a PromptModel."""
+    if isinstance(backbone, Bert):
+        return {"weight": "backbone.embeddings.word.weight", "bias": "backbone.lm_head.bias"}
+    if backbone.lm_head is None:
+        return {"weight": "backbone.embeddings.weight"}
+    return {name: f"backbone.lm_head.{name}" for name, _ in backbone.lm_head.named_parameters()}
+
+
 def _graphs(
-    model: MultiExit | PromptModel, config: BertConfig, parameters: dict[str, np.ndarray]
+    model: MultiExit | PromptModel, config: BertConfig | DecoderConfig, parameters: dict[str, np.ndarray]
 ) -> dict[str, onnx.ModelProto]:
     """File name without suffix -> graph, with its weights inside."""
+    kind = prompt_graphs if isinstance(model.backbone, Decoder) else graphs
     made = {
-        f"segment_{layer}": graphs.segment(config, parameters, model.exits, number, model.pool)
+        f"segment_{layer}": kind.segment(config, parameters, model.exits, number, model.pool)
         for number, layer in enumerate(model.exits)
     }
-    return made | {"full": graphs.full(config, parameters, len(model.exits) - 1, model.pool)}
+    return made | {"full": kind.full(config, parameters, len(model.exits) - 1, model.pool)}
 
 
 def _stream_graphs(
@@ -196,17 +215,18 @@ def _encoder_of(run: Run) -> OwnStates | SentenceEncoder | None:
 def _encoder_graph(encoder: OwnStates | SentenceEncoder, model, parameters: dict[str, np.ndarray]) -> onnx.ModelProto:
     """The queries of a retrieval: from the model's own weights, or from another encoder's in float32."""
     states = encoder.states
+    kind = prompt_graphs if isinstance(states.backbone, Decoder) else graphs
     if states.backbone is model.backbone:
-        return graphs.encoder(states.backbone.config, parameters, states.layer)
+        return kind.encoder(states.backbone.config, parameters, states.layer)
     others = {
         f"encoder.backbone.{name}": value.detach().cpu().numpy() for name, value in states.backbone.named_parameters()
     }
-    return graphs.encoder(states.backbone.config, others, states.layer, "encoder.")
+    return kind.encoder(states.backbone.config, others, states.layer, "encoder.")
 
 
 def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
     """The datastore, and what the manifest says of the encoder."""
-    encoder, config = rule.embed, rule.embed.states.backbone.config
+    encoder = rule.embed
     rule.datastore.save(folder / "datastore")
     tokenizer = encoder.tokenizer
     if tokenizer is not None:
@@ -214,9 +234,8 @@ def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
         tokenizer.save(folder / "encoder" / "tokenizer.json")
     return {
         "name": encoder.name,
-        "layer": encoder.states.layer,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "layers": encoder.states.layer,
+        "layer": layer_weights(encoder.states.backbone),
         "max_length": None if tokenizer is None else tokenizer.max_length,
     }
 

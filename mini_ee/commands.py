@@ -50,7 +50,6 @@ from mini_ee.files import read_json
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, method_of
 from mini_ee.metrics import spearman
-from mini_ee.prompting import PromptModel
 from mini_ee.prompts import DECODER, ENCODER, PROMPTS, Prompt, prompt_of
 from mini_ee.reinforce import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.report import can_draw, draw_ablation, draw_curves, draw_layers, draw_rewards, table
@@ -575,10 +574,6 @@ def run_export(args, say) -> dict:
     if holds_decoder(args.run) or holds_writer(args.run):
         return export_writer(args, say)
     trained = open_trained(args.run, args)
-    if isinstance(trained.model, PromptModel) and trained.model.mask_token_id is None:
-        raise WrongArguments(
-            f"{args.run}: a decoder that is read through a prompt has no graphs; give an encoder, or a trained run"
-        )
     rule = choose_rule(args, trained)
     precision = "float16" if args.fp16 else "int8" if args.int8 else "float32"
     if args.task is None:

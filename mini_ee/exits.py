@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mini_ee.bert import Bert, padding_mask
 from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.flops import head_flops, layer_flops
+from mini_ee.flops import backbone_layer_flops, head_flops
 
 POOLS = ("first", "mean")
 INITS = ("scratch", "copy")  # of a VocabularyHead
@@ -185,6 +185,7 @@ class TorchSegments(Segments):
         return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
-        config, tokens = self.model.backbone.config, inputs.input_ids.shape[1]
-        layers = self.layer_passes(k) * layer_flops(config.hidden_size, config.intermediate_size, tokens)
-        return layers, head_flops(config.hidden_size, self.model.num_labels, tokens if self.model.pool == "mean" else 0)
+        backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
+        averaged = tokens if self.model.pool == "mean" else 0
+        head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
+        return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head

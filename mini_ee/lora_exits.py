@@ -42,7 +42,7 @@ from mini_ee.checkpoint import hugging_face_names, read_tensors, write_tensors
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.exits import POOLS, ExitHead, MultiExit, check_exits
 from mini_ee.files import write_bytes
-from mini_ee.flops import head_flops, layer_flops
+from mini_ee.flops import backbone_layer_flops, head_flops
 
 TARGETS = {  # projection -> the linear map of bert.Layer that holds it, and which of its parts
     "query": ("qkv", 0),
@@ -395,9 +395,9 @@ class LoRASegments(Segments):
         return (self.exits[k] - start) * (group[-1] - k + 1)
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
-        config, tokens = self.model.backbone.config, inputs.input_ids.shape[1]
-        layer = layer_flops(config.hidden_size, config.intermediate_size, tokens)
+        backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
+        layer = backbone_layer_flops(backbone, tokens)
         pairs = self.model.adapters[k][0].values()
         layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
         averaged = tokens if self.model.pool == "mean" else 0
-        return self.layer_passes(k) * layer, head_flops(config.hidden_size, self.model.num_labels, averaged)
+        return self.layer_passes(k) * layer, head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)

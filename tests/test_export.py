@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from mini_ee.confidence import max_probability
 from mini_ee.early_exit import Reading, Segments, early_exit, read_every_exit
 from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.exits import MultiExit, TorchSegments
-from mini_ee.export import graphs, runtime, segments
+from mini_ee.export import graphs, prompt_graphs, runtime, segments
 from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
 from mini_ee.export.segments import export, torch_segments, write_segments
 from mini_ee.files import read_json, write_json
@@ -46,6 +46,8 @@ from mini_ee.tasks import Inputs, Tokenizer, load_task
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
+DECODER_KINDS = ("llama", "llama3", "gemma", "phi")
+GOLDEN = Path(__file__).parent / "golden"
 ACTIVATIONS = ("gelu", "gelu_new", "relu")
 EXITS = (1, 2, 4)
 K, C = 3, 3
@@ -336,6 +338,51 @@ def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(
     monkeypatch.setattr(OrtState, "keep", wrong)
     with pytest.raises(AssertionError):
         test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, "bert", False)
+
+
+# Decoders that are read through a prompt: whole rows at their last token
+
+
+@pytest.mark.parametrize("kind", DECODER_KINDS)
+@pytest.mark.parametrize("include_embeddings", [False, True])
+def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, kind, include_embeddings):
+    backbone = load_backbone(GOLDEN / kind)
+    prompt = SimpleNamespace(prompt=Prompt("{text} so", ("a", "b", "c")), label_tokens=LABEL_TOKENS)
+    model = PromptModel(backbone, prompt, include_embeddings).eval()
+    inputs = make_inputs(LENGTHS)
+    ours, whole = (engine(tmp_path, write_segments(model, tmp_path), threads=1) for engine in (OrtSegments, WholeGraph))
+    found, *_ = read_every_exit(ours, inputs)
+    with torch.no_grad():
+        for row, length in enumerate(LENGTHS):  # alone, without padding, through decoder.py's own forward
+            states = backbone.hidden_states(torch.from_numpy(inputs.input_ids[row : row + 1, :length]))
+            for k, layer in enumerate(model.exits):
+                expected = backbone.lm_logits(states[layer][0, -1])[list(LABEL_TOKENS)]
+                np.testing.assert_allclose(found[row, k], expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
+    plan = ALL % len(model.exits)
+    result = early_exit(ours, Planned(plan), inputs)
+    np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
+
+
+PROMPT_BUGS = {
+    "the future is read": ("LessOrEqual", "GreaterOrEqual"),
+    "no final norm": ('graph.norm(vector, f"{graph.root}.norm")', "vector"),
+    "padding is counted": (
+        'graph.op("CumSum", graph.op("Cast", mask',
+        'graph.op("CumSum", graph.op("Cast", graph.op("Not", mask)',
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PROMPT_BUGS)
+def test_the_test_of_decoders_can_fail(tmp_path, monkeypatch, bug):
+    source = Path(prompt_graphs.__file__).read_text()
+    assert source.count(PROMPT_BUGS[bug][0]) == 1
+    wrong = ModuleType("wrong")
+    exec(source.replace(*PROMPT_BUGS[bug]), vars(wrong))
+    monkeypatch.setattr(segments, "prompt_graphs", wrong)
+    with pytest.raises(AssertionError):
+        test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, "llama", False)
 
 
 # LoRA exits and cascades: streams that start together or anew

@@ -33,9 +33,10 @@ FLOORS = (
     (
         "export.__init__",
         "export.graphs",
+        "export.decoder_graphs",
+        "export.prompt_graphs",
         "export.runtime",
         "export.segments",
-        "export.decoder_graphs",
         "export.decoder_runtime",
         "export.decoder_segments",
     ),

@@ -424,8 +424,9 @@ def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder)
     assert said["rows"] == 6 and said["exits"] == list(range(1, 9)) and said["shots"] == 2
     said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
     assert said["method"] == "raee" and list(said["controls"])[0] == "knn_labels"
-    message = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "exported")
-    assert "a decoder that is read through a prompt has no graphs; give an encoder" in message
+    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnx", ())
+    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "torch", ())
+    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnx", ("--int8",))
 
 
 def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
@@ -444,8 +445,13 @@ def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
     ids=str,
 )
 def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision):
+    is_served_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision)
+
+
+def is_served_end_to_end(capsys, tmp_path, folder, task_folder, engine, precision):
+    shutil.rmtree(tmp_path / "exported", ignore_errors=True)
     options = ("--task", task_folder, "--out", tmp_path / "exported", *precision)
-    verified = answer(capsys, "export", prompted, *options)["verified"]
+    verified = answer(capsys, "export", folder, *options)["verified"]
     texts = ["the film was good", "a dull and awful meal", "the room was very fine and the song was fine"]
     (tmp_path / "texts").write_text("\n".join(texts))
     run = ("run", tmp_path / "exported", tmp_path / "texts", "--out", tmp_path / "answers", "--engine", engine)
@@ -453,7 +459,7 @@ def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, pro
     lines = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
     if not precision:
         assert verified["max_logit_difference"] < 1e-4 and verified["exit_agreement"] == 1
-        trained = load_run(prompted)
+        trained = load_run(folder)
         for text, line in zip(texts, lines):
             alone = early_exit(trained.segments(), trained.rule, trained.encode([text]).batch(slice(None)))
             assert (line["exit"], line["layers"]) == (alone.exit_index[0], alone.layers_run[0])
