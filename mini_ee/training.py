@@ -186,8 +186,9 @@ def prompt_run(
     """RAEE's prompt mode: every layer of a checkpoint is an exit through the checkpoint's own head; then `collect_run`.
 
     With shots the backbone is fine-tuned on so many rows of each class first, under `config`, its best epoch chosen on
-    as many others. Layer 0 is an exit where the rule has include_embeddings. Raises FileExistsError where `out` is
-    there, ValueError for a prompt that does not fit the model or the task.
+    as many others. Layer 0 is an exit where the rule has include_embeddings. A killed one goes on where it was. Raises
+    FileExistsError where `out` is there, ValueError for a prompt that does not fit the model or the task, and where
+    the killed one was started with other settings.
     """
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
@@ -198,13 +199,16 @@ def prompt_run(
     model = PromptModel(backbone, tokenizer, rule.include_embeddings).to(device)
     unfinished, history = training_folder(out), []
     train, held, _ = draw_shots(task.split("train"), task.num_labels, shots, config.seed)
-    if shots:
-        data = (Data(encode(tokenizer, part.texts, backbone.config), part.labels) for part in (train, held))
-        with torch.random.fork_rng():
-            torch.manual_seed(config.seed)
-            history = fit(model, few_shot(model), task, *data, config, {}, unfinished)
     base, source = unfinished / "base", {"folder": str(Path(model_folder).resolve())}
     source["sha256"] = backbone_sha256(model_folder)
+    if shots:
+        data = [Data(encode(tokenizer, part.texts, backbone.config), part.labels) for part in (train, held)]
+        begun_with = asdict(config) | {"shots": shots, "backbone": source["sha256"], "exits": list(model.exits)}
+        begun_with |= {"prompt": prompt.to_dict(), "data": _sha256(*data)}
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            stages, resume = few_shot(model), (unfinished / STATE).exists()
+            history = fit(model, stages, task, *data, config, begun_with, unfinished, resume)
     shutil.rmtree(base, ignore_errors=True)
     training = asdict(config) | {"shots": shots, "from": source}
     save_run(base, "prompt", model, tokenizer, NeverExit(), task, source, training, {"epochs": history})

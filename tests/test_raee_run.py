@@ -300,6 +300,7 @@ def test_a_missing_model_and_a_wrong_tau_are_told(capsys, tmp_path, base, task_f
 # Prompt mode
 
 
+TUNED = TrainConfig(epochs=2, lr=3e-3, batch_size=8, seed=5)
 TERRIBLE = ("--template", "{text} is {mask}", "--words", "0=awful,1=great")
 
 
@@ -318,8 +319,7 @@ def prompted(tmp_path_factory, checkpoint_folder, task, prompt):
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, checkpoint_folder, task, prompt):
     out = tmp_path_factory.mktemp("tuned") / "raee"
-    config = TrainConfig(epochs=2, lr=3e-3, batch_size=8, seed=5)
-    prompt_run(out, checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5), shots=4, config=config)
+    prompt_run(out, checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5), shots=4, config=TUNED)
     return out
 
 
@@ -500,6 +500,31 @@ def test_a_killed_prompted_collection_goes_on_with_the_same_call(
         assert not (tmp_path / "out").exists()
     assert len(prompt_run(*arguments, shots=4, config=config).rule.datastore) == 44
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
+    tmp_path, tuned, checkpoint_folder, task, prompt, monkeypatch
+):
+    arguments = tmp_path / "out", checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5)
+    step, done = torch.optim.AdamW.step, []
+
+    def stepping(self, *rest):
+        if done == ["a step"]:
+            raise KeyboardInterrupt
+        done.append("a step")
+        return step(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", stepping)
+        with pytest.raises(KeyboardInterrupt):
+            prompt_run(*arguments, shots=4, config=TUNED)
+    with pytest.raises(ValueError, match="was started with shots 4, .*; resume with the same settings"):
+        prompt_run(*arguments, shots=3, config=TUNED)
+    done[:] = ["another"]
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
+    expected = load_run(tuned).model.state_dict()
+    found = prompt_run(*arguments, shots=4, config=TUNED).model.state_dict()
+    assert done == ["another", "a step"] and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
