@@ -251,6 +251,7 @@ def parser() -> Parser:
     sub = command("bench", "ratios measured side by side in one process", "mini-ee bench exit-tax --threads 2")
     sub.add_argument("name", choices=(*BENCHMARKS, "all"), metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
     sub.add_argument("--model", type=Path, help="weights of the minilm cases; random ones of that shape by default")
+    sub.add_argument("--large", action="store_true", help="retrieval: a datastore of a million rows too; takes long")
     return main
 
 

@@ -92,7 +92,7 @@ REACH = {  # the chance that a row is still there before each of 4 exits
     "some leave": (1.0, 0.7, 0.5, 0.3),
     "few leave": (1.0, 0.95, 0.9, 0.85),
 }
-SST2_ROWS = 67_349  # train
+SST2_ROWS, LARGE = 67_349, 1_000_000  # the first are those of train
 LATENT = 32  # dimensions that synthetic embeddings vary in, in CLUSTERS
 CLUSTERS = 256
 QUERIES = 200  # for recall
@@ -340,12 +340,13 @@ def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
         yield row | {"schedule": chosen[name], "seconds_of": {key: float(value) for key, value in expected.items()}}
 
 
-def bench_retrieval(model: Path | None, seed: int) -> Iterator[dict]:
-    """`67k t32 plan|encoder`, `67k recall`, `67k build` and smaller, `minilm b256 t32 groups`.
+def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Iterator[dict]:
+    """`67k t32 plan|encoder`, `67k recall`, `67k build` and smaller, `minilm b256 t32 groups`; large: `1m build` too.
 
     The datastores hold synthetic embeddings in clusters, as many as SST-2 has rows. The encoder has no bar of its own:
     it must not cost more than the model. The ratio of recall is the share of the 12 nearest that is missed; that of
-    build is seconds a row over those at 1k, which shall grow more slowly than the square root of the rows.
+    build is seconds a row over those at 1k, which shall grow more slowly than the square root of the rows. Rows are as
+    wide as the encoder's embeddings there.
     """
     bert, minilm = _random(BERT_BASE, seed), _minilm(model, seed)
     yield from _groups(minilm, seed)
@@ -371,7 +372,8 @@ def bench_retrieval(model: Path | None, seed: int) -> Iterator[dict]:
         own, other = medians([plan, full_model], f"retrieval {name}")
         yield _row(f"67k t32 {name}", own, other, bar)
     yield _recall(store, queries)
-    yield from _building(vectors, seed)
+    del store, vectors
+    yield from _building(minilm.config.hidden_size, LARGE if large else SST2_ROWS, seed)
 
 
 def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
@@ -398,7 +400,7 @@ def _clustered(count: int, width: int, seed: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     centres = random.normal(size=(CLUSTERS, LATENT))
     latent = centres[random.integers(0, CLUSTERS, count)] + 0.5 * random.normal(size=(count, LATENT))
-    return (latent @ random.normal(size=(LATENT, width))).astype(np.float32)
+    return latent.astype(np.float32) @ random.normal(size=(LATENT, width)).astype(np.float32)
 
 
 def _filled(vectors: np.ndarray, seed: int) -> Datastore:
@@ -425,9 +427,11 @@ def _recall(store: Datastore, queries: np.ndarray) -> dict:
     return row | {"ratio": missed, "holds": missed <= 0.01, "recall": 1 - missed}
 
 
-def _building(vectors: np.ndarray, seed: int) -> Iterator[dict]:
-    first = None
-    for name, count in (("1k", 1_000), ("10k", 10_000), ("67k", SST2_ROWS)):
+def _building(width: int, most: int, seed: int) -> Iterator[dict]:
+    vectors, first = _clustered(most, width, seed), None
+    for name, count in (("1k", 1_000), ("10k", 10_000), ("67k", SST2_ROWS), ("1m", LARGE)):
+        if count > most:
+            return
         begin = time.perf_counter()
         store = _filled(vectors[:count], seed)
         each = (time.perf_counter() - begin) / count

@@ -599,9 +599,12 @@ def run_export(args, say) -> dict:
 def run_bench(args, say) -> dict:
     """One benchmark, or all."""
     names = list(BENCHES) if args.name == "all" else [args.name]
+    if args.large and "retrieval" not in names:
+        raise WrongArguments(f"--large is for retrieval, which builds a datastore; {args.name} has no larger case")
     rows = []
     for name in names:
-        for row in BENCHES[name](args.model, args.seed):
+        settings = {"large": True} if args.large and name == "retrieval" else {}
+        for row in BENCHES[name](args.model, args.seed, **settings):
             rows.append(row)
             say(
                 f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from mini_ee import checkpoint, files, methods
+from mini_ee import bench, checkpoint, files, methods
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
@@ -71,6 +71,22 @@ def refused(capsys, *argv):
 def test_methods_and_benchmarks_are_those_that_there_are():
     assert set(METHODS) == {*methods.METHODS, *methods.CONFIGURED, "raee", "self-supervised", "calm"}
     assert BENCHMARKS == tuple(BENCHES)
+
+
+def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, monkeypatch):
+    assert "--large is for retrieval, which builds a datastore" in refused(capsys, "bench", "exit-tax", "--large")
+    sizes = []
+    monkeypatch.setattr(bench, "_groups", lambda backbone, seed: iter(()))
+    monkeypatch.setattr(bench, "medians", lambda runs, name: [1.0] * len(runs))
+    monkeypatch.setattr(bench, "SST2_ROWS", 11_000)
+    monkeypatch.setattr(bench, "LARGE", 12_000)
+    filled = bench._filled
+    monkeypatch.setattr(bench, "_filled", lambda rows, seed: sizes.append(len(rows)) or filled(rows[:50], seed))
+    rows = answer(capsys, "bench", "retrieval", "--large")["rows"]
+    assert [row["case"] for row in rows if "build" in row["case"]] == [
+        f"{size} build" for size in ("1k", "10k", "67k", "1m")
+    ]
+    assert sizes[-4:] == [1_000, 10_000, 11_000, 12_000]
 
 
 def test_every_command_has_help_with_an_example(capsys):
