@@ -30,7 +30,7 @@ from mini_ee.decoder import Cache, Decoder, DecoderConfig
 from mini_ee.early_exit import early_exit
 from mini_ee.encoders import OwnStates
 from mini_ee.evaluation import REST
-from mini_ee.exits import MultiExit, TorchSegments
+from mini_ee.exits import MultiExit, TorchSegments, VocabularyHead
 from mini_ee.export.runtime import OrtSegments, WholeGraph
 from mini_ee.export.segments import write_segments
 from mini_ee.generation import FILLS, Generated, gather, generate, generate_lossless
@@ -499,8 +499,8 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
     """Tokens forced out at `layer`, the last of them not, so that the gaps behind all others are filled and paid for.
 
     Over the parts, called by hand: the layers up to the exit and its head for each token; the fill, which the last
-    token asks for, in one block; the layers above and the LM head for that one. The head is timed behind the layers:
-    read again and again alone it would stay in the processor's cache, where no decoding finds it.
+    token asks for, in one block; the layers above and the LM head for that one. Each token's head is a copy of its own:
+    one that is read again and again would stay in the processor's cache, where no decoding finds it.
     """
     depth, behind = decoder.config.num_hidden_layers, list(range(new_tokens - 1))
     cache = Cache(decoder, 1, new_tokens)
@@ -509,17 +509,17 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
         gap = decoder.block(torch.tensor([behind]), cache)
         hidden = decoder.embed(torch.zeros(1, 1, dtype=torch.int64))
         gaps = hidden.expand(1, len(behind), -1).contiguous()
-    head = partial(_copied_head, decoder)
+    heads = [VocabularyHead(decoder, "copy") for _ in blocks]
 
     parts = {
         "layers": lambda: [decoder.run_layers(hidden, block, 0, layer, cache) for block in blocks],
-        "layers_head": lambda: [head(decoder.run_layers(hidden, block, 0, layer, cache)[:, 0]) for block in blocks],
+        "head": lambda: [head(hidden[:, 0]) for head in heads],
         "fill": lambda: (
             decoder.propagate(gaps, gap, layer, depth, cache)
             if fill == "propagate"
             else decoder.run_layers(gaps, gap, layer, depth, cache)
         ),
-        "eager": lambda: [
+        "eager_fill": lambda: [
             decoder.propagate(hidden, block, layer, depth, cache)
             if fill == "propagate"
             else decoder.run_layers(hidden, block, layer, depth, cache)
@@ -529,21 +529,14 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
     }
 
     def forced_out():
-        settings = {"exits": (layer, depth), "heads": [head], "rule": _LastGoesOn(new_tokens), "fill": fill}
+        settings = {"exits": (layer, depth), "heads": heads[:1], "rule": _LastGoesOn(new_tokens), "fill": fill}
         return _decoded(decoder, [[0]], new_tokens, **settings)
 
     runs = [forced_out, *(torch.inference_mode()(part) for part in parts.values())]
     own, *times = medians(runs, f"decode {case}")
-    seconds = {name: time / new_tokens for name, time in zip(parts, times)}
-    told = {"layers_seconds": seconds["layers"], "head_seconds": seconds["layers_head"] - seconds["layers"]}
-    told |= {"fill_seconds": seconds["fill"], "eager_fill_seconds": seconds["eager"]}
-    parts = seconds["layers_head"] + seconds["fill"] + seconds["last"]
-    return _row(case, own / new_tokens, parts, bar=1.10) | told
-
-
-def _copied_head(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    """The final norm and the LM head, read at an exit: a head that was copied and not yet trained."""
-    return decoder.lm_logits(hidden)
+    seconds = {f"{name}_seconds": time / new_tokens for name, time in zip(parts, times)}
+    against = sum(seconds[f"{name}_seconds"] for name in ("layers", "head", "fill", "last"))
+    return _row(case, own / new_tokens, against, bar=1.10) | seconds
 
 
 def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
@@ -552,7 +545,7 @@ def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
     settings = {
         "max_new_tokens": new_tokens,
         "exit_layer": depth // 2,
-        "head": partial(_copied_head, decoder),
+        "head": VocabularyHead(decoder, "copy"),
         "draft": 2,
     }
     begins = np.random.default_rng(seed).integers(3, decoder.config.vocab_size, LOSSLESS)

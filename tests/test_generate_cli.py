@@ -14,6 +14,7 @@ from mini_ee.__main__ import main
 from mini_ee.checkpoint import BUILT_IN_DECODER, load_backbone, save_backbone
 from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.decoder_commands import settled_length
+from mini_ee.exits import VocabularyHead
 from mini_ee.generation import gather, generate
 from mini_ee.tasks import Tokenizer
 from mini_ee.weights import pretrain_llama
@@ -179,7 +180,7 @@ def test_a_wrong_value_is_refused(capsys, decoder_folder, argv, said):
 def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
     config = DecoderConfig.from_dict(bench.STORIES.to_dict() | {"num_hidden_layers": 3})
     decoder = bench._random_decoder(config, seed=0)
-    heads = [lambda hidden: bench._copied_head(decoder, hidden)]
+    heads = [VocabularyHead(decoder, "copy")]
     settings = {"exits": (2, 3), "heads": heads, "rule": bench._LastGoesOn(5)}
     (found,) = bench._decoded(decoder, [[0]], 5, **settings)
     assert found.layers_run == [2, 2, 2, 2, 3]
