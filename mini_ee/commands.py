@@ -28,16 +28,18 @@ from mini_ee.decoder_evaluation import compare_heads, evaluate_decoder, holds_de
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
+    LOSSES,
     by_exit,
     curve,
     evaluate,
+    exit_scores,
     labels_of,
     measure_seconds,
     most_saved,
+    over_seeds,
     overthinking,
     patiences,
     plan_rows,
-    predictions,
     record,
     summary,
     thresholds,
@@ -67,7 +69,7 @@ PROMPT_OPTIONS = ("template", "words", "prompts", "shots", "include_embeddings")
 USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 CALIBRATION_BATCH = 32
 SWEEP_POINTS = 51  # LoRAExit, section 4
-LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
+LOSS_HEADINGS = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -399,7 +401,8 @@ def run_compare(args, say) -> dict:
             **summary(result, recorded, task, labels),
             **{name: training[name] for name in ("alpha", "reward") if "reward" in training},
             "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
-            "full_score": task.score(predictions(recorded.logits[:, -1]), labels)["score"],
+            "per_exit_score": (scores := exit_scores(recorded, task, labels)),
+            "full_score": scores[-1],
             "engine": segments.engine,
             "exits": list(one.exits),
             "rule": one.rule.to_dict(),
@@ -437,6 +440,9 @@ def run_compare(args, say) -> dict:
     answer["timed_rows"] = sum(map(len, order))
     if args.sweep:
         say(_losses_table(rows))
+    answer["over_seeds"] = over_seeds(rows, [one.config for one in trained])
+    if answer["over_seeds"]:
+        say(_seeds_table(answer["over_seeds"], args.sweep))
     if args.picture:
         rewards = all("reward" in row for row in rows)
         draw = draw_curves if args.sweep else draw_rewards if rewards else draw_layers
@@ -463,8 +469,26 @@ def _losses_table(rows: list[dict]) -> str:
             point = row[name]
             line[name] = f"{point['layers_saved']:.1%}, {point['speedup']:.2f} x" if point else "-"
         lines.append(line)
-    headings = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}
-    return "\n" + table(lines, {"run": "run", "method": "method", "full": "full"} | headings)
+    return "\n" + table(lines, {"run": "run", "method": "method", "full": "full"} | LOSS_HEADINGS)
+
+
+def _seeds_table(groups: list[dict], swept: bool) -> str:
+    """The mean over seeds and, in brackets, the least and the most: of the full model, and of what is saved."""
+
+    def said(spread: dict, form: str) -> str:
+        return f"{spread['mean']:{form}} ({spread['least']:{form}} to {spread['most']:{form}})"
+
+    lines = []
+    for group in groups:
+        line = {"method": group["method"], "seeds": len(group["seeds"])}
+        line["exits"] = " ".join(f"{spread['mean']:.3f}" for spread in group["per_exit_score"])
+        line |= {"full": said(group["full_score"], ".3f"), "score": said(group["score"], ".3f")}
+        for name, point in {"saved": group, **{name: group.get(name) for name in LOSSES}}.items():
+            both = point and (said(point["layers_saved"], ".1%"), f"{point['speedup']['mean']:.2f} x")
+            line[name] = ", ".join(both) if both else "-"
+        lines.append(line)
+    headings = {"method": "method", "seeds": "seeds", "exits": "after each exit", "full": "full model"}
+    return "\n" + table(lines, headings | (LOSS_HEADINGS if swept else {"score": "own rule", "saved": "saved"}))
 
 
 def run_classify(args, say) -> dict:

@@ -4,8 +4,10 @@ What a model says at each exit is recorded once; rules are then replayed on the 
 always measured on the model itself, the compared things interleaved batch by batch in one process.
 """
 
+import json
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ REPEATS = 3  # of each batch; the median counts
 REST = 0.005  # seconds
 OVERTHOUGHT = 10  # rows that are shown
 LEVELS = 100  # thresholds tried for a default rule
+LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
 
 
 class Record(NamedTuple):
@@ -246,6 +249,35 @@ def evaluate(
             for each, each_seconds in zip(rules, sweep_seconds)
         ]
     return answer
+
+
+def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
+    """Runs that nothing but their seeds tells apart, taken together: mean, least and most of what `compare` says.
+
+    configs: those of the runs, as runs.py writes them; exported folders know no seed and stand alone.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row, config in zip(rows, configs):
+        if "seed" in config:
+            same = {name: config[name] for name in ("method", "exits", "pool", "task")}
+            same |= {"training": config["training"] | {"seed": None}, "backbone": config["backbone"]["sha256"]}
+            groups.setdefault(json.dumps(same, sort_keys=True), []).append(row | {"seed": config["seed"]})
+    return [_together(group) for group in groups.values() if len({row["seed"] for row in group}) > 1]
+
+
+def _together(rows: list[dict]) -> dict:
+    def spread(figure: Callable[[dict], float]) -> dict:
+        found = [figure(row) for row in rows]
+        return {"mean": float(np.mean(found)), "least": min(found), "most": max(found)}
+
+    told = {"method": rows[0]["method"], "runs": [row["run"] for row in rows], "seeds": [row["seed"] for row in rows]}
+    for name in ("score", "full_score", "layers_saved", "speedup"):
+        told[name] = spread(itemgetter(name))
+    told["per_exit_score"] = [spread(lambda row, k=k: row["per_exit_score"][k]) for k in range(len(rows[0]["exits"]))]
+    for name in LOSSES:
+        if all(row.get(name) for row in rows):
+            told[name] = {key: spread(lambda row, key=key: row[name][key]) for key in ("layers_saved", "speedup")}
+    return told
 
 
 def overthinking(recorded: Record, task: Task, split: str) -> dict:

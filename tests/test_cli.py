@@ -206,6 +206,28 @@ def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, tas
         assert point["flops_ratio"] == min(other["flops_ratio"] for other in good)
 
 
+def test_compare_takes_runs_together_that_only_their_seeds_tell_apart(capsys, run_folder, task_folder, tmp_path):
+    model = load_run(run_folder).config["backbone"]["folder"]
+    trained = ("train", "joint", "--model", model, "--task", task_folder, *FAST)
+    answer(capsys, *trained, "--seed", 7, "--out", tmp_path / "seed")
+    answer(capsys, *trained, "--seed", 8, "--pool", "first", "--out", tmp_path / "pool")
+    runs = run_folder, tmp_path / "seed", tmp_path / "pool", run_folder
+    said = answer(capsys, "compare", *runs, "--task", task_folder, "--sweep")
+    rows = [said["rows"][place] for place in (0, 1, 3)]
+    (group,) = said["over_seeds"]
+    assert (group["method"], group["seeds"], group["runs"]) == ("joint", [0, 7, 0], [row["run"] for row in rows])
+    for found, said_alone in (
+        (group["full_score"], [row["full_score"] for row in rows]),
+        (group["per_exit_score"][0], [row["per_exit_score"][0] for row in rows]),
+        (group["one_point"]["speedup"], [row["one_point"]["speedup"] for row in rows]),
+    ):
+        assert found["mean"] == pytest.approx(sum(said_alone) / 3)
+        assert (found["least"], found["most"]) == (min(said_alone), max(said_alone))
+    assert main(["compare", *map(str, runs), "--task", str(task_folder)]) == 0
+    assert "joint       3  " in capsys.readouterr().out
+    assert answer(capsys, "compare", run_folder, run_folder, "--task", task_folder)["over_seeds"] == []
+
+
 def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     said = answer(capsys, "evaluate", run_folder, "--task", task_folder, "--hardness")
     trained, task = load_run(run_folder), load_task(task_folder)
