@@ -33,7 +33,7 @@ SEED = 0  # of hnswlib's levels
 LOTS = 10  # drawn for the random layers
 KS, SHARES, WITHOUT = (2, 4, 8, 12, 16, 20), (0.2, 0.5, 1.0), "w/o"  # Tables 3, 4 and 2
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
-MANIFEST = "manifest.json"
+MANIFEST, INDEX, ENTRIES, NEXT = "manifest.json", "index.hnsw", "entries.safetensors", ".next"
 
 Embed = Callable[[Inputs], np.ndarray]
 """(B, D) float32; with a method flops(inputs), what that costs a row, where the cost is to be counted (encoders.py)."""
@@ -132,10 +132,12 @@ class Datastore:
     encoder: who made the embeddings, a text that only the same encoder has; exits: in layers run, 0 the embeddings.
     Embeddings are scaled to length 1. On disk:
 
-    index.G.hnsw             the index, as hnswlib writes it, with the vectors
-    entries.G.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
-    manifest.json            format_version, generation G, encoder, dimension, exits, counts, index parameters, and
-                             the sha256 of both; it is renamed into place last, so a kill leaves the old or the new
+    index.hnsw             the index, as hnswlib writes it, with the vectors
+    entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
+    manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of both
+
+    Both are written as NAME.next; with the manifest, renamed into place, the new ones count, and take their names then.
+    So a kill leaves the old or the new: what a manifest's sha256 does not name is passed over.
     """
 
     def __init__(
@@ -263,13 +265,15 @@ class Datastore:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        generation = 1 + (read_manifest(folder)["generation"] if (folder / MANIFEST).exists() else 0)
-        index, entries = _file_names(generation)
-        self._save_index(folder / index)
-        self._save_entries(folder / entries)
+        if (folder / MANIFEST).exists():  # a kill may have left files that count under the names that are written now
+            for name, digest in read_manifest(folder)["files"].items():
+                path = folder / (name + NEXT)
+                if path.is_file() and file_sha256(path) == digest:
+                    os.replace(path, folder / name)
+        self._save_index(folder / (INDEX + NEXT))
+        self._save_entries(folder / (ENTRIES + NEXT))
         manifest = {
             "format_version": FORMAT_VERSION,
-            "generation": generation,
             "encoder": self.encoder,
             "dimension": self.dimension,
             "exits": list(self.exits),
@@ -282,12 +286,11 @@ class Datastore:
                 "ef": self.ef,
                 "random_seed": SEED,
             },
-            "files": {name: file_sha256(folder / name) for name in (index, entries)},
+            "files": {name: file_sha256(folder / (name + NEXT)) for name in (INDEX, ENTRIES)},
         }
         write_json(folder / MANIFEST, manifest | ({"built_from": built_from} if built_from else {}))
-        for path in (*folder.glob("index.*.hnsw"), *folder.glob("entries.*.safetensors")):
-            if path.name not in manifest["files"]:
-                path.unlink()
+        for name in manifest["files"]:
+            os.replace(folder / (name + NEXT), folder / name)
 
     def _save_index(self, path: Path) -> None:
         """hnswlib does not say when a disk is full: the size tells."""
@@ -315,15 +318,7 @@ class Datastore:
         folder = Path(folder)
         manifest = read_manifest(folder)
         _same(f"{folder}: encoder", encoder, manifest["encoder"], "give that encoder, or build the datastore again")
-        for name, digest in manifest["files"].items():
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder / name}: no such file; build the datastore again")
-            if file_sha256(folder / name) != digest:
-                raise ValueError(
-                    f"{folder / name}: damaged, or of another datastore: it does not have the checksum "
-                    f"in {MANIFEST}; build the datastore again"
-                )
-        index, entries = (folder / name for name in _file_names(manifest["generation"]))
+        index, entries = (_find(folder, name, manifest["files"][name]) for name in (INDEX, ENTRIES))
         store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=manifest["index"]["ef"])
         store._index = hnswlib.Index("l2", store.dimension)
         store._index.load_index(str(index))
@@ -351,8 +346,18 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
-def _file_names(generation: int) -> tuple[str, str]:
-    return f"index.{generation}.hnsw", f"entries.{generation}.safetensors"
+def _find(folder: Path, name: str, digest: str) -> Path:
+    """The file that a manifest means: by its name or, where a kill came between manifest and renaming, as written."""
+    there = [path for path in (folder / name, folder / (name + NEXT)) if path.is_file()]
+    if not there:
+        raise FileNotFoundError(f"{folder / name}: no such file; build the datastore again")
+    for path in there:
+        if file_sha256(path) == digest:
+            return path
+    raise ValueError(
+        f"{folder / name}: damaged, or of another datastore: it does not have the checksum in {MANIFEST}; "
+        f"build the datastore again"
+    )
 
 
 def _same(what: str, expected, found, advice: str) -> None:

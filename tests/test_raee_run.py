@@ -141,7 +141,7 @@ def test_a_run_without_its_datastore_is_told(tmp_path, own):
         load_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["index.1.hnsw", "entries.1.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", ["index.hnsw", "entries.safetensors", "manifest.json"])
 def test_a_changed_byte_in_the_datastore_is_told(tmp_path, own, name):
     shutil.copytree(own, tmp_path / "run")
     path = tmp_path / "run" / "datastore" / name

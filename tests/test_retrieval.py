@@ -397,12 +397,35 @@ def test_a_saved_datastore_is_read_back_deletions_and_unicode_too(tmp_path):
     assert equal(loaded, Datastore.load(tmp_path / "store", ENCODER))
 
 
-def test_only_the_last_generation_stays_on_disk(tmp_path):
-    for _ in range(3):
-        filled().save(tmp_path)
-    names = {"index.3.hnsw", "entries.3.safetensors", "manifest.json"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert read_manifest(tmp_path)["generation"] == 3
+def test_only_the_last_datastore_stays_on_disk(tmp_path):
+    for count in (50, 60, 40):
+        filled(count).save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"index.hnsw", "entries.safetensors", "manifest.json"}
+    assert len(Datastore.load(tmp_path, ENCODER)) == 40
+
+
+@pytest.mark.parametrize("renamed", [(), ("index.hnsw",), ("index.hnsw", "entries.safetensors")], ids=str)
+def test_a_datastore_that_was_killed_before_its_files_had_their_names_is_the_new_one(tmp_path, monkeypatch, renamed):
+    filled(60).save(tmp_path / "store")
+    filled(50).save(tmp_path / "new")
+    for name in ("index.hnsw", "entries.safetensors"):
+        (tmp_path / "new" / name).rename(tmp_path / "store" / (name if name in renamed else f"{name}.next"))
+    (tmp_path / "new" / "manifest.json").rename(tmp_path / "store" / "manifest.json")
+    assert equal(Datastore.load(tmp_path / "store", ENCODER), filled(50))
+
+    def killed(path, content):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retrieval, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            filled(40).save(tmp_path / "store")
+    assert equal(Datastore.load(tmp_path / "store", ENCODER), filled(50))
+    filled(40).save(tmp_path / "store")
+    assert (
+        equal(Datastore.load(tmp_path / "store", ENCODER), filled(40))
+        and len(list((tmp_path / "store").iterdir())) == 3
+    )
 
 
 def test_the_manifest_says_what_is_there(tmp_path):
@@ -418,11 +441,11 @@ def test_the_manifest_says_what_is_there(tmp_path):
 def test_equal_rows_are_equal_bytes(tmp_path):
     for name in ("a", "b"):
         filled(300).save(tmp_path / name)
-    for name in ("index.1.hnsw", "manifest.json"):
+    for name in ("index.hnsw", "manifest.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["index.1.hnsw", "entries.1.safetensors"])
+@pytest.mark.parametrize("name", ["index.hnsw", "entries.safetensors"])
 def test_a_changed_byte_anywhere_is_told(tmp_path, name):
     filled().save(tmp_path)
     content = (tmp_path / name).read_bytes()
@@ -446,7 +469,7 @@ def test_a_changed_manifest_is_told(tmp_path):
         Datastore.load(tmp_path, "another")
 
 
-@pytest.mark.parametrize("name", ["index.1.hnsw", "entries.1.safetensors"])
+@pytest.mark.parametrize("name", ["index.hnsw", "entries.safetensors"])
 def test_index_and_values_of_two_datastores_are_told(tmp_path, name):
     filled(60).save(tmp_path / "a")
     filled(50).save(tmp_path / "b")
@@ -489,7 +512,7 @@ def test_an_index_that_the_disk_has_no_room_for_is_told_and_the_old_datastore_st
 
     store = filled(50)
     monkeypatch.setattr(store, "_index", HalfWritten(store._index))
-    with pytest.raises(OSError, match=r"index.2.hnsw: could not be written whole; make room"):
+    with pytest.raises(OSError, match=r"index.hnsw.next: could not be written whole; make room"):
         store.save(tmp_path)
     assert equal(Datastore.load(tmp_path, ENCODER), filled(60))
 
