@@ -148,7 +148,7 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
         else:
             backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head="prompt" in manifest)
     if "prompt" in manifest:
-        model = PromptModel(backbone, open_tokenizer(folder, manifest), include_embeddings=manifest["exits"][0] == 0)
+        model = PromptModel(backbone, open_tokenizer(folder, manifest), tuple(manifest["exits"]))
         for name, of in _vocabulary_names(backbone).items():
             words = own.pop(f"label_words.{name}")
             if of not in own:  # not the embeddings, to which the head is tied

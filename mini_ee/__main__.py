@@ -109,7 +109,7 @@ def parser() -> Parser:
         "--model may be a decoder, as for calm: --task continue or copy, --text FILE, --texts N, --rank; "
         "--target hard: y is what the full model says",
     )
-    policy.add_argument("--reward", choices=REWARDS, help="Eq. 4 (hardness-guided, default) or Eq. 3 (vanilla)")
+    policy.add_argument("--reward", choices=REWARDS, help="Eq. 4 (hardness-guided), tokens' Eq. 3 (vanilla)")
     policy.add_argument("--estimator", choices=ESTIMATORS, help="of the gradient of Eq. 5; reinforce")
     policy.add_argument("--trajectories", type=_positive, help="sampled of a row in a step; 8")
     policy.add_argument("--epsilon", type=_share, help="share of actions that a fair coin takes while training; 0")
@@ -263,16 +263,16 @@ def _add_training(sub: Parser) -> None:
     sub.add_argument(
         "--exits",
         type=_integers,
-        help="layers to leave at, such as 2,4,6; by default every layer, for sweet and lora-exits four even ones",
+        help="layers to leave at, 2,4,6; all for joint, two-stage, raee and consistent, four even ones for others",
     )
-    sub.add_argument("--pool", choices=("first", "mean"), default="mean", help="what heads read; mean by default")
+    sub.add_argument("--pool", choices=("first", "mean"), help="what heads read; mean by default")
     sub.add_argument("--epochs", type=_positive, help="3 by default, for the built-in model and lora-exits 5")
     sub.add_argument("--lr", type=float, help="of the backbone; 5e-5, for the built-in one 2e-4, lora-exits 1e-3")
     sub.add_argument("--head-lr", type=float, help="learning rate of the heads; 5e-4, lora-exits 1e-3")
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default")
     sub.add_argument("--max-train", type=_positive, metavar="N", help="train on N rows at most, drawn with the seed")
-    sub.add_argument("--max-length", type=_positive, default=128, metavar="TOKENS", help="longer texts are cut; 128")
-    sub.add_argument("--max-loss", type=_share, default=0.01, help="the default rule may lose this much score; .01")
+    sub.add_argument("--max-length", type=_positive, metavar="TOKENS", help="longer texts are cut; 128")
+    sub.add_argument("--max-loss", type=_share, help="the default rule may lose this much score; .01")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
 
 

@@ -20,6 +20,7 @@ from mini_ee.decoder_commands import (
     calibrate_exits,
     export_writer,
     holds_writer,
+    refuse,
     refuse_text,
     train_exits,
     write_text,
@@ -160,8 +161,10 @@ def run_collect(args, say) -> dict:
     begin = time.perf_counter()
     where = {"layer": args.layer, "encoder": args.encoder, "max_train": args.max_train, "device": args.device}
     where = {name: value for name, value in where.items() if value is not None}
+    refuse(args, ("pool", "head_lr", "max_loss"), "is for methods that train heads, not for raee")
     if is_run:
         refuse_prompt(args, f"{model_folder} is a trained run, which has heads")
+        refuse(args, ("exits", "epochs", "lr", "max_length"), f"is that of {model_folder}, a trained run")
         check_task(load_run(model_folder), task, model_folder)
         trained = collect_run(args.out, model_folder, task, rule, **where, seed=args.seed)
     else:
@@ -171,10 +174,10 @@ def run_collect(args, say) -> dict:
             choose_prompt(args, task, model_folder),
             task,
             replace(rule, include_embeddings=args.include_embeddings),
+            exits=chosen_exits(args, model_folder),
             shots=args.shots or 0,
             config=few_shot_config(args),
-            max_length=args.max_length,
-            **where,
+            **where | ({"max_length": args.max_length} if args.max_length else {}),
         )
     metrics = read_json(args.out / "metrics.json")
     say(
@@ -200,9 +203,7 @@ def run_collect(args, say) -> dict:
 
 def refuse_prompt(args, instead: str) -> None:
     """Raise WrongArguments for an option of raee's prompts where nothing is read through one."""
-    for name in PROMPT_OPTIONS:
-        if getattr(args, name) not in (None, False):
-            raise WrongArguments(f"--{name.replace('_', '-')} is for raee on a checkpoint, read by a prompt; {instead}")
+    refuse(args, PROMPT_OPTIONS, f"is for raee on a checkpoint, read by a prompt; {instead}")
 
 
 def choose_prompt(args, task: Task, model_folder: Path) -> Prompt:
@@ -401,6 +402,7 @@ def run_compare(args, say) -> dict:
             **summary(result, recorded, task, labels),
             **{name: training[name] for name in ("alpha", "reward") if "reward" in training},
             "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
+            "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
             "per_exit_score": (scores := exit_scores(recorded, task, labels)),
             "full_score": scores[-1],
             "engine": segments.engine,
@@ -587,7 +589,8 @@ def run_calibrate(args, say) -> dict:
     if args.sets:
         say(broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
-    return {"method": trained.config["method"], "task": task.name, "run": str(args.run), **answer}
+    about = {"method": trained.config["method"], "task": task.name, "exits": list(trained.exits)}
+    return about | {"run": str(args.run)} | answer
 
 
 def run_export(args, say) -> dict:
@@ -724,15 +727,9 @@ def named_method(args) -> Method:
 def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
     """The settings of a training from the command line; wrong exits are found before anything is loaded."""
     check_device(args.device)
-    exits, layers = args.exits, read_config(model_folder / "config.json").num_hidden_layers
-    method = getattr(args, "method", "joint")
+    exits, method = chosen_exits(args, model_folder), getattr(args, "method", "joint")
     if exits is None and method not in EVERY_LAYER:
-        exits = even_exits(layers, 4)
-    if exits is not None:
-        try:
-            check_exits(exits, layers)
-        except ValueError as error:
-            raise WrongArguments(str(error)) from None
+        exits = even_exits(read_config(model_folder / "config.json").num_hidden_layers, 4)
     lr, head_lr, epochs = TrainConfig.lr, TrainConfig.head_lr, TrainConfig.epochs
     if args.model is None:
         lr, epochs = BUILT_IN_LR, BUILT_IN_EPOCHS
@@ -749,7 +746,18 @@ def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     names = ("pool", "max_train", "max_length", "max_loss", "device")
-    return config, {"exits": exits} | {name: getattr(args, name) for name in names}
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return config, {"exits": exits} | given
+
+
+def chosen_exits(args, model_folder: Path) -> tuple[int, ...] | None:
+    """The exits that the command line names, if it names some. Raises WrongArguments for those that no model has."""
+    if args.exits is None:
+        return None
+    try:
+        return check_exits(args.exits, read_config(model_folder / "config.json").num_hidden_layers)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
 
 
 def choose_rule(args, trained: Run | Runtime) -> Rule:

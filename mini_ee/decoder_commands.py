@@ -75,9 +75,8 @@ def unfinished_training(args) -> Path:
 def train_exits(args, say) -> dict:
     """Heads on a frozen decoder: trained, calibrated, and written as a run."""
     settings_of_others = {name for _, known in CONFIGURED.values() for name in known} - {"weight"}
-    for option in sorted({"head_lr", "max_train", *settings_of_others}):
-        if getattr(args, option) not in (None, False):
-            raise WrongArguments(f"--{option.replace('_', '-')} is not for self-supervised")
+    others = {"head_lr", "max_train", "pool", "max_loss", "max_length", *settings_of_others}
+    refuse(args, sorted(others), "is not for self-supervised")
     if args.task != TOY:
         raise WrongArguments("self-supervised takes no --task: the model writes its own text, or --text FILE gives it")
     if args.out.exists():
@@ -130,7 +129,8 @@ def train_exits(args, say) -> dict:
         "prompts": None if args.text else args.prompt or TRAINING_PROMPTS,
     }
     metrics = {"history": history, "calibration": answer}
-    save_heads(model, args.out, folder, rule=rule, training=settings | {"versions": versions()}, metrics=metrics)
+    about = {"seed": args.seed, "training": settings, "versions": versions()}
+    save_heads(model, args.out, folder, rule=rule, about=about, metrics=metrics)
     shutil.rmtree(state_folder, ignore_errors=True)
     say(f"Run: {args.out}")
     return {
@@ -170,11 +170,17 @@ def fig1(model: SelfSupervised, history: list[dict]) -> str:
 # ---- The text that a command asks for ----
 
 
+def refuse(args, options: Sequence[str], why: str) -> None:
+    """Raise WrongArguments for an option that is given where nothing asks for it: "--option" and why."""
+    for option in options:
+        if getattr(args, option, None) not in (None, False):
+            raise WrongArguments(f"--{option.replace('_', '-')} {why}")
+
+
 def refuse_text(args) -> None:
     """Raise WrongArguments where a classifier's command is given what only a decoder's heads take."""
-    for option in ("init", "target", "text", "prompt", "greedy", "texts", "new_tokens"):
-        if getattr(args, option, None):
-            raise WrongArguments(f"--{option.replace('_', '-')} is for self-supervised exits on a decoder")
+    options = "init", "target", "text", "prompt", "greedy", "texts", "new_tokens"
+    refuse(args, options, "is for self-supervised exits on a decoder")
 
 
 def training_texts(decoder: Decoder, tokenizer: Tokenizer, args) -> tuple[list[Text], list[Text]]:

@@ -1,4 +1,4 @@
-"""RAEE's prompt mode: every layer is an exit, read through the model's own head, as the probabilities of label words.
+"""RAEE's prompt mode: layers are exits through the model's own head, which says how likely label words are.
 
 Source: RAEE (see retrieval.py), Algorithm 3.1, lines 4 to 8; few_shot is LM-BFF's (Gao et al. 2021). An encoder is read
 at its mask through the masked-LM head, a decoder at the last token of the row through the final norm and the LM head;
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mini_ee.bert import Bert, padding_mask
 from mini_ee.decoder import Block, Decoder, token_positions
 from mini_ee.early_exit import Reading, Segments
+from mini_ee.exits import check_exits
 from mini_ee.fitting import Stage, task_loss
 from mini_ee.flops import backbone_layer_flops
 from mini_ee.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
@@ -27,13 +28,14 @@ from mini_ee.tasks import Split
 
 
 class PromptModel(nn.Module):
-    """A backbone whose every layer is an exit, through its own head; logits (B, C) are those of the label words.
+    """A backbone with exits through its own head; logits (B, C) are those of the label words.
 
-    include_embeddings: layer 0, the embedding output, is one too, for rules that plan.
+    exits: every layer by default. The first may be 0, the embedding output, for rules that plan.
     """
 
-    def __init__(self, backbone: Bert | Decoder, tokenizer: PromptTokenizer, include_embeddings: bool = False):
-        """Raises ValueError for an encoder without masked-LM head, and for a prompt of the other kind of model."""
+    def __init__(self, backbone: Bert | Decoder, tokenizer: PromptTokenizer, exits: tuple[int, ...] | None = None):
+        """Raises ValueError for an encoder without masked-LM head, for a prompt of the other kind of model, and for
+        exits that do not ascend to the last layer."""
         super().__init__()
         check_kind(tokenizer.prompt, DECODER if isinstance(backbone, Decoder) else ENCODER)
         if isinstance(backbone, Bert) and backbone.lm_head is None:
@@ -43,7 +45,9 @@ class PromptModel(nn.Module):
             )
         self.backbone = backbone
         self.mask_token_id = tokenizer.mask_token_id if tokenizer.prompt.kind == ENCODER else None
-        self.exits = tuple(range(0 if include_embeddings else 1, backbone.config.num_hidden_layers + 1))
+        layers = backbone.config.num_hidden_layers
+        self.exits = exits = exits or tuple(range(1, layers + 1))
+        check_exits(exits[1:] if exits[0] == 0 else exits, layers)
         self.num_labels, self.pool = len(tokenizer.label_tokens), "last" if self.mask_token_id is None else "mask"
         self.register_buffer("label_tokens", torch.tensor(tokenizer.label_tokens), persistent=False)
 

@@ -174,9 +174,10 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
             f"give a folder that `mini-ee train` wrote"
         )
     if "task" not in config:
+        measure = "evaluate" if config.get("method") == "self-supervised" else "compare"
         raise ValueError(
             f"{folder}: holds {config.get('method')} on a decoder, which gives no labels; it is for "
-            f"`mini-ee generate`, and `mini-ee compare` or `mini-ee evaluate`"
+            f"`mini-ee generate`, and measured by `mini-ee {measure}`"
         )
     try:
         return _read_run(folder, config, backbone_folder)
@@ -232,7 +233,7 @@ def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptM
     backend = Tokenizer.from_folder(folder).backend
     tokenizer = PromptTokenizer(backend, config["max_length"], Prompt.from_dict(config["prompt"]))
     backbone = _backbone_of(config["backbone"], folder, backbone_folder)
-    return PromptModel(backbone, tokenizer, include_embeddings=config["exits"][0] == 0), tokenizer
+    return PromptModel(backbone, tokenizer, tuple(config["exits"])), tokenizer
 
 
 def open_encoder(source: dict, backbone: Bert | Decoder) -> OwnStates | SentenceEncoder:

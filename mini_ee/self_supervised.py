@@ -328,12 +328,13 @@ def save_heads(
     backbone_folder: str | Path,
     *,
     rule: Rule = NeverExit(),
-    training: dict | None = None,
+    about: dict | None = None,
     metrics: dict | None = None,
 ) -> None:
     """Write the heads as a folder, whole or not at all: config.json, model.safetensors, metrics.json, tokenizer.json.
 
-    training: settings used; metrics: what was measured. The tokenizer is the backbone's, where its folder has one.
+    about: what else config.json is to say, such as `training`; metrics: what was measured. The tokenizer is the
+    backbone's, where its folder has one.
     Raises FileExistsError where the folder is there.
     """
     with atomic_folder(folder) as partial:
@@ -353,10 +354,9 @@ def save_heads(
             },
             "exits": list(model.exits),
             "rule": rule.to_dict(),
-            "training": training or {},
             "files": digests,
         }
-        write_json(partial / "config.json", config)
+        write_json(partial / "config.json", {"training": {}} | (about or {}) | config)
 
 
 def load_heads(folder: str | Path, backbone_folder: str | Path | None = None) -> LoadedHeads:

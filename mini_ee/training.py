@@ -175,6 +175,7 @@ def prompt_run(
     task: Task,
     rule: Retrieval,
     *,
+    exits: tuple[int, ...] | None = None,
     shots: int = 0,
     config: TrainConfig = TrainConfig(),
     max_length: int = 128,
@@ -183,7 +184,7 @@ def prompt_run(
     encoder: Path | None = None,
     device: str = "cpu",
 ) -> Run:
-    """RAEE's prompt mode: every layer of a checkpoint is an exit through the checkpoint's own head; then `collect_run`.
+    """RAEE's prompt mode: layers of a checkpoint, all by default, are exits through its own head; then `collect_run`.
 
     With shots the backbone is fine-tuned on so many rows of each class first, under `config`, its best epoch chosen on
     as many others. Layer 0 is an exit where the rule has include_embeddings. A killed one goes on where it was. Raises
@@ -196,7 +197,9 @@ def prompt_run(
     backbone = load_backbone(model_folder)
     limit = min(max_length, backbone.config.max_tokens)
     tokenizer = PromptTokenizer(Tokenizer.from_folder(model_folder).backend, limit, prompt)
-    model = PromptModel(backbone, tokenizer, rule.include_embeddings).to(device)
+    exits = exits or tuple(range(1, backbone.config.num_hidden_layers + 1))
+    exits = (0, *exits) if rule.include_embeddings else exits
+    model = PromptModel(backbone, tokenizer, exits).to(device)
     unfinished, history = training_folder(out), []
     train, held, _ = draw_shots(task.split("train"), task.num_labels, shots, config.seed)
     base, source = unfinished / "base", {"folder": str(Path(model_folder).resolve())}

@@ -19,7 +19,7 @@ from mini_ee import WrongArguments, calm, decoder_policies
 from mini_ee.calm import calibrate, learn_classifier
 from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS, backbone_sha256
 from mini_ee.decoder import Decoder
-from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder, unfinished_training
+from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder, refuse, unfinished_training
 from mini_ee.decoder_exits import DecoderRun, fine_tune, instances, load_decoder_run, save_decoder_run, sweep
 from mini_ee.decoder_policies import learn, said_by_model
 from mini_ee.exits import even_exits
@@ -57,9 +57,8 @@ def is_for_decoders(args) -> bool:
 
 def train_writer(args, say) -> dict:
     """Fine-tune a decoder with exits, then teach what decides; written as a run."""
-    for option in ("max_train", "init", "prompt", "greedy"):
-        if getattr(args, option):
-            raise WrongArguments(f"--{option.replace('_', '-')} is not for {args.method} on a decoder")
+    options = "max_train", "init", "prompt", "greedy", "pool", "max_loss", "max_length"
+    refuse(args, options, f"is not for {args.method} on a decoder")
     if args.target and (args.method, args.target) != ("consistent", "hard"):
         raise WrongArguments("--target: consistent on a decoder learns from the text, or with hard from what it says")
     if args.out.exists():

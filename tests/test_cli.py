@@ -278,7 +278,7 @@ def test_compare_draws_loss_and_accuracy_by_layer(capsys, run_folder, task_folde
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
     (row,) = said["rows"]
     evaluated = answer(capsys, "evaluate", run_folder, "--task", task_folder)
-    assert [line["accuracy"] for line in row["by_exit"]] == evaluated["per_exit_accuracy"]
+    assert [line["accuracy"] for line in row["by_exit"]] == evaluated["per_exit_accuracy"] == row["per_exit_accuracy"]
     assert [line["left"] for line in row["by_exit"]] == row["exit_counts"]
     right = sum(line["left"] * line["left_accuracy"] for line in row["by_exit"] if line["left"])
     assert right / sum(row["exit_counts"]) == pytest.approx(row["accuracy"])
@@ -289,6 +289,7 @@ def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, 
     said = answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8", "--measure", "entropy")
     keys = {"epsilon", "delta", "thresholds", "agreement", "end_to_end"}
     assert keys <= said.keys() and len(said["thresholds"]) == 2 and said["delta"] is None
+    assert said["exits"] == list(load_run(copy).exits)
     rule = load_run(copy).rule
     assert (rule.name, rule.measure) == ("threshold", "entropy")
     assert list(rule.threshold[:-1]) == [float(threshold) for threshold in said["thresholds"]]

@@ -131,7 +131,10 @@ def test_a_run_holds_heads_history_rule_and_tokenizer(trained, decoder_folder):
     assert files == {"config.json", "model.safetensors", "metrics.json", "tokenizer.json"}
     assert (trained / "tokenizer.json").read_bytes() == (decoder_folder / "tokenizer.json").read_bytes()
     model, rule, config = load_heads(trained)
-    assert model.exits == (1, 2, 3, 4) and config["training"]["init"] == "copy"
+    assert (
+        model.exits == (1, 2, 3, 4) and config["training"]["init"] == "copy"
+    assert {"seed", "versions"} <= config.keys()
+    )
     assert isinstance(rule, Threshold) and rule.measure == "breaking_ties" and len(rule.threshold) == 4
     history = read_json(trained / "metrics.json")["history"]
     assert [set(each) for each in history] == [{"step", "loss", "agreement", "entropy"}] * len(history)
@@ -245,6 +248,7 @@ def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, dec
         (("--task", "reviews2"), "takes no --task"),
         (("--head-lr", "1"), "--head-lr is not for self-supervised"),
         (("--rank", "4"), "--rank is not for self-supervised"),
+        (("--pool", "mean"), "--pool is not for self-supervised"),
         (("--epsilon", ".9"), "--epsilon is not for self-supervised"),
         (("--resume",), "no unfinished training here; start without --resume"),
         (("--device", "tpu"), "--device tpu: cannot be used here"),

@@ -426,7 +426,9 @@ def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tm
     other, picture = tmp_path / "$a_$", tmp_path / "picture.png"
     model = SelfSupervised(load_backbone(decoder_folder), (2, 3), "copy")
     history = [{"step": step, "loss": 1.0, "agreement": [0.5], "entropy": [3.0 - step]} for step in (0, 1)]
-    save_heads(model, other, decoder_folder, training={"init": "copy", "penalty": 0.5}, metrics={"history": history})
+    save_heads(
+        model, other, decoder_folder, about={"training": {"init": "copy", "penalty": 0.5}}, metrics={"history": history}
+    )
     assert main(["compare", str(run_folder), str(other), "--picture", str(picture), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["rows"]
     assert (first["agreement"], first["entropy"], first["init"]) == ([0.2, 0.4], [2.0, 1.0], None)

@@ -286,12 +286,12 @@ def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
 MASK, LABEL_TOKENS = 4, (31, 7, 12)
 
 
-def prompt_model(kind="bert", include_embeddings=False):
+def prompt_model(kind, exits):
     config = make_model(kind).backbone.config
     prompt = SimpleNamespace(
         prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=MASK, label_tokens=LABEL_TOKENS
     )
-    model = PromptModel(Bert(config), prompt, include_embeddings).eval()
+    model = PromptModel(Bert(config), prompt, exits).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -309,9 +309,9 @@ def prompt_inputs(kind="bert"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("include_embeddings", [False, True])
-def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, include_embeddings):
-    model, inputs = prompt_model(kind, include_embeddings), prompt_inputs(kind)
+@pytest.mark.parametrize("exits", [None, (0, 1, 2, 3, 4), (1, 4)], ids=str)
+def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, exits):
+    model, inputs = prompt_model(kind, exits), prompt_inputs(kind)
     manifest = write_segments(model, tmp_path)
     ours, whole = (engine(tmp_path, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
     found, *_ = read_every_exit(ours, inputs)
@@ -321,9 +321,9 @@ def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_pat
         for k, layer in enumerate(model.exits):
             expected = model.backbone.lm_logits(states[layer])[ids == MASK][:, LABEL_TOKENS]
             np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
-    assert model.exits[0] == int(not include_embeddings) and found.std(axis=0).min() > 0.1
+    assert model.exits == (exits or (1, 2, 3, 4)) and found.std(axis=0).min() > 0.1
     np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
-    plan = PLAN + 1
+    plan = ALL % len(model.exits)
     result = early_exit(ours, Planned(plan), inputs)  # rows are dropped on the way, and masks with them
     np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
 
@@ -337,18 +337,18 @@ def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(
 
     monkeypatch.setattr(OrtState, "keep", wrong)
     with pytest.raises(AssertionError):
-        test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, "bert", False)
+        test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, "bert", None)
 
 
 # Decoders that are read through a prompt: whole rows at their last token
 
 
 @pytest.mark.parametrize("kind", DECODER_KINDS)
-@pytest.mark.parametrize("include_embeddings", [False, True])
-def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, kind, include_embeddings):
+@pytest.mark.parametrize("first", [1, 0])
+def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, kind, first):
     backbone = load_backbone(GOLDEN / kind)
     prompt = SimpleNamespace(prompt=Prompt("{text} so", ("a", "b", "c")), label_tokens=LABEL_TOKENS)
-    model = PromptModel(backbone, prompt, include_embeddings).eval()
+    model = PromptModel(backbone, prompt, tuple(range(first, backbone.config.num_hidden_layers + 1))).eval()
     inputs = make_inputs(LENGTHS)
     ours, whole = (engine(tmp_path, write_segments(model, tmp_path), threads=1) for engine in (OrtSegments, WholeGraph))
     found, *_ = read_every_exit(ours, inputs)
@@ -382,7 +382,7 @@ def test_the_test_of_decoders_can_fail(tmp_path, monkeypatch, bug):
     exec(source.replace(*PROMPT_BUGS[bug]), vars(wrong))
     monkeypatch.setattr(segments, "prompt_graphs", wrong)
     with pytest.raises(AssertionError):
-        test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, "llama", False)
+        test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, "llama", 1)
 
 
 # LoRA exits and cascades: streams that start together or anew

@@ -188,7 +188,7 @@ def test_a_decoder_reads_the_last_real_token_with_padding_on_either_side():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_rows_that_leave_at_different_layers_say_what_they_say_alone(kind):
-    model, tokenizer = MODELS[kind](include_embeddings=True)
+    model, tokenizer = MODELS[kind](exits=(0, 1, 2, 3))
     encoded = tokenizer.encode(TEXTS)
     plan = (2, 0, 3, 1)
     together = early_exit(model.segments(), Planned(plan), encoded.batch(slice(None)))
@@ -199,7 +199,7 @@ def test_rows_that_leave_at_different_layers_say_what_they_say_alone(kind):
 
 def test_with_embeddings_layer_0_is_an_exit_that_costs_no_layer(pair):
     model, tokenizer = pair
-    more = PromptModel(model.backbone, tokenizer, include_embeddings=True)
+    more = PromptModel(model.backbone, tokenizer, (0, 1, 2, 3))
     assert more.exits == (0, *model.exits)
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
     first = early_exit(more.segments(), FixedExit(0), inputs)

@@ -403,6 +403,21 @@ def test_a_plan_is_known_before_the_model_runs(prompted, monkeypatch):
     assert [step for step in order if "head" in step] == [f"head {k}" for k in sorted(set(expected))]
 
 
+def test_the_exits_of_a_prompt_are_those_that_are_asked_for(capsys, tmp_path, checkpoint_folder, base, task_folder):
+    options = ("--task", task_folder, "--out", tmp_path / "run")
+    through = ("--model", checkpoint_folder, *options, *TERRIBLE)
+    assert answer(capsys, "train", "raee", *through, "--exits", "2,3", "--include-embeddings")["exits"] == [0, 2, 3]
+    assert load_run(tmp_path / "run").model.exits == (0, 2, 3)
+    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "torch", ())
+    shutil.rmtree(tmp_path / "run")
+    message = "exits must ascend from at least 1 and end at the last layer, 3, got 3,2"
+    assert message in refused(capsys, "train", "raee", *through, "--exits", "3,2")
+    for option, value in (("--exits", "3"), ("--lr", "1")):
+        message = f"{option} is that of {base}, a trained run"
+        assert message in refused(capsys, "train", "raee", "--model", base, *options, option, value)
+    assert "--pool is for methods that train heads" in refused(capsys, "train", "raee", *through, "--pool", "first")
+
+
 def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
     capsys, tmp_path, checkpoint_folder, task_folder
 ):

@@ -382,7 +382,14 @@ def test_nothing_to_resume_and_other_settings_are_errors(tmp_path, monkeypatch):
 def test_saved_heads_are_read_back_with_their_backbone_and_rule(kind, tmp_path):
     model = model_of(kind)
     rule = Threshold((0.5, math.inf, -math.inf), "breaking_ties")
-    save_heads(model, tmp_path / "heads", GOLDEN / kind, rule=rule, training={"penalty": 0.5}, metrics={"history": []})
+    save_heads(
+        model,
+        tmp_path / "heads",
+        GOLDEN / kind,
+        rule=rule,
+        about={"training": {"penalty": 0.5}},
+        metrics={"history": []},
+    )
     found = load_heads(tmp_path / "heads")
     assert found.rule == rule and found.model.exits == (1, 2, 3) and found.config["training"] == {"penalty": 0.5}
     ids = torch.tensor(PROMPTS[:1])
