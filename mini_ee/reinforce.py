@@ -17,8 +17,8 @@ Deviations, each from a point that the paper leaves open:
    trajectory would reach a deep layer.
 3. Where exits are fewer than layers, t and M count layers all the same.
 4. "Until convergence": rounds end when the reward of rows that were held out no longer rises, and the best is kept.
-5. The paper tunes BERT-base with batches of 16 and no warm-up. Here Eq. 1 has the settings that all methods share, and
-   a policy more steps at a higher rate: rows are few, and it is small.
+5. Rates and epochs, of which the paper says nothing: Eq. 1 has those that all methods share here; policies, which are
+   small and begin anew, learn faster and longer than what they read.
 """
 
 import math
