@@ -86,13 +86,14 @@ class OrtTokenSegments(CachedSegments):
         self._heads, self._policies = sessions.heads, sessions.policies
         device = "cpu" if sessions.heads[0].provider == CPU else "cuda"
         shape = num_rows, capacity + 1, manifest["cache_width"]
+        self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
         caches = {
-            f"{kind}_{layer}": ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32), device)
+            f"{kind}_{layer}": ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, self._dtype), device)
             for layer in range(self.exits[-1])
             for kind in ("keys", "values")
         }
         self._segments, self._fills = ([Cached(each, caches) for each in some] for some in sessions[:2])
-        self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), np.float32)
+        self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
 
     def array(self, numbers: list) -> np.ndarray:
         return np.array(numbers, np.int64)
@@ -108,7 +109,7 @@ class OrtTokenSegments(CachedSegments):
         return Block(self.array(rows), self.array(positions))
 
     def run(self, k: int, hidden: np.ndarray, block: Block) -> np.ndarray:
-        out = np.empty((*block.positions.shape, self._width), np.float32)
+        out = np.empty((*block.positions.shape, self._width), self._dtype)
         self._segments[k].run(hidden, block, out)
         return out
 

@@ -65,7 +65,7 @@ class Graph:
         if dtype == self.dtype:
             last.output[0] = name
         else:
-            self.nodes.append(helper.make_node("Cast", last.output, [name], to=_onnx_type(dtype)))
+            self.nodes.append(helper.make_node("Cast", last.output[:1], [name], to=_onnx_type(dtype)))
         self.outputs.append(_value(name, dtype, axes))
         return name
 

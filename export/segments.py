@@ -10,7 +10,7 @@ exported/encoder.onnx         and datastore/, where the rule retrieves (RAEE); e
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from mini_ee.rules import Rule
 from mini_ee.runs import Run, versions
 
 WEIGHTS = "model.safetensors"
-SMALL = ("heads.", "policies.", "certainty", "backbone.lm_head.", "label_words")  # maps that int8 leaves in float32
+HEADS = ("heads.", "policies.", "certainty", "backbone.lm_head.", "label_words")  # maps that int8 leaves in float32
 VERIFIED_TEXTS = 64
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
@@ -113,7 +113,7 @@ def write_segments(
     if encoder is not None:
         made["encoder"] = _encoder_graph(encoder, model, parameters)
     if precision == "int8":
-        made = {name: _quantized(graph) for name, graph in made.items()}
+        made = {name: quantized(graph, lambda node: node.startswith(HEADS)) for name, graph in made.items()}
     write_graphs(made, folder)
     return {
         "opset": graphs.OPSET,
@@ -138,8 +138,7 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
 
     Raises ValueError for an int8 folder: its weights are whole numbers that only ONNX Runtime knows to use.
     """
-    if manifest["precision"] == "int8":
-        raise ValueError(f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch")
+    check_torch_runs(folder, manifest)
     tensors = read_tensors(folder / WEIGHTS)
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
     with torch.device("meta"):
@@ -161,6 +160,12 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
     load_strict(model, own, {name: (name,) for name in model.state_dict()}, folder / WEIGHTS)
     model = model.to(device)
     return model.segments(manifest["schedule"]) if "lora" in manifest else model.segments()
+
+
+def check_torch_runs(folder: Path, manifest: dict) -> None:
+    """Raise ValueError for an int8 folder."""
+    if manifest["precision"] == "int8":
+        raise ValueError(f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch")
 
 
 def _vocabulary_names(backbone: Bert | Decoder) -> dict[str, str]:
@@ -255,19 +260,41 @@ def interface(graph: onnx.ModelProto) -> dict:
     return {"inputs": values(graph.graph.input), "outputs": values(graph.graph.output)}
 
 
-def _quantized(graph: onnx.ModelProto) -> onnx.ModelProto:
-    """ONNX Runtime's dynamic quantisation of the layers: int8 weights, activations measured as they come."""
+def quantized(graph: onnx.ModelProto, kept: Callable[[str], bool]) -> onnx.ModelProto:
+    """ONNX Runtime's dynamic quantisation: int8 weights, activations measured as they come.
+
+    kept: whether a linear map stays as it is, by the name of its node.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     names = [node.name for node in graph.graph.node]
-    small = [f"{name}_MatMul" for name in names if name.startswith(SMALL)]  # as it renames them
+    small = [f"{name}_MatMul" for name in names if kept(name)]  # as it renames them
     small += [name for name in names if name.startswith("adapters")]
     helper.set_model_props(graph, {"onnx.quant.pre_process": "onnxruntime.quant"})  # nothing to simplify: no warning
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.onnx"
         kind = {"weight_type": QuantType.QInt8, "per_channel": True}
         quantize_dynamic(graph, path, op_types_to_quantize=["MatMul"], nodes_to_exclude=small, **kind)
-        return onnx.load(path)
+        made = onnx.load(path)
+    _put_in_order(made.graph)
+    return made
+
+
+def _put_in_order(graph: onnx.GraphProto) -> None:
+    """Each node behind those whose outputs it takes: the quantiser does not see what the branches of an If take."""
+
+    def taken(node: onnx.NodeProto) -> set[str]:
+        branches = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+        return set(node.input).union(*(taken(inner) for branch in branches for inner in branch.node))
+
+    ordered, waiting = [], list(graph.node)
+    while waiting:
+        unmade = {name for node in waiting for name in node.output}
+        ready = [node for node in waiting if not taken(node) & unmade]
+        ordered += ready
+        waiting = [node for node in waiting if taken(node) & unmade]
+    del graph.node[:]
+    graph.node.extend(ordered)
 
 
 def write_graphs(made: dict[str, onnx.ModelProto], folder: Path) -> None:

@@ -18,6 +18,7 @@ from mini_ee.confidence import log_softmax, max_probability
 from mini_ee.decoder_commands import (
     broken_line,
     calibrate_exits,
+    export_precision,
     export_writer,
     holds_writer,
     refuse,
@@ -602,7 +603,7 @@ def run_export(args, say) -> dict:
         return export_writer(args, say)
     trained = open_trained(args.run, args)
     rule = choose_rule(args, trained)
-    precision = "float16" if args.fp16 else "int8" if args.int8 else "float32"
+    precision = export_precision(args)
     if args.task is None:
         texts = [(text,) * trained.config["task"]["texts"] for (text,) in toy_task().split("dev").texts]
     else:

@@ -454,19 +454,23 @@ def settled_length(text: str, stops: list[str]) -> int:
 # ---- export ----
 
 
+def export_precision(args) -> str:
+    """What --fp16 and --int8 ask for."""
+    return "float16" if args.fp16 else "int8" if args.int8 else "float32"
+
+
 def export_writer(args, say) -> dict:
     """ONNX segments of a decoder, verified on text that it writes."""
-    for option in ("task", "schedule", "fp16", "int8", "patience", "cut", "k", "tau", "fallback_top"):
-        if getattr(args, option) not in (None, False):
-            raise WrongArguments(f"--{option.replace('_', '-')} is for classifiers; {args.run} holds a decoder")
+    options = "task", "schedule", "patience", "cut", "k", "tau", "fallback_top"
+    refuse(args, options, f"is for classifiers; {args.run} holds a decoder")
     opened = open_writer(args.run, args)
     begin = time.perf_counter()
-    settings = {"method": opened.method, "seed": args.seed}
+    settings = {"method": opened.method, "seed": args.seed, "precision": export_precision(args)}
     manifest = export_decoder(opened.model, opened.tokenizer, decoder_rule(opened, args), args.out, **settings)
     verified = manifest["verified"]
     say(
-        f"{len(manifest['graphs'])} graphs, against torch on {verified['tokens']} tokens after each of "
-        f"{verified['prompts']} prompts: logits within {verified['max_logit_difference']:.2g}, "
+        f"{len(manifest['graphs'])} graphs in {manifest['precision']}, against torch on {verified['tokens']} tokens "
+        f"after each of {verified['prompts']} prompts: logits within {verified['max_logit_difference']:.2g}, "
         f"{verified['token_agreement']:.1%} of the tokens and {verified['exit_agreement']:.1%} of the exits equal."
     )
     say(f"Exported: {args.out}")

@@ -131,10 +131,8 @@ def test_a_run_holds_heads_history_rule_and_tokenizer(trained, decoder_folder):
     assert files == {"config.json", "model.safetensors", "metrics.json", "tokenizer.json"}
     assert (trained / "tokenizer.json").read_bytes() == (decoder_folder / "tokenizer.json").read_bytes()
     model, rule, config = load_heads(trained)
-    assert (
-        model.exits == (1, 2, 3, 4) and config["training"]["init"] == "copy"
+    assert model.exits == (1, 2, 3, 4) and config["training"]["init"] == "copy"
     assert {"seed", "versions"} <= config.keys()
-    )
     assert isinstance(rule, Threshold) and rule.measure == "breaking_ties" and len(rule.threshold) == 4
     history = read_json(trained / "metrics.json")["history"]
     assert [set(each) for each in history] == [{"step", "loss", "agreement", "entropy"}] * len(history)

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from mini_ee.__main__ import main
 from mini_ee.calm import CalmDecoder
-from mini_ee.checkpoint import load_backbone, read_tensors, save_backbone
+from mini_ee.checkpoint import BUILT_IN_DECODER, load_backbone, read_tensors, save_backbone
 from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.decoder_evaluation import WithoutExits, open_decoder_run
 from mini_ee.decoder_exits import save_decoder_run
@@ -43,6 +43,7 @@ PROMPTS = [[5, 9, 33, 2, 60, 7, 7, 21], [11, 3], [40, 41, 42, 2, 17], [1]]
 TEXTS = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
 REAL_TEXTS = ["Once upon a time", "The dog", "Tom had a red ball and"]
 B, NEW = len(PROMPTS), 12
+FORCED = [[token] * len(PROMPTS) for token in range(3, 3 + NEW)]
 MIXED = Threshold(0.24)
 """On the models and heads below, tokens leave at every exit."""
 ATOL = 2e-5  # float32 logits of size 8; measured max 6.7e-6, onnxruntime 1.31 and torch 2.13 on CPU
@@ -55,8 +56,8 @@ class Made(NamedTuple):
     tokenizer: Tokenizer
     rule: Rule
 
-    def export(self, folder, prompts=TEXTS):
-        return export_decoder(*self, folder, method="self-supervised", prompts=prompts)
+    def export(self, folder, prompts=TEXTS, precision="float32"):
+        return export_decoder(*self, folder, method="self-supervised", prompts=prompts, precision=precision)
 
 
 def words():
@@ -562,6 +563,41 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, kind, met
     assert {path.name for path in (tmp_path / "exported").glob("policy_*")} == {"policy_1.onnx", "policy_2.onnx"}
 
 
+# Smaller weights
+
+
+@each_kind
+def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
+    right = case_of(kind)
+    manifest = right.opened.export(tmp_path / "exported", precision="float16")
+    sessions = open_sessions(tmp_path / "exported", manifest, "propagate", threads=1)
+    for fill in FILLS:
+        found, expected = (
+            decoder_segments._drawn(OrtTokenSegments(*engine, fill, B, 40), PROMPTS, NEW, False, 0, FORCED)[0]
+            for engine in ((sessions, manifest), (right.sessions, right.manifest))
+        )
+        difference = max(abs(mine - theirs).max() for mine, theirs in zip(found, expected, strict=True))
+        assert 1e-5 < difference < 0.1
+    weights = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "exported", right.folder)]
+    assert weights[0] < 0.6 * weights[1]
+    through = torch_token_segments(tmp_path / "exported", manifest, "propagate")
+    assert len(gather(decode(through(B, 40), PROMPTS, NEW, MIXED), B)) == B
+
+
+def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
+    model = SelfSupervised(load_backbone(BUILT_IN_DECODER), (4, 8), "copy").eval()
+    made = Made(model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_segments, "VERIFIED_TOKENS", 16)
+        manifest = made.export(tmp_path / "exported", REAL_TEXTS, "int8")
+    verified = manifest["verified"]
+    assert verified["token_agreement"] > 0.5 and verified["exit_agreement"] > 0.5  # after one other token all may differ
+    assert 0.01 < verified["max_logit_difference"] < 2
+    assert all(row.tokens for row in DecoderRuntime(tmp_path / "exported", threads=1).run(REAL_TEXTS, NEW))
+    with pytest.raises(ValueError, match="holds int8 weights, which torch does not run"):
+        torch_token_segments(tmp_path / "exported", manifest, "propagate")
+
+
 def test_what_is_exported_already_is_told(case, tmp_path, capsys):
     again = ["export", str(case.folder), "--out", str(tmp_path / "again")]
     for argv in (again, ["generate", str(case.folder), "--prompt", "w1"]):
@@ -573,7 +609,7 @@ def test_what_is_exported_already_is_told(case, tmp_path, capsys):
     "options, message",
     [
         (["--rule", "policy"], "policy"),
-        (["--int8"], "--int8 is for classifiers"),
+        (["--tau", ".5"], "--tau is for classifiers"),
         (["--task", "SST-2"], "--task is for classifiers"),
         (["--rule", "fixed", "--layer", "4"], "1,2,3"),
     ],
