@@ -642,6 +642,9 @@ def run_bench(args, say) -> dict:
                 parts = ("layers", "head", "fill", "eager_fill")
                 costs = ", ".join(f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)
                 say(f"    a token: {costs}")
+            if "bytes" in row:
+                built, size = row["build_seconds"], row["bytes"] / 1e6
+                say(f"    {row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each")
     return {"bench": args.name, "rows": rows, "device": "cpu"}
 
 
