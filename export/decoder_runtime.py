@@ -188,6 +188,10 @@ class DecoderRuntime:
         """Token ids of a prompt. Raises ValueError where it is empty, or where the context has no room for both."""
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"expected a prompt, found {'no text' if isinstance(text, str) else repr(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"expected text in UTF-8, found {text[:40]!r}") from None
         ids = self.tokenizer.encode(text).ids
         self._check([ids], max_new_tokens)
         return ids

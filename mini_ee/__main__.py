@@ -22,6 +22,7 @@ INITS, TARGETS, FILLS = ("scratch", "copy"), ("soft", "hard"), ("propagate", "re
 REWARDS, ESTIMATORS = ("hardness-guided", "vanilla"), ("reinforce", "exact")
 DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")
+DIGITS = 10  # of a number
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
 BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
 
@@ -346,6 +347,8 @@ def _threads(text: str) -> int:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
+    if len(text) > DIGITS:
+        raise argparse.ArgumentTypeError(f"expected a number of at most {DIGITS} digits, found {text[:40]}")
     return int(text)
 
 

@@ -21,12 +21,11 @@ from mini_ee.decoder_commands import (
     export_precision,
     export_writer,
     holds_writer,
-    refuse,
     refuse_text,
     train_exits,
     write_text,
 )
-from mini_ee.decoder_evaluation import compare_heads, evaluate_decoder, holds_decoder
+from mini_ee.decoder_evaluation import compare_heads, evaluate_decoder, holds_decoder, is_given, refuse
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
@@ -68,6 +67,7 @@ BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and 
 LORA_LR, LORA_EPOCHS = 1e-3, 5
 FEW_SHOT_LR, FEW_SHOT_EPOCHS, FEW_SHOT_BATCH = 3e-4, 15, 8  # of the built-in models; LM-BFF's are larger, lr 1e-5
 PROMPT_OPTIONS = ("template", "words", "prompts", "shots", "include_embeddings")
+RETRIEVAL_OPTIONS = ("k", "tau", "fallback_top", "layer", "encoder")
 USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 CALIBRATION_BATCH = 32
 SWEEP_POINTS = 51  # LoRAExit, section 4
@@ -112,6 +112,7 @@ def run_train(args, say) -> dict:
     if args.method == "raee":
         return run_collect(args, say)
     refuse_prompt(args, f"{args.method} trains heads")
+    refuse(args, RETRIEVAL_OPTIONS, f"is for raee; {args.method} retrieves nothing")
     task, model_folder = open_task(args.task), open_model(args.model)
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
@@ -162,7 +163,8 @@ def run_collect(args, say) -> dict:
     begin = time.perf_counter()
     where = {"layer": args.layer, "encoder": args.encoder, "max_train": args.max_train, "device": args.device}
     where = {name: value for name, value in where.items() if value is not None}
-    refuse(args, ("pool", "head_lr", "max_loss"), "is for methods that train heads, not for raee")
+    of_heads = sorted({"pool", "head_lr", "max_loss", *(name for _, known in CONFIGURED.values() for name in known)})
+    refuse(args, of_heads, "is for methods that train heads, not for raee")
     if is_run:
         refuse_prompt(args, f"{model_folder} is a trained run, which has heads")
         refuse(args, ("exits", "epochs", "lr", "max_length"), f"is that of {model_folder}, a trained run")
@@ -564,6 +566,8 @@ def run_calibrate(args, say) -> dict:
     trained = load_run(args.run, args.model)
     if not trained.label_names:
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
+    if isinstance(trained.rule, Retrieval):
+        raise WrongArguments(f"{args.run}: leaves where its datastore says; calibrate the run that it was collected on")
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)
     _, held = holdout(task.split("train"), trained.config["seed"])
@@ -680,7 +684,10 @@ def open_trained(folder: Path, args) -> Run | Runtime:
 
 def adaptive_schedule(trained: Run, folder: Path, batch_size: int) -> list[list[int]]:
     """The schedule that is cheapest on this machine for rows that leave as those held out did."""
-    left = np.array(read_json(folder / "metrics.json")["hold_out"]["exit_counts"])
+    metrics = read_json(folder / "metrics.json")
+    if "hold_out" not in metrics:
+        raise WrongArguments(f"{folder}: does not know where held-out rows left, which --schedule adaptive asks for")
+    left = np.array(metrics["hold_out"]["exit_counts"])
     reach = left[::-1].cumsum()[::-1] / left.sum()
     return cheapest_schedule(measure_costs(trained.model, batch_size, USUAL_TOKENS), reach)
 
@@ -719,7 +726,7 @@ def open_model(folder: Path | None) -> Path:
 def named_method(args) -> Method:
     """The method of `train METHOD` with the settings that the command line gives it."""
     names = {name for _, known in CONFIGURED.values() for name in known}
-    given = {name: getattr(args, name) for name in names if getattr(args, name) not in (None, False)}
+    given = {name: getattr(args, name) for name in names if is_given(args, name)}
     if "targets" in given:
         given["targets"] = given["targets"].split(",")
     try:

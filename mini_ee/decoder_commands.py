@@ -20,7 +20,15 @@ from mini_ee import WrongArguments
 from mini_ee.calm import CalmDecoder
 from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS, backbone_sha256, load_backbone, read_config
 from mini_ee.decoder import Decoder
-from mini_ee.decoder_evaluation import Opened, WithoutExits, decoder_rule, encoder, holds_decoder, open_decoder_run
+from mini_ee.decoder_evaluation import (
+    Opened,
+    WithoutExits,
+    decoder_rule,
+    encoder,
+    holds_decoder,
+    open_decoder_run,
+    refuse,
+)
 from mini_ee.decoder_exits import load_decoder_run
 from mini_ee.decoder_policies import ConsistentDecoder
 from mini_ee.decoding import Step
@@ -168,13 +176,6 @@ def fig1(model: SelfSupervised, history: list[dict]) -> str:
 
 
 # ---- The text that a command asks for ----
-
-
-def refuse(args, options: Sequence[str], why: str) -> None:
-    """Raise WrongArguments for an option that is given where nothing asks for it: "--option" and why."""
-    for option in options:
-        if getattr(args, option, None) not in (None, False):
-            raise WrongArguments(f"--{option.replace('_', '-')} {why}")
 
 
 def refuse_text(args) -> None:

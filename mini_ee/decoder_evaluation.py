@@ -386,13 +386,13 @@ def open_decoder_run(folder: Path, backbone_folder: Path | None, device: str) ->
 def evaluate_decoder(args, say) -> dict:
     """`mini-ee evaluate` of a decoder's run: a benchmark under one rule, or with --sweep everything over epsilon."""
     foreign = ("split", "schedule", "overthinking", "hardness", "patience", "cut", "k", "tau", "fallback_top")
-    _refuse(args, foreign, f"is for classifiers; {args.run} holds a decoder")
+    refuse(args, foreign, f"is for classifiers; {args.run} holds a decoder")
     if not args.sweep and (args.text or args.picture or not args.task):
         given = "--text and --picture go" if args.task else "without --task a decoder's run goes"
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))
     opened = open_decoder_run(args.run, args.model, args.device)
     if args.sweep:
-        _refuse(args, ("rule", "threshold", "layer"), "is not for --sweep, which finds thresholds itself")
+        refuse(args, ("rule", "threshold", "layer"), "is not for --sweep, which finds thresholds itself")
         return {"method": opened.method, "run": str(args.run)} | _sweep(opened, args, say)
     rule = decoder_rule(opened, args)
     measure = rule.measure if isinstance(rule, Threshold) else "breaking_ties"
@@ -417,10 +417,17 @@ def evaluate_decoder(args, say) -> dict:
     return {"method": opened.method, "run": str(args.run)} | answer
 
 
-def _refuse(args, options: Sequence[str], reason: str) -> None:
+def is_given(args, option: str) -> bool:
+    """Whether the command line says something of an option; 0 is something."""
+    value = getattr(args, option, None)
+    return value is not None and value is not False
+
+
+def refuse(args, options: Sequence[str], why: str) -> None:
+    """Raise WrongArguments for an option that is given where nothing asks for it: "--option" and why."""
     for option in options:
-        if getattr(args, option) not in (None, False):
-            raise WrongArguments(f"--{option.replace('_', '-')} {reason}")
+        if is_given(args, option):
+            raise WrongArguments(f"--{option.replace('_', '-')} {why}")
 
 
 def _context(opened: Opened) -> int:
@@ -551,7 +558,7 @@ def _say_sweep(answer: dict, say) -> None:
 def compare_heads(args, say) -> dict:
     """`mini-ee compare` of runs on one decoder: Fig. 1, and the layers that each takes at one end-to-end agreement."""
     foreign = ("task", "split", "schedule", "sweep", "text", "max_rows", "top_k", "top_p")
-    _refuse(args, foreign, "is not for runs of self-supervised: leave it out")
+    refuse(args, foreign, "is not for runs of self-supervised: leave it out")
     runs = {str(folder): open_decoder_run(folder, args.model, args.device) for folder in args.runs}
     first = next(iter(runs.values()))
     for folder, opened in runs.items():

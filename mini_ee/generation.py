@@ -41,6 +41,8 @@ from mini_ee.early_exit import Reading
 from mini_ee.exits import check_exits
 from mini_ee.rules import NeverExit, Rule
 
+SMALLEST = 1e-6  # number that a logit may be divided by
+
 Head = Callable[[Tensor], Tensor]
 """An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""
 ExitPolicy = Callable[[Tensor], Tensor]
@@ -63,14 +65,16 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be at least 0 (greedy), got {self.temperature}")
+        if self.temperature != 0 and not SMALLEST <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {SMALLEST}, got {self.temperature}")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
             raise ValueError(f"top_k must be a whole number of at least 1, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        if self.top_p is not None and not SMALLEST <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from {SMALLEST} to 1, got {self.top_p}")
+        if not SMALLEST <= self.repetition_penalty <= 1 / SMALLEST:
+            raise ValueError(
+                f"repetition_penalty must be from {SMALLEST} to {1 / SMALLEST:.0f}, got {self.repetition_penalty}"
+            )
 
     def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """What is drawn from, at a temperature above 0. logits (B, V), seen (B, V) bool; returns (B, V) float32."""

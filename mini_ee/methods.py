@@ -67,6 +67,7 @@ def method_of(name: str, settings: dict) -> Method:
     foreign = [setting for setting in settings if setting not in known]
     if foreign:
         owners = [other for other, (_, theirs) in CONFIGURED.items() if set(foreign) <= set(theirs)]
+        foreign = ["lambda" if setting == "weight" else setting for setting in foreign]
         raise ValueError(
             f"{name} has no setting {', '.join(foreign)}: that is for {' or '.join(owners) or 'no method'}"
         )

@@ -318,6 +318,8 @@ class Datastore:
         folder = Path(folder)
         manifest = read_manifest(folder)
         _same(f"{folder}: encoder", encoder, manifest["encoder"], "give that encoder, or build the datastore again")
+        if set(manifest["files"]) != {INDEX, ENTRIES}:
+            raise ValueError(f"{folder}: an older mini_ee built it, which gave its files other names; build it again")
         index, entries = (_find(folder, name, manifest["files"][name]) for name in (INDEX, ENTRIES))
         store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=manifest["index"]["ef"])
         store._index = hnswlib.Index("l2", store.dimension)

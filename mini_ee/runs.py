@@ -261,4 +261,5 @@ def write_rule(folder: str | Path, rule: Rule) -> None:
 
 def training_folder(folder: Path) -> Path:
     """Where the state of a training that will become `folder` stands until it is finished."""
+    folder = folder.absolute()
     return folder.with_name(f"{folder.name}.training")

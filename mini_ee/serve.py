@@ -156,17 +156,17 @@ def _answers(served: _Served, lines: list[tuple[int, bytes]], batch_size: int) -
 def _row(line: bytes, expected: int) -> tuple[str, ...]:
     """The texts of one line, or ValueError."""
     try:
-        text = line.decode("utf-8").rstrip("\r\n")
+        text = line.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"expected UTF-8, found {error.reason} at byte {error.start}") from None
-    if not text.startswith("{"):
+    if not text.lstrip().startswith("{"):
         texts = tuple(text.split("\t")) if expected == 2 else (text,)
     else:
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"expected one JSON object, found {error}") from None
-        texts = tuple(fields[key] for key in ("text", "text_b") if key in fields)
+        texts = tuple(fields[key] for key in ("text", "text_b") if key in fields and "text" in fields)
     if len(texts) != expected:
         form = '{"text": ...}' if expected == 1 else 'two texts with a tab between, or {"text": ..., "text_b": ...}'
         raise ValueError(f"expected {form}, found {len(texts)} texts")
@@ -184,9 +184,14 @@ def _input(path: Path | None) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that takes its name when all is written."""
+    """Standard output, or a file that takes its name when all is written; a device or a pipe is written to at once."""
     if path is None:
         yield sys.stdout
+        return
+    path = path.resolve()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
         return
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -62,8 +62,8 @@ def train_run(
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
     state_folder = training_folder(out)
-    if (state_folder / STATE).exists() and not resume:
-        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
+    if not resume:
+        _refuse_state(state_folder)
     backbone = load_backbone(model_folder)
     backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
     tokenizer = Tokenizer.from_folder(model_folder, min(max_length, backbone.config.max_tokens))
@@ -125,6 +125,9 @@ def collect_run(
     """
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    unfinished = training_folder(out)
+    if base_folder.parent != unfinished:
+        _refuse_state(unfinished)
     base = load_run(base_folder)
     if not base.label_names:
         raise ValueError(f"{base_folder}: a regression run, of which no exit is right or wrong; give one with classes")
@@ -136,7 +139,6 @@ def collect_run(
     source = {"layer": layer, "encoder": None if encoder is None else str(encoder.resolve())}
     embed, begin = open_encoder(source, model.backbone), time.perf_counter()
     values = collect(base.segments(), encoded, rows.labels, batch_size, progress="collecting")
-    unfinished = training_folder(out)
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
     arguments = encoded, values, rows.labels, base.exits
@@ -193,6 +195,8 @@ def prompt_run(
     """
     if out.exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    if not shots:
+        _refuse_state(training_folder(out))
     check_prompt(prompt, task)
     backbone = load_backbone(model_folder)
     limit = min(max_length, backbone.config.max_tokens)
@@ -218,6 +222,12 @@ def prompt_run(
     return collect_run(
         out, base, task, rule, layer=layer, encoder=encoder, seed=config.seed, max_train=max_train, device=device
     )
+
+
+def _refuse_state(state_folder: Path) -> None:
+    """Raise FileExistsError where there is a training that could go on."""
+    if (state_folder / STATE).exists():
+        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
 
 
 def _sha256(*parts: Data) -> str:

@@ -19,7 +19,8 @@ from mini_ee import WrongArguments, calm, decoder_policies
 from mini_ee.calm import calibrate, learn_classifier
 from mini_ee.checkpoint import BUILT_IN_DECODER, DECODERS, backbone_sha256
 from mini_ee.decoder import Decoder
-from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder, refuse, unfinished_training
+from mini_ee.decoder_commands import WRITERS, holds_writer, open_decoder, unfinished_training
+from mini_ee.decoder_evaluation import refuse
 from mini_ee.decoder_exits import DecoderRun, fine_tune, instances, load_decoder_run, save_decoder_run, sweep
 from mini_ee.decoder_policies import learn, said_by_model
 from mini_ee.exits import even_exits

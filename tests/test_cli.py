@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from mini_ee import bench, checkpoint, files, methods
+from mini_ee import bench, checkpoint, commands, files, methods
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
@@ -87,6 +87,26 @@ def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, mon
         f"{size} build" for size in ("1k", "10k", "67k", "1m")
     ]
     assert sizes[-4:] == [1_000, 10_000, 11_000, 12_000]
+
+
+@pytest.mark.parametrize(
+    "argv, name",
+    [
+        (("consistent", "--alpha", "0"), "alpha"),
+        (("consistent", "--epsilon", "0"), "epsilon"),
+        (("lora-exits", "--lambda", "0"), "weight"),
+    ],
+)
+def test_a_setting_of_0_is_a_setting(argv, name):
+    args = parser().parse_args(["train", *argv, "--out", "run"])
+    assert commands.named_method(args).settings[name] == 0
+
+
+def test_options_of_other_methods_are_refused(capsys, tmp_path):
+    for option, value in (("--k", 3), ("--tau", 0), ("--encoder", tmp_path)):
+        line = refused(capsys, "train", "joint", "--out", tmp_path / "run", option, value)
+        assert f"{option} is for raee; joint retrieves nothing" in line
+    assert "joint has no setting alpha" in refused(capsys, "train", "joint", "--out", tmp_path / "run", "--alpha", 0)
 
 
 def test_every_command_has_help_with_an_example(capsys):
@@ -412,7 +432,8 @@ def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder
         (["--rule", "fixed", "--threshold", ".5"], "needs --layer"),
         (["--measure", "entropy"], "give --threshold too"),
         (["--threads", "100000"], "at most 1024"),
-        (["--seed", "9" * 30], "below 2**32"),
+        (["--seed", str(2**32)], "below 2**32"),
+        (["--batch-size", "9" * 30], "at most 10 digits"),
         (["--patience", "2", "--threshold", ".5"], "does not take"),
         (["--split", "validation"], "validation"),
         (["--task", "reviews"], "trained on words"),

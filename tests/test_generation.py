@@ -205,11 +205,12 @@ def test_the_penalty_counts_prompt_and_text():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"temperature": -1.0}, "temperature must be at least 0"),
-        ({"temperature": math.nan}, "temperature must be at least 0"),
+        ({"temperature": -1.0}, "temperature must be 0 \\(greedy\\) or at least 1e-06, got -1.0"),
+        ({"temperature": 1e-38}, "temperature must be 0 \\(greedy\\) or at least 1e-06"),
+        ({"temperature": math.nan}, "temperature must be 0"),
         ({"top_k": 0}, "top_k must be a whole number of at least 1, got 0"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"top_p": 0.0}, "top_p must be from 1e-06 to 1, got 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-06 to 1000000, got 0.0"),
     ],
 )
 def test_a_sampling_that_cannot_be_is_told(settings, message):

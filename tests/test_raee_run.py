@@ -418,6 +418,17 @@ def test_the_exits_of_a_prompt_are_those_that_are_asked_for(capsys, tmp_path, ch
     assert "--pool is for methods that train heads" in refused(capsys, "train", "raee", *through, "--pool", "first")
 
 
+def test_a_plan_is_not_calibrated_and_another_methods_training_stays(capsys, tmp_path, prompted, base, task_folder):
+    message = "leaves where its datastore says; calibrate the run that it was collected on"
+    assert message in refused(capsys, "calibrate", prompted, "--task", task_folder, "--epsilon", ".9")
+    state = tmp_path / "run.training" / "state.safetensors"
+    state.parent.mkdir()
+    state.write_bytes(b"another's")
+    for model in (("--model", base), TERRIBLE):
+        line = refused(capsys, "train", "raee", "--task", task_folder, "--out", tmp_path / "run", *model)
+        assert "run.training: an unfinished training is there" in line and state.read_bytes() == b"another's"
+
+
 def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
     capsys, tmp_path, checkpoint_folder, task_folder
 ):

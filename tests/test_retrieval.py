@@ -489,6 +489,15 @@ def test_another_encoders_datastore_is_told(tmp_path):
         Datastore.load(tmp_path, "another")
 
 
+def test_a_datastore_with_the_names_of_old_is_told(tmp_path):
+    filled().save(tmp_path)
+    manifest = read_manifest(tmp_path)
+    manifest["files"] = {"index.1.hnsw": "0", "entries.1.safetensors": "0"}
+    write_json(tmp_path / "manifest.json", manifest)
+    with pytest.raises(ValueError, match="an older mini_ee built it, which gave its files other names; build it again"):
+        Datastore.load(tmp_path, ENCODER)
+
+
 def test_a_newer_format_is_told(tmp_path):
     filled().save(tmp_path)
     write_json(tmp_path / "manifest.json", read_manifest(tmp_path) | {"format_version": 2})

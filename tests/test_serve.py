@@ -104,6 +104,7 @@ def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, l
         (b"caf\xe9\n", "UTF-8"),
         ('{"text": "the film"', "one JSON object"),
         ('{"texts": "the film"}', "found 0 texts"),
+        ('{"text_b": "the film"}', "found 0 texts"),
         ('{"text": "the film", "text_b": "the film"}', "found 2 texts"),
         ('{"text": 7}', "text"),
         ('{"text": null}', "text"),
@@ -111,7 +112,7 @@ def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, l
         ("   ", "empty"),
         ("{" * 100_000, "one JSON object"),
     ],
-    ids=["not UTF-8", "half", "other key", "two texts", "number", "null", "empty", "blank", "deep"],
+    ids=["not UTF-8", "half", "other key", "second alone", "two texts", "number", "null", "empty", "blank", "deep"],
 )
 def test_a_bad_line_is_told_with_its_number_and_stops_nothing(served, tmp_path, capsys, line, message):
     good = "the film was good"
@@ -121,6 +122,28 @@ def test_a_bad_line_is_told_with_its_number_and_stops_nothing(served, tmp_path, 
     assert found[0]["label"] == found[2]["label"]
     told = [text for text in capsys.readouterr().err.splitlines() if text.startswith("mini-ee run: line 2: ")]
     assert len(told) == 1 and message in told[0]
+
+
+def test_a_byte_order_mark_and_blanks_are_not_text(served, tmp_path):
+    found = answers(tmp_path, served[0], *(f'{each}{{"text": "the film was good"}}' for each in ("", "\ufeff", "  ")))
+    assert [{**each, "line": 0, "milliseconds": 0} for each in found] == [
+        {**found[0], "line": 0, "milliseconds": 0}
+    ] * 3
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(served, tmp_path):
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "target")
+    assert len(answers(tmp_path, served[0], "the film was good")) == 1
+    assert (tmp_path / "out.jsonl").is_symlink() and (tmp_path / "target").is_file()
+    (tmp_path / "out.jsonl").unlink()
+    os.mkfifo(tmp_path / "out.jsonl")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "out.jsonl").read_text()))
+    reader.start()
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / "out.jsonl", "--threads", 1
+    assert main(["run", *map(str, arguments)]) == 0
+    reader.join()
+    assert len(read[0].splitlines()) == 1 and (tmp_path / "out.jsonl").is_fifo()
 
 
 def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
