@@ -222,6 +222,7 @@ class System(NamedTuple):
     build: Callable[..., MultiExit] = MultiExit
 
 
+OF_CLASSES = ("deebert", "fastbert", "right-tool", "pcee-bert")  # whose rules ask how sure an exit is
 RECIPES = {"joint": joint, "two-stage": two_stage, "sweet": sweet}
 SYSTEMS = {
     "deebert": System(two_stage, partial(thresholds, measure="entropy")),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mini_ee import WrongArguments
+from mini_ee.baselines import OF_CLASSES
 from mini_ee.bench import BENCHES
 from mini_ee.calibration import calibrate_record, check_promise
 from mini_ee.checkpoint import BUILT_IN_MODEL, DECODERS, read_config
@@ -78,8 +79,11 @@ def run(args: argparse.Namespace) -> dict:
     """Run the command that `args.command` names; returns its JSON answer, with seed, threads and versions."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    if getattr(args, "picture", None) and not can_draw():
-        raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
+    if picture := getattr(args, "picture", None):
+        if not can_draw():
+            raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
+        if picture.is_dir() or not picture.absolute().parent.is_dir():
+            raise WrongArguments(f"--picture: expected a file in a folder that is there, found {picture}")
     say = (lambda text: print(text, file=sys.stderr)) if args.json else print
     answer = COMMANDS[args.command](args, say)
     return answer | {"seed": args.seed, "threads": torch.get_num_threads(), "versions": versions()}
@@ -114,6 +118,10 @@ def run_train(args, say) -> dict:
     refuse_prompt(args, f"{args.method} trains heads")
     refuse(args, RETRIEVAL_OPTIONS, f"is for raee; {args.method} retrieves nothing")
     task, model_folder = open_task(args.task), open_model(args.model)
+    if task.regression and args.method in OF_CLASSES:
+        raise WrongArguments(
+            f"{args.method} asks how sure an exit is, and {task.name} is a regression; train joint or pabee"
+        )
     config, options = training_options(args, model_folder)
     begin = time.perf_counter()
     method = named_method(args)
@@ -240,9 +248,9 @@ def run_evaluate(args, say) -> dict:
     if holds_decoder(args.run):
         check_device(args.device)
         return evaluate_decoder(args, say)
-    for option in ("max_rows", "text"):
-        if getattr(args, option):
-            raise WrongArguments(f"--{option.replace('_', '-')} is for a decoder's run; {args.run} holds none")
+    if holds_writer(args.run):
+        raise WrongArguments(f"{args.run}: a decoder's run of consistent or calm is measured by `mini-ee compare`")
+    refuse(args, ("max_rows", "text"), f"is for a decoder's run; {args.run} holds none")
     trained = open_trained(args.run, args)
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)

@@ -153,7 +153,8 @@ def texts_to_learn(writing: dict, decoder, tokenizer, count: int, seed: int) -> 
         found = found[: len(found) * 9 // 10]
     if len(found) < 2 * HELD_TEXTS:
         raise ValueError(
-            f"{writing['text']}: expected at least {2 * HELD_TEXTS} texts to learn from, found {len(found)}; give more"
+            f"{writing['text'] or '--texts'}: expected at least {2 * HELD_TEXTS} texts, half of them to hold out, "
+            f"found {len(found)}; give more"
         )
     order = np.random.default_rng(seed).permutation(len(found))
     shuffled = [found[row] for row in order]
@@ -165,6 +166,10 @@ def texts_to_test(writing: dict, decoder, tokenizer, count: int, seed: int) -> l
     if writing["text"] is None:
         return own_texts(writing, decoder, count, TESTED_SEED + seed)
     found = file_texts(writing, decoder, tokenizer)
+    if len(found) < 10:
+        raise ValueError(
+            f"{writing['text']}: expected at least 10 texts, the last tenth to test on, found {len(found)}"
+        )
     return found[len(found) * 9 // 10 :][:count]
 
 

@@ -109,6 +109,23 @@ def test_options_of_other_methods_are_refused(capsys, tmp_path):
     assert "joint has no setting alpha" in refused(capsys, "train", "joint", "--out", tmp_path / "run", "--alpha", 0)
 
 
+@pytest.mark.parametrize("method", ["deebert", "fastbert", "right-tool", "pcee-bert"])
+def test_confidence_is_not_asked_of_a_regression(capsys, tmp_path, method):
+    folder = tmp_path / "STS-B"
+    folder.mkdir()
+    lines = "sentence1\tsentence2\tscore\n" + "".join(f"a film\ta film {row}\t{row / 5:.1f}\n" for row in range(20))
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text(lines)
+    line = refused(capsys, "train", method, "--task", folder, "--out", tmp_path / "run")
+    assert f"{method} asks how sure an exit is, and STS-B is a regression; train joint or pabee" in line
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_work(capsys, run_folder, tmp_path):
+    for picture in (tmp_path, tmp_path / "nowhere" / "a.png"):
+        line = refused(capsys, "compare", run_folder, "--sweep", "--picture", picture)
+        assert "--picture: expected a file in a folder that is there" in line
+
+
 def test_every_command_has_help_with_an_example(capsys):
     names = ("demo", "train", "calibrate", "evaluate", "compare", "classify", "generate", "export", "run", "bench")
     for command in names:

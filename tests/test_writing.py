@@ -265,7 +265,7 @@ def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, t
     for argv, message in (
         ((runs / "calm", decoder_folder), "is no decoder's run of consistent or calm"),
         ((runs / "calm", "--task", "SST-2"), "--task is not for decoders' runs"),
-        ((runs / "calm", "--top-p", 2), "top_p must be above 0 and at most 1, got 2.0"),
+        ((runs / "calm", "--top-p", 2), "top_p must be from 1e-06 to 1, got 2.0"),
         ((runs / "calm", "--model", tmp_path), "config.json"),
     ):
         status, line = ask(capsys, "compare", *argv)
@@ -276,7 +276,7 @@ def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
     (tmp_path / "short.txt").write_text("Tom had a ball and it was red and very big indeed.")
     shared = ("--model", decoder_folder, "--text", tmp_path / "short.txt", "--out", tmp_path / "run")
     status, line = ask(capsys, "train", "calm", *shared)
-    assert status == 1 and "expected at least 24 texts to learn from, found 0; give more" in line
+    assert status == 1 and "expected at least 24 texts, half of them to hold out, found 0; give more" in line
 
 
 # ---- Real data ----
