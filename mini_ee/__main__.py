@@ -22,7 +22,7 @@ INITS, TARGETS, FILLS = ("scratch", "copy"), ("soft", "hard"), ("propagate", "re
 REWARDS, ESTIMATORS = ("hardness-guided", "vanilla"), ("reinforce", "exact")
 DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")
-DIGITS = 10  # of a number
+DIGITS = 10  # of a whole number, at most
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
 BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
 
@@ -110,7 +110,7 @@ def parser() -> Parser:
         "--model may be a decoder, as for calm: --task continue or copy, --text FILE, --texts N, --rank; "
         "--target hard: y is what the full model says",
     )
-    policy.add_argument("--reward", choices=REWARDS, help="Eq. 4 (hardness-guided), tokens' Eq. 3 (vanilla)")
+    policy.add_argument("--reward", choices=REWARDS, help="Eq. 4, hardness-guided, or Eq. 3, vanilla, as for tokens")
     policy.add_argument("--estimator", choices=ESTIMATORS, help="of the gradient of Eq. 5; reinforce")
     policy.add_argument("--trajectories", type=_positive, help="sampled of a row in a step; 8")
     policy.add_argument("--epsilon", type=_share, help="share of actions that a fair coin takes while training; 0")
