@@ -43,6 +43,7 @@ from mini_ee.early_exit import Reading, Segments
 from mini_ee.exits import POOLS, ExitHead, MultiExit, check_exits
 from mini_ee.files import write_bytes
 from mini_ee.flops import backbone_layer_flops, head_flops
+from mini_ee.sgmv import expand_, shrink
 
 TARGETS = {  # projection -> the linear map of bert.Layer that holds it, and which of its parts
     "query": ("qkv", 0),
@@ -172,7 +173,7 @@ class LoRAExits(nn.Module):
 def low_rank(stacked: dict[str, tuple[Tensor, Tensor]], scale: float) -> Adapt:
     """The second term of Eq. 6 in one layer: target -> A (n, I, r), B (n, r, O) of n streams.
 
-    Streams carry the same tokens, so that SGMV is one batched product. Projections of one linear map shrink together.
+    Streams carry the same tokens: the segments of SGMV are equal. Projections of one linear map shrink together.
     """
     maps: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     for target, (A, B) in stacked.items():
@@ -184,11 +185,11 @@ def low_rank(stacked: dict[str, tuple[Tensor, Tensor]], scale: float) -> Adapt:
         if name not in maps:
             return y
         n, rank = len(shrinks[name]), maps[name][0][1].shape[2]
-        shrunk = torch.bmm(x.reshape(n, -1, x.shape[-1]), shrinks[name])  # (n, B T, r x projections)
+        shrunk = shrink(x.reshape(n, -1, x.shape[-1]), shrinks[name])  # (n, B T, r x projections)
         out = y.view(n, -1, y.shape[-1])
         for number, (part, _, B) in enumerate(maps[name]):
             columns = slice(part * B.shape[2], (part + 1) * B.shape[2])
-            out[..., columns].baddbmm_(shrunk[..., number * rank : (number + 1) * rank], B, alpha=scale)
+            expand_(out[..., columns], shrunk[..., number * rank : (number + 1) * rank], B, scale)
         return y
 
     return adapt

@@ -7,8 +7,9 @@ multiplication). Rows are sorted into segments, segment i computes with adapter 
 
     x (N, I)   A (n, I, r)   B (n, r, O)   starts (n + 1), s_0 = 0 .. s_n = N   y (N, O)
 
-Three ways, equal up to rounding: `sgmv_loop` is the definition, `sgmv` picks one batched product where segments are
-equal (LoRA streams carry the same tokens, so theirs are) and otherwise pads them, or goes one by one, by device.
+Ways that are equal up to rounding: `sgmv_loop` is the definition. `sgmv` takes two batched products where segments are
+equal, as those of LoRA streams are, which carry the same tokens: `shrink` and `expand_`. Where they are not, it goes
+one by one on a processor, which is bound by arithmetic, and through sgmv_triton.py's kernel on a GPU, by launches.
 """
 
 from collections.abc import Sequence
@@ -30,23 +31,24 @@ def sgmv_loop(x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) -> Tensor:
 def sgmv(x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) -> Tensor:
     """The same, fast: (N, O). Gradients flow to x, A and B. Raises ValueError where shapes or segments do not fit."""
     _check(x, A, B, starts)
-    lengths = [stop - start for start, stop in zip(starts, starts[1:])]
-    if len(set(lengths)) == 1:
-        return _batched(x.view(len(A), lengths[0], x.shape[1]), A, B).flatten(0, 1)
-    if x.device.type == "cpu":  # bound by arithmetic: padding would be computed for nothing
+    lengths = {stop - start for start, stop in zip(starts, starts[1:])}
+    if len(lengths) == 1:
+        return torch.bmm(shrink(x.view(len(A), *lengths, x.shape[1]), A), B).flatten(0, 1)
+    if not x.is_cuda:
         return sgmv_loop(x, A, B, starts)
-    return _padded(x, A, B, lengths)
+    from mini_ee.sgmv_triton import segmented_product  # triton comes with torch's build for CUDA, and with no other
+
+    return segmented_product(segmented_product(x, A, starts), B, starts)
 
 
-def _batched(x: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Equal segments: x (n, T, I) -> (n, T, O), two products for all of them."""
-    return torch.bmm(torch.bmm(x, A), B)
+def shrink(x: Tensor, A: Tensor) -> Tensor:
+    """Equal segments, x (n, T, I), to the rank: (n, T, r)."""
+    return torch.bmm(x, A)
 
 
-def _padded(x: Tensor, A: Tensor, B: Tensor, lengths: list[int]) -> Tensor:
-    """Segments filled up to the longest: few launches, where launches are what costs."""
-    padded = torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True)
-    return torch.cat([rows[:length] for rows, length in zip(_batched(padded, A, B), lengths)])
+def expand_(y: Tensor, shrunk: Tensor, B: Tensor, scale: float) -> Tensor:
+    """Add `scale` times what comes back from the rank, shrunk (n, T, r) B, to y (n, T, O), in place."""
+    return y.baddbmm_(shrunk, B, alpha=scale)
 
 
 def by_adapter(adapter: Tensor, count: int) -> tuple[Tensor, list[int]]:

@@ -23,6 +23,7 @@ FLOORS = (
         "retrieval",
         "self_supervised",
         "sgmv",
+        "sgmv_triton",
         "segd",
         "decoder_exits",
         "decoder_policies",
