@@ -276,6 +276,12 @@ class Runtime:
         self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
         self.rule.check(len(self.exits))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the graphs and the weights that they share, as they are on disk."""
+        files = [self.folder / name for name in self.config["files"] if name.endswith((".onnx", ".safetensors"))]
+        return sum(path.stat().st_size for path in files if path.parent == self.folder)
+
     def segments(self) -> Segments:
         """What early_exit drives."""
         return self._segments

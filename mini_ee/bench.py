@@ -5,7 +5,7 @@ exit-tax    a run forced out at layer e, every head on the way read and judged, 
             without heads
 batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
 onnx        exported segments over the whole graph, over torch, and int8 over float32
-sgmv        LoRA streams side by side over one pass a stream, and over the bare backbone
+sgmv        LoRA streams side by side over one pass a stream, over the bare backbone, and over independent models
 decode      our cached greedy decoding over that of transformers; tokens forced out at layer e over the sum of the
             parts; lossless over full decoding; all in seconds a token
 retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
@@ -35,6 +35,7 @@ from mini_ee.export.runtime import OrtSegments, WholeGraph
 from mini_ee.export.segments import write_segments
 from mini_ee.generation import FILLS, Generated, gather, generate, generate_lossless
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.multi_model import MultiModel
 from mini_ee.retrieval import Datastore, Retrieval, exact_search
 from mini_ee.rules import FixedExit, NeverExit, Planned, Rule, Threshold
 from mini_ee.sgmv import sgmv
@@ -271,8 +272,9 @@ def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
 
 def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
     """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass: streams side by side over one pass a
-    stream, and over the same rows without adapters; the operator over gather and product; the adaptive schedule over
-    the better of the other two.
+    stream, over the same rows without adapters, and over as many independent models, with the bytes of both (Table 2);
+    the operator over gather and product; the adaptive schedule over the better of the other two.
+    `memory`: the bytes of adapters and heads over those of the backbone (Table 10), beside times as in `multi-model`.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -287,11 +289,24 @@ def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
         own, loop, floor = medians([side_by_side, one_by_one, bare], f"sgmv {case}")
         yield _row(f"{case} loop", own, loop, bar=bar or 1.0)
         yield _row(f"{case} backbone", own, floor, bar=1.08)
+    yield from _memory(lora, seed)
     for rank in (1, 8, 64, 128):
         for layout, lengths in (("equal", [128] * 4), ("ragged", [16, 200, 40, 256]), ("short", [1] * 4)):
             yield _operator(f"operator r{rank} {layout} gather", rank, lengths, seed)
     for batch, tokens in ((1, 16), (1, 128)):
         yield from _adaptive(f"bert-base b{batch} t{tokens}", lora, _inputs(BERT_BASE, batch, tokens, seed))
+
+
+def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
+    models = MultiModel(lora.backbone, lora.exits, num_labels=2, pool="first").eval()
+    inputs = _inputs(BERT_BASE, 1, 16, seed)
+    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (lora.segments(parallel(4)), models.segments())]
+    own, other = medians(runs, "sgmv multi-model")
+    held, theirs, bare = (sum(p.nbytes for p in each.parameters()) for each in (lora, models, lora.backbone))
+    sizes = {"bytes": held, "against_bytes": theirs}
+    yield _row("bert-base b1 t16 multi-model", own, other, bar=1.0) | sizes
+    share = (held - bare) / bare
+    yield _row("bert-base memory", own, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
 
 
 @torch.inference_mode()

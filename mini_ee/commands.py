@@ -416,6 +416,7 @@ def run_compare(args, say) -> dict:
             "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
             "per_exit_score": (scores := exit_scores(recorded, task, labels)),
             "full_score": scores[-1],
+            "megabytes": one.weight_bytes / 1e6,
             "engine": segments.engine,
             "exits": list(one.exits),
             "rule": one.rule.to_dict(),
@@ -447,6 +448,7 @@ def run_compare(args, say) -> dict:
         "layers_saved": "saved:.1%",
         "seconds": "seconds:.3f",
         "speedup": "speed-up:.2f",
+        "megabytes": "MB:.1f",
     }
     say(table(rows, columns))
     answer = {"task": task.name, "split": split, "rows": rows, "batch_size": args.batch_size}

@@ -69,6 +69,11 @@ class Run(NamedTuple):
         """Empty for regression."""
         return self.config["task"]["label_names"]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all that the model holds in memory: backbone, adapters, heads. LoRAExit, Tables 2 and 10."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
 
 def encode(tokenizer: Tokenizer, texts, config: BertConfig | DecoderConfig) -> Encoded:
     """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""

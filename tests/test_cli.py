@@ -227,6 +227,8 @@ def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
     assert len(said["rows"]) == 2 and said["split"] == "dev"
     assert {"method", "accuracy", "mean_layers", "layers_saved", "seconds", "speedup"} <= said["rows"][0].keys()
     assert said["rows"][0]["accuracy"] == said["rows"][1]["accuracy"]
+    on_disk = [value for path in run_folder.rglob("*.safetensors") for value in checkpoint.read_tensors(path).values()]
+    assert said["rows"][0]["megabytes"] == pytest.approx(sum(value.nbytes for value in on_disk) / 1e6)
 
 
 def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, task_folder, tmp_path):
