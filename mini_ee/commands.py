@@ -138,6 +138,7 @@ def run_train(args, say) -> dict:
         f"Trained on {metrics['rows']} rows, "
         f"{metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens."
     )
+    say(_stages_table(metrics["epochs"]))
     say(
         f"On {metrics['rows_held']} rows held out: score {held['score']:.3f}, "
         f"{held['layers_saved']:.0%} of the layers saved."
@@ -155,6 +156,25 @@ def run_train(args, say) -> dict:
         "seconds": time.perf_counter() - begin,
         "rows_truncated": metrics["rows_truncated"],
     }
+
+
+def _stages_table(epochs: list[dict]) -> str:
+    """What each stage of a training took, and came to."""
+    stages: dict[str, list[dict]] = {}
+    for epoch in epochs:
+        stages.setdefault(epoch["stage"], []).append(epoch)
+    rows = [
+        {
+            "stage": name,
+            "epochs": len(some),
+            "loss": some[-1]["loss"],
+            "score": max(epoch["score"] for epoch in some),
+            "seconds": sum(epoch["seconds"] for epoch in some),
+        }
+        for name, some in stages.items()
+    ]
+    headings = {"loss": "last loss:.3f", "score": "best, held out:.3f", "seconds": "seconds:.1f"}
+    return table(rows, {"stage": "stage", "epochs": "epochs"} | headings)
 
 
 def run_collect(args, say) -> dict:

@@ -127,7 +127,8 @@ def fit(
     resume: bool = False,
 ) -> list[dict]:
     """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores, score,
-    and where there are classes `wrong`, the held-out rows that the last exit gets wrong then.
+    seconds (a stage's first epoch with its teacher's), and where there are classes `wrong`, the held-out rows that the
+    last exit gets wrong then.
 
     model: its forward is what the stages' losses call, its segments() are what is scored. The training state stands
     in `state_folder` until the caller removes it. With `resume` the training found there goes on, and ends with the
@@ -147,12 +148,13 @@ def fit(
         "best": None,
         "round_best": None,
         "losses": [],
+        "seconds": 0.0,  # of the epoch under way
         "history": [],
     }
     saved = {}
     if resume:
         saved = _read_state(path)
-        progress = _progress(saved, settings, state_folder)
+        progress |= _progress(saved, settings, state_folder)
     else:
         state_folder.mkdir(parents=True, exist_ok=True)
 
@@ -183,7 +185,7 @@ def _converged(now: int, before: int, progress) -> bool:
 def _run_stage(model, stage, number, task, train, held, config, path, progress, saved, bar) -> None:
     """One stage, from progress["step"] on; leaves the model at its best epoch, or where a round's best still stands."""
     steps_per_epoch, total = stage.steps(config, len(train.labels))
-    config = stage.config(config)
+    config, begin = stage.config(config), time.perf_counter() - progress["seconds"]
     optimizer = _optimizer(model, stage, config)
     best = {}
     if saved:
@@ -207,6 +209,7 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
             recent = np.mean(progress["losses"][-50:])
             bar.set_postfix(stage=stage.name, loss=f"{recent:.3f}", held_out=progress["best"], refresh=False)
             if time.monotonic() - last_save > SAVE_SECONDS and progress["step"] < (epoch + 1) * steps_per_epoch:
+                progress["seconds"] = time.perf_counter() - begin
                 _write_state(path, model, optimizer, best, progress)
                 last_save = time.monotonic()
         recorded = record(model.segments(), held.encoded, config.batch_size)
@@ -218,11 +221,13 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
             "loss": float(np.mean(progress["losses"])),
             "exit_scores": scores,
             "score": score,
+            "seconds": time.perf_counter() - begin,
         }
         if not task.regression:
             history["wrong"] = np.flatnonzero(recorded.logits[:, -1].argmax(axis=1) != held.labels).tolist()
         progress["history"].append(history)
-        progress["losses"] = []
+        progress |= {"losses": [], "seconds": 0.0}
+        begin = time.perf_counter()
         if progress["best"] is None or score > progress["best"]:
             progress["best"] = score
             best = _learned(model, stage)

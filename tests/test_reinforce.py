@@ -511,7 +511,7 @@ def train_model(checkpoint, words, folder, how=HOW, config=FAST, resume=False, s
         torch.manual_seed(seed)
         model = ConsistentExits(load_backbone(checkpoint), (1, 2, 3), 2)
         history = fit(model, stages or recipe(model, how), *words, config, {}, folder, resume)
-    return model, history
+    return model, [{key: epoch[key] for key in epoch.keys() - {"seconds"}} for epoch in history]
 
 
 def same(a, b):

@@ -111,21 +111,24 @@ def test_training_leaves_the_callers_random_state_alone(tmp_path, checkpoint_fol
 def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights(
     tmp_path, checkpoint_folder, task_folder, method, stop_after, monkeypatch
 ):
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
-    train(tmp_path / "whole", checkpoint_folder, task_folder, method)
-    steps, step = 0, torch.optim.AdamW.step
+    """The clock counts steps, so that the seconds of an epoch are those before the stop and those after it."""
+    steps, most, step = 0, float("inf"), torch.optim.AdamW.step
 
-    def stopping(self, *args, **kwargs):
+    def counted(self, *args, **kwargs):
         nonlocal steps
-        steps += 1
-        if steps > stop_after:
+        if steps == most:
             raise KeyboardInterrupt
+        steps += 1
         return step(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train(tmp_path / "run", checkpoint_folder, task_folder, method)
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(fitting.time, "perf_counter", lambda: float(steps))
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    train(tmp_path / "whole", checkpoint_folder, task_folder, method)
+    most = steps + stop_after
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", checkpoint_folder, task_folder, method)
+    most = float("inf")
     assert not (tmp_path / "run").exists()
     if stop_after:
         train(tmp_path / "run", checkpoint_folder, task_folder, method, resume=True)
@@ -288,6 +291,7 @@ def test_metrics_tell_every_epoch_and_exit(tmp_path, checkpoint_folder, task_fol
     assert all(len(epoch["exit_scores"]) == 2 for epoch in metrics["epochs"])
     for epoch in metrics["epochs"]:
         assert 1 - len(epoch["wrong"]) / metrics["rows_held"] == pytest.approx(epoch["exit_scores"][-1])
+        assert epoch["seconds"] > 0
 
 
 def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder):
