@@ -129,6 +129,7 @@ def run_train(args, say) -> dict:
         "resume": args.resume,
         "build": method.build,
         "candidates": method.candidates,
+        "rule": method.rule,
         "method_settings": method.settings,
     }
     trained = train_run(args.out, args.method, method.recipe, model_folder, task, config, **options)

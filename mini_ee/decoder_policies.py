@@ -15,6 +15,7 @@ Deviations, each from a point that the paper leaves open:
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,8 +70,8 @@ def learn(
 ) -> list[dict]:
     """Rounds of policy steps (Eq. 5) and task steps (Eq. 6), in place; one record a step: step, reward, mean_layers.
 
-    Rounds end when the reward on `held` no longer rises; the best is kept. Of config count seed, weight decay and clip.
-    Uses torch's global random state. Raises ValueError where a loss becomes no number.
+    Rounds end when the reward on `held`, that of Eq. 3, no longer rises; the best is kept. Of config count seed,
+    weight decay and clip. Uses torch's global random state. Raises ValueError where a loss becomes no number.
     """
     history, best, kept = [], -math.inf, None
     torch.manual_seed(config.seed)
@@ -118,10 +119,10 @@ def all_rewards(model: ConsistentDecoder, some: Instances, how: ConsistentEE) ->
 
 @torch.no_grad()
 def held_out(model: ConsistentDecoder, held: Instances, how: ConsistentEE) -> dict[str, float]:
-    """The mean reward, and the mean depth in layers, of tokens that leave as inference has them leave."""
+    """The mean of Eq. 3, and the mean depth in layers, of tokens that leave as at inference. See reinforce.py, 4."""
     exit_logits = model.exit_logits(held.states)
     depths = torch.tensor(model.exits, dtype=torch.float32, device=exit_logits.device)
     return {
-        "reward": inferred_reward(exit_logits, all_rewards(model, held, how)),
+        "reward": inferred_reward(exit_logits, all_rewards(model, held, replace(how, reward="vanilla"))),
         "mean_layers": inferred_reward(exit_logits, depths.expand(len(held.labels), -1)),
     }

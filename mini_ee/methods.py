@@ -14,6 +14,7 @@ from mini_ee.fitting import Stage
 from mini_ee.lora_exits import LoRAExits, check_lora
 from mini_ee.multi_model import MultiModel, multi_model
 from mini_ee.reinforce import ConsistentEE, ConsistentExits
+from mini_ee.rules import Policy, Rule
 from mini_ee.segd import Distillation
 
 MODELS = {model.__name__: model for model in (MultiExit, LoRAExits, MultiModel, ConsistentExits, BerxitExits)}
@@ -25,9 +26,10 @@ class Method(NamedTuple):
     """How a method is trained and read."""
 
     recipe: Callable[[nn.Module], list[Stage]]
-    candidates: Candidates | None = None  # of its default rule
+    candidates: Candidates | None = None  # of its curve, and of its default rule where it has no `rule`
     build: Callable[..., nn.Module] = MultiExit  # backbone, exits, num_labels, pool ->
     settings: dict = {}  # what recipe and build were made from
+    rule: Rule | None = None  # that it is read with, where the paper says so
 
 
 METHODS = {name: Method(recipe) for name, recipe in RECIPES.items()}
@@ -46,7 +48,7 @@ def lora_exits(**settings) -> Method:
 def consistent(**settings) -> Method:
     """ConsistentEE. settings: those of reinforce.ConsistentEE."""
     how = ConsistentEE(**settings)
-    return Method(partial(reinforce.recipe, how=how), cuts, ConsistentExits, vars(how))
+    return Method(partial(reinforce.recipe, how=how), cuts, ConsistentExits, vars(how), Policy())
 
 
 CONFIGURED = {

@@ -16,13 +16,15 @@ Deviations, each from a point that the paper leaves open:
 2. Policies begin so that a row is as likely to leave at one exit as at another: with a chance of 1/2 each, hardly any
    trajectory would reach a deep layer.
 3. Where exits are fewer than layers, t and M count layers all the same.
-4. "Until convergence": rounds end when the reward of rows that were held out no longer rises, and the best is kept.
+4. "Until convergence": after every policy epoch and task step, held-out rows leave where p > .5, and the mean of
+   Eq. 3 over them says whether it is kept; rounds end when none is. Not the mean of Eq. 4: its M is that of the weights
+   of the moment, so that a row which the last exit unlearns would be worth more than before.
 5. Rates and epochs, of which the paper says nothing: Eq. 1 has those that all methods share here; policies, which are
    small and begin anew, learn faster and longer than what they read.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -272,14 +274,14 @@ def rewards_of(model: ConsistentExits, logits: Tensor, labels: Tensor, how: Cons
 
 
 def held_out_reward(model: ConsistentExits, held: Data, found: np.ndarray | None, how: ConsistentEE) -> float:
-    """The mean reward of leaving as inference does: at the first exit whose policy says more than 1/2.
+    """The mean of Eq. 3 over rows that leave as at inference: at the first exit whose policy says more than 1/2.
 
     found: the rows' features, where they have been computed already.
     """
     device = next(model.parameters()).device
     found = features(model, held.encoded) if found is None else found
     states, logits = _parted(model, torch.from_numpy(found).to(device))
-    rewards = rewards_of(model, logits, torch.from_numpy(held.labels).to(device), how)
+    rewards = rewards_of(model, logits, torch.from_numpy(held.labels).to(device), replace(how, reward="vanilla"))
     with torch.no_grad():
         return inferred_reward(model.exit_logits(states), rewards)
 

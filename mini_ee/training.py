@@ -18,7 +18,7 @@ from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
 from mini_ee.prompting import PromptModel, draw_shots, few_shot
 from mini_ee.prompts import Prompt, PromptTokenizer, check_prompt
 from mini_ee.retrieval import Retrieval, best_single_exit, build, collect
-from mini_ee.rules import NeverExit
+from mini_ee.rules import NeverExit, Rule
 from mini_ee.runs import Run, encode, load_run, open_encoder, save_run, training_folder, versions
 from mini_ee.tasks import Split, Task, Tokenizer, holdout, subset
 
@@ -48,13 +48,14 @@ def train_run(
     resume: bool = False,
     build: Callable[..., nn.Module] = MultiExit,
     candidates: Candidates | None = None,
+    rule: Rule | None = None,
     method_settings: dict | None = None,
 ) -> Run:
     """Train a classifier with exits (every layer by default) and write it to `out` with its default rule.
 
     build: backbone, exits, num_labels, pool -> the model that the recipe trains; candidates: the rules among which the
-    default one is chosen; method_settings: what build and recipe were made from, in JSON, for the run's config and for
-    a resumed training to compare.
+    default one is chosen, unless it is `rule`; method_settings: what build and recipe were made from, in JSON, for the
+    run's config and for a resumed training to compare.
 
     A killed training leaves `out`.training behind, from which `resume` goes on. The caller's random state is kept.
     Raises FileExistsError where `out` or an unfinished training of it is there already.
@@ -89,7 +90,7 @@ def train_run(
         model = build(backbone, exits, task.num_labels, pool).to(device)
         history = fit(model, recipe(model), task, train, held, config, begun_with, state_folder, resume)
     recorded = record(model.segments(), held.encoded, config.batch_size, whole=model.whole())
-    rule = default_rule(recorded, task, held.labels, max_loss, candidates)
+    rule = rule or default_rule(recorded, task, held.labels, max_loss, candidates)
     metrics = {
         "epochs": history,
         "exits": list(model.exits),

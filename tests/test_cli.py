@@ -18,6 +18,7 @@ from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
 from mini_ee.files import file_sha256, read_json, write_json
 from mini_ee.metrics import spearman
+from mini_ee.rules import Policy
 from mini_ee.runs import load_run
 from mini_ee.tasks import holdout, load_task
 
@@ -229,6 +230,17 @@ def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
     assert said["rows"][0]["accuracy"] == said["rows"][1]["accuracy"]
     on_disk = [value for path in run_folder.rglob("*.safetensors") for value in checkpoint.read_tensors(path).values()]
     assert said["rows"][0]["megabytes"] == pytest.approx(sum(value.nbytes for value in on_disk) / 1e6)
+
+
+def test_a_run_of_consistent_leaves_where_p_is_above_a_half_and_is_swept_over_the_cut(
+    capsys, tmp_path, task_folder, run_folder
+):
+    model = load_run(run_folder).config["backbone"]["folder"]
+    given = ("--model", model, "--task", task_folder, "--rounds", 1, *FAST, "--out", tmp_path / "run")
+    answer(capsys, "train", "consistent", *given)
+    assert load_run(tmp_path / "run").rule == Policy(0.5)
+    (row,) = answer(capsys, "compare", tmp_path / "run", "--task", task_folder, "--sweep")["rows"]
+    assert len({point["rule"].get("cut") for point in row["curve"]}) > 2
 
 
 def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, task_folder, tmp_path):

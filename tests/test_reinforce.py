@@ -34,6 +34,7 @@ from mini_ee.reinforce import (
     policy_loss,
     recipe,
     reinforce_loss,
+    rewards_of,
     sample_exits,
     vanilla_rewards,
 )
@@ -483,11 +484,27 @@ def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(p
     logits = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1)
     expected = []
     for row, k in enumerate(left.exit_index):
-        right = [logits[row, e].argmax() == labels[row] for e in range(3)]
-        memorized = next((EXITS[e] for e in range(3) if all(right[e:])), 4)
         p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
-        expected.append(np.log(p[labels[row]]) - 0.2 * (1 - memorized / 4) * EXITS[k])
+        expected.append(np.log(p[labels[row]]) - 0.2 * EXITS[k])
     assert found == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_judge():
+    """Eq. 4 alone would pay for it: M becomes L, and depth costs nothing more."""
+    model, how = policy_model(), ConsistentEE(alpha=0.2)
+    states, good = np.zeros((1, 3, 24), np.float32), np.float32([[[0, 4, 0], [0, 4, 0], [0, 4, 0]]])
+    bad = good.copy()
+    bad[0, 2] = [4, 0, 0]
+    for network in model.policies:  # everyone leaves at the second exit
+        torch.nn.init.zeros_(network[2].weight)
+    model.policies[0][2].bias.data.fill_(-9.0)
+    model.policies[1][2].bias.data.fill_(9.0)
+    judged, guided = [], []
+    for logits in (good, bad):
+        found = np.concatenate([states, logits], axis=2)
+        judged.append(held_out_reward(model, Data(None, np.array([1])), found, how))
+        guided.append(rewards_of(model, torch.from_numpy(logits), torch.tensor([1]), how)[0, 1].item())
+    assert judged[0] == judged[1] and guided[1] > guided[0] + 0.2
 
 
 # ---- Training ----
