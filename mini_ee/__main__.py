@@ -21,7 +21,7 @@ RULES = ("never", "fixed", "threshold", "patience", "patience-confidence", "poli
 INITS, TARGETS, FILLS = ("scratch", "copy"), ("soft", "hard"), ("propagate", "recompute")
 REWARDS, ESTIMATORS = ("hardness-guided", "vanilla"), ("reinforce", "exact")
 DISTILL = ("vanilla", "kd", "segd")
-SCHEDULES = ("restart", "parallel", "adaptive")
+SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 DIGITS = 10  # of a whole number, at most
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
 BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
@@ -123,12 +123,15 @@ def parser() -> Parser:
 
     sub = command("evaluate", "accuracy, layers saved and measured speed-up of a run", "mini-ee evaluate run --sweep")
     sub.add_argument("run", type=Path, metavar="RUN")
+    _add_schedule(sub)
     _add_evaluation(sub)
     _add_rule(sub)
     sub.add_argument(
         "--sweep", action="store_true", help="also 51 thresholds evenly in (1/#labels, 1); a decoder's: over epsilon"
     )
-    sub.add_argument("--overthinking", action="store_true", help="also rows that an exit gets right and the last wrong")
+    sub.add_argument(
+        "--overthinking", action="store_true", help="also rows that an exit gets right and a later one wrong"
+    )
     sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
 
     decoder = sub.add_argument_group("a decoder's run, or a plain decoder", "--task: HellaSwag, MMLU, ...")
@@ -140,6 +143,7 @@ def parser() -> Parser:
 
     sub = command("compare", "several runs in one table, on one clock", "mini-ee compare run-a run-b")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    _add_schedule(sub, type=_schedules, metavar="S", help="LoRA exits once under each of these: restart,parallel")
     _add_evaluation(sub)
     sub.add_argument(
         "--sweep", action="store_true", help="also the curve of each, and what it saves at no and little loss"
@@ -294,13 +298,13 @@ def _add_sampling(sub) -> None:
     )
 
 
-def _add_schedule(sub: Parser) -> None:
-    sub.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together; restart by default")
+def _add_schedule(sub: Parser, **settings) -> None:
+    usual = {"choices": SCHEDULES, "help": "which LoRA streams start together; restart by default"}
+    sub.add_argument("--schedule", **(settings or usual))
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the backbone of LoRA exits is now, if it moved")
 
 
 def _add_evaluation(sub: Parser) -> None:
-    _add_schedule(sub)
     sub.add_argument("--task", metavar="DIR", help=f"task folder; may be left out for runs on the built-in {TOY}")
     sub.add_argument("--split", help="dev by default where there is one, else test")
     sub.add_argument("--batch-size", type=_positive, default=32, help="32 by default; 1 shows latency")
@@ -360,6 +364,13 @@ def _share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
     return value
+
+
+def _schedules(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(SCHEDULES):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(SCHEDULES)}, with commas, found {text!r}")
+    return names
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import (
     LOSSES,
+    RANGES,
+    best_within,
     by_exit,
     curve,
     evaluate,
@@ -69,10 +71,21 @@ LORA_LR, LORA_EPOCHS = 1e-3, 5
 FEW_SHOT_LR, FEW_SHOT_EPOCHS, FEW_SHOT_BATCH = 3e-4, 15, 8  # of the built-in models; LM-BFF's are larger, lr 1e-5
 PROMPT_OPTIONS = ("template", "words", "prompts", "shots", "include_embeddings")
 RETRIEVAL_OPTIONS = ("k", "tau", "fallback_top", "layer", "encoder")
-USUAL_TOKENS = 32  # for which the adaptive schedule measures its costs
 CALIBRATION_BATCH = 32
+RULE_OPTIONS = ("rule", "threshold", "patience", "cut")
 SWEEP_POINTS = 51  # LoRAExit, section 4
 LOSS_HEADINGS = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}
+RANGE_HEADINGS = {
+    "range": "operations",
+    "run": "run",
+    "how": "method",
+    "score": "best score:.3f",
+    "mean_layers": "layers:.2f",
+    "layer_passes": "passes:.2f",
+    "flops_ratio": "flops:.3f",
+    "milliseconds": "ms a row:.2f",
+    "speedup": "speed-up:.2f",
+}
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -272,7 +285,7 @@ def run_evaluate(args, say) -> dict:
     if holds_writer(args.run):
         raise WrongArguments(f"{args.run}: a decoder's run of consistent or calm is measured by `mini-ee compare`")
     refuse(args, ("max_rows", "text"), f"is for a decoder's run; {args.run} holds none")
-    trained = open_trained(args.run, args)
+    trained = open_trained(args.run, args, args.schedule)
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)
     rule = choose_rule(args, trained)
@@ -286,7 +299,9 @@ def run_evaluate(args, say) -> dict:
     sweep = SWEEP_POINTS if args.sweep and not isinstance(rule, Retrieval) else 0
     segments, whole = trained.segments(), trained.whole_model()
     answer = evaluate(segments, whole, rule, task, split, encoded, args.batch_size, sweep, args.seed)
-    answer = {"method": trained.config["method"], "engine": segments.engine} | answer
+    answer = {"method": trained.config["method"], "engine": segments.engine} | schedule_of(trained) | answer
+    if "schedule" in answer:
+        say(f"Exits whose streams start together: {answer['schedule']}")
     say(
         table(
             [
@@ -316,9 +331,15 @@ def run_evaluate(args, say) -> dict:
     if args.overthinking:
         answer["overthinking"] = found = overthinking(record(segments, encoded, args.batch_size), task, split)
         for row in found["rows"]:
-            exits = ", ".join(f"{each['layer']}: {each['label']} {each['confidence']:.3f}" for each in row["exits"])
+            exits = ", ".join(
+                f"{each['layer']}: {each['label']} {each['confidence']:.3f} ({each['entropy']:.3f} nats)"
+                for each in row["exits"]
+            )
             say(f"{row['text']}\n    {row['label']}; said after layer {exits}")
-        say(f"{found['share']:.1%} of the rows are right at an exit and wrong at the last one.")
+        say(
+            f"{found['share']:.1%} of the rows are right at an exit and wrong at a later one, "
+            f"{found['share_at_the_end']:.1%} at the last."
+        )
     if args.hardness:
         if task.regression:
             raise WrongArguments("--hardness: the memorized layer asks whether a prediction is right; give classes")
@@ -416,14 +437,17 @@ def run_compare(args, say) -> dict:
     if holds_decoder(args.runs[0]):
         check_device(args.device)
         return compare_heads(args, say)
-    trained = [open_trained(folder, args) for folder in args.runs]
+    opened = [(folder, one) for folder in args.runs for one in open_schedules(folder, args)]
+    trained = [one for _, one in opened]
+    if args.schedule and not any(isinstance(one, Run) and one.schedule for one in trained):
+        raise WrongArguments("--schedule is for LoRA exits, and none of these runs has them")
     task = open_task_of(trained, args.task)
-    for one, folder in zip(trained, args.runs):
+    for folder, one in opened:
         check_task(one, task, folder)
     split = args.split or task.default_split
     labels = labels_of(task, split)
     rows, timed = [], []
-    for one, folder in zip(trained, args.runs):
+    for folder, one in opened:
         encoded, segments, whole = one.encode(task.split(split).texts), one.segments(), one.whole_model()
         recorded = record(segments, encoded, args.batch_size, "reading", whole)
         rule = plan_rows(one.rule, encoded, args.batch_size) if one.rule.looks else one.rule
@@ -431,8 +455,10 @@ def run_compare(args, say) -> dict:
         row = {
             "run": str(folder),
             "method": one.config["method"],
+            "how": named_schedule(one) if args.schedule else one.config["method"],
             **summary(result, recorded, task, labels),
             **{name: training[name] for name in ("alpha", "reward") if "reward" in training},
+            **schedule_of(one),
             "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
             "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
             "per_exit_score": (scores := exit_scores(recorded, task, labels)),
@@ -447,8 +473,10 @@ def run_compare(args, say) -> dict:
         timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
         if args.sweep:
             row["curve"] = _curve(one, recorded, task, labels)
-            for name, loss in LOSSES.items():
-                row[name] = point = dict(most_saved(row["curve"], row["full_score"] - loss - 1e-9) or {})
+            picked = {name: most_saved(row["curve"], row["full_score"] - loss - 1e-9) for name, loss in LOSSES.items()}
+            picked |= {name: best_within(row["curve"], share) for name, share in RANGES.items()}
+            for name, found in picked.items():
+                row[name] = point = dict(found or {})
                 if point:
                     timed.append((point, "seconds", (segments, rule_from_dict(point["rule"]), encoded)))
         rows.append(row)
@@ -456,11 +484,11 @@ def run_compare(args, say) -> dict:
     for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
         row[key] = float(seconds)
     for row in rows:
-        for point in [row, *(row[name] for name in LOSSES if row.get(name))]:
+        for point in [row, *(row[name] for name in (*LOSSES, *RANGES) if row.get(name))]:
             point["speedup"] = row["full_seconds"] / point["seconds"]
     columns = {
         "run": "run",
-        "method": "method",
+        "how": "method",
         "engine": "engine",
         "score": "score:.3f",
         "full_score": "full:.3f",
@@ -476,6 +504,7 @@ def run_compare(args, say) -> dict:
     answer["timed_rows"] = sum(map(len, order))
     if args.sweep:
         say(_losses_table(rows))
+        say(_ranges_table(rows, answer["timed_rows"]))
     answer["over_seeds"] = over_seeds(rows, [one.config for one in trained])
     if answer["over_seeds"]:
         say(_seeds_table(answer["over_seeds"], args.sweep))
@@ -500,12 +529,25 @@ def _losses_table(rows: list[dict]) -> str:
     """What each run saves at no loss and at one point, its rule picked on this split."""
     lines = []
     for row in rows:
-        line = {"run": row["run"], "method": row["method"], "full": f"{row['full_score']:.3f}"}
+        line = {"run": row["run"], "how": row["how"], "full": f"{row['full_score']:.3f}"}
         for name in LOSSES:
             point = row[name]
             line[name] = f"{point['layers_saved']:.1%}, {point['speedup']:.2f} x" if point else "-"
         lines.append(line)
-    return "\n" + table(lines, {"run": "run", "method": "method", "full": "full"} | LOSS_HEADINGS)
+    return "\n" + table(lines, {"run": "run", "how": "method", "full": "full"} | LOSS_HEADINGS)
+
+
+def _ranges_table(rows: list[dict], timed_rows: int) -> str:
+    """The best score that each run has for a share of the full model's operations, and what that takes."""
+    lines = [
+        row[name]
+        | {"range": f"at most {share:.0%}", "run": row["run"], "how": row["how"]}
+        | {"milliseconds": row[name]["seconds"] * 1e3 / timed_rows}
+        for name, share in RANGES.items()
+        for row in rows
+        if row[name]
+    ]
+    return "\n" + table(lines, RANGE_HEADINGS) if lines else ""
 
 
 def _seeds_table(groups: list[dict], swept: bool) -> str:
@@ -516,20 +558,20 @@ def _seeds_table(groups: list[dict], swept: bool) -> str:
 
     lines = []
     for group in groups:
-        line = {"method": group["method"], "seeds": len(group["seeds"])}
+        line = {"how": group["how"], "seeds": len(group["seeds"])}
         line["exits"] = " ".join(f"{spread['mean']:.3f}" for spread in group["per_exit_score"])
         line |= {"full": said(group["full_score"], ".3f"), "score": said(group["score"], ".3f")}
         for name, point in {"saved": group, **{name: group.get(name) for name in LOSSES}}.items():
             both = point and (said(point["layers_saved"], ".1%"), f"{point['speedup']['mean']:.2f} x")
             line[name] = ", ".join(both) if both else "-"
         lines.append(line)
-    headings = {"method": "method", "seeds": "seeds", "exits": "after each exit", "full": "full model"}
+    headings = {"how": "method", "seeds": "seeds", "exits": "after each exit", "full": "full model"}
     return "\n" + table(lines, headings | (LOSS_HEADINGS if swept else {"score": "own rule", "saved": "saved"}))
 
 
 def run_classify(args, say) -> dict:
     """What every exit says of one text, and where it left."""
-    trained = open_trained(args.run, args)
+    trained = open_trained(args.run, args, args.schedule)
     rule = choose_rule(args, trained)
     text = (args.text,) if args.text_b is None else (args.text, args.text_b)
     expected = trained.config["task"]["texts"]
@@ -605,7 +647,7 @@ def run_calibrate(args, say) -> dict:
     recorded = record(trained.segments(), trained.encode(held.texts), CALIBRATION_BATCH, progress="reading")
     measure = args.measure or "max_probability"
     rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
-    write_rule(args.run, rule)
+    write_rule(args.run, rule, answer["exit_counts"])
     intervals = ((f"{float(low):.3f}", f"{float(high):.3f}") for low, high in answer["tau_intervals"])
     rows = [
         {
@@ -636,7 +678,7 @@ def run_export(args, say) -> dict:
     args.device = "cpu"
     if holds_decoder(args.run) or holds_writer(args.run):
         return export_writer(args, say)
-    trained = open_trained(args.run, args)
+    trained = open_trained(args.run, args, args.schedule)
     rule = choose_rule(args, trained)
     precision = export_precision(args)
     if args.task is None:
@@ -677,9 +719,11 @@ def run_bench(args, say) -> dict:
                 parts = ("layers", "head", "fill", "eager_fill")
                 costs = ", ".join(f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)
                 say(f"    a token: {costs}")
-            if "bytes" in row:
+            if "build_seconds" in row:
                 built, size = row["build_seconds"], row["bytes"] / 1e6
                 say(f"    {row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each")
+            if "against_bytes" in row:
+                say(f"    weights: {row['bytes'] / 1e6:.1f} MB, {row['against_bytes'] / 1e6:.1f} MB")
     return {"bench": args.name, "rows": rows, "device": "cpu"}
 
 
@@ -696,31 +740,57 @@ COMMANDS = {
 }
 
 
-def open_trained(folder: Path, args) -> Run | Runtime:
+def open_schedules(folder: Path, args) -> list[Run | Runtime]:
+    """A run for compare: LoRA exits once under each schedule that was asked for, any other once."""
+    one = open_trained(folder, args, None)
+    if not args.schedule or not isinstance(one, Run) or not one.schedule:
+        return [one]
+    return [open_trained(folder, args, schedule) for schedule in args.schedule]
+
+
+def schedule_of(one: Run | Runtime) -> dict:
+    """For an answer: which streams of LoRA exits start together, by the layers that they end after."""
+    schedule = one.config.get("schedule") if isinstance(one, Runtime) else one.schedule
+    return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
+
+
+def named_schedule(one: Run | Runtime) -> str:
+    """The method, and the exits of LoRA streams, with + where they start together."""
+    groups = ["+".join(map(str, group)) for group in schedule_of(one).get("schedule", [])]
+    return " ".join([one.config["method"], *groups])
+
+
+def open_trained(folder: Path, args, schedule: str | None) -> Run | Runtime:
     """A run, on the device that was asked for, or an exported folder."""
     if (folder / MANIFEST).is_file():
+        if schedule:
+            raise WrongArguments(f"{folder}: is exported under one schedule; export the run with another --schedule")
         return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
     trained = load_run(folder, args.model)
     check_device(args.device)
     trained.model.to(args.device)
     if not isinstance(trained.model, LoRAExits):
-        if args.schedule:
+        if schedule:
             raise WrongArguments(f"{folder}: --schedule is for LoRA exits, this is a run of {trained.config['method']}")
         return trained
-    if args.schedule == "adaptive":
+    if schedule == "adaptive":
+        refuse(args, RULE_OPTIONS, "is not the rule that was calibrated, which --schedule adaptive goes by")
         return trained._replace(schedule=adaptive_schedule(trained, folder, getattr(args, "batch_size", 1)))
     schedules = {None: restart, "restart": restart, "parallel": parallel}
-    return trained._replace(schedule=schedules[args.schedule](len(trained.exits)))
+    return trained._replace(schedule=schedules[schedule](len(trained.exits)))
 
 
 def adaptive_schedule(trained: Run, folder: Path, batch_size: int) -> list[list[int]]:
-    """The schedule that is cheapest on this machine for rows that leave as those held out did."""
+    """The schedule that is cheapest on this machine for rows as long as those held out, that leave as those did.
+
+    Where they left: under the run's rule, as training chose or `calibrate` wrote it.
+    """
     metrics = read_json(folder / "metrics.json")
-    if "hold_out" not in metrics:
-        raise WrongArguments(f"{folder}: does not know where held-out rows left, which --schedule adaptive asks for")
-    left = np.array(metrics["hold_out"]["exit_counts"])
+    if "mean_tokens" not in metrics:
+        raise WrongArguments(f"{folder}: does not know its held-out rows, which --schedule adaptive asks for")
+    left = np.array(trained.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
     reach = left[::-1].cumsum()[::-1] / left.sum()
-    return cheapest_schedule(measure_costs(trained.model, batch_size, USUAL_TOKENS), reach)
+    return cheapest_schedule(measure_costs(trained.model, batch_size, round(metrics["mean_tokens"])), reach)
 
 
 def open_task(name: str) -> Task:

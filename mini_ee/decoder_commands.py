@@ -265,7 +265,7 @@ def calibrate_exits(args, say) -> dict:
     texts = calibration_texts(opened.model.decoder, opened.tokenizer, args)
     measure = args.measure or MEASURE
     rule, answer = calibrate_heads(opened.model, texts, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
-    write_rule(args.run, rule)
+    write_rule(args.run, rule, answer["exit_counts"])
     intervals = (" to ".join(f"{float(end):.3g}" for end in ends) for ends in answer["tau_intervals"])
     rows = [
         {"layer": layer, "threshold": f"{float(tau):.3g}", "interval": ends, "agreement": _share(share), "left": left}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.confidence import MEASURES, log_softmax, max_probability
+from mini_ee.confidence import MEASURES, entropy, log_softmax, max_probability
 from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_every_exit
 from mini_ee.rules import NeverExit, Patience, Planned, Rule, Threshold
 from mini_ee.tasks import Encoded, Task, batches
@@ -24,6 +24,7 @@ REST = 0.005  # seconds
 OVERTHOUGHT = 10  # rows that are shown
 LEVELS = 100  # thresholds tried for a default rule
 LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
+RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operations; LoRAExit, Table 7, has two
 
 
 class Record(NamedTuple):
@@ -107,7 +108,7 @@ def quantiles(seen: list[np.ndarray]) -> np.ndarray:
 def default_rule(
     recorded: Record, task: Task, labels: np.ndarray, max_loss: float, candidates: Candidates | None = None
 ) -> Rule:
-    """The rule that saves most layers on these rows and scores within max_loss of the last exit.
+    """The rule that computes fewest layers on these rows and scores within max_loss of the last exit.
 
     Of the candidates, by default thresholds on the max probability, for regression patiences. NeverExit where none
     qualifies.
@@ -118,8 +119,8 @@ def default_rule(
     for rule in candidates(recorded.logits, recorded.segments.exit_logits):
         result = recorded.replay(rule)
         good = task.score(predictions(result.logits), labels)["score"] >= full - max_loss
-        if good and result.layers_run.mean() < best_layers:
-            best, best_layers = rule, float(result.layers_run.mean())
+        if good and result.cost.layer_passes.mean() < best_layers:
+            best, best_layers = rule, float(result.cost.layer_passes.mean())
     return best
 
 
@@ -172,6 +173,12 @@ def most_saved(points: list[dict], least_score: float) -> dict | None:
     """The point of a curve that costs the fewest operations and scores at least so much."""
     good = [point for point in points if point["score"] >= least_score]
     return min(good, key=lambda point: point["flops_ratio"], default=None)
+
+
+def best_within(points: list[dict], most_flops: float) -> dict | None:
+    """The point of a curve that scores best for so many operations, as a share of the full model's, at most."""
+    cheap = [point for point in points if point["flops_ratio"] <= most_flops]
+    return max(cheap, key=itemgetter("score"), default=None)
 
 
 def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarray]:
@@ -261,6 +268,7 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
         if "seed" in config:
             same = {name: config[name] for name in ("method", "exits", "pool", "task")}
             same |= {"training": config["training"] | {"seed": None}, "backbone": config["backbone"]["sha256"]}
+            same["schedule"] = row.get("schedule")
             groups.setdefault(json.dumps(same, sort_keys=True), []).append(row | {"seed": config["seed"]})
     return [_together(group) for group in groups.values() if len({row["seed"] for row in group}) > 1]
 
@@ -270,20 +278,27 @@ def _together(rows: list[dict]) -> dict:
         found = [figure(row) for row in rows]
         return {"mean": float(np.mean(found)), "least": min(found), "most": max(found)}
 
-    told = {"method": rows[0]["method"], "runs": [row["run"] for row in rows], "seeds": [row["seed"] for row in rows]}
+    told = {
+        "method": rows[0]["method"],
+        "how": rows[0]["how"],
+        "runs": [row["run"] for row in rows],
+        "seeds": [row["seed"] for row in rows],
+    }
     for name in ("score", "full_score", "layers_saved", "speedup"):
         told[name] = spread(itemgetter(name))
     told["per_exit_score"] = [spread(lambda row, k=k: row["per_exit_score"][k]) for k in range(len(rows[0]["exits"]))]
-    for name in LOSSES:
+    for name in (*LOSSES, *RANGES):
         if all(row.get(name) for row in rows):
-            told[name] = {key: spread(lambda row, key=key: row[name][key]) for key in ("layers_saved", "speedup")}
+            figures = "score", "layers_saved", "layer_passes", "flops_ratio", "seconds", "speedup"
+            told[name] = {key: spread(lambda row, key=key: row[name][key]) for key in figures}
     return told
 
 
 def overthinking(recorded: Record, task: Task, split: str) -> dict:
-    """Rows that an exit gets right and the last one wrong (LoRAExit, Table 11; Kaya et al. 2019).
+    """Rows that an exit gets right and a later one wrong (LoRAExit, Table 11).
 
-    share: of all rows; rows: up to OVERTHOUGHT of them, with what every exit says: label and largest probability.
+    share: of all rows; share_at_the_end: of those that the last one gets wrong (Kaya et al. 2019); rows: up to
+    OVERTHOUGHT of them, with what every exit says: label, largest probability, and entropy in nats.
     Raises ValueError for regression, and where the split has no labels.
     """
     if task.regression:
@@ -291,16 +306,21 @@ def overthinking(recorded: Record, task: Task, split: str) -> dict:
     labels, names = labels_of(task, split), task.label_names
     said, sure = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
     right = said == labels[:, None]
-    rows = np.flatnonzero(right.any(axis=1) & ~right[:, -1])
+    nats = np.stack([-entropy(each) for each in recorded.logits])
+    was_right = np.maximum.accumulate(right, axis=1)
+    rows = np.flatnonzero((was_right & ~right).any(axis=1))
     return {
         "share": len(rows) / len(labels),
+        "share_at_the_end": float((right.any(axis=1) & ~right[:, -1]).mean()),
         "rows": [
             {
                 "text": " | ".join(task.split(split).texts[row]),
                 "label": names[labels[row]],
                 "exits": [
-                    {"layer": layer, "label": names[label], "confidence": float(confidence)}
-                    for layer, label, confidence in zip(recorded.segments.exits, said[row], sure[row])
+                    {"layer": layer, "label": names[label], "confidence": float(confidence), "entropy": float(unsure)}
+                    for layer, label, confidence, unsure in zip(
+                        recorded.segments.exits, said[row], sure[row], nats[row]
+                    )
                 ],
             }
             for row in rows[:OVERTHOUGHT]

@@ -8,8 +8,10 @@ Symbols:   targets: the projections that are adapted; rank = m, A (d, m), B (m, 
 
 Deviations, each from a point that the paper leaves open (see the tests of the same names):
 1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank.
-2. The last exit has adapters too: the backbone is as it was pretrained, for all exits.
+2. The last exit has adapters too: the backbone is as it was pretrained, for all exits. Frozen, it has no dropout.
 3. ALBERT's layers share one set of weights, and so one set of adapters an exit: what PEFT does.
+4. Heads may read the mean over tokens, and do by default; the paper reads the first (`pool`).
+5. DeBERTa, the paper's third backbone, is not here, nor are decoders as classifiers.
 
 Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
 of exit k. Streams either run side by side through one shared product (Eq. 6), or the next one starts anew from the
@@ -19,8 +21,9 @@ embeddings when an exit refuses. In layer passes for exits 3, 6, 9, 12:
     parallel          12   21   27   30
     restart            3    9   18   30
 
-A schedule says which streams start together: groups of consecutive exits. One group is parallel, groups of one are
-restart, and `cheapest_schedule` chooses among all of them from measured costs and the chance of a refusal.
+A schedule says which streams start together: groups of consecutive exits. One group is parallel, as in the paper,
+groups of one are restart, the default here, since a processor is bound by arithmetic. `cheapest_schedule` chooses among
+all of them from measured costs and the chance of a refusal.
 """
 
 import json
@@ -29,7 +32,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +77,8 @@ def check_lora(rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = ("qu
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
         raise ValueError(f"targets must be some of {', '.join(TARGETS)}, got {', '.join(unknown) or 'none'}")
+    if len(set(targets)) < len(targets):
+        raise ValueError(f"targets must be different ones, got {', '.join(targets)}")
 
 
 class LoRAExits(nn.Module):
@@ -150,12 +155,15 @@ class LoRAExits(nn.Module):
 
     def whole(self) -> Segments:
         """The last exit alone, merged: what a speed-up is measured against."""
-        return self.merged(len(self.exits) - 1).to(next(self.parameters()).device).segments()
+        return self.merged(len(self.exits) - 1).segments()
 
     def merged(self, k: int) -> MultiExit:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
         config = self.backbone.config
-        small = Bert(replace(config, num_hidden_layers=self.exits[k]), pooler=False, lm_head=False)
+        with torch.random.fork_rng():  # what is drawn is overwritten
+            small = Bert(replace(config, num_hidden_layers=self.exits[k]), pooler=False, lm_head=False)
+            model = MultiExit(small, (self.exits[k],), self.num_labels, self.pool)
+        small.to(next(self.parameters()))
         state = {name: value for name, value in self.backbone.state_dict().items() if name in small.state_dict()}
         small.load_state_dict(state)
         with torch.no_grad():
@@ -165,7 +173,6 @@ class LoRAExits(nn.Module):
                     rows = pair.B.shape[1]
                     weight = getattr(layer, linear).weight[part * rows : (part + 1) * rows]
                     weight += self.scale * (pair.A @ pair.B).T
-        model = MultiExit(small, (self.exits[k],), self.num_labels, self.pool)
         model.heads[0] = deepcopy(self.heads[k])
         return model.eval()
 
@@ -273,50 +280,50 @@ def restart(num_exits: int) -> list[list[int]]:
     return [[k] for k in range(num_exits)]
 
 
-def all_schedules(num_exits: int) -> list[list[list[int]]]:
-    """Every way to cut the exits into groups of neighbours: 2 ** (K - 1) of them."""
-    exits, schedules = list(range(num_exits)), []
-    for count in range(num_exits):
-        for cuts in combinations(range(1, num_exits), count):
-            bounds = [0, *cuts, num_exits]
-            schedules.append([exits[start:stop] for start, stop in zip(bounds, bounds[1:])])
-    return schedules
+class Costs(NamedTuple):
+    """Seconds of n streams side by side up to exit k, each (K, K) by [k, n - 1], measured or thought up."""
+
+    fresh: np.ndarray  # from the embeddings on
+    onward: np.ndarray  # from the exit before on
 
 
-def expected_seconds(schedule, seconds: np.ndarray, reach: np.ndarray) -> float:
-    """Of one row: sum over exits of the chance to reach its segment, times what the segment costs there.
-
-    seconds (K, K, K): [s, k, n - 1], n streams through the layers from exit s - 1 to exit k, where s = 0 is from the
-    embeddings; only s = 0 and s = k are used. reach (K,): the chance that a row is still there before exit k.
-    """
-    total = 0.0
-    for group in schedule:
-        for k in group:
-            begin, live = (0 if k == group[0] else k), group[-1] - k + 1
-            total += float(reach[k] * seconds[begin, k, live - 1])
-    return total
+def expected_seconds(schedule: Sequence[Sequence[int]], costs: Costs, reach: np.ndarray) -> float:
+    """Of one row. reach (K,): the chance that a row is still there before exit k: all exits before have refused it."""
+    return sum(_group_seconds(group, costs, reach) for group in schedule)
 
 
-def cheapest_schedule(seconds: np.ndarray, reach: np.ndarray) -> list[list[int]]:
-    """The adaptive schedule: the one with the least expected time. The first of equal ones, which has fewest groups."""
-    return min(all_schedules(len(reach)), key=lambda schedule: expected_seconds(schedule, seconds, reach))
+def _group_seconds(group: Sequence[int], costs: Costs, reach: np.ndarray) -> float:
+    first, last = group[0], group[-1]
+    seconds = [(costs.fresh if k == first else costs.onward)[k, last - k] for k in group]
+    return float(reach[first : last + 1] @ seconds)
 
 
-def measure_costs(model: LoRAExits, batch_size: int, tokens: int, repeats: int = 5) -> np.ndarray:
-    """seconds (K, K, K) as `expected_seconds` takes them, measured on this machine; the median of some repeats."""
+def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
+    """The adaptive schedule: the cut of the exits into groups of neighbours with the least expected time."""
+    best = [(0.0, [])]  # of the exits before `stop`: seconds, schedule
+    for stop in range(1, len(reach) + 1):
+        groups = [list(range(first, stop)) for first in range(stop)]
+        options = [(best[group[0]][0] + _group_seconds(group, costs, reach), group) for group in groups]
+        seconds, last = min(options, key=itemgetter(0))
+        best.append((seconds, [*best[last[0]][1], last]))
+    return best[-1][1]
+
+
+def measure_costs(model: LoRAExits, batch_size: int, tokens: int, repeats: int = 5) -> Costs:
+    """The costs of rows of so many tokens on this machine: the median of some repeats."""
     K, width = len(model.exits), model.backbone.config.hidden_size
-    seconds = np.zeros((K, K, K))
+    costs = Costs(np.zeros((K, K)), np.zeros((K, K)))
     with torch.inference_mode():
         for k in range(K):
             for n in range(1, K - k + 1):
                 adapters = model.streams(k, k + n)
                 stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
                 hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
-                for start in {0, k}:
-                    layers = model.starts[start], model.exits[k]
-                    run = partial(model.backbone.run_layers, hidden, None, *layers, stacked.__getitem__)
-                    seconds[start, k, n - 1] = _median_seconds(run, repeats)
-    return seconds
+                for seconds, start in zip(costs, (0, model.starts[k])):
+                    layers = start, model.exits[k], stacked.__getitem__
+                    run = partial(model.backbone.run_layers, hidden, None, *layers)
+                    seconds[k, n - 1] = _median_seconds(run, repeats)
+    return costs
 
 
 def _median_seconds(run: Callable[[], Tensor], repeats: int) -> float:

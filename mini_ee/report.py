@@ -89,7 +89,7 @@ def draw_curves(path: Path, answer: dict) -> None:
         points = [(point["flops_ratio"], point["score"]) for point in row["curve"]]
         own = row["flops_ratio"], row["score"]
         (line,) = axes.plot(
-            *zip(*(points or [own])), ".-", linewidth=1, label=f"{Path(row['run']).name} ({row['method']})"
+            *zip(*(points or [own])), ".-", linewidth=1, label=f"{Path(row['run']).name} ({row['how']})"
         )
         axes.plot(*own, "*", markersize=12, color=line.get_color())
     axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")

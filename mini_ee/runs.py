@@ -258,10 +258,11 @@ def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert | D
     return load_backbone(folder)
 
 
-def write_rule(folder: str | Path, rule: Rule) -> None:
-    """Give a run on disk another rule. Its other files stay as they are."""
+def write_rule(folder: str | Path, rule: Rule, exit_counts: list[int]) -> None:
+    """Give a run on disk another rule, and what it made of held-out rows. Its other files stay as they are."""
     path = Path(folder) / "config.json"
-    write_json(path, read_json(path, signed="format_version") | {"rule": rule.to_dict()})
+    about = {"rule": rule.to_dict(), "exit_counts": exit_counts}
+    write_json(path, read_json(path, signed="format_version") | about)
 
 
 def training_folder(folder: Path) -> Path:

@@ -3,7 +3,9 @@
 Source: LoRAExit, Eq. 6, second term; the operator is Punica's (Chen et al. 2023, Segmented Gather Matrix-Vector
 multiplication). Rows are sorted into segments, segment i computes with adapter i:
 
-    y[s_i : s_{i+1}] += x[s_i : s_{i+1}] A_i B_i             shrink to rank r, then expand
+    y[s_i : s_{i+1}] = x[s_i : s_{i+1}] A_i B_i              shrink to rank r, then expand
+
+The caller scales it and adds it to x W, the first term; `expand_` does both in place.
 
     x (N, I)   A (n, I, r)   B (n, r, O)   starts (n + 1), s_0 = 0 .. s_n = N   y (N, O)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -99,6 +100,7 @@ def train_run(
         "rows": len(train.labels),
         "rows_held": len(held.labels),
         "rows_truncated": train.encoded.truncated,
+        "mean_tokens": float(np.mean([len(ids) for ids in held.encoded.ids])),
     }
     save_run(out, method, model, tokenizer, rule, task, source, settings, metrics)
     shutil.rmtree(state_folder)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -19,6 +20,16 @@ torch.set_num_threads(1)  # small models: threads would only wait for each other
 GOOD, BAD = ("good", "great", "fine", "lovely"), ("bad", "awful", "poor", "dull")
 THINGS = ("film", "meal", "book", "song", "room")
 WORDS = ("the", "a", "was", "is", "very", "and", *THINGS, *GOOD, *BAD)
+
+
+def all_schedules(num_exits):
+    """Every way to cut the exits into groups of neighbours."""
+    exits, schedules = list(range(num_exits)), []
+    for count in range(num_exits):
+        for cuts in combinations(range(1, num_exits), count):
+            bounds = [0, *cuts, num_exits]
+            schedules.append([exits[start:stop] for start, stop in zip(bounds, bounds[1:])])
+    return schedules
 
 
 @pytest.fixture(scope="session")

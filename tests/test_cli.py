@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -221,6 +222,76 @@ def test_a_rule_may_be_given_instead_of_the_runs_own(capsys, run_folder, task_fo
     assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] <= depth
     if "2" not in options[:2]:
         assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] == depth
+
+
+def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
+    small = replace(bench.BERT_BASE, hidden_size=16, num_attention_heads=2, intermediate_size=32)
+    monkeypatch.setattr(bench, "BERT_BASE", small)
+    monkeypatch.setattr(bench, "medians", lambda runs, name, **settings: [run() and 1.0 or 1.0 for run in runs])
+    assert main(["bench", "sgmv", "--json"]) == 0
+    printed = capsys.readouterr()
+    rows = {row["case"]: row for row in json.loads(printed.out)["rows"]}
+    assert {"bert-base b1 t16 loop", "bert-base b1 t128 backbone", "operator r8 ragged gather"} <= rows.keys()
+    memory, models = rows["bert-base memory"], rows["bert-base b1 t16 multi-model"]
+    assert 0 < memory["ratio"] < 1 and models["bytes"] < models["against_bytes"]
+    assert main(["bench", "sgmv"]) == 0
+    assert f"weights: {models['bytes'] / 1e6:.1f} MB, {models['against_bytes'] / 1e6:.1f} MB" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def lora_folder(run_folder, task_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "lora"
+    model = load_run(run_folder).config["backbone"]["folder"]
+    given = ("--model", model, "--task", task_folder, "--exits", "1,2,3", *FAST, "--out", out)
+    assert main(["train", "lora-exits", *map(str, given)]) == 0
+    return out
+
+
+def test_lora_exits_stand_in_a_comparison_once_under_each_schedule(capsys, run_folder, lora_folder, task_folder):
+    both = ("compare", run_folder, lora_folder, "--task", task_folder, "--sweep", "--schedule", "restart,parallel")
+    plain, restart, parallel = answer(capsys, *both)["rows"]
+    assert "schedule" not in plain and plain["method"] == plain["how"] == "joint"
+    assert restart["schedule"] == [[1], [2], [3]] and parallel["schedule"] == [[1, 2, 3]]
+    assert (restart["how"], parallel["how"]) == ("lora-exits 1 2 3", "lora-exits 1+2+3")
+    assert restart["score"] == parallel["score"] and restart["layer_passes"] < parallel["layer_passes"]
+    assert main([*map(str, both)]) == 0
+    assert "lora-exits 1+2+3" in capsys.readouterr().out
+    assert "none of these runs has them" in refused(
+        capsys, "compare", run_folder, "--task", task_folder, "--schedule", "parallel"
+    )
+    assert "expected some of restart, parallel, adaptive" in refused(capsys, "compare", lora_folder, "--schedule", "x")
+
+
+def test_low_and_high_range_are_the_best_scores_for_a_third_and_two_thirds_of_the_operations(
+    capsys, run_folder, task_folder
+):
+    (row,) = answer(capsys, "compare", run_folder, "--task", task_folder, "--sweep")["rows"]
+    for name, share in (("low_range", 1 / 3), ("high_range", 2 / 3)):
+        within = [point["score"] for point in row["curve"] if point["flops_ratio"] <= share]
+        assert row[name].get("score") == max(within, default=None)
+
+
+def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
+    capsys, lora_folder, task_folder, tmp_path, monkeypatch
+):
+    run, asked = shutil.copytree(lora_folder, tmp_path / "run"), []
+    cheapest, measure = commands.cheapest_schedule, commands.measure_costs
+    monkeypatch.setattr(
+        commands, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
+    )
+    monkeypatch.setattr(commands, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
+    evaluate = ("evaluate", run, "--task", task_folder, "--schedule", "adaptive")
+    found = answer(capsys, *evaluate)
+    assert sorted(sum(found["schedule"], [])) == [1, 2, 3]
+    metrics = read_json(run / "metrics.json")
+    (batch_size, tokens), reach = asked
+    counts = metrics["hold_out"]["exit_counts"]
+    np.testing.assert_allclose(reach, [sum(counts[k:]) / sum(counts) for k in range(3)])
+    assert (batch_size, tokens) == (32, round(metrics["mean_tokens"])) and 3 < tokens < 12
+    counts = answer(capsys, "calibrate", run, "--task", task_folder, "--epsilon", 0.5)["exit_counts"]
+    answer(capsys, *evaluate)
+    np.testing.assert_allclose(asked[-1], [sum(counts[k:]) / sum(counts) for k in range(3)])
+    assert "--threshold is not the rule that was calibrated" in refused(capsys, *evaluate, "--threshold", 0.9)
 
 
 def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):

@@ -20,6 +20,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from conftest import all_schedules
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
@@ -34,7 +35,7 @@ from mini_ee.export import graphs, prompt_graphs, runtime, segments
 from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
 from mini_ee.export.segments import export, torch_segments, write_segments
 from mini_ee.files import read_json, write_json
-from mini_ee.lora_exits import LoRAExits, all_schedules
+from mini_ee.lora_exits import LoRAExits
 from mini_ee.multi_model import MultiModel
 from mini_ee.prompting import PromptModel
 from mini_ee.prompts import Prompt

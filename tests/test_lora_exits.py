@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from conftest import all_schedules
 from safetensors.torch import load_file, save_file
 
 from mini_ee import lora_exits
@@ -14,11 +15,12 @@ from mini_ee.bert import Bert, BertConfig
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.fitting import TrainConfig
 from mini_ee.lora_exits import (
+    Costs,
     LoRAExits,
-    all_schedules,
     cheapest_schedule,
     expected_seconds,
     load_adapters,
+    measure_costs,
     parallel,
     restart,
     save_adapters,
@@ -193,19 +195,10 @@ def test_gradients_through_a_stream_are_those_of_eq2_in_float64(padded_inputs):
 # Schedules
 
 
-def test_there_are_2_to_the_k_minus_1_schedules_and_each_cuts_the_exits_into_groups():
-    for count in (1, 2, 3, 4):
-        schedules = all_schedules(count)
-        assert len({str(each) for each in schedules}) == 2 ** (count - 1)
-        assert all(sum(each, []) == list(range(count)) for each in schedules)
-    assert parallel(4) in all_schedules(4) and restart(4) in all_schedules(4)
-
-
 def layer_costs(exits, price):
-    """seconds[s, k, n - 1] where n streams cost price(n) a layer."""
-    starts = (0, *exits)
-    K = len(exits)
-    return np.array([[[(exits[k] - starts[s]) * price(n + 1) for n in range(K)] for k in range(K)] for s in range(K)])
+    """Where n streams cost price(n) a layer."""
+    starts, prices = np.array((0, *exits[:-1])), [price(n + 1) for n in range(len(exits))]
+    return Costs(np.outer(exits, prices), np.outer(np.array(exits) - starts, prices))
 
 
 @pytest.mark.parametrize("reach", [[1, 1, 1, 1], [1, 0.9, 0.6, 0.3], [1, 0.1, 0.1, 0.05], [1, 0.5, 0.5, 0.1]], ids=str)
@@ -238,6 +231,36 @@ def test_free_streams_run_side_by_side_and_dear_ones_one_by_one():
     exits = (3, 6, 9, 12)
     assert cheapest_schedule(layer_costs(exits, lambda n: 1.0), np.array([1, 0.9, 0.8, 0.7])) == parallel(4)
     assert cheapest_schedule(layer_costs(exits, float), np.array([1, 0.5, 0.3, 0.1])) == restart(4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_the_cheapest_schedule_is_that_of_an_enumeration(count):
+    random = np.random.default_rng(count)
+    for _ in range(20):
+        costs, reach = Costs(*random.uniform(1, 2, (2, count, count))), np.sort(random.uniform(0, 1, count))[::-1]
+        enumerated = min(expected_seconds(schedule, costs, reach) for schedule in all_schedules(count))
+        assert expected_seconds(cheapest_schedule(costs, reach), costs, reach) == pytest.approx(enumerated)
+
+
+def test_measured_costs_are_those_of_the_layers_that_run():
+    model, ran = lora_model(), []
+    run_layers = model.backbone.run_layers
+    model.backbone.run_layers = lambda hidden, mask, start, stop, adapters: (
+        ran.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapters)
+    )
+    costs = measure_costs(model, batch_size=2, tokens=5, repeats=1)
+    expected = [(2 * n, start, EXITS[k]) for k in range(3) for n in range(1, 4 - k) for start in (0, (0, 1, 2)[k])]
+    assert ran[::2] == ran[1::2] == expected  # warm, then timed
+    possible = np.add.outer(range(3), range(3)) < 3  # streams of exits k .. k + n - 1
+    assert ((costs.fresh > 0) == possible).all() and ((costs.onward > 0) == possible).all()
+
+
+def test_what_a_speed_up_is_measured_against_draws_no_random_number_and_has_the_models_type():
+    model = lora_model().double()
+    before = torch.get_rng_state()
+    merged = model.merged(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize("schedule", [[[0, 1]], [[0], [2], [1]], [[0, 1, 2], []], [[0, 1], [1, 2]]], ids=str)
@@ -356,6 +379,7 @@ def test_adapters_of_another_backbone_are_refused(lora_run, tmp_path, checkpoint
         ({"alpha": 0.0}, "alpha must be"),
         ({"targets": ("query", "pooler")}, "targets must be some of .*, got pooler"),
         ({"targets": ()}, "targets must be"),
+        ({"targets": ("query", "query")}, "targets must be different ones, got query, query"),
         ({"pool": "max"}, "pool must be"),
         ({"exits": (2, 1, 4)}, "exits must ascend"),
     ],

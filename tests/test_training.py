@@ -301,8 +301,8 @@ def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder
     assert run.rule != NeverExit()
 
 
-def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_the_last_one_wrong():
-    right_at = [(1, 1, 1), (1, 0, 0), (0, 0, 0), (0, 1, 0), (0, 0, 1)]  # of five rows, at three exits
+def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wrong():
+    right_at = [(1, 1, 1), (1, 0, 1), (0, 0, 0), (0, 1, 0), (0, 0, 1)]  # of five rows, at three exits
     labels = np.array([0, 1, 1, 0, 1])
     logits = [
         [[3.0, 0.0] if label == (not right) else [0.0, 3.0] for right in row] for row, label in zip(right_at, labels)
@@ -311,7 +311,10 @@ def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_the_last_one_wr
     task = Task("t", ("a", "b"), ("accuracy",), {"dev": Split(texts, labels)})
     found = overthinking(recorded(logits, (1, 2, 3)), task, "dev")
     assert found["share"] == 2 / 5 and [row["text"] for row in found["rows"]] == ["row 1", "row 3"]
-    assert [each["label"] for each in found["rows"][0]["exits"]] == ["b", "a", "a"]
-    assert found["rows"][1]["exits"][1]["confidence"] == pytest.approx(np.exp(3) / (np.exp(3) + 1))
+    assert found["share_at_the_end"] == 1 / 5
+    assert [each["label"] for each in found["rows"][0]["exits"]] == ["b", "a", "b"]
+    said, p = found["rows"][1]["exits"][1], np.exp(3) / (np.exp(3) + 1)
+    assert said["confidence"] == pytest.approx(p)
+    assert said["entropy"] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p))
     with pytest.raises(ValueError, match="regression"):
         overthinking(recorded(np.zeros((5, 3, 1)), (1, 2, 3)), replace(task, label_names=()), "dev")
