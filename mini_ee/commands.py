@@ -346,6 +346,7 @@ def run_evaluate(args, say) -> dict:
         recorded = record(segments, encoded, args.batch_size)
         memorized, losses = hardness_of(recorded.logits, labels_of(task, split), segments.exits)
         answer["hardness"] = found = {
+            "memorized_layer": memorized.tolist(),
             "mean_memorized_layer": float(memorized.mean()),
             "spearman_loss": spearman(memorized, losses),
         }
@@ -353,6 +354,10 @@ def run_evaluate(args, say) -> dict:
             f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
             f"the loss under Eq. 1: {found['spearman_loss']:.2f}."
         )
+        if kinds := task.split(split).hardness:
+            found["known"] = {kind: float(memorized[np.array(kinds) == kind].mean()) for kind in dict.fromkeys(kinds)}
+            lines = [{"kind": kind, "mean": mean} for kind, mean in found["known"].items()]
+            say(table(lines, {"kind": "hardness", "mean": "memorized layer:.2f"}))
         found["held_out"] = held = _hardness_in_training(args, trained, task)
         if held:
             pairs = (f"with {name} {value:.2f}" for name, value in held["spearman"].items())
@@ -444,6 +449,8 @@ def run_compare(args, say) -> dict:
     task = open_task_of(trained, args.task)
     for folder, one in opened:
         check_task(one, task, folder)
+    if args.picture and task.regression and not args.sweep:
+        raise WrongArguments("--picture shows the cross-entropy of exits, which a regression has not; give --sweep too")
     split = args.split or task.default_split
     labels = labels_of(task, split)
     rows, timed = [], []

@@ -72,8 +72,9 @@ class Stage(NamedTuple):
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
     score: Callable[[np.ndarray], float] | None = None  # (K,) hold-out scores of the exits -> what the best maximises
     teacher: Callable[[nn.Module, Encoded], np.ndarray] | None = None  # asked of all train rows before the stage begins
-    judge: Callable[[nn.Module, Data, np.ndarray | None], float] | None = None
-    """In place of `score`: model, hold-out, and what the teacher said of it before the stage began."""
+    judge: Callable[[nn.Module, Data, np.ndarray | None], dict[str, float]] | None = None
+    """In place of `score`: model, hold-out, and what the teacher said of it before the stage began -> `score`, and what
+    else the epoch's record shall hold."""
     finish: Callable[[nn.Module, Data], None] | None = None  # asked of the best checkpoint and the hold-out, at the end
     settings: dict = {}  # of TrainConfig, where the stage has its own
     round: int = 0  # from 1: rounds share one best checkpoint, and one that does not better it is the last
@@ -214,13 +215,13 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
                 last_save = time.monotonic()
         recorded = record(model.segments(), held.encoded, config.batch_size)
         scores = exit_scores(recorded, task, held.labels)
-        score = stage.judge(model, held, taught_held) if stage.judge else stage.score(np.array(scores))
+        verdict = stage.judge(model, held, taught_held) if stage.judge else {"score": stage.score(np.array(scores))}
         history = {
             "stage": stage.name,
             "epoch": epoch + 1,
             "loss": float(np.mean(progress["losses"])),
             "exit_scores": scores,
-            "score": score,
+            **verdict,
             "seconds": time.perf_counter() - begin,
         }
         if not task.regression:
@@ -228,8 +229,8 @@ def _run_stage(model, stage, number, task, train, held, config, path, progress, 
         progress["history"].append(history)
         progress |= {"losses": [], "seconds": 0.0}
         begin = time.perf_counter()
-        if progress["best"] is None or score > progress["best"]:
-            progress["best"] = score
+        if progress["best"] is None or verdict["score"] > progress["best"]:
+            progress["best"] = verdict["score"]
             best = _learned(model, stage)
         _write_state(path, model, optimizer, best, progress)
         last_save = time.monotonic()

@@ -197,7 +197,7 @@ def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
 
 def recipe(model: ConsistentExits, how: ConsistentEE) -> list[Stage]:
     """Step 1, then rounds of step 3 and step 4. Step 2 is in both: M is computed wherever a reward is."""
-    judge = partial(held_out_reward, how=how)
+    judge = partial(held_out, how=how)
     stages = [
         Stage(
             name="initialise",
@@ -273,8 +273,9 @@ def rewards_of(model: ConsistentExits, logits: Tensor, labels: Tensor, how: Cons
     return hardness_guided_rewards(losses, depths, how.alpha, memorized)
 
 
-def held_out_reward(model: ConsistentExits, held: Data, found: np.ndarray | None, how: ConsistentEE) -> float:
-    """The mean of Eq. 3 over rows that leave as at inference: at the first exit whose policy says more than 1/2.
+def held_out(model: ConsistentExits, held: Data, found: np.ndarray | None, how: ConsistentEE) -> dict[str, float]:
+    """Of rows that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3, and the
+    mean depth in layers.
 
     found: the rows' features, where they have been computed already.
     """
@@ -282,8 +283,13 @@ def held_out_reward(model: ConsistentExits, held: Data, found: np.ndarray | None
     found = features(model, held.encoded) if found is None else found
     states, logits = _parted(model, torch.from_numpy(found).to(device))
     rewards = rewards_of(model, logits, torch.from_numpy(held.labels).to(device), replace(how, reward="vanilla"))
+    depths = torch.tensor(model.exits, dtype=torch.float32, device=device).expand(len(rewards), -1)
     with torch.no_grad():
-        return inferred_reward(model.exit_logits(states), rewards)
+        exit_logits = model.exit_logits(states)
+    return {
+        "score": inferred_reward(exit_logits, rewards),
+        "mean_layers": inferred_reward(exit_logits, depths),
+    }
 
 
 def inferred_reward(exit_logits: Tensor, rewards: Tensor) -> float:

@@ -40,7 +40,8 @@ def sgmv(x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) -> Tensor:
         return sgmv_loop(x, A, B, starts)
     from mini_ee.sgmv_triton import segmented_product  # triton comes with torch's build for CUDA, and with no other
 
-    return segmented_product(segmented_product(x, A, starts), B, starts)
+    with torch.cuda.device(x.device):
+        return segmented_product(segmented_product(x, A, starts), B, starts)
 
 
 def shrink(x: Tensor, A: Tensor) -> Tensor:

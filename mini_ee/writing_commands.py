@@ -236,6 +236,8 @@ def compare_writers(args, say) -> dict:
     for option in ("task", "split", "schedule"):
         if getattr(args, option):
             raise WrongArguments(f"--{option} is not for decoders' runs: they write what they were trained to write")
+    if args.picture and not args.sweep:
+        raise WrongArguments("--picture of decoders' runs draws what they save and lose: give --sweep too")
     cases = [open_case(folder, args) for folder in args.runs]
     kinds = {case.run.config["writing"]["kind"] for case in cases}
     if len(kinds) > 1:

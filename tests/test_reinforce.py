@@ -27,7 +27,7 @@ from mini_ee.reinforce import (
     hardness,
     hardness_correlations,
     hardness_guided_rewards,
-    held_out_reward,
+    held_out,
     leave_one_out,
     log_exit_probabilities,
     memorized_layer,
@@ -479,14 +479,15 @@ def test_features_are_the_states_and_logits_of_each_row_in_its_place(padded_inpu
 
 def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(padded_inputs):
     model, how, labels = policy_model(), ConsistentEE(alpha=0.2), np.array([0, 1, 2, 0, 1, 2, 0])
-    found = held_out_reward(model, Data(EncodedInputs(padded_inputs), labels), None, how)
+    found = held_out(model, Data(EncodedInputs(padded_inputs), labels), None, how)
     left = early_exit(model.segments(), Policy(), padded_inputs)
     logits = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1)
     expected = []
     for row, k in enumerate(left.exit_index):
         p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
         expected.append(np.log(p[labels[row]]) - 0.2 * EXITS[k])
-    assert found == pytest.approx(np.mean(expected), abs=1e-5)
+    assert found["score"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert found["mean_layers"] == pytest.approx(left.layers_run.mean())
 
 
 def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_judge():
@@ -502,7 +503,7 @@ def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_j
     judged, guided = [], []
     for logits in (good, bad):
         found = np.concatenate([states, logits], axis=2)
-        judged.append(held_out_reward(model, Data(None, np.array([1])), found, how))
+        judged.append(held_out(model, Data(None, np.array([1])), found, how))
         guided.append(rewards_of(model, torch.from_numpy(logits), torch.tensor([1]), how)[0, 1].item())
     assert judged[0] == judged[1] and guided[1] > guided[0] + 0.2
 
@@ -563,7 +564,7 @@ def judged(verdicts):
     """The recipe of four rounds with one epoch a stage, and a judge whose verdicts are given."""
     verdicts = iter(verdicts)
     stages = recipe(SimpleNamespace(exits=(1, 2, 3)), replace(HOW, rounds=4, policy_epochs=1))
-    return [stage._replace(judge=lambda *_: next(verdicts)) if stage.round else stage for stage in stages]
+    return [stage._replace(judge=lambda *_: {"score": next(verdicts)}) if stage.round else stage for stage in stages]
 
 
 @pytest.mark.parametrize(

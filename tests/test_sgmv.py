@@ -45,6 +45,14 @@ def test_a_segment_loop_equals_gather_and_product(lengths, way):
     np.testing.assert_allclose(way(x, A, B, starts).numpy(), by_hand(x, A, B, starts), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("lengths", [lengths for lengths in SEGMENTS.values() if sum(lengths)])
+def test_it_is_one_product_of_all_adapters_side_by_side_under_a_block_mask(lengths):
+    x, A, B, starts = parts(lengths, rank=3)
+    mask = torch.repeat_interleave(torch.eye(len(A), dtype=x.dtype), torch.tensor(lengths), dim=0)  # (N, n)
+    shrunk = x @ A.permute(1, 0, 2).flatten(1) * mask.repeat_interleave(3, dim=1)
+    torch.testing.assert_close(sgmv(x, A, B, starts), shrunk @ B.flatten(0, 1))
+
+
 @pytest.mark.parametrize("rank", [1, 2, 8, 64, 128])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lengths", [[4, 4], [3, 6]])
