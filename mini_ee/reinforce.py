@@ -21,6 +21,9 @@ Deviations, each from a point that the paper leaves open:
    of the moment, so that a row which the last exit unlearns would be worth more than before.
 5. Rates and epochs, of which the paper says nothing: Eq. 1 has those that all methods share here; policies, which are
    small and begin anew, learn faster and longer than what they read.
+6. Heads and policies may read the mean over tokens, and do by default; the paper's read the first (`pool`).
+7. Step 4 samples where rows leave from states with dropout, those that its losses are of.
+8. Table 1: the loss is Eq. 1's, of rows that were held out; they are looked at once an epoch to count what is forgotten.
 """
 
 import math
@@ -104,7 +107,8 @@ class ConsistentExits(PolicyExits):
 
 
 def policy_network(width: int, chance: float) -> nn.Sequential:
-    """Two layers; at first it leaves with this chance, whatever the state."""
+    """Two layers; at first it leaves with this chance, whatever the state: with 1 / (1 + exits behind), all exits are
+    equally likely."""
     network = nn.Sequential(nn.Linear(width, POLICY_WIDTH), nn.GELU(), nn.Linear(POLICY_WIDTH, 1))
     nn.init.zeros_(network[2].weight)
     nn.init.constant_(network[2].bias, math.log(chance / (1 - chance)))
