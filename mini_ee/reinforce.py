@@ -23,7 +23,7 @@ Deviations, each from a point that the paper leaves open:
    small and begin anew, learn faster and longer than what they read.
 6. Heads and policies may read the mean over tokens, and do by default; the paper's read the first (`pool`).
 7. Step 4 samples where rows leave from states with dropout, those that its losses are of.
-8. Table 1: the loss is Eq. 1's, of rows that were held out; they are looked at once an epoch to count what is forgotten.
+8. Table 1: the loss is Eq. 1's, of rows that were held out; what they forget is counted from epoch to epoch.
 """
 
 import math

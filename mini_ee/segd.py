@@ -11,7 +11,7 @@ Symbols: temperature = T, weight = lambda; soft label = y bar of Eq. 5.
 
 Deviations: 1. Eq. 4 has no T^2, the factor of Hinton et al. 2015: `t_squared` adds it.
             2. Regression has no soft labels: the student follows the teacher's value, under a squared error.
-            3. T, lambda and the learning rate are the same at every exit; the paper searches them, for the last exit apart.
+            3. T, lambda and the learning rate are the same at every exit; the paper searches them.
 """
 
 from dataclasses import dataclass
