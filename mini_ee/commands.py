@@ -794,7 +794,9 @@ def adaptive_schedule(trained: Run, folder: Path, batch_size: int) -> list[list[
     """
     metrics = read_json(folder / "metrics.json")
     if "mean_tokens" not in metrics:
-        raise WrongArguments(f"{folder}: does not know its held-out rows, which --schedule adaptive asks for")
+        raise WrongArguments(
+            f"{folder}: does not know its held-out rows, which --schedule adaptive needs; train it again"
+        )
     left = np.array(trained.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
     reach = left[::-1].cumsum()[::-1] / left.sum()
     return cheapest_schedule(measure_costs(trained.model, batch_size, round(metrics["mean_tokens"])), reach)
