@@ -355,6 +355,7 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     trained, task = load_run(run_folder), load_task(task_folder)
     dev = task.split("dev")
     memorized, losses = hardness(trained, dev)
+    assert said["hardness"]["memorized_layer"] == memorized
     assert said["hardness"]["mean_memorized_layer"] == pytest.approx(np.mean(memorized))
     assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
 

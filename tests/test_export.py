@@ -648,6 +648,12 @@ def assert_answers_like_torch(answers, run, texts, atol=ATOL):
         assert answer.confidence == pytest.approx(powers.max() / powers.sum(), abs=1e-5) and answer.milliseconds > 0
 
 
+def test_what_compare_says_of_a_folders_memory_is_the_weights_once_and_the_graphs(exported, run):
+    graphs = sum(path.stat().st_size for path in exported.glob("*.onnx"))
+    header = 20_000  # bytes of names and shapes, at most
+    assert run.weight_bytes < Runtime(exported).weight_bytes - graphs < run.weight_bytes + header
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 32])
 def test_the_runtime_answers_like_torch_in_the_order_of_the_texts(exported, run, batch_size):
     answers = Runtime(exported, threads=1).run(TEXTS, batch_size)

@@ -11,7 +11,7 @@ from mini_ee import fitting, training
 from mini_ee.baselines import RECIPES, joint, two_stage
 from mini_ee.checkpoint import load_backbone, read_tensors
 from mini_ee.early_exit import Recorded
-from mini_ee.evaluation import Record, default_rule, overthinking, predictions
+from mini_ee.evaluation import Record, best_within, default_rule, overthinking, predictions
 from mini_ee.exits import MultiExit
 from mini_ee.files import read_json
 from mini_ee.fitting import depth_weighted_sum, task_loss
@@ -299,6 +299,25 @@ def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder
     run = train(tmp_path / "run", checkpoint_folder, task_folder, config=config)
     assert min(read_json(tmp_path / "run" / "metrics.json")["epochs"][-1]["exit_scores"]) > 0.9
     assert run.rule != NeverExit()
+
+
+def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_its_depth():
+    """Streams that begin anew: two layers to the first exit, eight to the second, where the whole model has six."""
+    logits = np.zeros((6, 3, 2))
+    logits[:, :, 1] = [[0.1, 4, 5]] * 5 + [[0.2, 0.3, 6]]  # five rows are sure at the second exit, one at the last
+    task = Task("t", ("a", "b"), ("accuracy",), {})
+    cheap, dear = (recorded(logits, (2, 4, 6)) for _ in range(2))
+    dear.segments._layer_passes = [2, 6, 6]
+    rule = [Threshold(0.9)]
+    chosen = [default_rule(each, task, np.ones(6, int), 0.0, lambda *_: rule) for each in (cheap, dear)]
+    assert chosen == [Threshold(0.9), NeverExit()]
+
+
+def test_the_best_within_a_share_of_the_operations_is_the_best_score_that_it_buys():
+    points = [
+        {"flops_ratio": share, "score": score} for share, score in ((0.2, 0.7), (0.3, 0.8), (0.33, 0.6), (0.9, 0.95))
+    ]
+    assert best_within(points, 1 / 3) == points[1] and best_within(points, 0.1) is None
 
 
 def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wrong():
