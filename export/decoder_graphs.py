@@ -18,7 +18,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from mini_ee.decoder import DecoderConfig, rope_frequencies
-from mini_ee.export.graphs import CONSTANT, Graph
+from mini_ee.export.graphs import CONSTANT, Adapt, Graph
 
 GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
@@ -55,12 +55,55 @@ class DecoderGraph(Graph):
             return self.op("Mul", hidden, self.op("Sigmoid", hidden))
         return self.op("Gelu", hidden, approximate=GELUS[kind])
 
+    def embeddings(self) -> str:
+        """Decoder.embed."""
+        ids = self.input("input_ids", "batch", "tokens")
+        hidden = self.op("Gather", self.parameter(f"{self.root}.embeddings.weight"), ids)
+        if self.config.model_type == "gemma":
+            hidden = self.op("Mul", hidden, self.number(self.config.hidden_size**0.5))
+        return hidden
+
+    def layers_at(self, hidden: str, where: "Where", start: int, stop: int, adapt: Adapt | None = None) -> str:
+        """From hidden[start] to hidden[stop], (B, T, D), of tokens that stand there."""
+        flat = self.op("Reshape", hidden, self.integers(-1, self.config.hidden_size))
+        for layer in range(start, stop):
+            flat = self._layer(flat, where, layer, adapt)
+        return self.op("Reshape", flat, where.shape(self.config.hidden_size))
+
+    def _layer(self, flat: str, where: "Where", layer: int, adapt: Adapt | None) -> str:
+        """Layer.forward on (B T, D)."""
+
+        def linear(name: str, x: str) -> str:
+            y = self.linear(x, f"{root}.{name}")
+            return y if adapt is None else adapt(layer, name, x, y)
+
+        def mlp(normed: str) -> str:
+            inner = linear("up", normed)
+            if config.model_type == "phi":
+                return linear("down", self.activation(inner))
+            return linear("down", self.op("Mul", self.activation(linear("gate", normed)), inner))
+
+        config, root = self.config, f"{self.root}.layers.{layer}"
+        normed = self.norm(flat, f"{root}.attention_norm")
+        query = config.num_attention_heads * config.head_width
+        stacked = self.op("Reshape", linear("qkv", normed), where.shape(query + 2 * where.width))
+        turning, value = self.several(2, "Split", stacked, self.integers(query + where.width, where.width), axis=2)
+        turned = where.rotate(turning, config.num_attention_heads + config.key_value_heads)
+        query, key = self.several(2, "Split", turned, self.integers(query, where.width), axis=2)
+        attended = where.attend(layer, query, key, value)
+        attended = self.op("Reshape", attended, self.integers(-1, config.num_attention_heads * config.head_width))
+        attended = linear("attention_output", attended)
+        if config.model_type == "phi":
+            return self.op("Add", self.op("Add", flat, attended), mlp(normed))
+        flat = self.op("Add", flat, attended)
+        return self.op("Add", flat, mlp(self.norm(flat, f"{root}.mlp_norm")))
+
     def key_value(self, hidden: str, name: str) -> str:
         """(N, D) -> (N, 2 KV d): the stacked projection without its queries; the cut is made once, at loading."""
         query = self.config.num_attention_heads * self.config.head_width
         cut = [
-            self.op("Slice", self.parameter(each), *map(self.integers, (query, len(self.parameters[each]), 0)))
-            for each in self._names(name)
+            self.op("Slice", each, *map(self.integers, (query, len(self.parameters[each]), 0)))
+            for each in map(self.parameter, self._names(name))
         ]
         return self._gemm(hidden, *cut)
 
@@ -68,7 +111,7 @@ class DecoderGraph(Graph):
         return self.op("Gemm", hidden, *weight_and_bias, transB=1, **named)
 
     def _names(self, name: str) -> list[str]:
-        return [each for each in (f"{name}.weight", f"{name}.bias") if each in self.parameters]
+        return [each for each in (f"{name}.weight", f"{name}.bias") if self.prefix + each in self.parameters]
 
 
 def segment(
@@ -76,9 +119,9 @@ def segment(
 ) -> onnx.ModelProto:
     """The layers between two exits, (B, T, D) -> (B, T, D); before the first one from input_ids (B, T)."""
     graph = DecoderGraph(config, parameters)
-    hidden = _hidden(graph) if number else embeddings(graph)
+    hidden = _hidden(graph) if number else graph.embeddings()
     start = exits[number - 1] if number else 0
-    layers(graph, hidden, _InCache(graph, start), start, exits[number])
+    graph.layers_at(hidden, _InCache(graph, start), start, exits[number])
     graph.output("hidden_out", "batch", "tokens", config.hidden_size, dtype=graph.dtype)
     return graph.model(f"segment_{exits[number]}")
 
@@ -132,15 +175,6 @@ def policy(config: DecoderConfig, parameters: dict[str, np.ndarray], exits: tupl
 
 def _hidden(graph: DecoderGraph) -> str:
     return graph.input("hidden", "batch", "tokens", graph.config.hidden_size, dtype=graph.dtype)
-
-
-def embeddings(graph: DecoderGraph) -> str:
-    """Decoder.embed."""
-    ids = graph.input("input_ids", "batch", "tokens")
-    hidden = graph.op("Gather", graph.parameter(f"{graph.root}.embeddings.weight"), ids)
-    if graph.config.model_type == "gemma":
-        hidden = graph.op("Mul", hidden, graph.number(graph.config.hidden_size**0.5))
-    return hidden
 
 
 class Where:
@@ -221,37 +255,3 @@ class _InCache(Where):
             )
             branches[f"{branch}_branch"] = helper.make_graph(nodes, name, [], [output])
         return self.graph.op("If", self.everyone, **branches)
-
-
-def layers(graph: DecoderGraph, hidden: str, where: Where, start: int, stop: int) -> str:
-    """From hidden[start] to hidden[stop], (B, T, D)."""
-    flat = graph.op("Reshape", hidden, graph.integers(-1, graph.config.hidden_size))
-    for layer in range(start, stop):
-        flat = _layer(graph, flat, where, layer)
-    return graph.op("Reshape", flat, where.shape(graph.config.hidden_size))
-
-
-def _layer(graph: DecoderGraph, flat: str, where: Where, layer: int) -> str:
-    """Layer.forward on (B T, D)."""
-    config, name = graph.config, f"{graph.root}.layers.{layer}"
-    normed = graph.norm(flat, f"{name}.attention_norm")
-    query = config.num_attention_heads * config.head_width
-    stacked = graph.op("Reshape", graph.linear(normed, f"{name}.qkv"), where.shape(query + 2 * where.width))
-    turning, value = graph.several(2, "Split", stacked, graph.integers(query + where.width, where.width), axis=2)
-    turned = where.rotate(turning, config.num_attention_heads + config.key_value_heads)
-    query, key = graph.several(2, "Split", turned, graph.integers(query, where.width), axis=2)
-    attended = where.attend(layer, query, key, value)
-    attended = graph.op("Reshape", attended, graph.integers(-1, config.num_attention_heads * config.head_width))
-    attended = graph.linear(attended, f"{name}.attention_output")
-    if config.model_type == "phi":
-        return graph.op("Add", graph.op("Add", flat, attended), _mlp(graph, normed, name))
-    flat = graph.op("Add", flat, attended)
-    return graph.op("Add", flat, _mlp(graph, graph.norm(flat, f"{name}.mlp_norm"), name))
-
-
-def _mlp(graph: DecoderGraph, normed: str, name: str) -> str:
-    up = graph.linear(normed, f"{name}.up")
-    if graph.config.model_type == "phi":
-        return graph.linear(graph.activation(up), f"{name}.down")
-    gate = graph.activation(graph.linear(normed, f"{name}.gate"))
-    return graph.linear(graph.op("Mul", gate, up), f"{name}.down")

@@ -18,25 +18,26 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from mini_ee.bert import Bert, BertConfig
+from mini_ee.bert import Bert
 from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_tensors
-from mini_ee.decoder import Decoder, DecoderConfig
+from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.encoders import OwnStates, SentenceEncoder
 from mini_ee.evaluation import plan_rows, predictions, record
 from mini_ee.exits import MultiExit
-from mini_ee.export import graphs, prompt_graphs
+from mini_ee.export import graphs
+from mini_ee.export.causal_graphs import CausalGraph
 from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments, open_rule, open_tokenizer
 from mini_ee.files import atomic_folder, file_sha256, write_json
 from mini_ee.flops import layer_weights
-from mini_ee.lora_exits import LoRAExits, restart
+from mini_ee.lora_exits import LoRAExits, columns_of, restart
 from mini_ee.methods import MODELS
 from mini_ee.multi_model import MultiModel
 from mini_ee.policies import PolicyExits
 from mini_ee.prompting import PromptModel
 from mini_ee.retrieval import Retrieval
 from mini_ee.rules import Rule
-from mini_ee.runs import Run, versions
+from mini_ee.runs import Run, empty_backbone, versions
 
 WEIGHTS = "model.safetensors"
 HEADS = ("heads.", "policies.", "certainty", "backbone.lm_head.", "label_words")  # maps that int8 leaves in float32
@@ -95,7 +96,7 @@ def write_segments(
     passes, adapter_parameters, lora, prompt = np.diff(model.exits, prepend=0).tolist(), 0, {}, {}
     if isinstance(model, LoRAExits):
         schedule = schedule or restart(len(model.exits))
-        made = _stream_graphs(model, config, parameters, schedule)
+        made = _stream_graphs(model, parameters, schedule)
         segments = model.segments(schedule)
         passes = [segments.layer_passes(k) for k in range(len(model.exits))]
         adapter_parameters = sum(value.numel() for value in model.adapters[0][0].parameters())
@@ -109,7 +110,7 @@ def write_segments(
             words = model.label_tokens.cpu().numpy()
             names = _vocabulary_names(model.backbone)
             parameters |= {f"label_words.{name}": parameters[of][words] for name, of in names.items()}
-        made = _graphs(model, config, parameters)
+        made = _graphs(model, parameters)
     if encoder is not None:
         made["encoder"] = _encoder_graph(encoder, model, parameters)
     if precision == "int8":
@@ -142,10 +143,7 @@ def torch_segments(folder: Path, manifest: dict, device: str = "cpu") -> Segment
     tensors = read_tensors(folder / WEIGHTS)
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
     with torch.device("meta"):
-        if manifest["pool"] == "last":
-            backbone = Decoder(DecoderConfig.from_dict(manifest["backbone"]))
-        else:
-            backbone = Bert(BertConfig(**manifest["backbone"]), pooler=False, lm_head="prompt" in manifest)
+        backbone = empty_backbone(manifest["backbone"], lm_head="prompt" in manifest)
     if "prompt" in manifest:
         model = PromptModel(backbone, open_tokenizer(folder, manifest), tuple(manifest["exits"]))
         for name, of in _vocabulary_names(backbone).items():
@@ -177,37 +175,39 @@ def _vocabulary_names(backbone: Bert | Decoder) -> dict[str, str]:
     return {name: f"backbone.lm_head.{name}" for name, _ in backbone.lm_head.named_parameters()}
 
 
-def _graphs(
-    model: MultiExit | PromptModel, config: BertConfig | DecoderConfig, parameters: dict[str, np.ndarray]
-) -> dict[str, onnx.ModelProto]:
+def _graphs(model: MultiExit | PromptModel, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
     """File name without suffix -> graph, with its weights inside."""
-    kind = prompt_graphs if isinstance(model.backbone, Decoder) else graphs
     made = {
-        f"segment_{layer}": kind.segment(config, parameters, model.exits, number, model.pool)
+        f"segment_{layer}": graphs.segment(_empty_graph(model.backbone, parameters), model.exits, number, model.pool)
         for number, layer in enumerate(model.exits)
     }
-    return made | {"full": kind.full(config, parameters, len(model.exits) - 1, model.pool)}
+    return made | {"full": graphs.full(_empty_graph(model.backbone, parameters), len(model.exits) - 1, model.pool)}
+
+
+def _empty_graph(backbone: Bert | Decoder, parameters: dict[str, np.ndarray], prefix: str = "") -> graphs.Graph:
+    kind = CausalGraph if isinstance(backbone, Decoder) else graphs.EncoderGraph
+    return kind(backbone.config, parameters, prefix)
 
 
 def _stream_graphs(
-    model: LoRAExits, config: BertConfig, parameters: dict[str, np.ndarray], schedule: Sequence[Sequence[int]]
+    model: LoRAExits, parameters: dict[str, np.ndarray], schedule: Sequence[Sequence[int]]
 ) -> dict[str, onnx.ModelProto]:
     """The same of LoRA exits; the whole model is the last stream alone."""
-    last, how = len(model.exits) - 1, (model.targets, model.scale)
-    made = {}
-    for group in schedule:
-        for k in group:
-            live, begins = graphs.Streams(k, group[-1] + 1, *how), k == group[0]
-            graph = graphs.streams(config, parameters, model.exits, begins, live, model.pool)
-            made[f"segment_{model.exits[k]}"] = graph
-    alone = graphs.Streams(last, last + 1, *how)
-    return made | {"full": graphs.streams(config, parameters, model.exits, True, alone, model.pool)}
+    columns = {target: columns_of(model.backbone.layers[0], target) for target in model.targets}
+
+    def streams(first: int, stop: int, begins: bool) -> onnx.ModelProto:
+        live = graphs.Streams(first, stop, columns, model.scale)
+        return graphs.streams(_empty_graph(model.backbone, parameters), model.exits, begins, live, model.pool)
+
+    made = {f"segment_{model.exits[k]}": streams(k, group[-1] + 1, k == group[0]) for group in schedule for k in group}
+    last = len(model.exits) - 1
+    return made | {"full": streams(last, last + 1, True)}
 
 
 def _cascade_graphs(model: MultiModel, parameters: dict[str, np.ndarray]) -> dict[str, onnx.ModelProto]:
     """The same of independent models: each from the embeddings on."""
     made = {
-        f"segment_{layer}": graphs.full(each.backbone.config, parameters, 0, model.pool, f"models.{k}.")
+        f"segment_{layer}": graphs.full(_empty_graph(each.backbone, parameters, f"models.{k}."), 0, model.pool)
         for k, (layer, each) in enumerate(zip(model.exits, model.models))
     }
     return made | {"full": made[f"segment_{model.exits[-1]}"]}
@@ -220,13 +220,12 @@ def _encoder_of(run: Run) -> OwnStates | SentenceEncoder | None:
 def _encoder_graph(encoder: OwnStates | SentenceEncoder, model, parameters: dict[str, np.ndarray]) -> onnx.ModelProto:
     """The queries of a retrieval: from the model's own weights, or from another encoder's in float32."""
     states = encoder.states
-    kind = prompt_graphs if isinstance(states.backbone, Decoder) else graphs
     if states.backbone is model.backbone:
-        return kind.encoder(states.backbone.config, parameters, states.layer)
+        return graphs.encoder(_empty_graph(states.backbone, parameters), states.layer)
     others = {
         f"encoder.backbone.{name}": value.detach().cpu().numpy() for name, value in states.backbone.named_parameters()
     }
-    return kind.encoder(states.backbone.config, others, states.layer, "encoder.")
+    return graphs.encoder(_empty_graph(states.backbone, others, "encoder."), states.layer)
 
 
 def _write_retrieval(rule: Retrieval, folder: Path) -> dict:

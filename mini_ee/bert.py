@@ -150,6 +150,14 @@ class Embeddings(nn.Module):
         return self.to_hidden(embedded) if self.config.model_type == "albert" else embedded
 
 
+class StackedLinear(nn.Linear):
+    """Several linear maps of one input in one product. sizes: the outputs of each, in order."""
+
+    def __init__(self, width: int, sizes: tuple[int, ...], bias: bool):
+        super().__init__(width, sum(sizes), bias)
+        self.sizes = sizes
+
+
 class Layer(nn.Module):
     """Self-attention, then the feed-forward part, each added to its input and normalised (post-norm)."""
 
@@ -157,7 +165,7 @@ class Layer(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.heads = config.num_attention_heads
-        self.qkv = nn.Linear(width, 3 * width)  # query, key and value in one product: 4 % of a layer at batch 1
+        self.qkv = StackedLinear(width, (width, width, width), bias=True)  # at batch 1 it saves 4 % of a layer
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.up = nn.Linear(width, config.intermediate_size)

@@ -221,11 +221,11 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
 
 
 def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """The tensors that the parameters are made of: equal shares, unless the module that stacks them names `sizes`."""
+    """The tensors that the parameters are made of: several where a StackedLinear has them in one."""
     parts, state = {}, module.state_dict()
     for ours, theirs in names.items():
-        sizes = getattr(module.get_submodule(ours.rpartition(".")[0]), "sizes", None)
-        split = state[ours].split(sizes) if sizes and len(theirs) > 1 else state[ours].chunk(len(theirs))
+        holder = module.get_submodule(ours.rpartition(".")[0])
+        split = state[ours].split(holder.sizes) if len(theirs) > 1 else [state[ours]]
         parts |= zip(theirs, split, strict=True)
     return parts
 

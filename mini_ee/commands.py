@@ -194,7 +194,7 @@ def _stages_table(epochs: list[dict]) -> str:
 def run_collect(args, say) -> dict:
     """RAEE: a datastore beside the exits of a trained run, or beside every layer of a checkpoint, through a prompt."""
     check_device(args.device)
-    model_folder = open_folder(args.model)
+    model_folder = open_model(args.model)
     is_run = "format_version" in read_json(model_folder / "config.json")
     task = open_task_of([load_run(model_folder)], args.task) if is_run else open_task(args.task)
     settings = {"k": args.k, "tau": args.tau, "fallback_top": args.fallback_top}
@@ -815,21 +815,13 @@ def open_task_of(trained: list[Run | Runtime], name: str | None) -> Task:
     return open_task(name or TOY)
 
 
-def open_folder(folder: Path | None) -> Path:
-    """A folder with a model, the built-in checkpoint by default."""
+def open_model(folder: Path | None) -> Path:
+    """A folder with a model, the built-in encoder by default."""
     folder = folder or BUILT_IN_MODEL
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
-    return folder
-
-
-def open_model(folder: Path | None) -> Path:
-    """The checkpoint folder of an encoder, the built-in one by default."""
-    folder = open_folder(folder)
-    if (kind := read_config(folder / "config.json").model_type) in DECODERS:
-        raise WrongArguments(f"{folder}: holds a {kind}, a decoder; give an encoder, such as BERT")
     return folder
 
 

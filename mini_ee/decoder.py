@@ -16,6 +16,7 @@ draft has left behind. Rows are named by index: who leaves the batch leaves the 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.bert import ACTIVATIONS as BERT_ACTIVATIONS
+from mini_ee.bert import Adapt, StackedLinear
 from mini_ee.shapes import check
 
 ACTIVATIONS = BERT_ACTIVATIONS | {"silu": F.silu}
@@ -281,15 +283,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-class StackedLinear(nn.Linear):
-    """Several linear maps of one input in one product. sizes: the outputs of each, in order."""
-
-    def __init__(self, width: int, sizes: tuple[int, ...], bias: bool):
-        super().__init__(width, sum(sizes), bias)
-        self.sizes = sizes
-
-
-def _norm(config: DecoderConfig) -> nn.Module:
+def norm_of(config: DecoderConfig) -> nn.Module:
+    """A norm as the model has them, of weight one."""
     if config.model_type == "phi":
         return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
     return RMSNorm(config.hidden_size, config.norm_eps, offset=config.model_type == "gemma")
@@ -305,29 +300,40 @@ class Layer(nn.Module):
         self.heads, self.key_value_heads = config.num_attention_heads, config.key_value_heads
         self.head_width = config.head_width
         query, key_value = self.heads * self.head_width, self.key_value_heads * self.head_width
-        self.attention_norm = _norm(config)
+        self.attention_norm = norm_of(config)
         self.qkv = StackedLinear(width, (query, key_value, key_value), bias)
         self.attention_output = nn.Linear(query, width, bias)
         if not self.parallel:
-            self.mlp_norm = _norm(config)
+            self.mlp_norm = norm_of(config)
         if self.gated:  # gate and up stay two products: as one, batch 8 takes 9 % longer
             self.gate = nn.Linear(width, inner, bias)
         self.up = nn.Linear(width, inner, bias)
         self.down = nn.Linear(inner, width, bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, hidden: Tensor, block: Block, keys: Tensor | None, values: Tensor | None) -> Tensor:
-        """hidden (B, T, D) -> (B, T, D). keys, values: this layer's cache, read and written; None: the block alone."""
-        normed = self.attention_norm(hidden)
-        attended = self.attention(normed, block, keys, values)
-        if self.parallel:
-            return hidden + attended + self.mlp(normed)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def forward(
+        self, hidden: Tensor, block: Block, keys: Tensor | None, values: Tensor | None, adapt: Adapt | None = None
+    ) -> Tensor:
+        """hidden (B, T, D) -> (B, T, D). keys, values: this layer's cache, read and written; None: the block alone.
 
-    def attention(self, normed: Tensor, block: Block, keys: Tensor | None, values: Tensor | None) -> Tensor:
+        adapt: what adapters add to the linear maps of this layer.
+        """
+        normed = self.attention_norm(hidden)
+        attended = self.attention(normed, block, keys, values, adapt)
+        if self.parallel:
+            return hidden + attended + self.mlp(normed, adapt)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.mlp_norm(hidden), adapt)
+
+    def _linear(self, name: str, x: Tensor, adapt: Adapt | None) -> Tensor:
+        y = getattr(self, name)(x)
+        return y if adapt is None else adapt(name, x, y)
+
+    def attention(
+        self, normed: Tensor, block: Block, keys: Tensor | None, values: Tensor | None, adapt: Adapt | None = None
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D): every token reads the tokens up to itself (grouped queries: Ainslie et al. 2023)."""
-        stacked = self.qkv(normed).view(*normed.shape[:2], -1, self.head_width)  # (B, T, H + 2 KV, d)
+        stacked = self._linear("qkv", normed, adapt).view(*normed.shape[:2], -1, self.head_width)  # (B, T, H + 2 KV, d)
         turning = self.heads + self.key_value_heads
         turned = rotate(stacked[:, :, :turning], block.cos, block.sin)
         query, key, value = turned[:, :, : self.heads], turned[:, :, self.heads :], stacked[:, :, turning:]
@@ -345,7 +351,7 @@ class Layer(nn.Module):
                         for i, row in enumerate(block.rows)
                     ]
                 )
-        return self.attention_output(attended.transpose(1, 2).flatten(2))
+        return self._linear("attention_output", attended.transpose(1, 2).flatten(2), adapt)
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -366,11 +372,11 @@ class Layer(nn.Module):
         keys.transpose(1, 2)[block.write] = rotate(key, block.cos, block.sin)
         values.transpose(1, 2)[block.write] = value
 
-    def mlp(self, normed: Tensor) -> Tensor:
+    def mlp(self, normed: Tensor, adapt: Adapt | None = None) -> Tensor:
         """down(act(gate) * up), in Phi down(act(up)): (B, T, D) -> (B, T, D)."""
-        if self.gated:
-            return self.down(self.activation(self.gate(normed)) * self.up(normed))
-        return self.down(self.activation(self.up(normed)))
+        inner = self._linear("up", normed, adapt)
+        inner = self.activation(self._linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
+        return self._linear("down", inner, adapt)
 
 
 class Decoder(nn.Module):
@@ -381,7 +387,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _norm(config)
+        self.norm = norm_of(config)
         self.lm_head = None  # tied to the embeddings
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.model_type == "phi")
@@ -397,8 +403,8 @@ class Decoder(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """hidden[0]: (B, T) int64 -> (B, T, D)."""
+    def embed(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """hidden[0]: (B, T) int64 -> (B, T, D). token_type_ids: an encoder's, which a decoder has no use for."""
         check(input_ids, "B T")
         hidden = self.embeddings(input_ids)
         if self.config.model_type == "gemma":
@@ -447,11 +453,34 @@ class Decoder(nn.Module):
         places = torch.arange(end, device=cos.device)
         return Block(cos, sin, (places <= places[low:, None])[None, None], False, None, write, end)
 
-    def run_layers(self, hidden: Tensor, block: Block, start: int, stop: int, cache: Cache | None = None) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop, filling their caches."""
+    def whole_rows(self, tokens: int) -> Block:
+        """Whole rows of so many tokens, padded on the right: what is before a token is all that it reads.
+
+        Raises ValueError where there are more tokens than the model has positions.
+        """
+        if tokens > self.config.max_tokens:
+            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        return Block(self.cos[None, :tokens, None], self.sin[None, :tokens, None], None, True, None, None, tokens)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        block: Block | Tensor | None,
+        start: int,
+        stop: int,
+        cache: Cache | None = None,
+        adapters: Callable[[int], Adapt] | None = None,
+    ) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop, filling their caches.
+
+        block: where the tokens stand; an encoder's padding mask, or None, for `whole_rows`.
+        adapters: index of a layer -> what is added to its linear maps (lora_exits.py).
+        """
+        if not isinstance(block, Block):
+            block = self.whole_rows(hidden.shape[1])
         for depth in range(start, stop):
             keys, values = (None, None) if cache is None else (cache.keys[depth], cache.values[depth])
-            hidden = self.layers[depth](hidden, block, keys, values)
+            hidden = self.layers[depth](hidden, block, keys, values, adapters and adapters(depth))
         return hidden
 
     def propagate(self, hidden: Tensor, block: Block, start: int, stop: int, cache: Cache) -> None:

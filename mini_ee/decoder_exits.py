@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from tqdm import tqdm
 
+from mini_ee.bert import StackedLinear
 from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, write_tensors
-from mini_ee.decoder import Decoder, StackedLinear
+from mini_ee.decoder import Decoder
 from mini_ee.exits import VocabularyHead, check_exits
 from mini_ee.files import atomic_folder, file_sha256, json_sha256, read_json, write_bytes, write_json
 from mini_ee.fitting import SAVE_SECONDS, TrainConfig, depth_weighted_sum, load_progress, save_progress

@@ -11,7 +11,7 @@ import torch
 
 from mini_ee.bert import Bert, padding_mask
 from mini_ee.checkpoint import backbone_sha256, load_backbone, tensors_sha256
-from mini_ee.decoder import Decoder, token_positions
+from mini_ee.decoder import Decoder
 from mini_ee.exits import pooled
 from mini_ee.flops import backbone_layer_flops
 from mini_ee.tasks import Inputs, Tokenizer
@@ -40,11 +40,7 @@ class OwnStates:
         ids, attention, types = (torch.from_numpy(array).to(device) for array in arrays)
         with torch.inference_mode():
             mask = None if inputs.attention_mask.all() else padding_mask(attention)
-            if isinstance(self.backbone, Decoder):
-                hidden, around = self.backbone.embed(ids), self.backbone.block(token_positions(attention))
-            else:
-                hidden, around = self.backbone.embed(ids, types), mask
-            hidden = self.backbone.run_layers(hidden, around, 0, self.layer)
+            hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
             return pooled(hidden, mask, "mean").float().numpy(force=True)
 
     def flops(self, inputs: Inputs) -> float:

@@ -1,11 +1,13 @@
 """A backbone with exits: heads after chosen layers, and the torch segments that the loop drives.
 
+ExitHead            what reads hidden states: one vector a row, then a classifier
 MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
 TorchSegments       the same model as segments for early_exit
 VocabularyHead      what reads a decoder's hidden states: a norm and a linear map, drawn or copied
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert, padding_mask
-from mini_ee.decoder import Decoder
+from mini_ee.decoder import Decoder, norm_of
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.flops import backbone_layer_flops, head_flops
 
@@ -23,11 +25,14 @@ HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
 
 
 class ExitHead(nn.Module):
-    """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens."""
+    """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens.
 
-    def __init__(self, width: int, num_labels: int, pool: str):
+    norm: of the tokens before that. A decoder's states need one: its layers leave the sums that they add to unnormed.
+    """
+
+    def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None = None):
         super().__init__()
-        self.pool = pool
+        self.pool, self.norm = pool, norm
         self.dense = nn.Linear(width, width)
         self.dropout = nn.Dropout(HEAD_DROPOUT)
         self.out = nn.Linear(width, num_labels)
@@ -35,9 +40,17 @@ class ExitHead(nn.Module):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
 
+    def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The vector of each row: hidden (B, T, D), mask as `padding_mask` gives it; returns (B, D)."""
+        return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
+
+    def classify(self, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C)."""
+        return self.out(self.dropout(torch.tanh(self.dense(state))))
+
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """hidden (B, T, D), mask as `padding_mask` gives it; returns logits (B, C)."""
-        return self.out(self.dropout(torch.tanh(self.dense(pooled(hidden, mask, self.pool)))))
+        """Both: (B, T, D) -> logits (B, C)."""
+        return self.classify(self.state(hidden, mask))
 
 
 class VocabularyHead(nn.Module):
@@ -85,6 +98,37 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
     return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
 
 
+def exit_heads(backbone: Bert | Decoder, count: int, num_labels: int, pool: str) -> nn.ModuleList:
+    """So many heads for a backbone; on a decoder each begins with a norm.
+
+    Raises ValueError for a pool that the backbone does not have.
+    """
+    decoder = isinstance(backbone, Decoder)
+    if pool not in POOLS:
+        raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+    if decoder and pool == "first":
+        raise ValueError("pool must be mean for a decoder, got first: no token comes before it, it says nothing")
+    shape = backbone.config.hidden_size, num_labels, pool
+    return nn.ModuleList(ExitHead(*shape, norm_of(backbone.config) if decoder else None) for _ in range(count))
+
+
+def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:
+    """The same backbone; its poolers and its head to words, which exits do not read, are gone."""
+    backbone.lm_head = None
+    if isinstance(backbone, Bert):
+        backbone.poolers = nn.ModuleDict()
+    else:
+        backbone.norm = None
+    return backbone
+
+
+def first_layers(backbone: Bert | Decoder, layers: int) -> Bert | Decoder:
+    """A copy of the embeddings and the layers 1 .. layers."""
+    small = without_heads(deepcopy(backbone))
+    small.config, small.layers = replace(backbone.config, num_hidden_layers=layers), small.layers[:layers]
+    return small
+
+
 def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` exits as evenly spread as whole layers allow, the last at num_layers.
 
@@ -109,14 +153,12 @@ def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 class MultiExit(nn.Module):
     """A backbone with a head after each layer in `exits`. num_labels is 1 for regression."""
 
-    def __init__(self, backbone: Bert, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__()
-        if pool not in POOLS:
-            raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.backbone = backbone
-        self.heads = nn.ModuleList(ExitHead(backbone.config.hidden_size, num_labels, pool) for _ in exits)
+        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False

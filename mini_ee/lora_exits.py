@@ -11,7 +11,8 @@ Deviations, each from a point that the paper leaves open (see the tests of the s
 2. The last exit has adapters too: the backbone is as it was pretrained, for all exits. Frozen, it has no dropout.
 3. ALBERT's layers share one set of weights, and so one set of adapters an exit: what PEFT does.
 4. Heads may read the mean over tokens, and do by default; the paper reads the first (`pool`).
-5. DeBERTa, the paper's third backbone, is not here, nor are decoders as classifiers.
+5. DeBERTa, the paper's third backbone, is not here. Decoders, which the paper leaves to later work, are: as
+   classifiers, over the mean of their normed states.
 
 Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
 of exit k. Streams either run side by side through one shared product (Eq. 6), or the next one starts anew from the
@@ -30,7 +31,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -40,19 +40,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.bert import Adapt, Bert, padding_mask
+from mini_ee.bert import Adapt, Bert, StackedLinear, padding_mask
 from mini_ee.checkpoint import hugging_face_names, read_tensors, write_tensors
+from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.exits import POOLS, ExitHead, MultiExit, check_exits
+from mini_ee.exits import MultiExit, check_exits, exit_heads, first_layers
 from mini_ee.files import write_bytes
 from mini_ee.flops import backbone_layer_flops, head_flops
 from mini_ee.sgmv import expand_, shrink
 
-TARGETS = {  # projection -> the linear map of bert.Layer that holds it, and which of its parts
+TARGETS = {  # projection -> the linear map of a layer that holds it, and which of its parts
     "query": ("qkv", 0),
     "key": ("qkv", 1),
     "value": ("qkv", 2),
     "attention_output": ("attention_output", 0),
+    "gate": ("gate", 0),  # of decoders
     "up": ("up", 0),
     "down": ("down", 0),
 }
@@ -86,7 +88,7 @@ class LoRAExits(nn.Module):
 
     def __init__(
         self,
-        backbone: Bert,
+        backbone: Bert | Decoder,
         exits: tuple[int, ...],
         num_labels: int,
         pool: str = "mean",
@@ -97,27 +99,27 @@ class LoRAExits(nn.Module):
     ):
         super().__init__()
         check_lora(rank, alpha, targets)
-        if pool not in POOLS:
-            raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+        strange = [target for target in targets if not hasattr(backbone.layers[0], TARGETS[target][0])]
+        if strange:
+            raise ValueError(f"targets must be projections of a {backbone.config.model_type}, got {strange[0]}")
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)
         self.backbone = backbone.requires_grad_(False)
         self.adapters = nn.ModuleList(self._adapters_of(layer) for layer in self.exits)
-        self.heads = nn.ModuleList(ExitHead(backbone.config.hidden_size, num_labels, pool) for _ in self.exits)
+        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
         self.starts = (0, *self.exits)
 
     def _adapters_of(self, layer: int) -> nn.ModuleList:
         """One ModuleDict for each stored layer of 1 .. layer: target -> LowRank."""
         stored = self.backbone.layers[:layer]
         return nn.ModuleList(
-            nn.ModuleDict({target: LowRank(*self._sizes(each, target)) for target in self.targets}) for each in stored
+            nn.ModuleDict({target: self._adapter(each, target) for target in self.targets}) for each in stored
         )
 
-    def _sizes(self, layer: nn.Module, target: str) -> tuple[int, int, int]:
-        linear = getattr(layer, TARGETS[target][0])
-        parts = 3 if TARGETS[target][0] == "qkv" else 1
-        return linear.in_features, self.rank, linear.out_features // parts
+    def _adapter(self, layer: nn.Module, target: str) -> LowRank:
+        columns = columns_of(layer, target)
+        return LowRank(getattr(layer, TARGETS[target][0]).in_features, self.rank, columns.stop - columns.start)
 
     @property
     def scale(self) -> float:
@@ -127,7 +129,7 @@ class LoRAExits(nn.Module):
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
         mask = padding_mask(attention_mask)
         hidden = self.backbone.embed(input_ids, token_type_ids)
-        hidden = self.backbone.run_layers(hidden, mask, 0, self.exits[k], self.streams(k, k + 1))
+        hidden = self.backbone.run_layers(hidden, mask, 0, self.exits[k], adapters=self.streams(k, k + 1))
         return self.heads[k](hidden, mask)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
@@ -139,9 +141,12 @@ class LoRAExits(nn.Module):
 
         def adapters(layer: int) -> Adapt:
             stacked = {
-                target: tuple(
-                    torch.stack([getattr(self.adapters[k][layer][target], part) for k in range(first, stop)])
-                    for part in "AB"
+                target: Stacked(
+                    columns_of(self.backbone.layers[layer], target),
+                    *(
+                        torch.stack([getattr(self.adapters[k][layer][target], part) for k in range(first, stop)])
+                        for part in "AB"
+                    ),
                 )
                 for target in self.targets
             }
@@ -159,43 +164,51 @@ class LoRAExits(nn.Module):
 
     def merged(self, k: int) -> MultiExit:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
-        config = self.backbone.config
-        with torch.random.fork_rng():  # what is drawn is overwritten
-            small = Bert(replace(config, num_hidden_layers=self.exits[k]), pooler=False, lm_head=False)
-            model = MultiExit(small, (self.exits[k],), self.num_labels, self.pool)
-        small.to(next(self.parameters()))
-        state = {name: value for name, value in self.backbone.state_dict().items() if name in small.state_dict()}
-        small.load_state_dict(state)
+        small = first_layers(self.backbone, self.exits[k])
         with torch.no_grad():
             for layer, adapters in zip(small.layers, self.adapters[k]):
                 for target, pair in adapters.items():
-                    linear, part = TARGETS[target]
-                    rows = pair.B.shape[1]
-                    weight = getattr(layer, linear).weight[part * rows : (part + 1) * rows]
+                    weight = getattr(layer, TARGETS[target][0]).weight[columns_of(layer, target)]
                     weight += self.scale * (pair.A @ pair.B).T
+        with torch.random.fork_rng():  # what is drawn is overwritten
+            model = MultiExit(small, (self.exits[k],), self.num_labels, self.pool)
         model.heads[0] = deepcopy(self.heads[k])
         return model.eval()
 
 
-def low_rank(stacked: dict[str, tuple[Tensor, Tensor]], scale: float) -> Adapt:
-    """The second term of Eq. 6 in one layer: target -> A (n, I, r), B (n, r, O) of n streams.
+def columns_of(layer: nn.Module, target: str) -> slice:
+    """Where in the output of the linear map that holds it a projection's own stands."""
+    name, part = TARGETS[target]
+    linear = getattr(layer, name)
+    sizes = linear.sizes if isinstance(linear, StackedLinear) else [linear.out_features]
+    return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
+
+
+class Stacked(NamedTuple):
+    """A projection's adapters of n streams."""
+
+    columns: slice  # as `columns_of` says
+    A: Tensor  # (n, I, r)
+    B: Tensor  # (n, r, O)
+
+
+def low_rank(stacked: dict[str, Stacked], scale: float) -> Adapt:
+    """The second term of Eq. 6 in one layer, of n streams. stacked: by target.
 
     Streams carry the same tokens: the segments of SGMV are equal. Projections of one linear map shrink together.
     """
-    maps: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-    for target, (A, B) in stacked.items():
-        linear, part = TARGETS[target]
-        maps.setdefault(linear, []).append((part, A, B))
-    shrinks = {linear: torch.cat([A for _, A, _ in parts], dim=2) for linear, parts in maps.items()}
+    maps: dict[str, list[Stacked]] = {}
+    for target, adapters in stacked.items():
+        maps.setdefault(TARGETS[target][0], []).append(adapters)
+    shrinks = {linear: torch.cat([part.A for part in parts], dim=2) for linear, parts in maps.items()}
 
     def adapt(name: str, x: Tensor, y: Tensor) -> Tensor:
         if name not in maps:
             return y
-        n, rank = len(shrinks[name]), maps[name][0][1].shape[2]
+        n, rank = len(shrinks[name]), maps[name][0].A.shape[2]
         shrunk = shrink(x.reshape(n, -1, x.shape[-1]), shrinks[name])  # (n, B T, r x projections)
         out = y.view(n, -1, y.shape[-1])
-        for number, (part, _, B) in enumerate(maps[name]):
-            columns = slice(part * B.shape[2], (part + 1) * B.shape[2])
+        for number, (columns, _, B) in enumerate(maps[name]):
             expand_(out[..., columns], shrunk[..., number * rank : (number + 1) * rank], B, scale)
         return y
 
@@ -320,8 +333,8 @@ def measure_costs(model: LoRAExits, batch_size: int, tokens: int, repeats: int =
                 stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
                 hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
                 for seconds, start in zip(costs, (0, model.starts[k])):
-                    layers = start, model.exits[k], stacked.__getitem__
-                    run = partial(model.backbone.run_layers, hidden, None, *layers)
+                    layers = start, model.exits[k]
+                    run = partial(model.backbone.run_layers, hidden, None, *layers, adapters=stacked.__getitem__)
                     seconds[k, n - 1] = _median_seconds(run, repeats)
     return costs
 
@@ -390,7 +403,7 @@ class LoRASegments(Segments):
         mask = None if state.mask is None else state.mask.repeat(len(hidden), 1, 1, 1)
         start = 0 if begins else self.exits[k - 1]
         flat = self.model.backbone.run_layers(
-            hidden.flatten(0, 1), mask, start, self.exits[k], self._streams[k].__getitem__
+            hidden.flatten(0, 1), mask, start, self.exits[k], adapters=self._streams[k].__getitem__
         )
         return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
 

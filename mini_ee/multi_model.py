@@ -5,32 +5,31 @@ the pretrained backbone with a head of its own, fine-tuned alone. A row that a m
 one: in layer passes the cost of LoRAExit's restart schedule, in memory K models.
 """
 
-from copy import deepcopy
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert
+from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.exits import MultiExit, TorchState, check_exits
+from mini_ee.exits import MultiExit, TorchState, check_exits, first_layers
 from mini_ee.fitting import Stage, task_loss
 
 
 class MultiModel(nn.Module):
     """One model for each depth in `exits`, each a MultiExit with its last exit only."""
 
-    def __init__(self, backbone: Bert, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__()
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.models = nn.ModuleList(
-            MultiExit(_first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
+            MultiExit(first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
         )
 
     @property
-    def backbone(self) -> Bert:
+    def backbone(self) -> Bert | Decoder:
         """That of the deepest model."""
         return self.models[-1].backbone
 
@@ -45,14 +44,6 @@ class MultiModel(nn.Module):
     def whole(self) -> Segments:
         """The deepest model alone: what a speed-up is measured against."""
         return self.models[-1].segments()
-
-
-def _first_layers(backbone: Bert, layers: int) -> Bert:
-    """A copy of the embeddings and the layers 1 .. layers."""
-    small = Bert(replace(backbone.config, num_hidden_layers=layers), pooler=False, lm_head=False)
-    wanted, state = small.state_dict(), backbone.state_dict()
-    small.load_state_dict({name: deepcopy(state[name]) for name in wanted}, assign=True)
-    return small
 
 
 def multi_model(model: MultiModel) -> list[Stage]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mini_ee.bert import padding_mask
 from mini_ee.early_exit import Reading
-from mini_ee.exits import MultiExit, TorchSegments, TorchState, pooled
+from mini_ee.exits import MultiExit, TorchSegments, TorchState
 
 
 class PolicyExits(MultiExit):
@@ -26,14 +26,14 @@ class PolicyExits(MultiExit):
         """The pooled state of every exit, (B, D) each. The three inputs are (B, T) int64."""
         mask = padding_mask(attention_mask)
         hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
-        for layer in self.exits:
+        for layer, head in zip(self.exits, self.heads):
             hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            states.append(pooled(hidden, mask, self.pool))
+            states.append(head.state(hidden, mask))
         return states
 
     def classify(self, k: int, state: Tensor) -> Tensor:
-        """(B, D) -> logits (B, C) of exit k: to a head, a pooled state is a sequence of one token."""
-        return self.heads[k](state[:, None], None)
+        """(B, D) -> logits (B, C) of exit k."""
+        return self.heads[k].classify(state)
 
     def exit_logits(self, states: list[Tensor]) -> Tensor:
         """What all exits but the last say of their states: (B, K - 1), in float32."""
@@ -53,7 +53,7 @@ class PolicySegments(TorchSegments):
     """The segments of a PolicyExits in eval mode."""
 
     def read(self, k: int, state: TorchState) -> Reading:
-        s = pooled(state.hidden, state.mask, self.model.pool)
+        s = self.model.heads[k].state(state.hidden, state.mask)
         logits = self.model.classify(k, s).float().numpy(force=True)
         if k == len(self.exits) - 1:
             return Reading(logits)

@@ -20,11 +20,19 @@ from torch import nn
 
 from mini_ee import __version__
 from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import backbone_sha256, load_backbone, load_strict, read_tensors, save_backbone, write_tensors
+from mini_ee.checkpoint import (
+    DECODERS,
+    backbone_sha256,
+    load_backbone,
+    load_strict,
+    read_tensors,
+    save_backbone,
+    write_tensors,
+)
 from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.early_exit import Segments
 from mini_ee.encoders import OwnStates, SentenceEncoder
-from mini_ee.exits import MultiExit
+from mini_ee.exits import MultiExit, without_heads
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.lora_exits import LoRAExits, load_adapters, save_adapters
 from mini_ee.methods import MODELS
@@ -148,11 +156,7 @@ def save_run(
                 save_backbone(model.backbone, partial / OWN_BACKBONE)
                 config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
         else:
-            config["backbone"] |= {
-                "config": model.backbone.config.to_dict(),
-                "pooler": bool(model.backbone.poolers),
-                "lm_head": model.backbone.lm_head is not None,
-            }
+            config["backbone"] |= {"config": model.backbone.config.to_dict()}
             digests["model.safetensors"] = write_tensors(partial / "model.safetensors", own)
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
@@ -218,19 +222,25 @@ def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Modul
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
     build = MODELS[config["model"]]
     if build is LoRAExits:
-        backbone = _backbone_of(source, folder, backbone_folder)
-        backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
+        backbone = without_heads(_backbone_of(source, folder, backbone_folder))
         model = LoRAExits(backbone, *shape, **config["lora"])
         load_adapters(model, folder, config["files"])
         trained, prefix = model.heads, "heads."
     else:
         with torch.device("meta"):
-            backbone = Bert(BertConfig(**source["config"]), pooler=source["pooler"], lm_head=source["lm_head"])
-            model = build(backbone, *shape)
+            model = build(empty_backbone(source["config"]), *shape)
         trained, prefix = model, ""
     names = {name: (prefix + name,) for name in trained.state_dict()}
     load_strict(trained, tensors, names, folder / "model.safetensors")
     return model, Tokenizer.from_folder(folder, config["max_length"])
+
+
+def empty_backbone(config: dict, lm_head: bool = False) -> Bert | Decoder:
+    """A backbone with weights yet to come, from what its config's to_dict gave; with its head to words or without."""
+    if config["model_type"] in DECODERS:
+        decoder = Decoder(DecoderConfig.from_dict(config))
+        return decoder if lm_head else without_heads(decoder)
+    return Bert(BertConfig(**config), pooler=False, lm_head=lm_head)
 
 
 def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptModel, PromptTokenizer]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from mini_ee.checkpoint import backbone_sha256, load_backbone
 from mini_ee.evaluation import Candidates, default_rule, exit_scores, record, summary
-from mini_ee.exits import MultiExit
+from mini_ee.exits import MultiExit, without_heads
 from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
 from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
 from mini_ee.prompting import PromptModel, draw_shots, few_shot
@@ -66,8 +66,7 @@ def train_run(
     state_folder = training_folder(out)
     if not resume:
         _refuse_state(state_folder)
-    backbone = load_backbone(model_folder)
-    backbone.poolers, backbone.lm_head = nn.ModuleDict(), None  # no exit reads them
+    backbone = without_heads(load_backbone(model_folder))
     tokenizer = Tokenizer.from_folder(model_folder, min(max_length, backbone.config.max_tokens))
     train, held = (
         Data(encode(tokenizer, part.texts, backbone.config), part.labels)

@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModel
 
+from mini_ee.decoder import Decoder
 from mini_ee.early_exit import read_every_exit
-from mini_ee.exits import pooled
 from mini_ee.runs import load_run
 
 TEXTS = ["a charming and often affecting journey", "unflinchingly bleak", "the lobby was awful but the room was lovely"]
@@ -32,9 +32,15 @@ def main(folder: str) -> None:
         base = AutoModel.from_pretrained(run.config["backbone"]["folder"]).eval()
         theirs = PeftModel.from_pretrained(base, str(Path(folder) / f"exit_{layer}")).eval()
         with torch.no_grad():
-            said = theirs(ids, attention_mask=mask, token_type_ids=types, output_hidden_states=True)
-            vector = pooled(said.hidden_states[layer], mask.bool()[:, None, None, :], run.model.pool)
-            logits = run.model.heads[k](vector[:, None], None).numpy()
+            if isinstance(run.model.backbone, Decoder):  # hidden_states would norm the last one
+                seen = []
+                base.layers[layer - 1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+                theirs(ids, attention_mask=mask)
+                (hidden,) = seen
+            else:
+                said = theirs(ids, attention_mask=mask, token_type_ids=types, output_hidden_states=True)
+                hidden = said.hidden_states[layer]
+            logits = run.model.heads[k](hidden, mask.bool()[:, None, None, :]).numpy()
         difference = float(np.abs(logits - ours[:, k]).max())
         print(f"exit after layer {layer}: logits within {difference:.2g}")
         worst = max(worst, difference)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from itertools import combinations
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import save_backbone
+from mini_ee.decoder import Decoder, DecoderConfig
 from mini_ee.exits import MultiExit
 from mini_ee.tasks import Inputs
 
@@ -30,6 +32,23 @@ def all_schedules(num_exits):
             bounds = [0, *cuts, num_exits]
             schedules.append([exits[start:stop] for start, stop in zip(bounds, bounds[1:])])
     return schedules
+
+
+def random_decoder(kind, num_layers):
+    """A small Llama (two query heads share a key head), Gemma or Phi that still has its head to words."""
+    config = {
+        "model_type": kind,
+        "vocab_size": 60,
+        "hidden_size": 24,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 3 if kind == "phi" else 4,
+        "num_key_value_heads": 2 if kind == "llama" else None,
+        "head_dim": 8 if kind == "gemma" else None,
+        "intermediate_size": 48,
+        "max_position_embeddings": 40,
+        "initializer_range": 0.3,
+    }
+    return Decoder(DecoderConfig.from_dict(config)).eval()
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +74,17 @@ def checkpoint_folder(tmp_path_factory):
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def decoder_checkpoint(tmp_path_factory, checkpoint_folder):
+    """A random 3-layer Llama with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "llama"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_backbone(random_decoder("llama", 3), folder)
+    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
     return folder
 
 

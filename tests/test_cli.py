@@ -176,6 +176,23 @@ def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
     assert load_run(tmp_path / "run").model.pool == "first"
 
 
+@pytest.mark.parametrize("method", ["joint", "multi-model", "berxit", "lora-exits"])
+def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
+    capsys, tmp_path, decoder_checkpoint, task_folder, method
+):
+    out, exported, task = tmp_path / "run", tmp_path / "exported", ("--task", str(task_folder))
+    exits = ["--exits", "1,2,3", "--epochs", "20", "--lr", "1e-2", "--head-lr", "1e-2", "--out", str(out)]
+    answer(capsys, "train", method, "--model", str(decoder_checkpoint), *task, *exits)
+    layer = ["--rule", "fixed", "--layer", "3"]
+    told = answer(capsys, "evaluate", str(out), *task, *layer)
+    assert told["score"] > 0.7 and len(told["per_exit_accuracy"]) == 3
+    answer(capsys, "export", str(out), *task, "--out", str(exported))
+    assert answer(capsys, "evaluate", str(exported), *task, *layer)["score"] == told["score"]
+    if method == "lora-exits":
+        moved = shutil.copytree(decoder_checkpoint, tmp_path / "moved")
+        assert answer(capsys, "evaluate", str(out), *task, *layer, "--model", str(moved))["score"] == told["score"]
+
+
 def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_folder):
     said = answer(capsys, "evaluate", run_folder, "--task", task_folder, "--sweep")
     assert {
@@ -503,7 +520,7 @@ def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_
         (["--max-loss", "2"], "0 to 1"),
         (["--epoch", "3"], "--epoch"),
         (["--model", "/nowhere"], "/nowhere"),
-        (["--model", str(checkpoint.BUILT_IN_DECODER)], "holds a llama, a decoder; give an encoder"),
+        (["--model", str(checkpoint.BUILT_IN_DECODER), "--pool", "first"], "pool must be mean for a decoder"),
         (["--task", "/nowhere"], "/nowhere"),
         (["--max-length", "2"], "max_length"),
     ],

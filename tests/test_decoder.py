@@ -118,7 +118,7 @@ def sequential(patch):
 
 
 def gate_and_up_swapped(patch):
-    patch.setattr(Layer, "mlp", lambda self, x: self.down(self.gate(x) * self.activation(self.up(x))))
+    patch.setattr(Layer, "mlp", lambda self, x, adapt: self.down(self.gate(x) * self.activation(self.up(x))))
 
 
 def unscaled_embeddings(patch):
@@ -419,14 +419,14 @@ def test_the_shares_of_a_stack_are_told_apart(tmp_path):
 
 
 def test_the_test_of_stacks_can_fail(monkeypatch, tmp_path):
-    monkeypatch.setattr(decoder.StackedLinear, "__init__", lambda self, w, sizes, bias: _plain(self, w, sizes, bias))
+    monkeypatch.setattr(decoder.StackedLinear, "__init__", other_shares)
     with pytest.raises(ValueError, match="must have shape"):
         load_backbone(copy_of("llama", tmp_path))
 
 
-def _plain(self, width, sizes, bias):
+def other_shares(self, width, sizes, bias):
     torch.nn.Linear.__init__(self, width, sum(sizes), bias)
-    self.sizes = None
+    self.sizes = sizes[::-1]
 
 
 # ---- Configs ----

@@ -322,7 +322,7 @@ GRAPH_BUGS = {
     ),
     "gemma's norm without 1 +": ("gemma", '"Add", weight, self.number(1.0)', '"Identity", weight'),
     "gemma's embeddings not scaled": ("gemma", "hidden_size**0.5", "hidden_size**0.0"),
-    "the MLP after attention": ("phi", "_mlp(graph, normed, name)", "_mlp(graph, attended, name)"),
+    "the MLP after attention": ("phi", "attended), mlp(normed))", "attended), mlp(attended))"),
     "no Llama 3 scaling": (
         "llama3",
         "rope_frequencies(config)",

@@ -1,14 +1,19 @@
 """Exit heads against numpy, where exits may stand, what MultiExit's forward gives, and who gets a gradient."""
 
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
+from conftest import random_decoder
 
 from mini_ee import exits
 from mini_ee.bert import padding_mask
-from mini_ee.exits import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled
+from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.exits import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled, without_heads
+from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.tasks import Inputs
 
 FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
 ATOL = 2e-5  # float32 logits of size 7, alone or padded; measured max 1.9e-6, torch 2.13 on CPU
@@ -47,6 +52,54 @@ def head_by_hand(head, hidden, lengths):
         vector = [math.tanh(w @ vector + b) for w, b in zip(*dense)]
         logits.append([w @ np.array(vector) + b for w, b in zip(*out)])
     return np.array(logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi"])
+def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_alone(kind, padded_inputs):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        whole = random_decoder(kind, 4)
+        model = MultiExit(without_heads(deepcopy(whole)), (1, 3, 4), 3).eval()
+        for head in model.heads:
+            for parameter in head.parameters():
+                torch.nn.init.normal_(parameter, std=0.4)
+    found, *_ = read_every_exit(model.segments(), padded_inputs)
+    for row, length in enumerate(padded_inputs.attention_mask.sum(1)):
+        ids = torch.from_numpy(padded_inputs.input_ids[row : row + 1, :length])
+        with torch.no_grad():
+            states = [state[0].double() for state in whole.hidden_states(ids)]
+        for k, layer in enumerate(model.exits):
+            head, state = model.heads[k], states[layer].numpy()
+            weight = head.norm.weight.detach().double().numpy()
+            if kind == "phi":
+                state = (state - state.mean(1, keepdims=True)) / np.sqrt(state.var(1, keepdims=True) + 1e-5)
+                state = state * weight + head.norm.bias.detach().numpy()
+            else:
+                state = state / np.sqrt((state**2).mean(1, keepdims=True) + 1e-6) * (weight + (kind == "gemma"))
+            expected = head_by_hand(head, torch.from_numpy(state)[None], [length])
+            np.testing.assert_allclose(found[row, k], expected[0], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("rule", [Threshold(0.6), FixedExit(1), NeverExit()], ids=repr)
+def test_rows_of_a_decoder_leave_as_they_would_alone(rule, padded_inputs):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = MultiExit(without_heads(random_decoder("llama", 4)), (1, 2, 4), 3).eval()
+        for head in model.heads:
+            torch.nn.init.normal_(head.out.weight, std=3.0)
+    result = early_exit(model.segments(), rule, padded_inputs)
+    assert rule != Threshold(0.6) or len(set(result.exit_index)) > 1
+    for row, length in enumerate(padded_inputs.attention_mask.sum(1)):
+        one = padded_inputs.take([row])
+        ids, attention, types = (array[:, :length] for array in (one.input_ids, one.attention_mask, one.token_type_ids))
+        alone = early_exit(model.segments(), rule, Inputs(ids, attention, types, one.texts))
+        assert alone.exit_index[0] == result.exit_index[row]
+        np.testing.assert_allclose(alone.logits[0], result.logits[row], rtol=0, atol=ATOL)
+
+
+def test_the_first_token_of_a_decoder_is_no_pool():
+    with pytest.raises(ValueError, match="pool must be mean for a decoder, got first"):
+        MultiExit(without_heads(random_decoder("llama", 2)), (1, 2), 3, "first")
 
 
 @each_pool

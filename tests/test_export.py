@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import os
 import random
 import shutil
@@ -20,7 +19,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from conftest import all_schedules
+from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
@@ -30,8 +29,8 @@ from mini_ee.checkpoint import load_backbone, write_tensors
 from mini_ee.confidence import max_probability
 from mini_ee.early_exit import Reading, Segments, early_exit, read_every_exit
 from mini_ee.encoders import OwnStates, SentenceEncoder
-from mini_ee.exits import MultiExit, TorchSegments
-from mini_ee.export import graphs, prompt_graphs, runtime, segments
+from mini_ee.exits import MultiExit, TorchSegments, without_heads
+from mini_ee.export import causal_graphs, graphs, runtime, segments
 from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
 from mini_ee.export.segments import export, torch_segments, write_segments
 from mini_ee.files import read_json, write_json
@@ -48,6 +47,7 @@ from mini_ee.tasks import Inputs, Tokenizer, load_task
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
 DECODER_KINDS = ("llama", "llama3", "gemma", "phi")
+DECODERS = ("llama", "gemma", "phi")  # as conftest draws them
 GOLDEN = Path(__file__).parent / "golden"
 ACTIVATIONS = ("gelu", "gelu_new", "relu")
 EXITS = (1, 2, 4)
@@ -367,7 +367,7 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
 
 PROMPT_BUGS = {
     "the future is read": ("LessOrEqual", "GreaterOrEqual"),
-    "no final norm": ('graph.norm(vector, f"{graph.root}.norm")', "vector"),
+    "no final norm": ('self.norm(vector, f"{self.root}.norm")', "vector"),
     "padding is counted": (
         'graph.op("CumSum", graph.op("Cast", mask',
         'graph.op("CumSum", graph.op("Cast", graph.op("Not", mask)',
@@ -377,11 +377,7 @@ PROMPT_BUGS = {
 
 @pytest.mark.parametrize("bug", PROMPT_BUGS)
 def test_the_test_of_decoders_can_fail(tmp_path, monkeypatch, bug):
-    source = Path(prompt_graphs.__file__).read_text()
-    assert source.count(PROMPT_BUGS[bug][0]) == 1
-    wrong = ModuleType("wrong")
-    exec(source.replace(*PROMPT_BUGS[bug]), vars(wrong))
-    monkeypatch.setattr(segments, "prompt_graphs", wrong)
+    monkeypatch.setattr(segments, "CausalGraph", mutated(causal_graphs, *PROMPT_BUGS[bug]).CausalGraph)
     with pytest.raises(AssertionError):
         test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, "llama", 1)
 
@@ -391,8 +387,16 @@ def test_the_test_of_decoders_can_fail(tmp_path, monkeypatch, bug):
 EVERY_TARGET = ("query", "key", "value", "attention_output", "up", "down")
 
 
+def backbone_of(kind):
+    if kind not in DECODERS:
+        return make_model(kind).backbone
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return without_heads(random_decoder(kind, EXITS[-1]))
+
+
 def lora_model(kind="bert", targets=("query", "value")):
-    model = LoRAExits(make_model(kind).backbone, EXITS, C, rank=3, alpha=5.0, targets=targets).eval()
+    model = LoRAExits(backbone_of(kind), EXITS, C, rank=3, alpha=5.0, targets=targets).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -420,7 +424,7 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
 
 @pytest.mark.parametrize("schedule", all_schedules(K), ids=str)
 @pytest.mark.parametrize("targets", [("query", "value"), EVERY_TARGET], ids=len)
-@pytest.mark.parametrize("kind", ["bert", "albert"])
+@pytest.mark.parametrize("kind", ["bert", "albert", "llama", "phi"])
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
     rules = [Planned(PLAN), Threshold(0.7)]
     manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
@@ -442,12 +446,29 @@ def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_oth
         assert_engines_agree(lora_model(), tmp_path, make_inputs(LENGTHS), [Planned(PLAN)], [[0], [1], [2]])
 
 
-def test_a_cascade_of_models_says_what_torch_says(tmp_path):
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_cascade_of_models_says_what_torch_says(tmp_path, kind):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = MultiModel(make_model().backbone, EXITS, C).eval()
+        model = MultiModel(backbone_of(kind), EXITS, C).eval()
     manifest = assert_engines_agree(model, tmp_path, make_inputs(LENGTHS), [Planned(PLAN), Patience(1)])
     assert manifest["layer_passes"] == list(EXITS)
+
+
+@pytest.mark.parametrize("kind", [MultiExit, ConsistentExits, BerxitExits])
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_torch(tmp_path, kind, decoder):
+    model = kind(backbone_of(decoder), EXITS, C).eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.heads.parameters():
+            parameter.normal_(0, 0.6, generator=generator)
+    inputs = make_inputs(LENGTHS)
+    rules = [Planned(PLAN), Threshold(0.5), *([] if kind is MultiExit else [Policy(0.5)])]
+    manifest = assert_engines_agree(model, tmp_path, inputs, rules)
+    manifest["task"] = {"label_names": list("abc"[:C])}
+    again, *_ = read_every_exit(torch_segments(tmp_path, manifest), inputs)
+    np.testing.assert_array_equal(again, read_every_exit(model.segments(), inputs)[0])
 
 
 @pytest.mark.parametrize("kind", [ConsistentExits, BerxitExits])
@@ -466,18 +487,18 @@ def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, ki
 # These tests can fail: bugs planted in the graphs and in the state
 
 
+def mutated(module, old, new):
+    """A module with one piece of its source replaced."""
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is not in {module.__name__} once: plant this bug anew"
+    wrong = ModuleType("wrong")
+    exec(source.replace(old, new), vars(wrong))
+    return wrong
+
+
 def mutant(monkeypatch, old, new):
     """graphs.py with one piece of its source replaced."""
-    found = {}
-    for name, thing in vars(graphs).items():
-        if inspect.isfunction(thing) or thing is graphs.Graph:
-            if inspect.getsource(thing).count(old) == 1:
-                found[name] = inspect.getsource(thing).replace(old, new)
-    assert len(found) == 1, f"{old!r} is not in graphs.py once: plant this bug anew"
-    namespace = dict(vars(graphs))
-    ((name, source),) = found.items()
-    exec(source, namespace)
-    monkeypatch.setattr(graphs, name, namespace[name])
+    monkeypatch.setattr(segments, "graphs", mutated(graphs, old, new))
 
 
 GRAPH_BUGS = {
@@ -494,8 +515,8 @@ GRAPH_BUGS = {
         'weights = graph.op("Unsqueeze", graph.op("Or", mask, graph.op("Not", mask)), graph.integers(2))',
     ),
     "padding read": (
-        'graph.op("Unsqueeze", mask, graph.integers(1, 2))',
-        'graph.op("Unsqueeze", graph.op("Or", mask, graph.op("Not", mask)), graph.integers(1, 2))',
+        'self.op("Unsqueeze", mask, self.integers(1, 2))',
+        'self.op("Unsqueeze", self.op("Or", mask, self.op("Not", mask)), self.integers(1, 2))',
     ),
     "plain positions": ('if config.model_type == "roberta":', "if False:"),
     "a layer skipped": ("range(start, stop)", "range(start + 1, stop)"),

@@ -35,7 +35,7 @@ FLOORS = (
         "export.__init__",
         "export.graphs",
         "export.decoder_graphs",
-        "export.prompt_graphs",
+        "export.causal_graphs",
         "export.runtime",
         "export.segments",
         "export.decoder_runtime",

@@ -1,18 +1,20 @@
 """LoRAExit: Eq. 2, Eq. 6, both schedules and what they cost, merged weights, PEFT's layout."""
 
 import json
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import all_schedules
+from conftest import all_schedules, random_decoder
 from safetensors.torch import load_file, save_file
 
 from mini_ee import lora_exits
 from mini_ee.bench import BERT_BASE
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.exits import without_heads
 from mini_ee.fitting import TrainConfig
 from mini_ee.lora_exits import (
     Costs,
@@ -34,30 +36,38 @@ from mini_ee.training import train_run
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
 EXITS = (1, 2, 4)
 TARGETS = ("query", "key", "value", "attention_output", "up", "down")
+DECODERS = ("llama", "gemma", "phi")
 
 
 def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=4, pool="mean"):
     """Random in every part: B too, which begins as zero."""
-    config = BertConfig(
-        model_type=model_type,
-        vocab_size=60,
-        hidden_size=24,
-        num_hidden_layers=exits[-1],
-        num_attention_heads=3,
-        intermediate_size=48,
-        max_position_embeddings=40,
-        initializer_range=0.3,
-        **({"embedding_size": 16} if model_type == "albert" else {}),
-    )
     with torch.random.fork_rng():
         torch.manual_seed(4)
-        model = LoRAExits(Bert(config, False, False), exits, 3, pool, rank=rank, targets=targets).eval()
+        backbone = random_bert(model_type, exits[-1])
+        if model_type in DECODERS:
+            backbone = without_heads(random_decoder(model_type, exits[-1]))
+        model = LoRAExits(backbone, exits, 3, pool, rank=rank, targets=targets).eval()
         for parameter in model.adapters.parameters():
             torch.nn.init.normal_(parameter, std=0.15)
         for head in model.heads:
             torch.nn.init.normal_(head.dense.weight, std=0.3)
             torch.nn.init.normal_(head.out.weight, std=0.3)
     return model
+
+
+def random_bert(model_type, num_layers):
+    config = BertConfig(
+        model_type=model_type if model_type not in DECODERS else "bert",
+        vocab_size=60,
+        hidden_size=24,
+        num_hidden_layers=num_layers,
+        num_attention_heads=3,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+        **({"embedding_size": 16} if model_type == "albert" else {}),
+    )
+    return Bert(config, False, False)
 
 
 def tensors(inputs):
@@ -72,19 +82,21 @@ def logits_of(model, inputs):
 
 def by_hand(model, inputs, k):
     """Exit k with Eq. 2 written into the weights of a copy of the backbone, in float64."""
-    backbone = Bert(model.backbone.config, False, False).double().eval()
-    backbone.load_state_dict(model.backbone.state_dict())
+    backbone = deepcopy(model.backbone).double().eval()
+    shares = {"llama": (24, 12, 12), "gemma": (32, 32, 32)}.get(backbone.config.model_type, (24, 24, 24))
+    edges = np.cumsum((0, *shares))
     with torch.no_grad():
         for stored, layer in enumerate(model.adapters[k]):
             for target, pair in layer.items():
-                name = target if target in ("attention_output", "up", "down") else "qkv"
-                part = {"query": 0, "key": 1, "value": 2}.get(target, 0)
-                weight = getattr(backbone.layers[stored], name).weight
-                rows = weight.shape[0] // (3 if name == "qkv" else 1)
                 added = (pair.A.double() @ pair.B.double()).T * model.alpha / model.rank
-                weight[part * rows : (part + 1) * rows] += added
+                if target in ("query", "key", "value"):
+                    part = ("query", "key", "value").index(target)
+                    backbone.layers[stored].qkv.weight[edges[part] : edges[part + 1]] += added
+                else:
+                    getattr(backbone.layers[stored], target).weight += added
         ids, mask, types = tensors(inputs)
-        hidden = backbone.hidden_states(ids, mask, types)[model.exits[k]]
+        more = () if backbone.config.model_type in DECODERS else (types,)
+        hidden = backbone.hidden_states(ids, mask, *more)[model.exits[k]]
         return model.heads[k].double()(hidden, mask.bool()[:, None, None, :]).numpy()
 
 
@@ -92,6 +104,14 @@ def by_hand(model, inputs, k):
 @pytest.mark.parametrize("targets", [("query", "value"), ("value",), TARGETS], ids=len)
 def test_eq2_an_exit_computes_with_w_plus_ab(model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
+    found = logits_of(model, padded_inputs)
+    for k in range(len(EXITS)):
+        np.testing.assert_allclose(found[:, k], by_hand(model, padded_inputs, k), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_eq2_holds_for_the_exits_of_decoders(kind, padded_inputs):
+    model = lora_model(kind, TARGETS if kind == "phi" else (*TARGETS, "gate"))
     found = logits_of(model, padded_inputs)
     for k in range(len(EXITS)):
         np.testing.assert_allclose(found[:, k], by_hand(model, padded_inputs, k), rtol=0, atol=ATOL)
@@ -110,7 +130,7 @@ def test_adapters_matter_and_begin_as_nothing(padded_inputs):
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
-@pytest.mark.parametrize("model_type", ["bert", "albert"])
+@pytest.mark.parametrize("model_type", ["bert", "albert", "llama", "phi"])
 @pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
 def test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(schedule, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
@@ -169,7 +189,7 @@ def test_training_one_exit_changes_no_other_exits_logits(padded_inputs):
     assert np.array_equal(before[:, [0, 2]], after[:, [0, 2]]) and not np.allclose(before[:, 1], after[:, 1])
 
 
-@pytest.mark.parametrize("model_type", ["bert", "albert"])
+@pytest.mark.parametrize("model_type", ["bert", "albert", "llama", "gemma", "phi"])
 def test_merged_weights_are_the_exit_in_a_model_of_its_depth(model_type, padded_inputs):
     model = lora_model(model_type, TARGETS)
     for k, layer in enumerate(EXITS):
@@ -246,7 +266,7 @@ def test_measured_costs_are_those_of_the_layers_that_run():
     model, ran = lora_model(), []
     run_layers = model.backbone.run_layers
     model.backbone.run_layers = lambda hidden, mask, start, stop, adapters: (
-        ran.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapters)
+        ran.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapters=adapters)
     )
     costs = measure_costs(model, batch_size=2, tokens=5, repeats=1)
     expected = [(2 * n, start, EXITS[k]) for k in range(3) for n in range(1, 4 - k) for start in (0, (0, 1, 2)[k])]
@@ -380,6 +400,7 @@ def test_adapters_of_another_backbone_are_refused(lora_run, tmp_path, checkpoint
         ({"targets": ("query", "pooler")}, "targets must be some of .*, got pooler"),
         ({"targets": ()}, "targets must be"),
         ({"targets": ("query", "query")}, "targets must be different ones, got query, query"),
+        ({"targets": ("query", "gate")}, "targets must be projections of a bert, got gate"),
         ({"pool": "max"}, "pool must be"),
         ({"exits": (2, 1, 4)}, "exits must ascend"),
     ],
@@ -405,7 +426,7 @@ def test_the_tests_of_the_streams_can_fail(monkeypatch, padded_inputs, bug):
         monkeypatch.setattr(
             lora_exits,
             "low_rank",
-            lambda stacked, scale: original({t: (bug(A), B) for t, (A, B) in stacked.items()}, scale),
+            lambda stacked, scale: original({t: each._replace(A=bug(each.A)) for t, each in stacked.items()}, scale),
         )
         made = stack(self, first, stop)
         monkeypatch.setattr(lora_exits, "low_rank", original)
