@@ -1,7 +1,6 @@
 """What each command does: open the parts, call the library, print for a reader. Each returns its JSON answer."""
 
 import argparse
-import re
 import sys
 import time
 from dataclasses import replace
@@ -11,10 +10,24 @@ import numpy as np
 import torch
 
 from mini_ee import WrongArguments
+from mini_ee.arguments import (
+    check_device,
+    check_task,
+    choose_rule,
+    chosen_exits,
+    named_method,
+    open_model,
+    open_task,
+    open_task_of,
+    open_trained,
+    schedule_of,
+    training_options,
+)
 from mini_ee.baselines import OF_CLASSES
 from mini_ee.bench import BENCHES
 from mini_ee.calibration import calibrate_record, check_promise
-from mini_ee.checkpoint import BUILT_IN_MODEL, DECODERS, read_config
+from mini_ee.checkpoint import DECODERS, read_config
+from mini_ee.comparing import run_compare
 from mini_ee.confidence import log_softmax, max_probability
 from mini_ee.decoder_commands import (
     broken_line,
@@ -26,66 +39,29 @@ from mini_ee.decoder_commands import (
     train_exits,
     write_text,
 )
-from mini_ee.decoder_evaluation import compare_heads, evaluate_decoder, holds_decoder, is_given, refuse
+from mini_ee.decoder_evaluation import evaluate_decoder, holds_decoder, refuse
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.evaluation import (
-    LOSSES,
-    RANGES,
-    best_within,
-    by_exit,
-    curve,
-    evaluate,
-    exit_scores,
-    labels_of,
-    measure_seconds,
-    most_saved,
-    over_seeds,
-    overthinking,
-    patiences,
-    plan_rows,
-    record,
-    summary,
-    thresholds,
-    timed_batches,
-)
-from mini_ee.exits import check_exits, even_exits
-from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
+from mini_ee.evaluation import evaluate, labels_of, overthinking, record
+from mini_ee.export.runtime import MANIFEST, Runtime
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
-from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, candidates_of, method_of
+from mini_ee.methods import CONFIGURED
 from mini_ee.metrics import spearman
 from mini_ee.prompts import DECODER, ENCODER, PROMPTS, Prompt, prompt_of
 from mini_ee.reinforce import forgetting_events, hardness_correlations, hardness_of
-from mini_ee.report import can_draw, draw_ablation, draw_curves, draw_layers, draw_rewards, table
+from mini_ee.report import can_draw, draw_ablation, table
 from mini_ee.retrieval import Retrieval, ablation, controls
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold, rule_from_dict
 from mini_ee.runs import Run, load_run, versions, write_rule
-from mini_ee.tasks import TOY, Task, holdout, load_task, toy_task
+from mini_ee.tasks import Task, holdout, load_task, toy_task
 from mini_ee.training import TrainConfig, collect_run, prompt_run, split_rows, train_run
-from mini_ee.writing_commands import compare_writers, is_for_decoders, train_writer
+from mini_ee.writing_commands import is_for_decoders, train_writer
 
-BUILT_IN_LR, BUILT_IN_EPOCHS = 2e-4, 5  # a small model wants larger steps, and more of them
-LORA_LR, LORA_EPOCHS = 1e-3, 5
 FEW_SHOT_LR, FEW_SHOT_EPOCHS, FEW_SHOT_BATCH = 3e-4, 15, 8  # of the built-in models; LM-BFF's are larger, lr 1e-5
 PROMPT_OPTIONS = ("template", "words", "prompts", "shots", "include_embeddings")
 RETRIEVAL_OPTIONS = ("k", "tau", "fallback_top", "layer", "encoder")
 CALIBRATION_BATCH = 32
-RULE_OPTIONS = ("rule", "threshold", "patience", "cut")
 SWEEP_POINTS = 51  # LoRAExit, section 4
-LOSS_HEADINGS = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}
-RANGE_HEADINGS = {
-    "range": "operations",
-    "run": "run",
-    "how": "method",
-    "score": "best score:.3f",
-    "mean_layers": "layers:.2f",
-    "layer_passes": "passes:.2f",
-    "flops_ratio": "flops:.3f",
-    "milliseconds": "ms a row:.2f",
-    "speedup": "speed-up:.2f",
-}
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -434,148 +410,6 @@ def _ablation_table(points: list[dict]) -> str:
     return table(rows, {key: key for key in rows[0]}) + "\n(score and mean layers; in brackets the datastore)\n"
 
 
-def run_compare(args, say) -> dict:
-    """Several runs, each under its own rule, timed in turns; --sweep: also what each saves at no and little loss."""
-    if holds_writer(args.runs[0]):
-        check_device(args.device)
-        return compare_writers(args, say)
-    if holds_decoder(args.runs[0]):
-        check_device(args.device)
-        return compare_heads(args, say)
-    opened = [(folder, one) for folder in args.runs for one in open_schedules(folder, args)]
-    trained = [one for _, one in opened]
-    if args.schedule and not any(isinstance(one, Run) and one.schedule for one in trained):
-        raise WrongArguments("--schedule is for LoRA exits, and none of these runs has them")
-    task = open_task_of(trained, args.task)
-    for folder, one in opened:
-        check_task(one, task, folder)
-    if args.picture and task.regression and not args.sweep:
-        raise WrongArguments("--picture shows the cross-entropy of exits, which a regression has not; give --sweep too")
-    split = args.split or task.default_split
-    labels = labels_of(task, split)
-    rows, timed = [], []
-    for folder, one in opened:
-        encoded, segments, whole = one.encode(task.split(split).texts), one.segments(), one.whole_model()
-        recorded = record(segments, encoded, args.batch_size, "reading", whole)
-        rule = plan_rows(one.rule, encoded, args.batch_size) if one.rule.looks else one.rule
-        result, training = recorded.replay(rule), one.config.get("training", {})
-        row = {
-            "run": str(folder),
-            "method": one.config["method"],
-            "how": named_schedule(one) if args.schedule else one.config["method"],
-            **summary(result, recorded, task, labels),
-            **{name: training[name] for name in ("alpha", "reward") if "reward" in training},
-            **schedule_of(one),
-            "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
-            "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
-            "per_exit_score": (scores := exit_scores(recorded, task, labels)),
-            "full_score": scores[-1],
-            "megabytes": one.weight_bytes / 1e6,
-            "engine": segments.engine,
-            "exits": list(one.exits),
-            "rule": one.rule.to_dict(),
-            "pool": one.config["pool"],
-            "rows_truncated": encoded.truncated,
-        }
-        timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
-        if args.sweep:
-            row["curve"] = _curve(one, recorded, task, labels)
-            picked = {name: most_saved(row["curve"], row["full_score"] - loss - 1e-9) for name, loss in LOSSES.items()}
-            picked |= {name: best_within(row["curve"], share) for name, share in RANGES.items()}
-            for name, found in picked.items():
-                row[name] = point = dict(found or {})
-                if point:
-                    timed.append((point, "seconds", (segments, rule_from_dict(point["rule"]), encoded)))
-        rows.append(row)
-    order = timed_batches(timed[0][2][2], args.batch_size, args.seed)
-    for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
-        row[key] = float(seconds)
-    for row in rows:
-        for point in [row, *(row[name] for name in (*LOSSES, *RANGES) if row.get(name))]:
-            point["speedup"] = row["full_seconds"] / point["seconds"]
-    columns = {
-        "run": "run",
-        "how": "method",
-        "engine": "engine",
-        "score": "score:.3f",
-        "full_score": "full:.3f",
-        "mean_layers": "layers:.2f",
-        "layer_passes": "passes:.2f",
-        "layers_saved": "saved:.1%",
-        "seconds": "seconds:.3f",
-        "speedup": "speed-up:.2f",
-        "megabytes": "MB:.1f",
-    }
-    say(table(rows, columns))
-    answer = {"task": task.name, "split": split, "rows": rows, "batch_size": args.batch_size}
-    answer["timed_rows"] = sum(map(len, order))
-    if args.sweep:
-        say(_losses_table(rows))
-        say(_ranges_table(rows, answer["timed_rows"]))
-    answer["over_seeds"] = over_seeds(rows, [one.config for one in trained])
-    if answer["over_seeds"]:
-        say(_seeds_table(answer["over_seeds"], args.sweep))
-    if args.picture:
-        rewards = all("reward" in row for row in rows)
-        draw = draw_curves if args.sweep else draw_rewards if rewards else draw_layers
-        draw(args.picture, answer)
-        say(f"Picture: {args.picture}")
-    return answer
-
-
-def _curve(one: Run | Runtime, recorded, task: Task, labels: np.ndarray) -> list[dict]:
-    """The speed-accuracy curve of a run under the rules of its method; the run's own rule alone where it plans."""
-    if one.rule.looks:
-        return []
-    candidates = candidates_of(one.config["method"]) or (patiences if task.regression else thresholds)
-    rules = [NeverExit(), *candidates(recorded.logits, recorded.segments.exit_logits)]
-    return curve(recorded, rules, task, labels)
-
-
-def _losses_table(rows: list[dict]) -> str:
-    """What each run saves at no loss and at one point, its rule picked on this split."""
-    lines = []
-    for row in rows:
-        line = {"run": row["run"], "how": row["how"], "full": f"{row['full_score']:.3f}"}
-        for name in LOSSES:
-            point = row[name]
-            line[name] = f"{point['layers_saved']:.1%}, {point['speedup']:.2f} x" if point else "-"
-        lines.append(line)
-    return "\n" + table(lines, {"run": "run", "how": "method", "full": "full"} | LOSS_HEADINGS)
-
-
-def _ranges_table(rows: list[dict], timed_rows: int) -> str:
-    """The best score that each run has for a share of the full model's operations, and what that takes."""
-    lines = [
-        row[name]
-        | {"range": f"at most {share:.0%}", "run": row["run"], "how": row["how"]}
-        | {"milliseconds": row[name]["seconds"] * 1e3 / timed_rows}
-        for name, share in RANGES.items()
-        for row in rows
-        if row[name]
-    ]
-    return "\n" + table(lines, RANGE_HEADINGS) if lines else ""
-
-
-def _seeds_table(groups: list[dict], swept: bool) -> str:
-    """The mean over seeds and, in brackets, the least and the most: of the full model, and of what is saved."""
-
-    def said(spread: dict, form: str) -> str:
-        return f"{spread['mean']:{form}} ({spread['least']:{form}} to {spread['most']:{form}})"
-
-    lines = []
-    for group in groups:
-        line = {"how": group["how"], "seeds": len(group["seeds"])}
-        line["exits"] = " ".join(f"{spread['mean']:.3f}" for spread in group["per_exit_score"])
-        line |= {"full": said(group["full_score"], ".3f"), "score": said(group["score"], ".3f")}
-        for name, point in {"saved": group, **{name: group.get(name) for name in LOSSES}}.items():
-            both = point and (said(point["layers_saved"], ".1%"), f"{point['speedup']['mean']:.2f} x")
-            line[name] = ", ".join(both) if both else "-"
-        lines.append(line)
-    headings = {"how": "method", "seeds": "seeds", "exits": "after each exit", "full": "full model"}
-    return "\n" + table(lines, headings | (LOSS_HEADINGS if swept else {"score": "own rule", "saved": "saved"}))
-
-
 def run_classify(args, say) -> dict:
     """What every exit says of one text, and where it left."""
     trained = open_trained(args.run, args, args.schedule)
@@ -745,204 +579,6 @@ COMMANDS = {
     "export": run_export,
     "bench": run_bench,
 }
-
-
-def open_schedules(folder: Path, args) -> list[Run | Runtime]:
-    """A run for compare: LoRA exits once under each schedule that was asked for, any other once."""
-    one = open_trained(folder, args, None)
-    if not args.schedule or not isinstance(one, Run) or not one.schedule:
-        return [one]
-    return [open_trained(folder, args, schedule) for schedule in args.schedule]
-
-
-def schedule_of(one: Run | Runtime) -> dict:
-    """For an answer: which streams of LoRA exits start together, by the layers that they end after."""
-    schedule = one.config.get("schedule") if isinstance(one, Runtime) else one.schedule
-    return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
-
-
-def named_schedule(one: Run | Runtime) -> str:
-    """The method, and the exits of LoRA streams, with + where they start together."""
-    groups = ["+".join(map(str, group)) for group in schedule_of(one).get("schedule", [])]
-    return " ".join([one.config["method"], *groups])
-
-
-def open_trained(folder: Path, args, schedule: str | None) -> Run | Runtime:
-    """A run, on the device that was asked for, or an exported folder."""
-    if (folder / MANIFEST).is_file():
-        if schedule:
-            raise WrongArguments(f"{folder}: is exported under one schedule; export the run with another --schedule")
-        return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
-    trained = load_run(folder, args.model)
-    check_device(args.device)
-    trained.model.to(args.device)
-    if not isinstance(trained.model, LoRAExits):
-        if schedule:
-            raise WrongArguments(f"{folder}: --schedule is for LoRA exits, this is a run of {trained.config['method']}")
-        return trained
-    if schedule == "adaptive":
-        refuse(args, RULE_OPTIONS, "is not the rule that was calibrated, which --schedule adaptive goes by")
-        return trained._replace(schedule=adaptive_schedule(trained, folder, getattr(args, "batch_size", 1)))
-    schedules = {None: restart, "restart": restart, "parallel": parallel}
-    return trained._replace(schedule=schedules[schedule](len(trained.exits)))
-
-
-def adaptive_schedule(trained: Run, folder: Path, batch_size: int) -> list[list[int]]:
-    """The schedule that is cheapest on this machine for rows as long as those held out, that leave as those did.
-
-    Where they left: under the run's rule, as training chose or `calibrate` wrote it.
-    """
-    metrics = read_json(folder / "metrics.json")
-    if "mean_tokens" not in metrics:
-        raise WrongArguments(
-            f"{folder}: does not know its held-out rows, which --schedule adaptive needs; train it again"
-        )
-    left = np.array(trained.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
-    reach = left[::-1].cumsum()[::-1] / left.sum()
-    return cheapest_schedule(measure_costs(trained.model, batch_size, round(metrics["mean_tokens"])), reach)
-
-
-def open_task(name: str) -> Task:
-    """A task folder, or the built-in task where no folder has its name."""
-    return toy_task() if name == TOY and not Path(name).is_dir() else load_task(name)
-
-
-def open_task_of(trained: list[Run | Runtime], name: str | None) -> Task:
-    """The task that was named, or the built-in one where all runs were trained on it."""
-    others = [one.config["task"]["name"] for one in trained if one.config["task"]["name"] != TOY]
-    if name is None and others:
-        raise WrongArguments(f"the run was trained on {others[0]}: give that task's folder with --task")
-    return open_task(name or TOY)
-
-
-def open_model(folder: Path | None) -> Path:
-    """A folder with a model, the built-in encoder by default."""
-    folder = folder or BUILT_IN_MODEL
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
-        )
-    return folder
-
-
-def named_method(args) -> Method:
-    """The method of `train METHOD` with the settings that the command line gives it."""
-    names = {name for _, known in CONFIGURED.values() for name in known}
-    given = {name: getattr(args, name) for name in names if is_given(args, name)}
-    if "targets" in given:
-        given["targets"] = given["targets"].split(",")
-    try:
-        return method_of(args.method, given)
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-
-
-def training_options(args, model_folder: Path) -> tuple[TrainConfig, dict]:
-    """The settings of a training from the command line; wrong exits are found before anything is loaded."""
-    check_device(args.device)
-    exits, method = chosen_exits(args, model_folder), getattr(args, "method", "joint")
-    if exits is None and method not in EVERY_LAYER:
-        exits = even_exits(read_config(model_folder / "config.json").num_hidden_layers, 4)
-    lr, head_lr, epochs = TrainConfig.lr, TrainConfig.head_lr, TrainConfig.epochs
-    if args.model is None:
-        lr, epochs = BUILT_IN_LR, BUILT_IN_EPOCHS
-    if method == "lora-exits":
-        lr, head_lr, epochs = LORA_LR, LORA_LR, LORA_EPOCHS
-    try:
-        config = TrainConfig(
-            epochs=epochs if args.epochs is None else args.epochs,
-            lr=lr if args.lr is None else args.lr,
-            head_lr=head_lr if args.head_lr is None else args.head_lr,
-            batch_size=args.batch_size,
-            seed=args.seed,
-        )
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-    names = ("pool", "max_train", "max_length", "max_loss", "device")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return config, {"exits": exits} | given
-
-
-def chosen_exits(args, model_folder: Path) -> tuple[int, ...] | None:
-    """The exits that the command line names, if it names some. Raises WrongArguments for those that no model has."""
-    if args.exits is None:
-        return None
-    try:
-        return check_exits(args.exits, read_config(model_folder / "config.json").num_hidden_layers)
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-
-
-def choose_rule(args, trained: Run | Runtime) -> Rule:
-    """The rule that the command line names, or the run's own. Raises WrongArguments where the pieces do not fit."""
-    one = {"threshold": "threshold", "patience": "patience", "layer": "fixed", "cut": "policy"}
-    name = args.rule or next((rule for option, rule in one.items() if getattr(args, option) is not None), None)
-    needs = {
-        "threshold": ("threshold",),
-        "patience": ("patience",),
-        "patience-confidence": ("patience", "threshold"),
-        "fixed": ("layer",),
-    }.get(name, ())
-    takes = {*needs, *(("cut",) if name == "policy" else ())}
-    given = {option for option in one if getattr(args, option) is not None}
-    for option in needs:
-        if option not in given:
-            raise WrongArguments(f"the rule {name} needs --{option}")
-    if given - takes:
-        raise WrongArguments(f"the rule {name} does not take --{', --'.join(sorted(given - takes))}")
-    retrieval = {option: getattr(args, option) for option in ("k", "tau", "fallback_top")}
-    retrieval = {option: value for option, value in retrieval.items() if value is not None}
-    if retrieval and (name or not isinstance(trained.rule, Retrieval)):
-        raise WrongArguments(f"--{next(iter(retrieval)).replace('_', '-')} is for a run of raee under its own rule")
-    measure = args.measure or "max_probability"
-    if args.measure and "threshold" not in given:
-        raise WrongArguments("--measure says what a threshold is on: give --threshold too")
-    threshold = args.threshold[0] if args.threshold and len(args.threshold) == 1 else args.threshold
-    if name in ("threshold", "patience-confidence") and not trained.label_names:
-        raise WrongArguments("a regression task has no confidence: use --rule fixed or --rule patience")
-    try:
-        if name == "fixed" and args.layer not in trained.exits:
-            raise ValueError(f"--layer must be one of the exits {','.join(map(str, trained.exits))}, got {args.layer}")
-        build = {
-            None: lambda: replace(trained.rule, **retrieval),
-            "never": NeverExit,
-            "fixed": lambda: FixedExit(trained.exits.index(args.layer)),
-            "threshold": lambda: Threshold(threshold, measure),
-            "patience": lambda: Patience(args.patience),
-            "patience-confidence": lambda: PatienceConfidence(args.patience, threshold, measure),
-            "policy": lambda: Policy(Policy.cut if args.cut is None else args.cut),
-        }
-        rule = build[name]()
-        rule.check(len(trained.exits))
-        if rule.reads and trained.exits[0] == 0:
-            raise ValueError(f"layer 0 is an exit for rules that plan only: use raee, never or fixed, not {rule.name}")
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-    return rule
-
-
-def check_task(trained: Run | Runtime, task: Task, folder: Path) -> None:
-    """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
-    texts, found = trained.config["task"]["texts"], len(task.split("train").texts[0])
-    if texts != found:
-        raise WrongArguments(f"{folder}: was trained on rows of {texts} texts; {task.name} has {found}")
-    if trained.label_names != list(task.label_names):
-        raise WrongArguments(
-            f"{folder}: was trained on {trained.config['task']['name']} with the labels "
-            f"{', '.join(trained.label_names) or '(regression)'}; {task.name} has "
-            f"{', '.join(task.label_names) or '(regression)'}; give its own task with --task"
-        )
-
-
-def check_device(device: str) -> None:
-    """Raise WrongArguments for a device that torch does not have here."""
-    try:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise RuntimeError("expected cpu, cuda or cuda:N")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise WrongArguments(f"--device {device}: cannot be used here ({reason}); use cpu") from None
 
 
 def _said(logits: np.ndarray, names: list[str]) -> dict:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mini_ee import bench, checkpoint, commands, files, methods
+from mini_ee import arguments, bench, checkpoint, files, methods
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
@@ -101,7 +101,7 @@ def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, mon
 )
 def test_a_setting_of_0_is_a_setting(argv, name):
     args = parser().parse_args(["train", *argv, "--out", "run"])
-    assert commands.named_method(args).settings[name] == 0
+    assert arguments.named_method(args).settings[name] == 0
 
 
 def test_options_of_other_methods_are_refused(capsys, tmp_path):
@@ -292,11 +292,11 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     capsys, lora_folder, task_folder, tmp_path, monkeypatch
 ):
     run, asked = shutil.copytree(lora_folder, tmp_path / "run"), []
-    cheapest, measure = commands.cheapest_schedule, commands.measure_costs
+    cheapest, measure = arguments.cheapest_schedule, arguments.measure_costs
     monkeypatch.setattr(
-        commands, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
+        arguments, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
     )
-    monkeypatch.setattr(commands, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
+    monkeypatch.setattr(arguments, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
     evaluate = ("evaluate", run, "--task", task_folder, "--schedule", "adaptive")
     found = answer(capsys, *evaluate)
     assert sorted(sum(found["schedule"], [])) == [1, 2, 3]

@@ -48,6 +48,8 @@ FLOORS = (
         "writing_commands",
         "demo",
         "bench",
+        "arguments",
+        "comparing",
         "commands",
         "serve",
         "__main__",
