@@ -83,18 +83,28 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
 
 
 def draw_curves(path: Path, answer: dict) -> None:
-    """Score against operations, one curve a run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is its own rule."""
+    """Score against operations, one curve a run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is its own rule.
+
+    Runs that only their seeds tell apart have one colour and one name.
+    """
+    from matplotlib import colormaps
+
     figure, axes = _figure()
-    for row in answer["rows"]:
-        points = [(point["flops_ratio"], point["score"]) for point in row["curve"]]
+    seeded = {group["how"] for group in answer["over_seeds"]}
+    names = [
+        row["how"] if row["how"] in seeded else f"{Path(row['run']).name} ({row['how']})" for row in answer["rows"]
+    ]
+    shades = colormaps["tab10" if len(set(names)) <= 10 else "tab20"].colors
+    colours = {name: shades[number % len(shades)] for number, name in enumerate(dict.fromkeys(names))}
+    for number, (name, row) in enumerate(zip(names, answer["rows"])):
         own = row["flops_ratio"], row["score"]
-        (line,) = axes.plot(
-            *zip(*(points or [own])), ".-", linewidth=1, label=f"{Path(row['run']).name} ({row['how']})"
-        )
-        axes.plot(*own, "*", markersize=12, color=line.get_color())
+        points = sorted((point["flops_ratio"], point["score"]) for point in row["curve"]) or [own]
+        label = name if names.index(name) == number else None
+        axes.plot(*zip(*points), ".-", linewidth=1, color=colours[name], label=label)
+        axes.plot(*own, "*", markersize=12, color=colours[name])
     axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.yaxis.label.set_parse_math(False)
-    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+    for text in axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left").get_texts():
         text.set_parse_math(False)  # a run may have any name
     _save(figure, path)
 
