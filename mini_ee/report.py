@@ -247,7 +247,8 @@ def draw_layers(path: Path, answer: dict) -> None:
     losses.set(xlabel="layer", ylabel=f"cross-entropy on {answer['task']} {answer['split']}, in nats")
     accuracies.set(xlabel="layer", ylabel="accuracy")
     losses.yaxis.label.set_parse_math(False)  # a task may have any name
-    for text in losses.legend(frameon=False, fontsize=7).get_texts():
+    handles = losses.get_legend_handles_labels()
+    for text in figure.legend(*handles, frameon=False, fontsize=7, ncols=2, loc="outside upper center").get_texts():
         text.set_parse_math(False)  # a run may have any name
     _save(figure, path)
 
