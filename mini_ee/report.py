@@ -90,18 +90,18 @@ def draw_curves(path: Path, answer: dict) -> None:
     from matplotlib import colormaps
 
     figure, axes = _figure()
-    seeded = {group["how"] for group in answer["over_seeds"]}
-    names = [
-        row["how"] if row["how"] in seeded else f"{Path(row['run']).name} ({row['how']})" for row in answer["rows"]
-    ]
-    shades = colormaps["tab10" if len(set(names)) <= 10 else "tab20"].colors
-    colours = {name: shades[number % len(shades)] for number, name in enumerate(dict.fromkeys(names))}
-    for number, (name, row) in enumerate(zip(names, answer["rows"])):
+    groups = [[(run, group["how"]) for run in group["runs"]] for group in answer["over_seeds"]]
+    alone = [[(row["run"], row["how"])] for row in answer["rows"]]
+    groups += [one for one in alone if not any(one[0] in group for group in groups)]
+    shades = colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
+    for row, ((run, how),) in zip(answer["rows"], alone):
+        number = next(number for number, group in enumerate(groups) if (run, how) in group)
+        colour, group = shades[number % len(shades)], groups[number]
+        label = how if len(group) > 1 else f"{Path(run).name} ({how})"
         own = row["flops_ratio"], row["score"]
         points = sorted((point["flops_ratio"], point["score"]) for point in row["curve"]) or [own]
-        label = name if names.index(name) == number else None
-        axes.plot(*zip(*points), ".-", linewidth=1, color=colours[name], label=label)
-        axes.plot(*own, "*", markersize=12, color=colours[name])
+        axes.plot(*zip(*points), ".-", linewidth=1, color=colour, label=label if (run, how) == group[0] else None)
+        axes.plot(*own, "*", markersize=12, color=colour)
     axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.yaxis.label.set_parse_math(False)
     for text in axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left").get_texts():

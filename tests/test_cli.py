@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mini_ee import arguments, bench, checkpoint, files, methods
+from mini_ee import arguments, bench, checkpoint, files, methods, report
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
@@ -365,6 +365,35 @@ def test_compare_takes_runs_together_that_only_their_seeds_tell_apart(capsys, ru
     assert main(["compare", *map(str, runs), "--task", str(task_folder)]) == 0
     assert "joint       3  " in capsys.readouterr().out
     assert answer(capsys, "compare", run_folder, run_folder, "--task", task_folder)["over_seeds"] == []
+
+
+def test_curves_of_one_group_of_seeds_have_one_colour_and_one_name_and_each_run_its_star(monkeypatch, tmp_path):
+    def row(run, how, *points):
+        curve = [{"flops_ratio": x, "score": y} for x, y in points]
+        return {"run": run, "how": how, "flops_ratio": 0.5, "score": 0.8, "curve": curve}
+
+    rows = [
+        row("a/one", "joint", (1, 0.9), (0.2, 0.6)),
+        row("a/two", "joint", (1, 0.8), (0.4, 0.7)),
+        row("b/one", "joint", (1, 0.7)),
+        row("b/one", "raee"),
+    ]
+    drawn, groups = [], [{"how": "joint", "runs": ["a/one", "a/two"]}]
+    monkeypatch.setattr(report, "_save", lambda figure, path: drawn.append(figure))
+    answer = {"rows": rows, "over_seeds": groups, "task": "words", "split": "dev"}
+    report.draw_curves(tmp_path / "curves.png", answer)
+    ((axes,),) = [figure.axes for figure in drawn]
+    curves, stars = axes.lines[::2], axes.lines[1::2]
+    assert [list(zip(*line.get_data())) for line in curves] == [
+        [(0.2, 0.6), (1, 0.9)],
+        [(0.4, 0.7), (1, 0.8)],
+        [(1, 0.7)],
+        [(0.5, 0.8)],
+    ]
+    assert [list(zip(*line.get_data())) for line in stars] == [[(0.5, 0.8)]] * 4
+    colours = [line.get_color() for line in curves]
+    assert colours == [line.get_color() for line in stars] and len(set(colours)) == 3 and colours[0] == colours[1]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["joint", "one (joint)", "one (raee)"]
 
 
 def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):

@@ -9,6 +9,7 @@ import torch
 from conftest import random_decoder
 
 from mini_ee import exits
+from mini_ee.baselines import BerxitExits
 from mini_ee.bert import padding_mask
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.exits import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled, without_heads
@@ -78,6 +79,28 @@ def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_al
                 state = state / np.sqrt((state**2).mean(1, keepdims=True) + 1e-6) * (weight + (kind == "gemma"))
             expected = head_by_hand(head, torch.from_numpy(state)[None], [length])
             np.testing.assert_allclose(found[row, k], expected[0], rtol=0, atol=ATOL)
+
+
+def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use(padded_inputs):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = BerxitExits(without_heads(random_decoder("llama", 3)), (1, 2, 3), 3).eval()
+        for head in model.heads:
+            torch.nn.init.normal_(head.norm.weight)
+    inputs = [
+        torch.from_numpy(getattr(padded_inputs, name)) for name in ("input_ids", "attention_mask", "token_type_ids")
+    ]
+    found, *_ = read_every_exit(model.segments(), padded_inputs)
+    with torch.no_grad():
+        np.testing.assert_allclose(torch.stack(model(*inputs), 1), found, rtol=0, atol=ATOL)
+        said = [
+            model.heads[k].state(
+                model.backbone.run_layers(model.backbone.embed(inputs[0]), None, 0, k + 1), padding_mask(inputs[1])
+            )
+            for k in range(3)
+        ]
+    for state, expected in zip(model.states(*inputs), said, strict=True):
+        torch.testing.assert_close(state, expected)
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.6), FixedExit(1), NeverExit()], ids=repr)

@@ -426,7 +426,8 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
 @pytest.mark.parametrize("targets", [("query", "value"), EVERY_TARGET], ids=len)
 @pytest.mark.parametrize("kind", ["bert", "albert", "llama", "phi"])
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
-    rules = [Planned(PLAN), Threshold(0.7)]
+    rules, gated = [Planned(PLAN), Threshold(0.7)], kind == "llama" and targets is EVERY_TARGET
+    targets = (*targets, "gate") if gated else targets
     manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
     live = {k: [each for each in group if each >= k] for group in schedule for k in group}
     begins = {group[0] for group in schedule}
