@@ -1,15 +1,15 @@
 """The ONNX graphs of a classifier with exits, node by node: one a segment, and the whole model in one.
 
-A second definition of what bert.py, exits.py and lora_exits.py compute, in the standard's own operators (opset 23:
+A second definition of what a backbone, exits.py and lora_exits.py compute, in the standard's own operators (opset 23:
 Attention, Gelu, LayerNormalization); tests/test_export.py and every export hold it to the first. Initialisers carry the
 names that the parameters have in the run, in the layout of torch: a graph is readable, and two graphs share a weight by
 its name.
 
-    segment  input_ids, token_type_ids (before the first exit) or hidden, rows; attention_mask
+    segment  input_ids, an encoder's token_type_ids (before the first exit) or hidden, rows; attention_mask
              -> hidden_out (but for the last exit), logits, max_probability where there are classes,
                 exit_logit where the model says itself when to leave
-    full     input_ids, token_type_ids, attention_mask -> logits, max_probability of the last exit
-    encoder  input_ids, token_type_ids, attention_mask -> embedding, the query of a retrieval
+    full     input_ids (token_type_ids), attention_mask -> logits, max_probability of the last exit
+    encoder  input_ids (token_type_ids), attention_mask -> embedding, the query of a retrieval
     prompts  as segment, read at the token read_at of each row, the mask of its prompt: the logits of label words
     streams  as segment, for LoRA exits: hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first
 

@@ -86,7 +86,10 @@ def parser() -> Parser:
     lora.add_argument("--lambda", dest="weight", type=_share, help="share of the distillation loss, Eq. 4; .95")
     lora.add_argument("--t-squared", action="store_true", help="times the temperature squared, which the paper has not")
     lora.add_argument("--rank", type=_positive, help="of the adapters; 8")
-    lora.add_argument("--targets", help="projections with adapters; query,value")
+    lora.add_argument(
+        "--targets",
+        help="projections with adapters; query,value; also key, attention_output, up, down, a decoder's gate",
+    )
     heads = sub.add_argument_group(
         "self-supervised", "--model is a decoder; --lambda: of Eq. 1, .95; --lr: 1e-3, built-in 4e-3"
     )
@@ -270,7 +273,9 @@ def _add_training(sub: Parser) -> None:
         type=_integers,
         help="layers to leave at, 2,4,6; all for joint, two-stage, raee and consistent, four even ones for others",
     )
-    sub.add_argument("--pool", choices=("first", "mean"), help="what heads read; mean by default")
+    sub.add_argument(
+        "--pool", choices=("first", "mean"), help="what heads read; mean by default, and always on decoders"
+    )
     sub.add_argument("--epochs", type=_positive, help="3 by default, for the built-in model and lora-exits 5")
     sub.add_argument("--lr", type=float, help="of the backbone; 5e-5, for the built-in one 2e-4, lora-exits 1e-3")
     sub.add_argument("--head-lr", type=float, help="learning rate of the heads; 5e-4, lora-exits 1e-3")

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert
+from mini_ee.decoder import Decoder
 from mini_ee.evaluation import Candidates, patiences, quantiles, record, thresholds
 from mini_ee.exits import MultiExit
 from mini_ee.fitting import Batch, Data, Stage, depth_weighted_sum, joint_loss, task_loss
@@ -156,7 +157,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 class BerxitExits(PolicyExits):
     """One learning-to-exit module for all exits, a linear map of the pooled state to how certain the head may be."""
 
-    def __init__(self, backbone: Bert, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__(backbone, exits, num_labels, pool)
         if len(exits) < 2:
             raise ValueError(f"BERxiT needs at least two exits to choose from, got {len(exits)}")

@@ -631,6 +631,8 @@ def _row(case: str, seconds: float, against: float, bar: float) -> dict:
 
 
 def _minilm(model: Path | None, seed: int) -> Bert:
+    if model and (kind := read_config(model / "config.json").model_type) in DECODERS:
+        raise ValueError(f"{model}: holds a {kind}; this benchmark takes an encoder, or no --model")
     return load_backbone(model) if model else _random(MINILM, seed)
 
 

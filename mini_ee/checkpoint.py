@@ -189,6 +189,8 @@ def write_backbone(backbone: Bert | Decoder, folder: Path) -> None:
 def read_config(path: Path) -> BertConfig | DecoderConfig:
     """The config of a backbone, from its config.json. Errors name the file."""
     config = read_json(path)
+    if "format_version" in config:
+        raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in NAMES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(NAMES)}, found {model_type!r}")

@@ -113,7 +113,7 @@ def exit_heads(backbone: Bert | Decoder, count: int, num_labels: int, pool: str)
 
 
 def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:
-    """The same backbone; its poolers and its head to words, which exits do not read, are gone."""
+    """The same backbone, without what exits do not read: poolers, the head to words and, in a decoder, its norm."""
     backbone.lm_head = None
     if isinstance(backbone, Bert):
         backbone.poolers = nn.ModuleDict()
@@ -124,8 +124,9 @@ def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:
 
 def first_layers(backbone: Bert | Decoder, layers: int) -> Bert | Decoder:
     """A copy of the embeddings and the layers 1 .. layers."""
-    small = without_heads(deepcopy(backbone))
-    small.config, small.layers = replace(backbone.config, num_hidden_layers=layers), small.layers[:layers]
+    kept = deepcopy(backbone.layers[:layers])
+    small = without_heads(deepcopy(backbone, {id(backbone.layers): kept}))  # the other layers are not copied
+    small.config = replace(backbone.config, num_hidden_layers=layers)
     return small
 
 

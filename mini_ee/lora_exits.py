@@ -99,9 +99,10 @@ class LoRAExits(nn.Module):
     ):
         super().__init__()
         check_lora(rank, alpha, targets)
-        strange = [target for target in targets if not hasattr(backbone.layers[0], TARGETS[target][0])]
-        if strange:
-            raise ValueError(f"targets must be projections of a {backbone.config.model_type}, got {strange[0]}")
+        there = [target for target, (linear, _) in TARGETS.items() if hasattr(backbone.layers[0], linear)]
+        if strange := [target for target in targets if target not in there]:
+            kind = backbone.config.model_type
+            raise ValueError(f"targets of a {kind} must be some of {', '.join(there)}, got {', '.join(strange)}")
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)

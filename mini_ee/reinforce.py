@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.bert import Bert
+from mini_ee.decoder import Decoder
 from mini_ee.fitting import Batch, Data, Stage, depth_weighted_sum, joint_loss
 from mini_ee.metrics import spearman
 from mini_ee.policies import PolicyExits
@@ -88,7 +89,7 @@ class ConsistentEE:
 class ConsistentExits(PolicyExits):
     """A policy network at every exit but the last. Raises ValueError for regression and for a single exit."""
 
-    def __init__(self, backbone: Bert, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__(backbone, exits, num_labels, pool)
         if num_labels < 2:
             raise ValueError(

@@ -86,10 +86,10 @@ class Run(NamedTuple):
 def encode(tokenizer: Tokenizer, texts, config: BertConfig | DecoderConfig) -> Encoded:
     """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
     encoded = tokenizer.encode(texts)
-    for kind, rows, size in (
-        ("token", encoded.ids, config.vocab_size),
-        ("type", encoded.type_ids, getattr(config, "type_vocab_size", 1)),
-    ):
+    kinds = [("token", encoded.ids, config.vocab_size)]
+    if isinstance(config, BertConfig):  # a decoder has no use for types
+        kinds.append(("type", encoded.type_ids, config.type_vocab_size))
+    for kind, rows, size in kinds:
         largest = max(int(row.max()) for row in rows)
         if largest >= size:
             raise ValueError(

@@ -547,6 +547,7 @@ class Tokenizer:
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
         """Tokenize rows of one text or two; a tokenizer that knows no pairs gets two lines of one text.
 
+        Of two texts that are too long together the longer is cut.
         Raises: ValueError for a text that is empty or no string.
         """
         rows = text_rows(texts)
@@ -555,13 +556,24 @@ class Tokenizer:
         sequences = [row if pairs and len(row) == 2 else "\n".join(row) for row in rows]
         ids, type_ids, truncated = [], [], 0
         for start in range(0, len(rows), 1000):  # an Encoding is far larger than its ids
-            for encoding in self._encode_batch(sequences[start : start + 1000]):
+            for row, encoding in zip(rows[start:], self._encode_batch(sequences[start : start + 1000])):
+                cut = bool(encoding.overflowing)
+                if cut and len(row) == 2 and not pairs:
+                    (encoding,) = self._encode_batch([self._shortened(row)])
                 if not encoding.ids:
                     raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
                 ids.append(np.array(encoding.ids, np.int64))
                 type_ids.append(np.array(encoding.type_ids, np.int64))
-                truncated += bool(encoding.overflowing)
+                truncated += cut
         return Encoded(ids, type_ids, rows, truncated, self.pad_token_id)
+
+    def _shortened(self, row: tuple[str, str]) -> str:
+        """Two lines of one text that fit: the second keeps what the first leaves of the tokens, and at least half."""
+        parts = [self.backend.encode(text, add_special_tokens=False) for text in row]
+        room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # for the end of the line
+        first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
+        kept = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, (first, room - first)) if n > 0]
+        return "\n".join(kept)
 
     def _encode_batch(self, sequences: list) -> list[tokenizers.Encoding]:
         try:

@@ -47,10 +47,11 @@ REPEATS = 3
 
 
 def is_for_decoders(args) -> bool:
-    """Whether `train METHOD` is meant for a decoder."""
+    """Whether `train METHOD` teaches a decoder's tokens: consistent on a task's folder teaches it to classify."""
     config = args.model and args.model / "config.json"
     kind = read_json(config).get("model_type") if config and config.is_file() else None
-    return args.method == "calm" or (args.method == "consistent" and kind in DECODERS)
+    classifies = args.task is not None and Path(args.task).is_dir()
+    return args.method == "calm" or (args.method == "consistent" and kind in DECODERS and not classifies)
 
 
 # ---- train ----

@@ -176,7 +176,29 @@ def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
     assert load_run(tmp_path / "run").model.pool == "first"
 
 
-@pytest.mark.parametrize("method", ["joint", "multi-model", "berxit", "lora-exits"])
+@pytest.mark.parametrize("case", ["backbone", "exit-tax", "batch", "onnx"])
+def test_benchmarks_of_encoders_refuse_a_decoder(capsys, decoder_checkpoint, case):
+    line = refused(capsys, "bench", case, "--model", decoder_checkpoint)
+    assert line.endswith("holds a llama; this benchmark takes an encoder, or no --model")
+
+
+def test_a_run_is_no_checkpoint(capsys, run_folder, tmp_path):
+    line = refused(capsys, "train", "joint", "--model", run_folder, "--out", tmp_path / "run")
+    assert "holds a run; expected a checkpoint" in line
+
+
+def test_retrieval_over_a_cascade_is_exported_with_the_deepest_models_states(
+    capsys, tmp_path, checkpoint_folder, task_folder
+):
+    cascade, raee, exported, task = *(tmp_path / name for name in "abc"), ("--task", task_folder)
+    answer(capsys, "train", "multi-model", "--model", checkpoint_folder, *task, *FAST, "--out", cascade)
+    answer(capsys, "train", "raee", "--model", cascade, *task, "--layer", 2, "--k", 2, "--out", raee)
+    answer(capsys, "export", raee, *task, "--out", exported)
+    found, expected = (answer(capsys, "evaluate", folder, *task) for folder in (exported, raee))
+    assert found["exit_counts"] == expected["exit_counts"] and found["score"] == expected["score"]
+
+
+@pytest.mark.parametrize("method", ["joint", "multi-model", "berxit", "consistent", "lora-exits"])
 def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
     capsys, tmp_path, decoder_checkpoint, task_folder, method
 ):

@@ -472,6 +472,14 @@ def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_t
     np.testing.assert_array_equal(again, read_every_exit(model.segments(), inputs)[0])
 
 
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_have_outliers(tmp_path, kind):
+    write_segments(MultiExit(backbone_of(kind), EXITS, C).eval(), tmp_path, "int8")
+    kept = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
+    assert "heads.0.dense.weight" in kept and "backbone.layers.0.up.weight" not in kept
+    assert ("backbone.layers.0.down.weight" in kept) == (kind == "llama")
+
+
 @pytest.mark.parametrize("kind", [ConsistentExits, BerxitExits])
 def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, kind):
     model = kind(make_model().backbone, EXITS, C).eval()

@@ -400,7 +400,7 @@ def test_adapters_of_another_backbone_are_refused(lora_run, tmp_path, checkpoint
         ({"targets": ("query", "pooler")}, "targets must be some of .*, got pooler"),
         ({"targets": ()}, "targets must be"),
         ({"targets": ("query", "query")}, "targets must be different ones, got query, query"),
-        ({"targets": ("query", "gate")}, "targets must be projections of a bert, got gate"),
+        ({"targets": ("query", "gate")}, "targets of a bert must be some of query, key, .*, down, got gate"),
         ({"pool": "max"}, "pool must be"),
         ({"exits": (2, 1, 4)}, "exits must ascend"),
     ],

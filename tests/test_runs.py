@@ -3,17 +3,19 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from mini_ee.baselines import joint
+from mini_ee.checkpoint import load_backbone
 from mini_ee.early_exit import early_exit
 from mini_ee.files import read_json, write_json
 from mini_ee.rules import Threshold
-from mini_ee.runs import load_run
-from mini_ee.tasks import load_task
+from mini_ee.runs import encode, load_run
+from mini_ee.tasks import Tokenizer, load_task
 from mini_ee.training import TrainConfig, train_run
 
 
@@ -145,3 +147,11 @@ def test_an_unfinished_training_is_pointed_to(tmp_path):
     (tmp_path / "run.training").mkdir()
     with pytest.raises(FileNotFoundError, match="--resume"):
         load_run(tmp_path / "run")
+
+
+def test_types_are_asked_of_encoders_only(checkpoint_folder, decoder_checkpoint):
+    tokenizer, config = Tokenizer.from_folder(checkpoint_folder), load_backbone(decoder_checkpoint).config
+    assert encode(tokenizer, [("good film", "bad film")], config).type_ids[0].max() == 1
+    one_type = replace(load_backbone(checkpoint_folder).config, type_vocab_size=1)
+    with pytest.raises(ValueError, match="gives the type id 1, the model knows 1"):
+        encode(tokenizer, [("good film", "bad film")], one_type)

@@ -563,6 +563,13 @@ def test_a_tokenizer_without_a_template_for_pairs_reads_two_lines(tmp_path):
     assert Tokenizer(decoder_backend(bos="")).encode([("a", "b")]).ids[0].tolist() == [2, 4, 3]
 
 
+@pytest.mark.parametrize("lengths, kept", [((40, 3), (9, 3)), ((3, 40), (3, 9)), ((40, 40), (6, 6)), ((4, 5), (4, 5))])
+def test_two_lines_that_are_too_long_together_lose_of_the_longer(lengths, kept):
+    encoded = Tokenizer(decoder_backend(), 14).encode([("a" * lengths[0], "b" * lengths[1])])  # with <s> and a new line
+    assert encoded.ids[0].tolist() == [1, *[2] * kept[0], 4, *[3] * kept[1]]
+    assert encoded.truncated == (sum(lengths) > 12)
+
+
 def test_token_ids_of_words_and_of_special_tokens(tmp_path):
     tokenizer, decoder = Tokenizer.from_folder(bert_folder(tmp_path)), Tokenizer(decoder_backend())
     assert [tokenizer.token_id(word) for word in ("great", "GREAT", "films", "zebra")] == [9, 9, None, None]
