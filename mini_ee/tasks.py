@@ -572,7 +572,8 @@ class Tokenizer:
         parts = [self.backend.encode(text, add_special_tokens=False) for text in row]
         room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # for the end of the line
         first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
-        kept = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, (first, room - first)) if n > 0]
+        sizes = first, min(len(parts[1]), room - first)
+        kept = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
         return "\n".join(kept)
 
     def _encode_batch(self, sequences: list) -> list[tokenizers.Encoding]:

@@ -43,10 +43,9 @@ def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=
     """Random in every part: B too, which begins as zero."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
-        backbone = random_bert(model_type, exits[-1])
-        if model_type in DECODERS:
-            backbone = without_heads(random_decoder(model_type, exits[-1]))
-        model = LoRAExits(backbone, exits, 3, pool, rank=rank, targets=targets).eval()
+        decoder = model_type in DECODERS
+        backbone = (random_decoder if decoder else random_bert)(model_type, exits[-1])
+        model = LoRAExits(without_heads(backbone), exits, 3, pool, rank=rank, targets=targets).eval()
         for parameter in model.adapters.parameters():
             torch.nn.init.normal_(parameter, std=0.15)
         for head in model.heads:
@@ -57,7 +56,7 @@ def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=
 
 def random_bert(model_type, num_layers):
     config = BertConfig(
-        model_type=model_type if model_type not in DECODERS else "bert",
+        model_type=model_type,
         vocab_size=60,
         hidden_size=24,
         num_hidden_layers=num_layers,

@@ -570,6 +570,13 @@ def test_two_lines_that_are_too_long_together_lose_of_the_longer(lengths, kept):
     assert encoded.truncated == (sum(lengths) > 12)
 
 
+def test_two_lines_are_too_long_where_the_end_of_a_line_is_several_tokens():
+    backend = decoder_backend()
+    backend.normalizer = tokenizers.normalizers.Replace("\n", "\n\n\n")
+    encoded = Tokenizer(backend, 14).encode([("a" * 6, "b" * 5)])
+    assert encoded.ids[0].tolist() == [1, *[2] * 6, 4, 4, 4, *[3] * 4] and encoded.truncated == 1
+
+
 def test_token_ids_of_words_and_of_special_tokens(tmp_path):
     tokenizer, decoder = Tokenizer.from_folder(bert_folder(tmp_path)), Tokenizer(decoder_backend())
     assert [tokenizer.token_id(word) for word in ("great", "GREAT", "films", "zebra")] == [9, 9, None, None]
