@@ -263,6 +263,36 @@ def test_a_rule_may_be_given_instead_of_the_runs_own(capsys, run_folder, task_fo
         assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] == depth
 
 
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("exit-tax", ["minilm b32 t32 e2", "bert-base b1 t32 e12"]),
+        ("batch", ["minilm b32 t32 mixed"]),
+        (
+            "onnx",
+            ["minilm b8 t32 segments", "bert-base b1 t128 e3", "bert-base b1 t128 dispatch", "bert-base b1 t128 int8"],
+        ),
+    ],
+)
+def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatch, name, cases):
+    for config in ("MINILM", "BERT_BASE"):
+        small = replace(getattr(bench, config), hidden_size=24, num_attention_heads=2, intermediate_size=32)
+        monkeypatch.setattr(bench, config, small)
+    monkeypatch.setattr(bench, "medians", lambda runs, name, *rest: [float(run() is not run) for run in runs])
+    rows = {row["case"]: row for row in answer(capsys, "bench", name)["rows"]}
+    assert set(cases) <= rows.keys()
+    for row in rows.values():
+        assert row["ratio"] == row["seconds"] / row["against_seconds"] > 0
+        assert row["holds"] == (row["ratio"] <= row["bar"])
+
+
+def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):
+    calls, clock = [], iter(range(10_000))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
+    bench.medians([lambda: calls.append("a"), lambda: calls.append("b")], "case", seconds_a_case=0.0)
+    assert calls == ["a", "b"] * bench.WARM_ROUNDS + ["a", "a", "b", "b"] * bench.MIN_ROUNDS
+
+
 def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
     small = replace(bench.BERT_BASE, hidden_size=16, num_attention_heads=2, intermediate_size=32)
     monkeypatch.setattr(bench, "BERT_BASE", small)
