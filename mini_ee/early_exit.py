@@ -144,9 +144,12 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
             said = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves))).logits
         else:
             said = reading.logits if everyone else reading.logits[leaves]
-        out = rows if everyone else rows[leaves]
         if logits is None:
+            if everyone:  # all rows at once, as at batch 1
+                exit_index.fill(k)
+                return said, exit_index, asked
             logits = np.empty((size, said.shape[1]), said.dtype)
+        out = rows if everyone else rows[leaves]
         logits[out], exit_index[out] = said, k
         if everyone:
             break

@@ -46,7 +46,8 @@ class ExitHead(nn.Module):
 
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C)."""
-        return self.out(self.dropout(torch.tanh(self.dense(state))))
+        inner = torch.tanh(self.dense(state))
+        return self.out(self.dropout(inner) if self.training else inner)  # as in a layer: a call is felt at batch 1
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Both: (B, T, D) -> logits (B, C)."""
@@ -196,6 +197,17 @@ class TorchState(NamedTuple):
         return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
 
 
+def judged(logits: Tensor, asked: bool) -> Reading:
+    """Logits (B, C) for the loop; with the largest probability, where a rule may be asked and there are classes.
+
+    In torch, because numpy's code is no longer in the processor's caches after a layer: there it takes three times as
+    long.
+    """
+    logits = logits.float()
+    likeliest = logits.softmax(dim=1).amax(dim=1).numpy(force=True) if asked and logits.shape[1] > 1 else None
+    return Reading(logits.numpy(force=True), max_probability=likeliest)
+
+
 class TorchSegments(Segments):
     """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
 
@@ -225,7 +237,7 @@ class TorchSegments(Segments):
         return TorchState(hidden, state.mask)
 
     def read(self, k: int, state: TorchState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
+        return judged(self.model.heads[k](state.hidden, state.mask), k < len(self.exits) - 1)
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]

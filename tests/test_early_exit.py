@@ -353,9 +353,10 @@ def test_a_row_that_left_is_neither_run_nor_read_again():
 
 
 def test_nothing_runs_after_the_last_row_has_left():
-    fake = Fake()
-    loop.early_exit(fake, FixedExit(1), ALL)
-    assert [k for k, _ in fake.ran] == [0, 1]
+    for plan in (np.ones(len(ALL), int), np.arange(len(ALL)) % 2):  # all at once, or some before the others
+        fake = Fake()
+        loop.early_exit(fake, Planned(plan, 0), ALL)
+        assert [k for k, _ in fake.ran] == [0, 1]
 
 
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
@@ -643,6 +644,7 @@ LOOP_BUGS = [
         lambda case: test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes(),
     ),
     ("break", "pass", lambda case: test_nothing_runs_after_the_last_row_has_left()),
+    ("exit_index.fill(k)", "pass", test_never_exit_equals_the_full_model),
 ]
 
 
