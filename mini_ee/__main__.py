@@ -24,6 +24,7 @@ DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 DIGITS = 10  # of a whole number, at most
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
+SERVING = ("run", "evaluate", "classify", "bench")  # graphs share threads: none compute in turns with torch's
 BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
 
 
@@ -397,10 +398,14 @@ def _words(text: str) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command, of this process or as given; returns the exit status."""
     args = parser().parse_args(argv)
     prog = f"mini-ee {args.command}"
     try:
+        if argv is None and args.command in SERVING:  # this process is the program's own
+            from mini_ee.export.runtime import share_threads
+
+            share_threads(args.threads or 0)
         # torch takes a second to import: wrong arguments are told before, and `run` does without it
         if args.command == "run":
             from mini_ee.serve import run

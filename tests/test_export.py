@@ -1292,6 +1292,41 @@ def test_the_runtime_needs_no_torch_no_safetensors_and_no_onnx(exported, run):
     assert lines[:2] == expected and len(lines) == 3 and lines[2].endswith("is blocked")
 
 
+def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, run):
+    found = python(
+        """
+        import onnxruntime
+        from mini_ee.export.runtime import Runtime, share_threads
+        share_threads(2)
+        for answer in Runtime(sys.argv[1]).run(["the film was lovely", "a dull song"], batch_size=1):
+            print(answer.label, answer.exit)
+        try:
+            onnxruntime.InferenceSession(sys.argv[1] + "/full.onnx", providers=["CPUExecutionProvider"])
+        except RuntimeError:
+            print("others are refused")
+        """,
+        exported,
+    )
+    texts = [("the film was lovely",), ("a dull song",)]
+    expected = [f"{label} {exit}" for label, exit, _ in torch_answers(run, texts)]
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()  # onnxruntime prints some of its own
+    assert lines[:2] == expected and lines[-1] == "others are refused"
+
+
+@pytest.mark.parametrize(("own", "shares"), [(True, True), (False, False)])
+def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own, shares):
+    code = """
+        from mini_ee.__main__ import main
+        from mini_ee.export.runtime import Session
+        own = sys.argv.pop() == "True"
+        assert main(None if own else sys.argv[1:]) == 0
+        print(Session.shares_threads)
+    """
+    found = python(code, "run", exported, "--threads", "1", own, input="a dull song\n")
+    assert found.stdout.splitlines()[-1] == str(shares), found.stderr
+
+
 def test_the_command_run_needs_no_torch(exported, run):
     code = """
         import runpy
