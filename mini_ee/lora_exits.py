@@ -323,30 +323,27 @@ def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
     return best[-1][1]
 
 
-def measure_costs(model: LoRAExits, batch_size: int, tokens: int, repeats: int = 5) -> Costs:
-    """The costs of rows of so many tokens on this machine: the median of some repeats."""
+def measure_costs(model: LoRAExits, batch_size: int, tokens: int, rounds: int = 7) -> Costs:
+    """The costs of rows of so many tokens on this machine: medians over rounds in which all are run in turns."""
     K, width = len(model.exits), model.backbone.config.hidden_size
-    costs = Costs(np.zeros((K, K)), np.zeros((K, K)))
+    seconds = np.zeros((1 + rounds, 2, K, K))  # the first round warms up
     with torch.inference_mode():
+        runs = {}
         for k in range(K):
             for n in range(1, K - k + 1):
                 adapters = model.streams(k, k + n)
                 stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
                 hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
-                for seconds, start in zip(costs, (0, model.starts[k])):
+                for place, start in enumerate((0, model.starts[k])):
                     layers = start, model.exits[k]
                     run = partial(model.backbone.run_layers, hidden, None, *layers, adapters=stacked.__getitem__)
-                    seconds[k, n - 1] = _median_seconds(run, repeats)
-    return costs
-
-
-def _median_seconds(run: Callable[[], Tensor], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):  # the first one warms up
-        begin = time.perf_counter()
-        run().flatten()[0].item()  # waits for the device
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
+                    runs[place, k, n - 1] = run
+        for turn in seconds:
+            for place, run in runs.items():
+                begin = time.perf_counter()
+                run().flatten()[0].item()  # waits for the device
+                turn[place] = time.perf_counter() - begin
+    return Costs(*np.median(seconds[1:], axis=0))
 
 
 # ---- Segments ----
