@@ -20,6 +20,7 @@ from mini_ee.tasks import Encoded, Task, batches
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 REPEATS = 3  # of each batch; the median counts
+TURN = 16  # rows that a run is timed on before the next one's turn
 REST = 0.005  # seconds
 OVERTHOUGHT = 10  # rows that are shown
 LEVELS = 100  # thresholds tried for a default rule
@@ -194,24 +195,26 @@ def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarr
 def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS) -> np.ndarray:
     """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
 
-    runs: (segments, rule, encoded) each. All runs take turns on each batch, so that a drift of the machine hits all.
+    runs: (segments, rule, encoded) each. All runs take turns, so that a drift of the machine hits all; a turn is TURN
+    rows, so that small batches find their weights in the processor's caches, as where a model serves alone.
     Where they are of several engines, each is given a rest first: the threads of the one before may still be spinning.
     """
     rest = REST if len({segments.engine for segments, _, _ in runs}) > 1 else 0.0
     for segments, rule, encoded in runs:
         early_exit(segments, rule, encoded.batch(order[0]))  # warm
-    total = np.zeros(len(runs))
-    for rows in tqdm(order, desc="timing", unit="batch", delay=2):
-        inputs = [encoded.batch(rows) for _, _, encoded in runs]
-        seconds = np.zeros((repeats, len(runs)))
+    seconds = np.zeros((repeats, len(runs), len(order)))
+    size = max(1, TURN // len(order[0]))
+    for first in tqdm(range(0, len(order), size), desc="timing", unit="turn", delay=2):
+        turn = range(len(order))[first : first + size]
         for repeat in range(repeats):
-            for number, (segments, rule, _) in enumerate(runs):
+            for number, (segments, rule, encoded) in enumerate(runs):
+                inputs = [encoded.batch(order[each]) for each in turn]
                 time.sleep(rest)
-                begin = time.perf_counter()
-                early_exit(segments, rule, inputs[number])
-                seconds[repeat, number] = time.perf_counter() - begin
-        total += np.median(seconds, axis=0)
-    return total
+                for each, rows in zip(turn, inputs):
+                    begin = time.perf_counter()
+                    early_exit(segments, rule, rows)
+                    seconds[repeat, number, each] = time.perf_counter() - begin
+    return np.median(seconds, axis=0).sum(axis=1)
 
 
 def evaluate(
