@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from mini_ee import arguments, bench, checkpoint, files, methods, report
+from mini_ee import arguments, bench, checkpoint, evaluation, files, methods, report
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
@@ -291,6 +293,32 @@ def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):
     monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
     bench.medians([lambda: calls.append("a"), lambda: calls.append("b")], "case", seconds_a_case=0.0)
     assert calls == ["a", "b"] * bench.WARM_ROUNDS + ["a", "a", "b", "b"] * bench.MIN_ROUNDS
+
+
+@pytest.mark.parametrize(("batch", "turn"), [(1, 16), (5, 3), (32, 1)])
+def test_runs_take_turns_of_some_rows_and_of_each_batch_the_median_counts(monkeypatch, batch, turn):
+    clock, ran = [0.0], []
+
+    def run(name, rule, rows):
+        ran.append((name, rows[0]))
+        slow = ran.count((name, rows[0])) == (3 if rows[0] else 4)  # one of three, after the warm-up with row 0
+        clock[0] += {"a": 1.0, "b": 2.0}[name.text] * len(rows) + 100 * slow
+
+    monkeypatch.setattr(evaluation, "early_exit", run)
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: clock[0])
+    runs = [(Named(name), None, SimpleNamespace(batch=lambda rows: rows)) for name in "ab"]
+    order = [np.arange(first, min(first + batch, 40)) for first in range(0, 40, batch)]
+    assert evaluation.measure_seconds(runs, order, repeats=3).tolist() == [40.0, 80.0]
+    first = [int(rows[0]) for rows in order[:turn]]
+    expected = [(name, row) for _ in range(3) for name in "ab" for row in first]
+    assert [(name.text, int(row)) for name, row in ran[2 : 2 + 6 * len(first)]] == expected
+
+
+class Named(NamedTuple):
+    """Segments of which only the name counts."""
+
+    text: str
+    engine: str = "numpy"
 
 
 def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
