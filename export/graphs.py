@@ -5,7 +5,7 @@ Attention, Gelu, LayerNormalization); tests/test_export.py and every export hold
 names that the parameters have in the run, in the layout of torch: a graph is readable, and two graphs share a weight by
 its name.
 
-    segment  input_ids, an encoder's token_type_ids (before the first exit) or hidden, rows; attention_mask
+    segment  input_ids, an encoder's token_type_ids (before the first exit) or hidden, rows; attention_mask; read
              -> hidden_out (but for the last exit), logits, max_probability where there are classes,
                 exit_logit where the model says itself when to leave
     full     input_ids (token_type_ids), attention_mask -> logits, max_probability of the last exit
@@ -15,8 +15,8 @@ its name.
 
 `rows` (B,) are the rows of `hidden` that go on: compaction is a Gather inside the graph, so that hidden states stay on
 the device. attention_mask has those rows already. A head is in the graph of its segment, because a graph of its own
-costs more to call than to compute. Of the backbone, a graph knows its embeddings and its layers: EncoderGraph here,
-a decoder's in causal_graphs.py.
+costs more to call than to compute; it runs where `read` () is true, and its outputs have no rows elsewhere. Of the
+backbone, a graph knows its embeddings and its layers: EncoderGraph here, a decoder's in causal_graphs.py.
 """
 
 from collections.abc import Callable
@@ -80,6 +80,27 @@ class Graph:
         name = self.prefix + name
         self.initializers[name] = self.parameters[name]
         return name
+
+    def only_if(self, condition: str, nodes: int, outputs: int) -> None:
+        """The nodes and outputs after the first so many run, and are said, only where the condition () is true."""
+        names = [output.name for output in self.outputs[outputs:]]
+        said, nothing, none_said = [], [], []
+        for output in self.outputs[outputs:]:
+            dtype = helper.tensor_dtype_to_np_dtype(output.type.tensor_type.elem_type)
+            axes = [axis.dim_param or axis.dim_value for axis in output.type.tensor_type.shape.dim]
+            said.append(_value(f"{output.name}_said", dtype, axes))
+            empty = numpy_helper.from_array(np.empty((0, *axes[1:]), dtype))
+            nothing.append(helper.make_node("Constant", [], [f"{output.name}_not_said"], value=empty))
+            none_said.append(_value(f"{output.name}_not_said", dtype, empty.dims))
+        inner = self.nodes[nodes:]
+        for node in inner:  # a name stands for one value in a graph and its branches
+            for wires in (node.input, node.output):
+                wires[:] = [f"{name}_said" if name in names else name for name in wires]
+        branches = {
+            "then_branch": helper.make_graph(inner, "said", [], said),
+            "else_branch": helper.make_graph(nothing, "not_said", [], none_said),
+        }
+        self.nodes[nodes:] = [helper.make_node("If", [condition], names, **branches)]
 
     def integers(self, *values: int) -> str:
         """A constant (len(values),) int64, named by what it holds."""
@@ -208,7 +229,7 @@ def segment(graph: Graph, exits: tuple[int, ...], number: int, pool: str) -> onn
     hidden = graph.layers(hidden, mask, start, stop)
     if number < len(exits) - 1:
         hidden = graph.output("hidden_out", "batch", "tokens", graph.config.hidden_size, dtype=graph.dtype)
-    _exit_head(graph, hidden, mask, number, pool)
+    _exit_head(graph, hidden, mask, number, pool, always=number == len(exits) - 1)
     return graph.model(f"segment_{stop}")
 
 
@@ -258,7 +279,7 @@ def streams(graph: Graph, exits: tuple[int, ...], begins: bool, live: Streams, p
         graph.op("Reshape", hidden, graph.op("Concat", graph.integers(count), *axes, axis=0))
         graph.output("hidden_out", count, "batch", "tokens", width, dtype=graph.dtype)
         hidden = graph.op("Slice", hidden, graph.integers(0), rows, graph.integers(0))
-    _exit_head(graph, hidden, mask, live.first, pool)
+    _exit_head(graph, hidden, mask, live.first, pool, always=live.first == len(exits) - 1)
     return graph.model(f"segment_{stop}")
 
 
@@ -326,7 +347,15 @@ def _mean(graph: Graph, hidden: str, mask: str) -> str:
     return graph.op("Div", total, graph.op("ReduceSum", weights, graph.integers(1), keepdims=0))
 
 
-def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> None:
+def _exit_head(graph: Graph, hidden: str, mask: str, number: int, pool: str, always: bool = True) -> None:
+    """The head of an exit, always or where the input `read` is true."""
+    before = len(graph.nodes), len(graph.outputs)
+    _head(graph, hidden, mask, number, pool)
+    if not always:
+        graph.only_if(graph.input("read", dtype=np.bool_), *before)
+
+
+def _head(graph: Graph, hidden: str, mask: str, number: int, pool: str) -> None:
     """ExitHead.forward: logits and the largest probability, and what a policy says of the same state; in float32."""
     if pool in ("mask", "last"):  # through a prompt
         vector = graph.op("GatherND", hidden, graph.input("read_at", "batch", 1), batch_dims=1)

@@ -9,7 +9,7 @@ the device between them; a row that has left is dropped by the Gather with which
 
 import ctypes
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 HIDDEN = "hidden_out"
+READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 DECODER = "Decoder"  # the manifest's `model` where the folder writes text: decoder_runtime.py
 
 
@@ -113,6 +114,8 @@ class OrtState(NamedTuple):
     rows: np.ndarray  # (B,) int64: those of the B' that go on
     around: dict[str, np.ndarray]  # what every graph takes: attention_mask (B, T), read_at (B, 1) of prompts
     every: np.ndarray  # 0, 1, 2, ...
+    heads: Container[int] | None = None  # those that will be read; None: any
+    taken: dict = {}  # what the last graph took
 
     def keep(self, rows: np.ndarray) -> "OrtState":
         around = {name: value[rows] for name, value in self.around.items()}
@@ -134,19 +137,28 @@ class OrtSegments(Segments):
         every = np.arange(len(inputs))
         return OrtState(inputs, every, {}, every, _around(inputs, self._manifest), every)
 
+    def reading(self, heads: Container[int], state: OrtState) -> OrtState:
+        return state._replace(heads=heads)
+
     def advance(self, k: int, state: OrtState) -> OrtState:
-        if not self.sessions[k].begins:
+        session = self.sessions[k]
+        if not session.begins:
             inputs = {"hidden": state.said[HIDDEN], "rows": state.rows} | state.around
         elif len(state.where) == len(state.every):
-            inputs = self.sessions[k].ids(state.inputs) | state.around
+            inputs = session.ids(state.inputs) | state.around
         else:  # a stream that starts anew, with the rows that are left
-            ids = self.sessions[k].ids(state.inputs)
+            ids = session.ids(state.inputs)
             inputs = {name: value[state.where] for name, value in ids.items()} | state.around
-        said, rows = self.sessions[k].run(inputs), state.every[: len(state.rows)]
-        return OrtState(state.inputs, state.where, said, rows, state.around, state.every)  # _replace takes 10 us more
+        if "read" in session.inputs:
+            inputs["read"] = READ[state.heads is None or k in state.heads]
+        said, rows = session.run(inputs), state.every[: len(state.rows)]
+        # _replace takes 10 us more
+        return OrtState(state.inputs, state.where, said, rows, state.around, state.every, state.heads, inputs)
 
     def read(self, k: int, state: OrtState) -> Reading:
         reading = _reading(state.said)
+        if not len(reading.logits):  # passed over, but a plan that came late wants it
+            reading = _reading(self.sessions[k].run(state.taken | {"read": READ[True]}))
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))

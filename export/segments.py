@@ -301,6 +301,7 @@ def _put_in_order(graph: onnx.GraphProto) -> None:
     while waiting:
         unmade = {name for node in waiting for name in node.output}
         ready = [node for node in waiting if not taken(node) & unmade]
+        assert ready, "a graph has no cycles, and a branch names no value as the graph around it does"
         ordered += ready
         waiting = [node for node in waiting if taken(node) & unmade]
     del graph.node[:]

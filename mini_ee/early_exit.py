@@ -6,6 +6,7 @@ runtime runs this same file.
 """
 
 import time
+from collections.abc import Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Segments:
     """What the loop drives. Engines offer these; k counts from 0 along exits.
 
     start(inputs) -> state         the embeddings; a state holds tensors whose first axis is the row
+    reading(heads, state) -> state told which heads will be read, for engines that compute one with the layers before it
     advance(k, state) -> state     the layers between exit k - 1 and exit k
     read(k, state) -> Reading      the head at exit k
     glance(k, state) -> Reading    without the head, where states alone can decide; else as read
@@ -40,6 +42,10 @@ class Segments:
     def running(self) -> AbstractContextManager:
         """Held while a batch runs, for engines that have a mode for it."""
         return nullcontext()
+
+    def reading(self, heads: Container[int], state):
+        """The same state, for most engines."""
+        return state
 
     def glance(self, k: int, state) -> Reading:
         """What a rule is given that decides without logits (`rule.glances`)."""
@@ -116,7 +122,8 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
     logits = None
 
     plan = rule.plan(inputs)
-    state = segments.start(inputs)
+    heads = {last} if plan is None else set(plan.tolist())
+    state = segments.reading(range(last + 1) if plan is None and rule.reads else heads, segments.start(inputs))
     rows = np.arange(size)  # where the rows still in the model stand in the batch
     memory: dict[str, np.ndarray] = {}
     for k in range(last + 1):

@@ -515,8 +515,8 @@ GRAPH_BUGS = {
     "tanh gelu for gelu": ('"none" if kind == "gelu" else "tanh"', '"tanh"'),
     "gelu for relu": ('kind == "relu"', "False"),
     "the next head": (
-        "_exit_head(graph, hidden, mask, number, pool)",
-        "_exit_head(graph, hidden, mask, (number + 1) % 3, pool)",
+        "_exit_head(graph, hidden, mask, number, pool, always",
+        "_exit_head(graph, hidden, mask, (number + 1) % 3, pool, always",
     ),
     "the other pool": ('pool == "first"', 'pool != "first"'),
     "padding counted in the mean": (
@@ -722,13 +722,55 @@ def test_the_manifest_says_what_was_exported(exported, run):
     assert verified["prediction_agreement"] == verified["exit_agreement"] == 1
 
 
+class Late(Rule):
+    """Says so many times that it has no plan yet."""
+
+    reads = False
+
+    def __init__(self, exits, late):
+        self.exits, self.late = np.array(exits), late
+
+    def plan(self, inputs):
+        self.late -= 1
+        return None if self.late >= 0 else self.exits
+
+
+@pytest.mark.parametrize(
+    ("rule", "read"),
+    [
+        (NeverExit(), [False, False]),
+        (FixedExit(0), [True]),
+        (FixedExit(1), [False, True]),
+        (Planned(np.array([2, 0, 2])), [True, False]),
+        (Threshold(1.0), [True, True]),
+        (Late((1, 1, 2), 2), [False, False, True]),  # the plan is there when the second exit has been passed over
+    ],
+    ids=["never", "0", "1", "planned", "threshold", "late"],
+)
+def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read):
+    segments, found = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1), []
+    for session in segments.sessions:
+        session.run = lambda inputs, run=session.run: found.append(inputs.get("read")) or run(inputs)
+    inputs = run.encode(TEXTS[:3]).batch(slice(None))
+    late = getattr(rule, "late", None)
+    result = early_exit(segments, rule, inputs)
+    assert [each.item() for each in found if each is not None] == read  # the last graph is not asked
+    if late:
+        rule.late = late
+    expected = early_exit(run.segments(), rule, inputs)
+    np.testing.assert_array_equal(result.exit_index, expected.exit_index)
+    np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
+
+
 def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(exported):
-    types = {"tensor(float)": "float32", "tensor(int64)": "int64"}
+    no_axes = {"dtype": "bool", "axes": []}
+    types = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
     for name, interface in read_json(exported / "manifest.json")["graphs"].items():
         session = onnxruntime.InferenceSession(exported / f"{name}.onnx", providers=[CPU])
         for kind, found in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
             expected = {each.name: {"dtype": types[each.type], "axes": each.shape} for each in found}
             assert interface[kind] == expected
+            assert expected.pop("read", no_axes) == no_axes
             for value in expected.values():
                 assert value["axes"][0] in ("batch", "rows_before")
                 assert all(axis == "tokens" for axis in value["axes"][1:2] if len(value["axes"]) == 3)
