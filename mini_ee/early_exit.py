@@ -122,8 +122,8 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
     logits = None
 
     plan = rule.plan(inputs)
-    heads = {last} if plan is None else set(plan.tolist())
-    state = segments.reading(range(last + 1) if plan is None and rule.reads else heads, segments.start(inputs))
+    heads = range(0 if rule.reads else last, last + 1) if plan is None else set(plan.tolist())
+    state = segments.reading(heads, segments.start(inputs))
     rows = np.arange(size)  # where the rows still in the model stand in the batch
     memory: dict[str, np.ndarray] = {}
     for k in range(last + 1):
