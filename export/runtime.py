@@ -138,7 +138,7 @@ class OrtSegments(Segments):
         return OrtState(inputs, every, {}, every, _around(inputs, self._manifest), every)
 
     def reading(self, heads: Container[int], state: OrtState) -> OrtState:
-        return state._replace(heads=heads)
+        return OrtState(*state[:-2], heads)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
         session = self.sessions[k]

@@ -227,7 +227,7 @@ def _onnx(case: str, model: MultiExit, opened: dict, inputs: Inputs) -> Iterator
         partial(early_exit, segments, _forced_out(k, len(exits)), inputs) for k in range(len(exits) if base else 0)
     ]
     runs = [partial(early_exit, each, NeverExit(), inputs) for each in (whole, segments)]
-    full, chain, *times = medians([*runs, *forced], f"onnx {case}")
+    full, chain, *times = medians([*runs, *forced], f"onnx {case}", seconds_a_case=24.0)
     yield _row(f"{case} segments", chain, full, bar=1.03)
     for layer, seconds in zip(exits[:-1], times):
         yield _row(f"{case} e{layer}", seconds, full * layer / exits[-1], bar=1.05)

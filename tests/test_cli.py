@@ -280,7 +280,7 @@ def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatc
     for config in ("MINILM", "BERT_BASE"):
         small = replace(getattr(bench, config), hidden_size=24, num_attention_heads=2, intermediate_size=32)
         monkeypatch.setattr(bench, config, small)
-    monkeypatch.setattr(bench, "medians", lambda runs, name, *rest: [float(run() is not run) for run in runs])
+    monkeypatch.setattr(bench, "medians", lambda runs, *_, **settings: [float(run() is not run) for run in runs])
     rows = {row["case"]: row for row in answer(capsys, "bench", name)["rows"]}
     assert set(cases) <= rows.keys()
     for row in rows.values():
