@@ -10,12 +10,14 @@ the device between them; a row that has left is dropped by the Gather with which
 import ctypes
 import time
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import onnxruntime as ort
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from mini_ee.confidence import max_probability
 from mini_ee.early_exit import Reading, Segments, early_exit
@@ -25,7 +27,7 @@ from mini_ee.prompts import Prompt, PromptTokenizer
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.tasks import Encoded, Inputs, Tokenizer, batches
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # since graphs take `read`
 MANIFEST = "manifest.json"
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 HIDDEN = "hidden_out"
@@ -92,9 +94,11 @@ def share_threads(threads: int = 0) -> None:
     Then no graph waits for its own threads to wake: on MiniLM at batch 1 three graphs take 2 to 3 % less. For a program
     that alone decides what runs in its process, as `mini-ee` is, before its first session. A library must not: ONNX
     Runtime then refuses every session that does not ask for the pool (use_per_session_threads = False), and the pool's
-    threads spin for some 35 ms after each run. Raises RuntimeError where there is a pool already.
+    threads spin for some 35 ms after each run. A pool that is there already is joined as it is; `threads` of a Runtime
+    is passed over then.
     """
-    ort.set_global_thread_pool_sizes(threads, 1)
+    with suppress(Fail):  # there is one
+        ort.set_global_thread_pool_sizes(threads, 1)
     Session.shares_threads = True
 
 
@@ -115,7 +119,7 @@ class OrtState(NamedTuple):
     around: dict[str, np.ndarray]  # what every graph takes: attention_mask (B, T), read_at (B, 1) of prompts
     every: np.ndarray  # 0, 1, 2, ...
     heads: Container[int] | None = None  # those that will be read; None: any
-    taken: dict = {}  # what the last graph took
+    taken: dict = {}  # what the last graph took, where it passed its head over
 
     def keep(self, rows: np.ndarray) -> "OrtState":
         around = {name: value[rows] for name, value in self.around.items()}
@@ -149,11 +153,12 @@ class OrtSegments(Segments):
         else:  # a stream that starts anew, with the rows that are left
             ids = session.ids(state.inputs)
             inputs = {name: value[state.where] for name, value in ids.items()} | state.around
+        read = state.heads is None or k in state.heads
         if "read" in session.inputs:
-            inputs["read"] = READ[state.heads is None or k in state.heads]
-        said, rows = session.run(inputs), state.every[: len(state.rows)]
+            inputs["read"] = READ[read]
+        said, rows, taken = session.run(inputs), state.every[: len(state.rows)], {} if read else inputs
         # _replace takes 10 us more
-        return OrtState(state.inputs, state.where, said, rows, state.around, state.every, state.heads, inputs)
+        return OrtState(state.inputs, state.where, said, rows, state.around, state.every, state.heads, taken)
 
     def read(self, k: int, state: OrtState) -> Reading:
         reading = _reading(state.said)
@@ -272,7 +277,7 @@ class Runtime:
 
     providers: ONNX Runtime's names, the wanted one first; CUDA where it is there by default, else the CPU, and
     `provider` says which it became. A provider that was asked for and is not there is an error, unless allow_fallback.
-    threads: of the processor, for one row or batch; ONNX Runtime's choice by default.
+    threads: of the processor, for one row or batch; ONNX Runtime's choice by default. See also share_threads.
     segments: another engine for the same folder (segments.torch_segments) instead of ONNX Runtime.
 
     Raises FileNotFoundError where the folder or one of its files is missing; ValueError where a file is not the one

@@ -24,7 +24,7 @@ DISTILL = ("vanilla", "kd", "segd")
 SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 DIGITS = 10  # of a whole number, at most
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
-SERVING = ("run", "evaluate", "classify", "bench")  # graphs share threads: none compute in turns with torch's
+SERVING = ("run", "evaluate", "classify")  # graphs share threads: no torch model computes in turns with them
 BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
 
 
@@ -402,7 +402,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     prog = f"mini-ee {args.command}"
     try:
-        if argv is None and args.command in SERVING:  # this process is the program's own
+        args.alone = argv is None  # this process is the program's own
+        if args.alone and args.command in SERVING and getattr(args, "engine", None) != "torch":
             from mini_ee.export.runtime import share_threads
 
             share_threads(args.threads or 0)

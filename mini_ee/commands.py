@@ -43,7 +43,7 @@ from mini_ee.decoder_evaluation import evaluate_decoder, holds_decoder, refuse
 from mini_ee.demo import demo
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.evaluation import evaluate, labels_of, overthinking, record
-from mini_ee.export.runtime import MANIFEST, Runtime
+from mini_ee.export.runtime import MANIFEST, Runtime, share_threads
 from mini_ee.export.segments import export
 from mini_ee.files import read_json
 from mini_ee.methods import CONFIGURED
@@ -547,6 +547,8 @@ def run_bench(args, say) -> dict:
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:
         raise WrongArguments(f"--large is for retrieval, which builds a datastore; {args.name} has no larger case")
+    if args.alone and "onnx" in names:
+        share_threads(torch.get_num_threads())
     rows = []
     for name in names:
         settings = {"large": True} if args.large and name == "retrieval" else {}

@@ -1,7 +1,7 @@
 """Accuracy against layers and against measured time, for any segments and any rule.
 
 What a model says at each exit is recorded once; rules are then replayed on the record, through the same loop. Time is
-always measured on the model itself, the compared things interleaved batch by batch in one process.
+always measured on the model itself, the compared things in turns of some rows, in one process.
 """
 
 import json
@@ -195,8 +195,8 @@ def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarr
 def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS) -> np.ndarray:
     """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
 
-    runs: (segments, rule, encoded) each. All runs take turns, so that a drift of the machine hits all; a turn is TURN
-    rows, so that small batches find their weights in the processor's caches, as where a model serves alone.
+    runs: (segments, rule, encoded) each. All runs take turns, so that a drift of the machine hits all. A turn is a
+    batch, or as many as TURN rows hold: small ones find their weights in the caches, as where a model serves alone.
     Where they are of several engines, each is given a rest first: the threads of the one before may still be spinning.
     """
     rest = REST if len({segments.engine for segments, _, _ in runs}) > 1 else 0.0

@@ -197,17 +197,6 @@ class TorchState(NamedTuple):
         return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
 
 
-def judged(logits: Tensor, asked: bool) -> Reading:
-    """Logits (B, C) for the loop; with the largest probability, where a rule may be asked and there are classes.
-
-    In torch, because numpy's code is no longer in the processor's caches after a layer: there it takes three times as
-    long.
-    """
-    logits = logits.float()
-    likeliest = logits.softmax(dim=1).amax(dim=1).numpy(force=True) if asked and logits.shape[1] > 1 else None
-    return Reading(logits.numpy(force=True), max_probability=likeliest)
-
-
 class TorchSegments(Segments):
     """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
 
@@ -237,7 +226,7 @@ class TorchSegments(Segments):
         return TorchState(hidden, state.mask)
 
     def read(self, k: int, state: TorchState) -> Reading:
-        return judged(self.model.heads[k](state.hidden, state.mask), k < len(self.exits) - 1)
+        return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]

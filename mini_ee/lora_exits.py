@@ -44,7 +44,7 @@ from mini_ee.bert import Adapt, Bert, StackedLinear, padding_mask
 from mini_ee.checkpoint import hugging_face_names, read_tensors, write_tensors
 from mini_ee.decoder import Decoder
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.exits import MultiExit, check_exits, exit_heads, first_layers, judged
+from mini_ee.exits import MultiExit, check_exits, exit_heads, first_layers
 from mini_ee.files import write_bytes
 from mini_ee.flops import backbone_layer_flops, head_flops
 from mini_ee.sgmv import expand_, shrink
@@ -406,7 +406,7 @@ class LoRASegments(Segments):
         return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
 
     def read(self, k: int, state: LoRAState) -> Reading:
-        return judged(self.model.heads[k](state.hidden[0], state.mask), k < len(self.exits) - 1)
+        return Reading(self.model.heads[k](state.hidden[0], state.mask).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:
         group = self._group[k]

@@ -441,7 +441,7 @@ def test_a_missing_file_is_told(copied, name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 2}, "found 2; install a newer mini_ee"),
+        ({"format_version": 3}, "found 3; install a newer mini_ee"),
         ({"model": "MultiExit"}, "expected an exported decoder"),
     ],
 )

@@ -11,7 +11,6 @@ from conftest import random_decoder
 from mini_ee import exits
 from mini_ee.baselines import BerxitExits
 from mini_ee.bert import padding_mask
-from mini_ee.confidence import max_probability
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.exits import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled, without_heads
 from mini_ee.rules import FixedExit, NeverExit, Threshold
@@ -265,20 +264,6 @@ def test_a_row_says_the_same_alone_and_in_a_padded_batch(random_model, padded_in
             alone = model(*(each[[row], :length] for each in arrays(padded_inputs)))
             for one, many in zip(alone, together):
                 torch.testing.assert_close(one[0], many[row], rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("num_labels", [1, 3])
-def test_a_reading_brings_its_largest_probability_where_a_rule_may_ask_for_it(random_model, padded_inputs, num_labels):
-    segments = random_model((1, 2, 6), num_labels).segments()
-    state, brought = segments.start(padded_inputs), []
-    with segments.running():
-        for k in range(3):
-            state = segments.advance(k, state)
-            reading = segments.read(k, state)
-            brought.append(reading.max_probability)
-            if brought[-1] is not None:
-                np.testing.assert_allclose(brought[-1], max_probability(reading.logits), rtol=1e-6)
-    assert [each is not None for each in brought] == ([True, True, False] if num_labels == 3 else [False] * 3)
 
 
 def test_heads_are_separate_and_their_names_are_those_of_a_run_on_disk(random_model):
