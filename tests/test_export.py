@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import os
 import random
 import shutil
@@ -23,6 +24,8 @@ from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
+from mini_ee import commands
+from mini_ee.__main__ import main
 from mini_ee.baselines import BerxitExits
 from mini_ee.bert import Bert, BertConfig
 from mini_ee.checkpoint import load_backbone, write_tensors
@@ -1369,6 +1372,25 @@ def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own,
     """
     found = python(code, "run", exported, "--threads", "1", own, input="a dull song\n")
     assert found.stdout.splitlines()[-1] == str(shares), found.stderr
+
+
+def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_them(exported, monkeypatch, capsys):
+    def asked(*words, own=True):
+        pools, words = [], list(map(str, words))
+        monkeypatch.setattr(runtime, "share_threads", pools.append)
+        monkeypatch.setattr(commands, "share_threads", pools.append)
+        monkeypatch.setattr(sys, "argv", ["mini-ee", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dull song\n")))
+        assert main(None if own else words) == 0
+        return pools
+
+    monkeypatch.setitem(commands.BENCHES, "onnx", lambda model, seed: iter(()))
+    monkeypatch.setitem(commands.BENCHES, "batch", lambda model, seed: iter(()))
+    threads = torch.get_num_threads()
+    assert asked("run", exported, "--threads", threads) == asked("bench", "onnx") == [threads]
+    assert asked("classify", exported, "--text", "a dull song") == [0]
+    assert asked("run", exported, "--engine", "torch") == asked("bench", "batch") == []
+    assert asked("run", exported, own=False) == asked("bench", "onnx", own=False) == []
 
 
 def test_the_command_run_needs_no_torch(exported, run):

@@ -274,6 +274,23 @@ def test_measured_costs_are_those_of_the_layers_that_run():
     assert ((costs.fresh > 0) == possible).all() and ((costs.onward > 0) == possible).all()
 
 
+def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
+    model, clock, ran = lora_model(), [0.0], []
+
+    def run_layers(hidden, mask, start, stop, adapters):
+        ran.append((len(hidden), start, stop))
+        turn = (len(ran) - 1) // 12  # of twelve runs each: the first is slow, and so is one of the other three
+        clock[0] += len(hidden) * (10 * stop + start) + 1000 * (turn in (0, 2))
+        return hidden
+
+    model.backbone.run_layers = run_layers
+    monkeypatch.setattr(lora_exits.time, "perf_counter", lambda: clock[0])
+    costs = measure_costs(model, batch_size=1, tokens=2, rounds=3)
+    for k, (before, stop) in enumerate(zip((0, *EXITS), EXITS)):
+        for n in range(1, 4 - k):
+            assert (costs.fresh[k, n - 1], costs.onward[k, n - 1]) == (n * 10 * stop, n * (10 * stop + before))
+
+
 def test_what_a_speed_up_is_measured_against_draws_no_random_number_and_has_the_models_type():
     model = lora_model().double()
     before = torch.get_rng_state()
