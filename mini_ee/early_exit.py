@@ -27,7 +27,7 @@ class Segments:
     """What the loop drives. Engines offer these; k counts from 0 along exits.
 
     start(inputs) -> state         the embeddings; a state holds tensors whose first axis is the row
-    reading(heads, state) -> state told which heads will be read, for engines that compute one with the layers before it
+    reading(heads, state) -> state told which heads alone will be read, for engines that compute one with its layers
     advance(k, state) -> state     the layers between exit k - 1 and exit k
     read(k, state) -> Reading      the head at exit k
     glance(k, state) -> Reading    without the head, where states alone can decide; else as read
@@ -122,8 +122,11 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
     logits = None
 
     plan = rule.plan(inputs)
-    heads = range(0 if rule.reads else last, last + 1) if plan is None else set(plan.tolist())
-    state = segments.reading(heads, segments.start(inputs))
+    state = segments.start(inputs)
+    if plan is not None:
+        state = segments.reading(set(plan.tolist()), state)
+    elif not rule.reads:
+        state = segments.reading({last}, state)
     rows = np.arange(size)  # where the rows still in the model stand in the batch
     memory: dict[str, np.ndarray] = {}
     for k in range(last + 1):
@@ -142,21 +145,21 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
                 reading = reading if asked[k] else None
             else:
                 continue
-            leaving = np.count_nonzero(leaves)
-            if not leaving:
+            leaving = leaves.nonzero()[0]
+            if not len(leaving):
                 continue
-            everyone = leaving == len(rows)
+            everyone = len(leaving) == len(rows)
 
         if reading is None:
-            said = segments.read(k, state if everyone else state.keep(np.flatnonzero(leaves))).logits
+            said = segments.read(k, state if everyone else state.keep(leaving)).logits
         else:
-            said = reading.logits if everyone else reading.logits[leaves]
+            said = reading.logits if everyone else reading.logits[leaving]
         if logits is None:
             if everyone:  # all rows at once, as at batch 1
                 exit_index.fill(k)
                 return said, exit_index, asked
             logits = np.empty((size, said.shape[1]), said.dtype)
-        out = rows if everyone else rows[leaves]
+        out = rows if everyone else rows[leaving]
         logits[out], exit_index[out] = said, k
         if everyone:
             break

@@ -618,12 +618,12 @@ LOOP_BUGS = [
     ("None, k == last", "None, k >= last - 1", test_never_exit_equals_the_full_model),
     ("None, k == last", "None, k >= last - 1", test_the_last_exit_takes_whoever_is_left_and_is_not_asked),
     (
-        "else reading.logits[leaves]",
-        "else reading.logits[: leaves.sum()]",
+        "else reading.logits[leaving]",
+        "else reading.logits[: len(leaving)]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
     ),
     (
-        "state.keep(np.flatnonzero(leaves))",
+        "state.keep(leaving)",
         "state",
         lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(0),
     ),

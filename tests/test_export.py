@@ -275,9 +275,9 @@ def test_layers_run_does_not_grow_as_the_threshold_loosens(case):
 def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
     sizes, run = [], runtime.Session.run
 
-    def counted(self, inputs):
+    def counted(self, inputs, read):
         sizes.append((len(inputs["attention_mask"]), len(inputs.get("rows", inputs["attention_mask"]))))
-        return run(self, inputs)
+        return run(self, inputs, read)
 
     monkeypatch.setattr(runtime.Session, "run", counted)
     left = early_exit(case.segments, RULES["patience"](ALL), case.inputs).exit_index
@@ -429,7 +429,7 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
 @pytest.mark.parametrize("targets", [("query", "value"), EVERY_TARGET], ids=len)
 @pytest.mark.parametrize("kind", ["bert", "albert", "llama", "phi"])
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
-    rules, gated = [Planned(PLAN), Threshold(0.7)], kind == "llama" and targets is EVERY_TARGET
+    rules, gated = [Planned(PLAN), Threshold(0.7), FixedExit(1)], kind == "llama" and targets is EVERY_TARGET
     targets = (*targets, "gate") if gated else targets
     manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
     live = {k: [each for each in group if each >= k] for group in schedule for k in group}
@@ -440,12 +440,12 @@ def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, t
 
 @pytest.mark.parametrize("keep_where", [True, False])
 def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_others(tmp_path, monkeypatch, keep_where):
-    def keep(self, rows):
-        where = self.where[: len(rows)] if keep_where else self.every[rows]
-        around = {name: value[rows] for name, value in self.around.items()}
-        return self._replace(where=where, rows=self.rows[rows], around=around)
+    keep = OrtState.keep
 
-    monkeypatch.setattr(OrtState, "keep", keep)
+    def wrong(self, rows):
+        return keep(self, rows)._replace(where=self.where[: len(rows)] if keep_where else rows)
+
+    monkeypatch.setattr(OrtState, "keep", wrong)
     with pytest.raises(AssertionError):
         assert_engines_agree(lora_model(), tmp_path, make_inputs(LENGTHS), [Planned(PLAN)], [[0], [1], [2]])
 
@@ -455,7 +455,7 @@ def test_a_cascade_of_models_says_what_torch_says(tmp_path, kind):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = MultiModel(backbone_of(kind), EXITS, C).eval()
-    manifest = assert_engines_agree(model, tmp_path, make_inputs(LENGTHS), [Planned(PLAN), Patience(1)])
+    manifest = assert_engines_agree(model, tmp_path, make_inputs(LENGTHS), [Planned(PLAN), Patience(1), FixedExit(1)])
     assert manifest["layer_passes"] == list(EXITS)
 
 
@@ -577,18 +577,22 @@ def masked(mask):
 
 
 @pytest.mark.parametrize(
-    "keep",
+    "wrong",
     [
-        lambda state, mask, rows: state._replace(rows=state.rows[rows], around=masked(mask[: len(rows)])),
-        lambda state, mask, rows: state._replace(rows=state.rows[: len(rows)], around=masked(mask[rows])),
-        lambda state, mask, rows: state._replace(rows=state.rows[rows], around=masked(np.ones_like(mask[rows]))),
-        lambda state, mask, rows: state._replace(rows=rows % 2, around=masked(mask[rows])),
+        lambda mask, rows: {"around": masked(mask[: len(rows)])},
+        lambda mask, rows: {"rows": np.arange(len(rows))},
+        lambda mask, rows: {"around": masked(np.ones_like(mask[rows]))},
+        lambda mask, rows: {"rows": rows % 2},
     ],
     ids=["forgets the mask", "forgets the rows", "unmasks", "takes others"],
 )
-def test_the_tests_of_compaction_can_fail_where_keep_loses_track(monkeypatch, case_of, keep):
-    case = case_of("bert", "gelu", "mean")
-    monkeypatch.setattr(OrtState, "keep", lambda self, rows: keep(self, self.around["attention_mask"], rows))
+def test_the_tests_of_compaction_can_fail_where_keep_loses_track(monkeypatch, case_of, wrong):
+    case, keep = case_of("bert", "gelu", "mean"), OrtState.keep
+
+    def keep_wrong(self, rows):
+        return keep(self, rows)._replace(**wrong(self.around["attention_mask"], rows))
+
+    monkeypatch.setattr(OrtState, "keep", keep_wrong)
     for caught in (
         test_a_batch_of_B_equals_B_batches_of_one,
         test_rows_leave_where_the_logits_of_torch_say_and_with_what_they_say,
@@ -753,7 +757,7 @@ class Late(Rule):
 def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read):
     segments, found = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1), []
     for session in segments.sessions:
-        session.run = lambda inputs, run=session.run: found.append(inputs.get("read")) or run(inputs)
+        session.run = lambda inputs, *read, run=session.run: found.append(inputs.get("read")) or run(inputs, *read)
     inputs = run.encode(TEXTS[:3]).batch(slice(None))
     late = getattr(rule, "late", None)
     result = early_exit(segments, rule, inputs)
