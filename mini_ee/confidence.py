@@ -31,7 +31,7 @@ def _checked(logits: np.ndarray) -> np.ndarray:
             f"confidence needs logits of shape (B, C) with at least 2 classes, found {logits.shape}: "
             f"a regression task takes the rules fixed and patience"
         )
-    return logits.astype(np.float32) if logits.dtype == np.float16 else logits
+    return logits.astype(np.float32) if logits.itemsize < 4 else logits
 
 
 def max_probability(logits: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ def max_probability(logits: np.ndarray) -> np.ndarray:
     array([0.25])
     """
     logits = _checked(logits)
-    return 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
+    return np.reciprocal(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ class OwnStates:
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
         ids, attention, types = (torch.from_numpy(array).to(device) for array in arrays)
         with torch.inference_mode():
-            mask = None if inputs.attention_mask.all() else padding_mask(attention)
+            mask = padding_mask(attention) if inputs.padded else None
             hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
             return pooled(hidden, mask, "mean").float().numpy(force=True)
 

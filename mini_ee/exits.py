@@ -214,9 +214,8 @@ class TorchSegments(Segments):
 
     def start(self, inputs) -> TorchState:
         hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
-        # Asked of numpy: on a GPU the question to a tensor would wait for the device.
-        padded = not inputs.attention_mask.all()
-        return TorchState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if padded else None)
+        # Asked of the inputs: on a GPU the question to a tensor would wait for the device.
+        return TorchState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -388,8 +388,7 @@ class LoRASegments(Segments):
 
     def start(self, inputs) -> LoRAState:
         embedded = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
-        padded = not inputs.attention_mask.all()
-        return LoRAState(embedded, None, padding_mask(self._tensor(inputs.attention_mask)) if padded else None)
+        return LoRAState(embedded, None, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
