@@ -558,6 +558,9 @@ def run_bench(args, say) -> dict:
                 f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "
                 f"ratio {row['ratio']:.3f}   bar {row['bar']:.3f}   {'holds' if row['holds'] else 'MISSED'}"
             )
+            if "excess" in row:
+                excess, bar, head = (f"{row[key]:.1%}" for key in ("excess", "excess_bar", "head_share"))
+                say(f"    of the full model's time: excess {excess} (bar {bar}), one head read and judged {head}")
             if "fill_seconds" in row:
                 parts = ("layers", "head", "fill", "eager_fill")
                 costs = ", ".join(f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)

@@ -286,6 +286,10 @@ def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatc
     for row in rows.values():
         assert row["ratio"] == row["seconds"] / row["against_seconds"] > 0
         assert row["holds"] == (row["ratio"] <= row["bar"])
+        if name == "exit-tax":
+            assert row["holds"] == (row["excess"] <= row["excess_bar"])
+    assert main(["bench", name]) == 0
+    assert capsys.readouterr().out.count("one head read and judged") == (len(rows) if name == "exit-tax" else 0)
 
 
 def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):
