@@ -9,8 +9,8 @@ the device between them; a row that has left is dropped by the Gather with which
 
 import ctypes
 import time
-from collections.abc import Container, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -157,10 +157,11 @@ class OrtSegments(Segments):
         else:  # a stream that starts anew, with the rows that are left
             ids = session.ids(state.inputs)
             inputs = {name: value[state.where] for name, value in ids.items()} | state.around
-        read = state.heads is None or k in state.heads
+        read, taken = state.heads is None or k in state.heads, {}
         if "read" in session.inputs:
             inputs["read"] = READ[read]
-        said, taken = session.run(inputs, read), {} if read else inputs
+            taken = {} if read else inputs
+        said = session.run(inputs, read)
         # _replace takes 10 us more
         return OrtState(state.inputs, state.where, said, state.every, state.around, state.every, state.heads, taken)
 
@@ -300,20 +301,23 @@ class Runtime:
     ):
         self.folder = Path(folder)
         self.config = read_manifest(self.folder)
-        if self.config["model"] == DECODER:
-            raise ValueError(f"{folder}: holds a decoder, which writes text and gives no label; use `mini-ee run`")
-        self.tokenizer = open_tokenizer(self.folder, self.config)
-        self.label_names = self.config["task"]["label_names"]  # empty for regression
-        self._threads = threads
-        if segments is None:
-            wanted = wanted_provider(providers, allow_fallback)
-            segments = OrtSegments(self.folder, self.config, wanted, threads)
-            if segments.provider != wanted and providers and not allow_fallback:
-                raise ValueError(f"{wanted} was asked for, it fell back to {segments.provider}; install what it needs")
-        self._segments, self.exits = segments, segments.exits
-        self.provider = getattr(segments, "provider", None)  # None for another engine
-        self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
-        self.rule.check(len(self.exits))
+        with blaming_manifest(self.folder):
+            if self.config["model"] == DECODER:
+                raise ValueError(f"{folder}: holds a decoder, which writes text and gives no label; use `mini-ee run`")
+            self.tokenizer = open_tokenizer(self.folder, self.config)
+            self.label_names = self.config["task"]["label_names"]  # empty for regression
+            self._threads = threads
+            if segments is None:
+                wanted = wanted_provider(providers, allow_fallback)
+                segments = OrtSegments(self.folder, self.config, wanted, threads)
+                if segments.provider != wanted and providers and not allow_fallback:
+                    raise ValueError(
+                        f"{wanted} was asked for, it fell back to {segments.provider}; install what it needs"
+                    )
+            self._segments, self.exits = segments, segments.exits
+            self.provider = getattr(segments, "provider", None)  # None for another engine
+            self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
+            self.rule.check(len(self.exits))
 
     @property
     def weight_bytes(self) -> int:
@@ -394,6 +398,19 @@ def read_manifest(folder: Path) -> dict:
         if file_sha256(path) != digest:
             raise ValueError(f"{path}: is not the file that was exported with {MANIFEST}; export the run again")
     return manifest
+
+
+@contextmanager
+def blaming_manifest(folder: Path) -> Iterator[None]:
+    """ValueError where what is opened here misses a setting, or finds one of a wrong type."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{folder}: {MANIFEST} has no key {error}; export the run again") from None
+    except (IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: {MANIFEST} holds a value of a wrong type ({error}); export the run again"
+        ) from None
 
 
 def wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> str:

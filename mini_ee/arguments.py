@@ -15,6 +15,7 @@ from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
 from mini_ee.files import read_json
 from mini_ee.lora_exits import LoRAExits, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.methods import CONFIGURED, EVERY_LAYER, Method, method_of
+from mini_ee.prompting import PromptModel
 from mini_ee.retrieval import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.runs import Run, load_run
@@ -31,6 +32,8 @@ def open_trained(folder: Path, args, schedule: str | None) -> Run | Runtime:
     if (folder / MANIFEST).is_file():
         if schedule:
             raise WrongArguments(f"{folder}: is exported under one schedule; export the run with another --schedule")
+        if args.device not in ("cpu", "cuda"):
+            raise WrongArguments(f"--device {args.device}: an exported folder runs on cpu or on cuda")
         return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
     trained = load_run(folder, args.model)
     check_device(args.device)
@@ -59,6 +62,13 @@ def adaptive_schedule(trained: Run, folder: Path, batch_size: int) -> list[list[
     left = np.array(trained.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
     reach = left[::-1].cumsum()[::-1] / left.sum()
     return cheapest_schedule(measure_costs(trained.model, batch_size, round(metrics["mean_tokens"])), reach)
+
+
+def refuse_model(args, opened: list[Run | Runtime]) -> None:
+    """Raise WrongArguments for a --model that none of them asks for."""
+    elsewhere = [isinstance(one, Run) and isinstance(one.model, LoRAExits | PromptModel) for one in opened]
+    if args.model and not any(elsewhere):
+        raise WrongArguments("--model says where a backbone is that a run does not hold; here each holds its own")
 
 
 def schedule_of(one: Run | Runtime) -> dict:

@@ -20,6 +20,7 @@ from mini_ee.arguments import (
     open_task,
     open_task_of,
     open_trained,
+    refuse_model,
     schedule_of,
     training_options,
 )
@@ -262,6 +263,7 @@ def run_evaluate(args, say) -> dict:
         raise WrongArguments(f"{args.run}: a decoder's run of consistent or calm is measured by `mini-ee compare`")
     refuse(args, ("max_rows", "text"), f"is for a decoder's run; {args.run} holds none")
     trained = open_trained(args.run, args, args.schedule)
+    refuse_model(args, [trained])
     task = open_task_of([trained], args.task)
     check_task(trained, task, args.run)
     rule = choose_rule(args, trained)
@@ -413,6 +415,7 @@ def _ablation_table(points: list[dict]) -> str:
 def run_classify(args, say) -> dict:
     """What every exit says of one text, and where it left."""
     trained = open_trained(args.run, args, args.schedule)
+    refuse_model(args, [trained])
     rule = choose_rule(args, trained)
     text = (args.text,) if args.text_b is None else (args.text, args.text_b)
     expected = trained.config["task"]["texts"]
@@ -478,6 +481,7 @@ def run_calibrate(args, say) -> dict:
         return calibrate_exits(args, say)
     refuse_text(args)
     trained = load_run(args.run, args.model)
+    refuse_model(args, [trained])
     if not trained.label_names:
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
     if isinstance(trained.rule, Retrieval):
@@ -520,6 +524,7 @@ def run_export(args, say) -> dict:
     if holds_decoder(args.run) or holds_writer(args.run):
         return export_writer(args, say)
     trained = open_trained(args.run, args, args.schedule)
+    refuse_model(args, [trained])
     rule = choose_rule(args, trained)
     precision = export_precision(args)
     if args.task is None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee import WrongArguments
-from mini_ee.arguments import check_device, check_task, open_task_of, open_trained, schedule_of
+from mini_ee.arguments import check_device, check_task, open_task_of, open_trained, refuse_model, schedule_of
 from mini_ee.decoder_commands import holds_writer
-from mini_ee.decoder_evaluation import compare_heads, holds_decoder
+from mini_ee.decoder_evaluation import compare_heads, holds_decoder, refuse
 from mini_ee.evaluation import (
     LOSSES,
     RANGES,
@@ -56,8 +56,11 @@ def run_compare(args, say) -> dict:
     if holds_decoder(args.runs[0]):
         check_device(args.device)
         return compare_heads(args, say)
+    of_writers = "max_rows", "text", "top_k", "top_p", *(["temperature"] if args.temperature else [])
+    refuse(args, of_writers, "is for decoders' runs of consistent and calm")
     opened = [(folder, one) for folder in args.runs for one in open_schedules(folder, args)]
     trained = [one for _, one in opened]
+    refuse_model(args, trained)
     if args.schedule and not any(isinstance(one, Run) and one.schedule for one in trained):
         raise WrongArguments("--schedule is for LoRA exits, and none of these runs has them")
     task = open_task_of(trained, args.task)

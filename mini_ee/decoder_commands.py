@@ -35,7 +35,7 @@ from mini_ee.decoding import Step
 from mini_ee.exits import even_exits
 from mini_ee.export.decoder_segments import export_decoder
 from mini_ee.export.runtime import MANIFEST
-from mini_ee.files import read_json, read_text
+from mini_ee.files import read_json, read_text, sole_writer
 from mini_ee.fitting import STATE, NothingToResume
 from mini_ee.generation import Sampling, Text, generate, generate_lossless
 from mini_ee.methods import CONFIGURED
@@ -122,7 +122,8 @@ def train_exits(args, say) -> dict:
     source = {"backbone": backbone_sha256(folder), "init": init}
     steps = how.epochs * -(-len(texts) // how.batch_size)
     how = replace(how, measure_every=max(1, steps // FIGURE_POINTS))
-    history = train_heads(model, texts, held, how, state_folder, args.resume, source)
+    with sole_writer(state_folder):
+        history = train_heads(model, texts, held, how, state_folder, args.resume, source)
     say(fig1(model, history))
     calibration = written_texts(decoder, tokenizer, CALIBRATION_PROMPTS, args, CALIBRATION_SEED)
     rule, answer = calibrate_heads(model, calibration, EPSILON, None, MEASURE, args.seed)

@@ -13,6 +13,11 @@ from pathlib import Path
 
 from mini_ee import WrongArguments
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
 
 def read_text(path: Path) -> str:
     """A text file that the command line names. Raises WrongArguments where it is not UTF-8."""
@@ -75,31 +80,54 @@ def write_bytes(path: Path, *content: bytes | memoryview) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes its name only when the block ends well.
+def sole_writer(path: Path) -> Iterator[None]:
+    """Held by the one process that writes `path`, whose parent is made; a lock stands beside it, which a kill lets go.
 
-    Raises FileExistsError where the name is taken, unless it may be replaced.
+    Raises FileExistsError where another process holds it.
     """
-    folder = Path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    with open(lock, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"{path}: another process is writing it; wait for it or name another") from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into that takes its name only when the block ends well; of a link, what it leads to.
+
+    Raises FileExistsError where the name is taken, unless by a folder that may be replaced, and where another process
+    is writing it.
+    """
+    folder = Path(os.path.realpath(folder))
     partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
-    _restore(outgoing, folder)
-    if folder.exists() and not replace:
-        raise FileExistsError(f"{folder}: is there already; name another folder or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in (partial, outgoing):  # of a process that was killed
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    partial.mkdir()
-    try:
-        yield partial
-        if folder.exists() and replace:
-            os.rename(folder, outgoing)
-        os.rename(partial, folder)
-        shutil.rmtree(outgoing, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+    with sole_writer(folder):
         _restore(outgoing, folder)
-        raise
+        if folder.exists() and not (replace and folder.is_dir()):
+            raise FileExistsError(f"{folder}: is there already; name another folder or remove it")
+        for leftover in (partial, outgoing):  # of a process that was killed
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        partial.mkdir()
+        try:
+            yield partial
+            if folder.exists():
+                os.rename(folder, outgoing)
+            os.rename(partial, folder)
+            shutil.rmtree(outgoing, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            _restore(outgoing, folder)
+            raise
 
 
 def _restore(outgoing: Path, folder: Path) -> None:

@@ -174,7 +174,7 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         unfinished = training_folder(folder)
-        hint = f"; {unfinished} holds an unfinished training, go on with --resume" if unfinished.is_dir() else ""
+        hint = f"; {unfinished} holds an unfinished training, go on with --resume" if any(unfinished.glob("*")) else ""
         raise FileNotFoundError(f"{folder}: no run here; expected a folder that `mini-ee train` wrote{hint}")
     config = read_json(folder / "config.json", signed="format_version")
     if config.get("format_version") != FORMAT_VERSION:

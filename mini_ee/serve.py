@@ -23,7 +23,7 @@ from tqdm import tqdm
 from mini_ee import WrongArguments, __version__
 from mini_ee.export.decoder_runtime import DecoderRuntime
 from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, read_manifest
-from mini_ee.files import read_json
+from mini_ee.files import read_json, sole_writer
 
 NEW_TOKENS = 100
 
@@ -176,6 +176,8 @@ def _row(line: bytes, expected: int) -> tuple[str, ...]:
 @contextmanager
 def _input(path: Path | None) -> Iterator[BinaryIO]:
     if path is None:
+        if sys.stdin is None:
+            raise WrongArguments("standard input is closed; name a file with one text a line")
         yield sys.stdin.buffer
     else:
         with open(path, "rb") as file:
@@ -188,15 +190,18 @@ def _output(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    path = path.resolve()
     if path.exists() and not path.is_file() and not path.is_dir():
         with open(path, "w", encoding="utf-8") as file:
             yield file
         return
+    path = path.resolve()
+    if path.is_dir() or not path.parent.is_dir():
+        raise WrongArguments(f"--out {path}: {'is a folder' if path.is_dir() else 'is in no folder'}; name a file")
     partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with sole_writer(path):
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                yield file
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from torch import nn
 from mini_ee.checkpoint import backbone_sha256, load_backbone
 from mini_ee.evaluation import Candidates, default_rule, exit_scores, record, summary
 from mini_ee.exits import MultiExit, without_heads
-from mini_ee.files import atomic_folder, file_sha256, read_json, write_json
+from mini_ee.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.fitting import STATE, Data, Stage, TrainConfig, fit
 from mini_ee.prompting import PromptModel, draw_shots, few_shot
 from mini_ee.prompts import Prompt, PromptTokenizer, check_prompt
@@ -85,11 +85,13 @@ def train_run(
         "rows": len(train.labels),
     }
     begun_with["data"] = _sha256(train, held)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), sole_writer(state_folder):
         torch.manual_seed(config.seed)
         model = build(backbone, exits, task.num_labels, pool).to(device)
         history = fit(model, recipe(model), task, train, held, config, begun_with, state_folder, resume)
     recorded = record(model.segments(), held.encoded, config.batch_size, whole=model.whole())
+    if not np.isfinite(recorded.logits).all():
+        raise ValueError("the last step left logits that are no numbers: the training diverged; take a smaller --lr")
     rule = rule or default_rule(recorded, task, held.labels, max_loss, candidates)
     metrics = {
         "epochs": history,
@@ -214,7 +216,7 @@ def prompt_run(
         data = [Data(encode(tokenizer, part.texts, backbone.config), part.labels) for part in (train, held)]
         begun_with = asdict(config) | {"shots": shots, "backbone": source["sha256"], "exits": list(model.exits)}
         begun_with |= {"prompt": prompt.to_dict(), "data": _sha256(*data)}
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), sole_writer(unfinished):
             torch.manual_seed(config.seed)
             stages, resume = few_shot(model), (unfinished / STATE).exists()
             history = fit(model, stages, task, *data, config, begun_with, unfinished, resume)

@@ -24,7 +24,7 @@ from mini_ee.decoder_evaluation import refuse
 from mini_ee.decoder_exits import DecoderRun, fine_tune, instances, load_decoder_run, save_decoder_run, sweep
 from mini_ee.decoder_policies import learn, said_by_model
 from mini_ee.exits import even_exits
-from mini_ee.files import read_json
+from mini_ee.files import read_json, sole_writer
 from mini_ee.fitting import TrainConfig
 from mini_ee.generation import Generated, Sampling, Text
 from mini_ee.metrics import rouge_l
@@ -88,7 +88,8 @@ def train_writer(args, say) -> dict:
     train, held = texts_to_learn(writing, decoder, tokenizer, args.texts or TEXTS, args.seed)
     say(f"{len(exits) - 1} heads, and adapters of rank {model.rank}, on {folder.name} learn {len(train)} texts.")
     about = {"method": args.method, "backbone": backbone_sha256(folder)}
-    metrics = {"fine_tuning": fine_tune(model, train, config, state_folder, args.resume, about)}
+    with sole_writer(state_folder):
+        metrics = {"fine_tuning": fine_tune(model, train, config, state_folder, args.resume, about)}
     learned, kept = instances(model, train), instances(model, held)
     if args.target:
         learned, kept = said_by_model(model, learned), said_by_model(model, kept)

@@ -53,12 +53,39 @@ def test_a_replaced_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_pa
 
 
 def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
+    (tmp_path / ".out.lock").touch()
     for name in (".out.partial", ".out.old", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "leftover").write_text("x")
     with atomic_folder(tmp_path / "out", replace=True) as partial:
         assert not list(partial.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list((tmp_path / "out").iterdir())
+
+
+def test_a_second_writer_is_refused_and_the_first_ends_well(tmp_path):
+    with atomic_folder(tmp_path / "out", replace=True) as partial:
+        with pytest.raises(FileExistsError, match="out: another process is writing it"):
+            with atomic_folder(tmp_path / "out", replace=True):
+                pass
+        (partial / "mine").write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_of_a_link_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for content in ("one", "two"):
+        with atomic_folder(tmp_path / "link", replace=True) as partial:
+            (partial / content).write_text("x")
+        assert [path.name for path in (tmp_path / "real").iterdir()] == [content] and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "out").write_text("kept")
+    with pytest.raises(FileExistsError, match="is there already"), atomic_folder(tmp_path / "out", replace=True):
+        pass
+    assert (tmp_path / "out").read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_old_folder_survives_a_kill_between_the_two_renames(tmp_path):

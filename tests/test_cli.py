@@ -19,10 +19,11 @@ from mini_ee import arguments, bench, checkpoint, evaluation, files, methods, re
 from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
 from mini_ee.bench import BENCHES
 from mini_ee.early_exit import read_every_exit
-from mini_ee.files import file_sha256, read_json, write_json
+from mini_ee.evaluation import over_seeds
+from mini_ee.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.metrics import spearman
 from mini_ee.rules import Policy
-from mini_ee.runs import load_run
+from mini_ee.runs import load_run, training_folder
 from mini_ee.tasks import holdout, load_task
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
@@ -429,6 +430,35 @@ def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, tas
         assert point["flops_ratio"] == min(other["flops_ratio"] for other in good)
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("classify", ("--text", "good", "--model", "nowhere"), "--model says where a backbone is"),
+        ("evaluate", ("--model", "nowhere"), "--model says where a backbone is"),
+        ("calibrate", ("--epsilon", ".1", "--model", "nowhere"), "--model says where a backbone is"),
+        ("export", ("--out", "nowhere", "--model", "nowhere"), "--model says where a backbone is"),
+        ("compare", ("--model", "nowhere"), "--model says where a backbone is"),
+        ("compare", ("--max-rows", 3), "--max-rows is for decoders"),
+        ("compare", ("--temperature", 1), "--temperature is for decoders"),
+    ],
+)
+def test_what_a_run_would_pass_over_is_refused(capsys, run_folder, task_folder, command, options, message):
+    task = () if command == "classify" else ("--task", task_folder)
+    assert message in refused(capsys, command, run_folder, *task, *options)
+
+
+def test_a_training_that_another_process_writes_is_refused(capsys, checkpoint_folder, task_folder, tmp_path):
+    trained = ("train", "joint", "--model", checkpoint_folder, "--task", task_folder, *FAST, "--out", tmp_path / "run")
+    with sole_writer(training_folder(tmp_path / "run")):
+        assert "another process is writing it" in refused(capsys, *trained)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_training_that_diverges_in_its_last_step_says_so(capsys, checkpoint_folder, task_folder, tmp_path):
+    trained = ("train", "joint", "--model", checkpoint_folder, "--task", task_folder, "--max-train", 16, "--epochs", 1)
+    assert "diverged" in refused(capsys, *trained, "--lr", 1e30, "--out", tmp_path / "run")
+
+
 def test_compare_takes_runs_together_that_only_their_seeds_tell_apart(capsys, run_folder, task_folder, tmp_path):
     model = load_run(run_folder).config["backbone"]["folder"]
     trained = ("train", "joint", "--model", model, "--task", task_folder, *FAST)
@@ -449,6 +479,20 @@ def test_compare_takes_runs_together_that_only_their_seeds_tell_apart(capsys, ru
     assert main(["compare", *map(str, runs), "--task", str(task_folder)]) == 0
     assert "joint       3  " in capsys.readouterr().out
     assert answer(capsys, "compare", run_folder, run_folder, "--task", task_folder)["over_seeds"] == []
+
+
+def test_runs_that_shots_made_of_one_backbone_are_taken_together():
+    figures = {"score": 0.5, "full_score": 0.5, "layers_saved": 0.0, "speedup": 1.0, "per_exit_score": [0.5]}
+    row = {"method": "raee", "how": "raee", "run": "run", "exits": [1], **figures}
+    about = {"method": "raee", "exits": [1], "pool": "mask", "task": {"name": "words"}}
+    configs = [
+        about
+        | {"seed": seed, "backbone": {"sha256": f"of seed {seed}"}}
+        | {"training": {"seed": seed, "shots": 4, "from": {"sha256": begun}}}
+        for seed, begun in ((0, "a"), (1, "a"), (2, "b"))
+    ]
+    (group,) = over_seeds([row] * 3, configs)
+    assert group["seeds"] == [0, 1]
 
 
 def test_curves_of_one_group_of_seeds_have_one_colour_and_one_name_and_each_run_its_star(monkeypatch, tmp_path):

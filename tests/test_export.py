@@ -455,8 +455,13 @@ def test_a_cascade_of_models_says_what_torch_says(tmp_path, kind):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = MultiModel(backbone_of(kind), EXITS, C).eval()
-    manifest = assert_engines_agree(model, tmp_path, make_inputs(LENGTHS), [Planned(PLAN), Patience(1), FixedExit(1)])
+    inputs = make_inputs(LENGTHS)
+    manifest = assert_engines_agree(model, tmp_path, inputs, [Planned(PLAN), Patience(1), FixedExit(1)])
     assert manifest["layer_passes"] == list(EXITS)
+    engines = OrtSegments(tmp_path, manifest, threads=1), model.segments()
+    ours, theirs = (early_exit(engine, Late(PLAN, 2), inputs) for engine in engines)  # no head can be read afterwards
+    np.testing.assert_array_equal(ours.exit_index, theirs.exit_index)
+    np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("kind", [MultiExit, ConsistentExits, BerxitExits])

@@ -145,6 +145,9 @@ def test_an_edited_config_is_told(copy):
 
 def test_an_unfinished_training_is_pointed_to(tmp_path):
     (tmp_path / "run.training").mkdir()
+    with pytest.raises(FileNotFoundError, match="`mini-ee train` wrote$"):  # nothing that could go on
+        load_run(tmp_path / "run")
+    (tmp_path / "run.training" / "state.safetensors").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="--resume"):
         load_run(tmp_path / "run")
 

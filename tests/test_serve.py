@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from mini_ee.__main__ import main
 from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.segments import export
+from mini_ee.files import read_json, sole_writer, write_json
 from mini_ee.rules import Threshold
 from mini_ee.runs import Run
 from mini_ee.tasks import Tokenizer
@@ -144,6 +146,61 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(served, tmp_path):
     assert main(["run", *map(str, arguments)]) == 0
     reader.join()
     assert len(read[0].splitlines()) == 1 and (tmp_path / "out.jsonl").is_fifo()
+
+
+def test_a_pipe_by_its_number_is_written_to_at_once(served, tmp_path):
+    reading, writing = os.pipe()
+    out = f"/dev/fd/{writing}"
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", out, "--threads", 1
+    assert main(["run", *map(str, arguments)]) == 0
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        assert len(pipe.readlines()) == 1
+
+
+@pytest.mark.parametrize(("out", "message"), [("", "is a folder"), ("nowhere/out", "is in no folder")])
+def test_an_output_that_is_no_file_is_told_before_a_row_is_answered(
+    served, tmp_path, capsys, monkeypatch, out, message
+):
+    monkeypatch.setattr(serve, "_answers", lambda *_: pytest.fail("a row was answered"))
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / out
+    assert main(["run", *map(str, arguments)]) == 2
+    assert f"{message}; name a file" in capsys.readouterr().err
+
+
+def test_two_that_write_one_file_do_not_mix(served, tmp_path, capsys):
+    with sole_writer(tmp_path / "out.jsonl"):
+        arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / "out.jsonl"
+        assert main(["run", *map(str, arguments)]) == 2
+    assert "out.jsonl: another process is writing it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["run", str(served[0])]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    arguments = served[0], lines_of(tmp_path, b"\xff\n"), "--out", tmp_path / "out", "--json"
+    assert main(["run", *map(str, arguments)]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == 1  # what is wrong with the line is not among the answers
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["run", *map(str, arguments)]) == 0
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("task", None, "no key 'task'"), ("rule", 3, "wrong type"), ("exits", 3, "wrong type")],
+)
+def test_a_manifest_that_was_written_wrong_is_one_line(served, tmp_path, key, value, message):
+    folder = tmp_path / "edited"
+    shutil.copytree(served[0], folder)
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", {k: v for k, v in (manifest | {key: value}).items() if v is not None})
+    with pytest.raises(ValueError, match=f"edited: manifest.json .*{message}.*; export the run again"):
+        Runtime(folder)
 
 
 def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
