@@ -774,6 +774,13 @@ def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read)
     np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
 
 
+def test_a_head_that_nobody_reads_is_not_asked_what_it_says(exported, run):
+    segments = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1)
+    state = segments.start(run.encode(TEXTS[:3]).batch(slice(None)))
+    assert set(segments.advance(0, segments.reading({1}, state)).said) == {"hidden_out"}
+    assert set(segments.advance(0, segments.reading({0}, state)).said) > {"hidden_out"}
+
+
 def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(exported):
     no_axes = {"dtype": "bool", "axes": []}
     types = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}

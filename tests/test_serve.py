@@ -168,6 +168,11 @@ def test_an_output_that_is_no_file_is_told_before_a_row_is_answered(
     assert f"{message}; name a file" in capsys.readouterr().err
 
 
+def test_an_exported_folder_runs_on_the_devices_that_onnx_runtime_knows(served, capsys):
+    assert main(["classify", str(served[0]), "--text", "the film was good", "--device", "cuda:1"]) == 2
+    assert "an exported folder runs on cpu or on cuda" in capsys.readouterr().err
+
+
 def test_two_that_write_one_file_do_not_mix(served, tmp_path, capsys):
     with sole_writer(tmp_path / "out.jsonl"):
         arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / "out.jsonl"
