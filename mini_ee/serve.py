@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from mini_ee import WrongArguments, __version__
 from mini_ee.export.decoder_runtime import DecoderRuntime
-from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, read_manifest
+from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, blaming_manifest, read_manifest
 from mini_ee.files import read_json, sole_writer
 
 NEW_TOKENS = 100
@@ -32,7 +32,8 @@ def run(args) -> dict:
     """Answer every line; returns the JSON summary. A line that cannot be answered is reported and passed over."""
     if args.json and args.out is None:
         raise WrongArguments("--json prints one object on standard output: give the answers a file with --out")
-    served = _open(args)
+    with blaming_manifest(args.exported):
+        served = _open(args)
     rows = failed = counted = layers = 0
     begin = time.perf_counter()
     with _input(args.file) as source, _output(args.out) as sink, tqdm(unit="row", delay=2, file=sys.stderr) as bar:

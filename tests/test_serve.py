@@ -199,13 +199,15 @@ def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkey
     ("key", "value", "message"),
     [("task", None, "no key 'task'"), ("rule", 3, "wrong type"), ("exits", 3, "wrong type")],
 )
-def test_a_manifest_that_was_written_wrong_is_one_line(served, tmp_path, key, value, message):
+def test_a_manifest_that_was_written_wrong_is_one_line(served, tmp_path, capsys, key, value, message):
     folder = tmp_path / "edited"
     shutil.copytree(served[0], folder)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", {k: v for k, v in (manifest | {key: value}).items() if v is not None})
     with pytest.raises(ValueError, match=f"edited: manifest.json .*{message}.*; export the run again"):
         Runtime(folder)
+    assert main(["run", str(folder), "--engine", "torch"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
