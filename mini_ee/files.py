@@ -90,7 +90,11 @@ def sole_writer(path: Path) -> Iterator[None]:
         yield
         return
     lock = path.with_name(f".{path.name}.lock")
-    with open(lock, "w") as file:
+    try:
+        file = open(lock, "w")
+    except OSError as error:  # of the name that was given, not of a hidden one
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -72,6 +72,16 @@ def test_a_second_writer_is_refused_and_the_first_ends_well(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
+def test_a_place_that_cannot_be_written_is_told_by_the_name_that_was_given(tmp_path, monkeypatch):
+    def refusing(path, *mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", refusing)
+    with pytest.raises(PermissionError) as error, atomic_folder(tmp_path / "out"):
+        pass
+    assert error.value.filename == str(tmp_path / "out") and not list(tmp_path.iterdir())
+
+
 def test_of_a_link_what_it_leads_to_is_written(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for content in ("one", "two"):
