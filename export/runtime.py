@@ -69,7 +69,7 @@ class Session:
         return {name: value for name, value in ids.items() if name in self.inputs}
 
     def run(self, inputs: dict, read: bool = True) -> dict:
-        """Outputs by name: hidden states as the next graph takes them, on the device; what is read in numpy."""
+        """Outputs by name: hidden states as the next graph takes them, on the device; if read, the others in numpy."""
         outputs = self._outputs if read else self._unread
         if self.provider == CPU:  # shares memory, and is quicker than a binding
             return dict(zip(outputs, self._run(outputs, inputs, None)))

@@ -399,7 +399,7 @@ def _words(text: str) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command, of this process or as given; returns the exit status."""
-    for name in ("stdout", "stderr"):  # closed ones, `>&-`: what is said there is not lost among answers
+    for name in ("stdout", "stderr"):  # closed, `>&-`: print(file=None) would write to the other
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     args = parser().parse_args(argv)

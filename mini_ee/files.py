@@ -97,6 +97,8 @@ def sole_writer(path: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(file.fileno()).st_nlink:  # taken away by its holder, who has just ended
+                raise BlockingIOError
         except BlockingIOError:
             raise FileExistsError(f"{path}: another process is writing it; wait for it or name another") from None
         try:

@@ -91,7 +91,7 @@ def train_run(
         history = fit(model, recipe(model), task, train, held, config, begun_with, state_folder, resume)
     recorded = record(model.segments(), held.encoded, config.batch_size, whole=model.whole())
     if not np.isfinite(recorded.logits).all():
-        raise ValueError("the last step left logits that are no numbers: the training diverged; take a smaller --lr")
+        raise ValueError("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
     rule = rule or default_rule(recorded, task, held.labels, max_loss, candidates)
     metrics = {
         "epochs": history,

@@ -1,6 +1,7 @@
 """Files and folders are written whole or not at all, carry a checksum, and the same content is the same bytes."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mini_ee.checkpoint import read_tensors, write_tensors
-from mini_ee.files import atomic_folder, read_json, write_bytes, write_json
+from mini_ee.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -70,6 +71,12 @@ def test_a_second_writer_is_refused_and_the_first_ends_well(tmp_path):
         (partial / "mine").write_text("x")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_lock_that_its_holder_has_taken_away_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / ".out.lock").unlink())
+    with pytest.raises(FileExistsError, match="another process is writing it"), sole_writer(tmp_path / "out"):
+        pass
 
 
 def test_a_place_that_cannot_be_written_is_told_by_the_name_that_was_given(tmp_path, monkeypatch):

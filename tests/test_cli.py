@@ -456,7 +456,9 @@ def test_a_training_that_another_process_writes_is_refused(capsys, checkpoint_fo
 
 def test_a_training_that_diverges_in_its_last_step_says_so(capsys, checkpoint_folder, task_folder, tmp_path):
     trained = ("train", "joint", "--model", checkpoint_folder, "--task", task_folder, "--max-train", 16, "--epochs", 1)
-    assert "diverged" in refused(capsys, *trained, "--lr", 1e30, "--out", tmp_path / "run")
+    assert "the training diverged; begin anew with a smaller --lr" in refused(
+        capsys, *trained, "--lr", 1e30, "--out", tmp_path / "run"
+    )
 
 
 def test_compare_takes_runs_together_that_only_their_seeds_tell_apart(capsys, run_folder, task_folder, tmp_path):
