@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from mini_ee.decoder import DecoderConfig, rope_frequencies
+from mini_ee.backbones.llama import DecoderConfig, rope_frequencies
 from mini_ee.export.graphs import CONSTANT, Adapt, Graph
 
 GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}

@@ -17,11 +17,21 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.decoding import FILLS, CachedSegments, Step, TokenState, Weights, check_prompts, decode, gather, judged
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import Reading
 from mini_ee.export.runtime import CPU, DECODER, HIDDEN, Session, read_manifest, wanted_provider
 from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.tasks import Tokenizer
+from mini_ee.units.decoding import (
+    FILLS,
+    CachedSegments,
+    Step,
+    TokenState,
+    Weights,
+    check_prompts,
+    decode,
+    gather,
+    judged,
+)
 
 
 class Block(NamedTuple):

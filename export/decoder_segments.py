@@ -17,12 +17,13 @@ import onnx
 import torch
 from torch import nn
 
-from mini_ee.checkpoint import load_strict, read_tensors
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.decoding import FILLS, CachedSegments, decode, gather, greedy
+import mini_ee.export.decoder_graphs as decoder_graphs
+import mini_ee.export.graphs as graphs
+from mini_ee.backbones.hub import load_strict, read_tensors
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.files import atomic_folder, file_sha256, write_json
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import Reading
-from mini_ee.exits import VocabularyHead
-from mini_ee.export import decoder_graphs, graphs
 from mini_ee.export.decoder_runtime import OrtTokenSegments, open_sessions
 from mini_ee.export.runtime import DECODER, FORMAT_VERSION, MANIFEST
 from mini_ee.export.segments import (
@@ -34,15 +35,16 @@ from mini_ee.export.segments import (
     quantized,
     write_graphs,
 )
-from mini_ee.files import atomic_folder, file_sha256, write_json
-from mini_ee.generation import TokenSegments
-from mini_ee.reinforce import policy_network
+from mini_ee.methods.consistent import policy_network
+from mini_ee.methods.self_supervised import CALIBRATION_PROMPTS
 from mini_ee.rules import Policy, Rule
-from mini_ee.runs import versions
-from mini_ee.self_supervised import CALIBRATION_PROMPTS
-from mini_ee.tasks import Tokenizer
+from mini_ee.training.run import versions
+from mini_ee.units.decoding import FILLS, CachedSegments, decode, gather, greedy
+from mini_ee.units.generation import TokenSegments
+from mini_ee.units.tokens import VocabularyHead
 
 POLICIES = ("networks", "classifier")  # of ConsistentDecoder and CalmDecoder
+
 VERIFIED_TOKENS = 32  # written from each prompt
 
 

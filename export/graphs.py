@@ -26,13 +26,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from mini_ee.bert import BertConfig
-from mini_ee.decoder import DecoderConfig
-from mini_ee.lora_exits import TARGETS
+from mini_ee.backbones.bert import BertConfig
+from mini_ee.backbones.llama import DecoderConfig
+from mini_ee.backbones.lora import TARGETS
 
 OPSET, IR_VERSION = 23, 11
-CONSTANT = "constant_"  # how the names of constants that are no weights begin
 
+CONSTANT = "constant_"  # how the names of constants that are no weights begin
 
 Adapt = Callable[[int, str, str, str], str]
 """(stored layer, name of a linear map in it, its input, its output) -> the output with what adapters add."""

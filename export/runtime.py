@@ -19,19 +19,24 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
+from mini_ee.backbones.flops import head_flops, layer_flops
 from mini_ee.confidence import max_probability
+from mini_ee.data.files import file_sha256, read_json
+from mini_ee.data.prompts import Prompt, PromptTokenizer
+from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches
 from mini_ee.early_exit import Reading, Segments, early_exit
-from mini_ee.files import file_sha256, read_json
-from mini_ee.flops import head_flops, layer_flops
-from mini_ee.prompts import Prompt, PromptTokenizer
 from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.tasks import Encoded, Inputs, Tokenizer, batches
 
 FORMAT_VERSION = 2  # since graphs take `read`
+
 MANIFEST = "manifest.json"
+
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
 HIDDEN = "hidden_out"
+
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
+
 DECODER = "Decoder"  # the manifest's `model` where the folder writes text: decoder_runtime.py
 
 
@@ -260,7 +265,8 @@ def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 
     """The rule of an exported folder, with the datastore that it asks, where it asks one."""
     if "encoder" not in manifest:
         return rule_from_dict(manifest["rule"])
-    from mini_ee.retrieval import Datastore, Retrieval
+    from mini_ee.methods.datastore import Datastore
+    from mini_ee.methods.raee import Retrieval
 
     encoder = OrtEncoder(folder, manifest, provider, threads)
     settings = {key: value for key, value in manifest["rule"].items() if key != "name"}
@@ -376,7 +382,7 @@ def _planned(rule: Rule, inputs: Iterable[Inputs]) -> Iterable[tuple[Inputs, Rul
     """Each batch with its rule; a rule that retrieves plans the next batch while the model runs on this one."""
     if not rule.looks:
         return ((batch, rule) for batch in inputs)
-    from mini_ee.retrieval import plan_ahead
+    from mini_ee.methods.raee import plan_ahead
 
     return plan_ahead(rule, inputs)
 

@@ -18,30 +18,34 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from mini_ee.bert import Bert
-from mini_ee.checkpoint import load_strict, read_tensors, tensor_places, write_tensors
-from mini_ee.decoder import Decoder
+import mini_ee.export.graphs as graphs
+from mini_ee.backbones.bert import Bert
+from mini_ee.backbones.flops import layer_weights
+from mini_ee.backbones.hub import load_strict, read_tensors, tensor_places, write_tensors
+from mini_ee.backbones.llama import Decoder
+from mini_ee.backbones.lora import columns_of
+from mini_ee.baselines.multi_model import MultiModel
+from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.early_exit import Segments, read_every_exit
-from mini_ee.encoders import OwnStates, SentenceEncoder
-from mini_ee.evaluation import plan_rows, predictions, record
-from mini_ee.exits import MultiExit
-from mini_ee.export import graphs
 from mini_ee.export.causal_graphs import CausalGraph
 from mini_ee.export.runtime import FORMAT_VERSION, MANIFEST, OrtSegments, open_rule, open_tokenizer
-from mini_ee.files import atomic_folder, file_sha256, write_json
-from mini_ee.flops import layer_weights
-from mini_ee.lora_exits import LoRAExits, columns_of, restart
-from mini_ee.methods import MODELS
-from mini_ee.multi_model import MultiModel
-from mini_ee.policies import PolicyExits
-from mini_ee.prompting import PromptModel
-from mini_ee.retrieval import Retrieval
+from mini_ee.methods.encoders import OwnStates, SentenceEncoder
+from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import Rule
-from mini_ee.runs import Run, empty_backbone, versions
+from mini_ee.training.methods import MODELS
+from mini_ee.training.run import Run, empty_backbone, versions
+from mini_ee.units.prompts import PromptModel
+from mini_ee.units.recording import plan_rows, predictions, record
+from mini_ee.units.rows import MultiExit, PolicyExits
+from mini_ee.units.streams import restart
 
 WEIGHTS = "model.safetensors"
+
 HEADS = ("heads.", "policies.", "certainty", "backbone.lm_head.", "label_words")  # maps that int8 leaves in float32
+
 VERIFIED_TEXTS = 64
+
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
 

@@ -24,11 +24,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.confidence import MEASURES
-from mini_ee.evaluation import Record, predictions
 from mini_ee.rules import Threshold
 
 START = 0.05  # share of the rows in the strictest cut that is tested
+
 RESAMPLES = 1000
 
 
@@ -50,17 +49,6 @@ class Observed(NamedTuple):
     def take(self, rows: np.ndarray) -> "Observed":
         """Some of the rows: an index or a mask (N,)."""
         return Observed(*(each[rows] for each in self))
-
-
-def observe(recorded: Record, measure: str = "max_probability") -> Observed:
-    """What a classifier's exits say of recorded rows, each a group of its own."""
-    function = MEASURES[measure][0]
-    before_last = range(recorded.logits.shape[1] - 1)
-    if not before_last:
-        raise ValueError("there is nothing to calibrate: the model has one exit; train one with more")
-    said = recorded.logits.argmax(axis=2)
-    confidence = np.stack([function(recorded.logits[:, k]) for k in before_last], axis=1)
-    return Observed(confidence, said[:, :-1] == said[:, -1:], np.arange(len(said)))
 
 
 def calibrate(
@@ -87,8 +75,6 @@ def calibrate(
 
 
 # ---- The paper's rule ----
-
-
 def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
     """Section 3.3.1: the lowest confidence from which on a share of at least epsilon of the rows agrees.
 
@@ -131,8 +117,6 @@ def intervals(
 
 
 # ---- The rule with confidence delta ----
-
-
 def tau_with_confidence(
     confidence: np.ndarray, agrees: np.ndarray, groups: np.ndarray, epsilon: float, delta: float
 ) -> float:
@@ -262,8 +246,6 @@ def _texts_needed(rows: np.ndarray, epsilon: float, delta: float) -> int:
 
 
 # ---- What is kept of the promise ----
-
-
 def agreement(observed: Observed, rule: Threshold) -> list[float | None]:
     """For every exit but the last: the share of rows at or above its threshold that agree. None: no row is."""
     kept = []
@@ -335,29 +317,3 @@ def report(calibration: Observed, fresh: Observed, rule: Threshold, epsilon: flo
 def _json(value: float) -> float | str:
     """JSON has no inf."""
     return float(value) if np.isfinite(value) else str(value)
-
-
-def calibrate_record(
-    recorded: Record,
-    epsilon: float,
-    delta: float | None = None,
-    measure: str = "max_probability",
-    seed: int = 0,
-    sets: int = 0,
-) -> tuple[Threshold, dict]:
-    """Calibrate a classifier on recorded rows that it was not trained on: the rule, and the JSON answer.
-
-    A seeded half of the rows gives the thresholds, the other half says what they keep; end to end by the loop itself.
-    sets: how many for `broken_promises`.
-    """
-    observed = observe(recorded, measure)
-    drawn = np.random.default_rng(seed).permutation(len(observed.groups)) < len(observed.groups) // 2
-    rule = calibrate(observed.take(drawn), epsilon, delta, measure)
-    result = recorded.replay(rule)
-    same = predictions(result.logits) == predictions(recorded.logits[:, -1])
-    answer = report(observed.take(drawn), observed.take(~drawn), rule, epsilon, delta)
-    answer["end_to_end"] = float(same[~drawn].mean())
-    answer["mean_layers"] = float(result.layers_run[~drawn].mean())
-    if sets:
-        answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
-    return rule, answer

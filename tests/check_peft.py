@@ -1,7 +1,7 @@
 """A script, not a test: PEFT loads the adapters of a LoRA run, and the exits say the same as ours.
 
-    pip install peft transformers
-    python tests/check_peft.py RUN
+pip install peft transformers
+python tests/check_peft.py RUN
 """
 
 import sys
@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModel
 
-from mini_ee.decoder import Decoder
+from mini_ee.backbones.llama import Decoder
 from mini_ee.early_exit import read_every_exit
-from mini_ee.runs import load_run
+from mini_ee.training.run import load_run
 
 TEXTS = ["a charming and often affecting journey", "unflinchingly bleak", "the lobby was awful but the room was lovely"]
 ATOL = 1e-4

@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 import torch
 
-from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import save_backbone
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.exits import MultiExit
-from mini_ee.tasks import Inputs
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.tokens import Inputs
+from mini_ee.units.rows import MultiExit
 
 collect_ignore = ["make_golden.py", "check_peft.py"]  # scripts, which need transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other

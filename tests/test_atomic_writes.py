@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mini_ee.checkpoint import read_tensors, write_tensors
-from mini_ee.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
+from mini_ee.backbones.hub import read_tensors, write_tensors
+from mini_ee.data.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

@@ -4,26 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import baselines, fitting
-from mini_ee.baselines import (
-    RECIPES,
-    SYSTEMS,
-    BerxitExits,
-    alternating_loss,
-    calibrate,
-    fastbert,
-    fit_temperature,
-    self_distillation_loss,
-    true_certainty,
-)
-from mini_ee.checkpoint import load_backbone
+import mini_ee.baselines.berxit as berxit_module
+import mini_ee.baselines.right_tool as right_tool_module
+import mini_ee.training.fit as fitting
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines.berxit import BerxitExits, alternating_loss, true_certainty
+from mini_ee.baselines.fastbert import fastbert, self_distillation_loss
+from mini_ee.baselines.right_tool import calibrate, fit_temperature
+from mini_ee.data.tasks import load_task, subset
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation import LEVELS, record
-from mini_ee.exits import MultiExit
-from mini_ee.fitting import Batch, Data, TrainConfig, fit
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
-from mini_ee.runs import encode
-from mini_ee.tasks import Tokenizer, load_task, subset
+from mini_ee.training.fit import Batch, Data, TrainConfig, fit
+from mini_ee.training.methods import RECIPES, SYSTEMS
+from mini_ee.training.rule import LEVELS
+from mini_ee.training.run import encode
+from mini_ee.units.recording import record
+from mini_ee.units.rows import MultiExit
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -193,7 +190,7 @@ def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, wo
         seen.append(batch.step)
         return alternating_loss(model, batch)
 
-    monkeypatch.setattr(baselines, "alternating_loss", watched)
+    monkeypatch.setattr(berxit_module, "alternating_loss", watched)
     train_system("berxit", checkpoint_folder, words, tmp_path)
     assert seen == [0, 1, 2, 3, 4, 5]
 
@@ -303,7 +300,7 @@ def test_a_training_that_was_killed_while_it_was_calibrated_is_not_calibrated_tw
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(baselines, "calibrate", calibrate_then_stop)
+        patch.setattr(right_tool_module, "calibrate", calibrate_then_stop)
         with pytest.raises(KeyboardInterrupt):
             train_system("right-tool", checkpoint_folder, words, tmp_path / "killed")
     resumed, _ = train_system("right-tool", checkpoint_folder, words, tmp_path / "killed", resume=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mini_ee import bert
-from mini_ee.bert import Bert, BertConfig, Embeddings, padding_mask
-from mini_ee.checkpoint import load_backbone, read_tensors
+import mini_ee.backbones.bert as bert
+from mini_ee.backbones.bert import Bert, BertConfig, Embeddings, padding_mask
+from mini_ee.backbones.hub import load_backbone, read_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("bert", "roberta", "albert", "elasticbert")

@@ -7,24 +7,23 @@ from math import comb
 import numpy as np
 import pytest
 
-from mini_ee import calibration
+import mini_ee.calibration as calibration
 from mini_ee.calibration import (
     Observed,
     agreement,
     broken_promises,
     calibrate,
-    calibrate_record,
     end_to_end,
     exit_indices,
     intervals,
-    observe,
     p_values,
     tau,
     tau_with_confidence,
 )
 from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import Recorded
-from mini_ee.evaluation import Record
+from mini_ee.training.rule import calibrate_record, observe
+from mini_ee.units.recording import Record
 
 EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 DELTA = 0.05

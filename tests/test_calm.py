@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import calm
-from mini_ee.calm import MEASURES, CalmDecoder, agreement, calibrate, learn_classifier, p_value
-from mini_ee.checkpoint import load_backbone
-from mini_ee.decoder_exits import PASSING, confidence, instances, sweep
+import mini_ee.baselines.calm as calm
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines.calm import MEASURES, CalmDecoder, agreement, calibrate, learn_classifier, p_value
+from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
-from mini_ee.fitting import TrainConfig
-from mini_ee.generation import Text, Tokens, TokenSegments, gather, generate
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
-from mini_ee.writing import write
+from mini_ee.training.fit import TrainConfig
+from mini_ee.units.decoding import Tokens, gather
+from mini_ee.units.generation import TokenSegments, generate, write
+from mini_ee.units.tokens import PASSING, confidence, instances, sweep
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3]]

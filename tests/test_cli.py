@@ -15,16 +15,23 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from mini_ee import arguments, bench, checkpoint, evaluation, files, methods, report
-from mini_ee.__main__ import BENCHMARKS, METHODS, main, parser
-from mini_ee.bench import BENCHES
+import mini_ee.backbones.hub as checkpoint
+import mini_ee.cli.arguments as arguments
+import mini_ee.data.files as files
+import mini_ee.measure.bench as bench
+import mini_ee.measure.evaluate as evaluation
+import mini_ee.measure.figures as report
+import mini_ee.training.methods as methods
+import mini_ee.units.streams as streams_module
+from mini_ee.cli.main import BENCHMARKS, METHODS, main, parser
+from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
+from mini_ee.data.metrics import spearman
+from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import read_every_exit
-from mini_ee.evaluation import over_seeds
-from mini_ee.files import file_sha256, read_json, sole_writer, write_json
-from mini_ee.metrics import spearman
+from mini_ee.measure.bench import BENCHES
+from mini_ee.measure.evaluate import over_seeds
 from mini_ee.rules import Policy
-from mini_ee.runs import load_run, training_folder
-from mini_ee.tasks import holdout, load_task
+from mini_ee.training.run import load_run, training_folder
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "2"))  # moments; 20 by hand
@@ -377,7 +384,7 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     capsys, lora_folder, task_folder, tmp_path, monkeypatch
 ):
     run, asked = shutil.copytree(lora_folder, tmp_path / "run"), []
-    cheapest, measure = arguments.cheapest_schedule, arguments.measure_costs
+    cheapest, measure = streams_module.cheapest_schedule, streams_module.measure_costs
     monkeypatch.setattr(
         arguments, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
     )
@@ -650,13 +657,13 @@ def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folde
 
 
 def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_ee.commands.can_draw", lambda: False)
+    monkeypatch.setattr("mini_ee.cli.commands.can_draw", lambda: False)
     line = refused(capsys, "compare", run_folder, "--picture", tmp_path / "curves.png")
     assert "pip install mini-ee[plots]" in line
 
 
 def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
-    monkeypatch.setattr("mini_ee.demo.can_draw", lambda: False)
+    monkeypatch.setattr("mini_ee.cli.demo.can_draw", lambda: False)
     argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
     assert main([*map(str, argv)]) == 0
     assert "speed-up" in capsys.readouterr().out and not list((tmp_path / "demo").glob("*.png"))

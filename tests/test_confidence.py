@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mini_ee import confidence
+import mini_ee.confidence as confidence
 from mini_ee.confidence import MEASURES, log_softmax
 
 FLOAT64_ATOL = 1e-12  # measured max 1.8e-15

@@ -11,9 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mini_ee import checkpoint, decoder
-from mini_ee.checkpoint import load_backbone, read_tensors, save_backbone
-from mini_ee.decoder import Cache, Decoder, DecoderConfig, Layer, RMSNorm, rope_frequencies, rotate, token_positions
+import mini_ee.backbones.bert as bert_module
+import mini_ee.backbones.hub as checkpoint
+import mini_ee.backbones.llama as decoder
+from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.llama import (
+    Cache,
+    Decoder,
+    DecoderConfig,
+    Layer,
+    RMSNorm,
+    rope_frequencies,
+    rotate,
+    token_positions,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")
@@ -419,7 +430,7 @@ def test_the_shares_of_a_stack_are_told_apart(tmp_path):
 
 
 def test_the_test_of_stacks_can_fail(monkeypatch, tmp_path):
-    monkeypatch.setattr(decoder.StackedLinear, "__init__", other_shares)
+    monkeypatch.setattr(bert_module.StackedLinear, "__init__", other_shares)
     with pytest.raises(ValueError, match="must have shape"):
         load_backbone(copy_of("llama", tmp_path))
 

@@ -15,24 +15,18 @@ import pytest
 import tokenizers
 import torch
 
-from mini_ee import calibration
-from mini_ee.__main__ import main
+import mini_ee.calibration as calibration
+from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import calibrate, intervals
-from mini_ee.checkpoint import load_backbone, read_tensors, save_backbone
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.decoder_commands import colours_of, painted
-from mini_ee.decoding import gather
-from mini_ee.files import read_json
-from mini_ee.generation import generate, generate_lossless
+from mini_ee.cli.decoder_commands import colours_of, painted
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.methods.self_supervised import CALIBRATION_PROMPTS, load_heads, observe_texts, watch
 from mini_ee.rules import Threshold
-from mini_ee.self_supervised import (
-    CALIBRATION_PROMPTS,
-    generated_texts,
-    load_heads,
-    observe_texts,
-    watch,
-)
-from mini_ee.tasks import Tokenizer
+from mini_ee.units.decoding import gather
+from mini_ee.units.generation import generate, generate_lossless, generated_texts
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
@@ -205,7 +199,7 @@ def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tm
 def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, decoder_folder):
     """kill -9 once a training state is on disk."""
     script = (
-        "import sys; from mini_ee import self_supervised; self_supervised.SAVE_SECONDS = -1;"
+        "import sys; from mini_ee.methods import self_supervised; self_supervised.SAVE_SECONDS = -1;"
         "from mini_ee.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     argv = ("train", "self-supervised", "--model", decoder_folder, "--threads", 1, *SMALL, "--epochs", 10)

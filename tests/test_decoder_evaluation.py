@@ -10,13 +10,17 @@ import pytest
 import tokenizers
 import torch
 
-from mini_ee import decoder_evaluation
-from mini_ee.__main__ import main
+import mini_ee.measure.texts as decoder_evaluation
+from mini_ee.backbones.hub import load_backbone, save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import agreement, calibrate, end_to_end, exit_indices
-from mini_ee.checkpoint import load_backbone, save_backbone
+from mini_ee.cli.main import main
 from mini_ee.confidence import MEASURES
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.decoder_evaluation import (
+from mini_ee.data.multiple_choice import Asked, Benchmark, Question, Request
+from mini_ee.data.texts import Text
+from mini_ee.early_exit import Recorded, early_exit
+from mini_ee.measure.figures import draw_decoder
+from mini_ee.measure.texts import (
     COMPARED,
     EPSILONS,
     GRID,
@@ -33,18 +37,10 @@ from mini_ee.decoder_evaluation import (
     sweep,
     timed_decoding,
 )
-from mini_ee.early_exit import Recorded, early_exit
-from mini_ee.generation import Text, gather, generate
-from mini_ee.multiple_choice import Asked, Benchmark, Question, Request
-from mini_ee.report import draw_decoder
+from mini_ee.methods.self_supervised import CALIBRATION_PROMPTS, SelfSupervised, observe_texts, save_heads
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
-from mini_ee.self_supervised import (
-    CALIBRATION_PROMPTS,
-    SelfSupervised,
-    generated_texts,
-    observe_texts,
-    save_heads,
-)
+from mini_ee.units.decoding import gather
+from mini_ee.units.generation import generate, generated_texts
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = os.environ.get("MINI_EE_SHARED")

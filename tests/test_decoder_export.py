@@ -18,23 +18,24 @@ import tokenizers
 import torch
 from safetensors.numpy import load_file
 
-from mini_ee.__main__ import main
-from mini_ee.calm import CalmDecoder
-from mini_ee.checkpoint import BUILT_IN_DECODER, load_backbone, read_tensors, save_backbone
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.decoder_evaluation import WithoutExits, open_decoder_run
-from mini_ee.decoder_exits import save_decoder_run
-from mini_ee.decoder_policies import ConsistentDecoder
-from mini_ee.decoding import FILLS, decode, gather
-from mini_ee.export import decoder_graphs, decoder_segments
+import mini_ee.export.decoder_graphs as decoder_graphs
+import mini_ee.export.decoder_segments as decoder_segments
+from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.baselines.calm import CalmDecoder
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json, write_json
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.decoder_runtime import DecoderRuntime, OrtTokenSegments, Sessions, open_sessions
 from mini_ee.export.decoder_segments import export_decoder, torch_token_segments
 from mini_ee.export.runtime import Runtime, Session, read_manifest
-from mini_ee.files import read_json, write_json
-from mini_ee.generation import generate
+from mini_ee.measure.texts import WithoutExits, open_decoder_run
+from mini_ee.methods.consistent_tokens import ConsistentDecoder
+from mini_ee.methods.self_supervised import SelfSupervised, save_heads
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
-from mini_ee.self_supervised import SelfSupervised, save_heads
-from mini_ee.tasks import Tokenizer
+from mini_ee.training.run_tokens import save_decoder_run
+from mini_ee.units.decoding import FILLS, decode, gather
+from mini_ee.units.generation import generate
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")

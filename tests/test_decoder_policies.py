@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import decoder_exits, decoder_policies
-from mini_ee.checkpoint import load_backbone, save_backbone
-from mini_ee.decoder_exits import ExitDecoder, fine_tune, instances, load_decoder_run, save_decoder_run
-from mini_ee.decoder_policies import (
+import mini_ee.methods.consistent_tokens as decoder_policies
+import mini_ee.training.fit_tokens as fit_tokens_module
+import mini_ee.units.tokens as decoder_exits
+from mini_ee.backbones.hub import load_backbone, save_backbone
+from mini_ee.data.texts import Text
+from mini_ee.methods.consistent import ConsistentEE
+from mini_ee.methods.consistent_tokens import (
     DEFAULTS,
     ConsistentDecoder,
     all_rewards,
@@ -20,11 +23,12 @@ from mini_ee.decoder_policies import (
     learn_heads,
     learn_policies,
 )
-from mini_ee.fitting import NothingToResume, TrainConfig
-from mini_ee.generation import Sampling, Text
-from mini_ee.reinforce import ConsistentEE
 from mini_ee.rules import FixedExit, NeverExit, Policy
-from mini_ee.writing import PAPER, write
+from mini_ee.training.fit import NothingToResume, TrainConfig
+from mini_ee.training.fit_tokens import fine_tune
+from mini_ee.training.run_tokens import load_decoder_run, save_decoder_run
+from mini_ee.units.generation import PAPER, Sampling, write
+from mini_ee.units.tokens import ExitDecoder, instances
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")
@@ -104,7 +108,9 @@ def test_fine_tuning_minimises_eq_1_of_the_tokens_behind_the_start(monkeypatch):
     texts = [*counting(3, 10), *counting(2, 6)]
     model, found = model_of(), []
     expected = weighted_sum_by_hand(model, texts)
-    monkeypatch.setattr(decoder_exits, "step", lambda optimizer, loss, *place: found.append(loss.item()) or found[-1])
+    monkeypatch.setattr(
+        fit_tokens_module, "step", lambda optimizer, loss, *place: found.append(loss.item()) or found[-1]
+    )
     fine_tune(model, texts, replace(QUICK, epochs=1, batch_size=5))
     assert found == [pytest.approx(expected, abs=1e-5)]
     monkeypatch.undo()
@@ -117,7 +123,7 @@ def test_fine_tuning_minimises_eq_1_of_the_tokens_behind_the_start(monkeypatch):
 
 
 def test_a_seed_gives_the_same_model_twice_and_both_methods_begin_from_it():
-    from mini_ee.calm import CalmDecoder
+    from mini_ee.baselines.calm import CalmDecoder
 
     models = [model_of(), model_of(), model_of(build=CalmDecoder)]
     for model in models:
@@ -133,15 +139,15 @@ def test_a_seed_gives_the_same_model_twice_and_both_methods_begin_from_it():
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
 def test_a_fine_tuning_that_was_killed_and_resumed_ends_with_the_same_weights(tmp_path, monkeypatch, stop_at):
     config, whole, killed = replace(QUICK, epochs=2, batch_size=4), model_of(), model_of()
-    expected, right, steps = fine_tune(whole, counting(10), config), decoder_exits.step, iter(range(stop_at))
+    expected, right, steps = fine_tune(whole, counting(10), config), fit_tokens_module.step, iter(range(stop_at))
 
     def kill(*arguments):
         next(steps)  # StopIteration: the process ends
         return right(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoder_exits, "SAVE_SECONDS", -1.0)
-        patch.setattr(decoder_exits, "step", kill)
+        patch.setattr(fit_tokens_module, "SAVE_SECONDS", -1.0)
+        patch.setattr(fit_tokens_module, "step", kill)
         with pytest.raises(StopIteration):
             fine_tune(killed, counting(10), config, tmp_path)
     resumed = model_of()

@@ -12,14 +12,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mini_ee import early_exit as loop
-from mini_ee.bert import padding_mask
+import mini_ee.early_exit as loop
+from mini_ee.backbones.bert import padding_mask
+from mini_ee.backbones.flops import backbone_layer_flops, head_flops
 from mini_ee.confidence import MEASURES
+from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
-from mini_ee.exits import TorchSegments, TorchState
-from mini_ee.flops import backbone_layer_flops, head_flops
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
-from mini_ee.tasks import Inputs
+from mini_ee.units.rows import TorchSegments, TorchState
 
 EXITS = (1, 2, 4, 6)
 K, B, C = 4, 7, 3
@@ -560,9 +560,9 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
                     raise ImportError(f"{name} is blocked")
 
         sys.meta_path.insert(0, NoTorch())
-        import mini_ee, mini_ee.confidence, mini_ee.early_exit, mini_ee.metrics, mini_ee.rules, mini_ee.tasks
+        import mini_ee, mini_ee.confidence, mini_ee.early_exit, mini_ee.data.metrics, mini_ee.rules, mini_ee.data.tasks
         try:
-            import mini_ee.exits
+            import mini_ee.units.rows
         except ImportError as error:
             print(error)
     """
@@ -705,7 +705,7 @@ def test_the_invariants_can_fail_where_segments_do_not_meet(monkeypatch, cases, 
 
 def test_the_padding_test_can_fail(monkeypatch, cases):
     """Planted bug: padding is read like any token."""
-    monkeypatch.setattr("mini_ee.exits.padding_mask", lambda attention_mask: None)
+    monkeypatch.setattr("mini_ee.units.rows.padding_mask", lambda attention_mask: None)
     with pytest.raises(AssertionError):
         test_padding_does_not_change_the_decision(cases, "never", "torch first")
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from conftest import random_decoder
 
-from mini_ee import exits
-from mini_ee.baselines import BerxitExits
-from mini_ee.bert import padding_mask
+import mini_ee.units.rows as exits
+from mini_ee.backbones.bert import padding_mask
+from mini_ee.baselines.berxit import BerxitExits
+from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.exits import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled, without_heads
 from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.tasks import Inputs
+from mini_ee.units.rows import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled, without_heads
 
 FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
 ATOL = 2e-5  # float32 logits of size 7, alone or padded; measured max 1.9e-6, torch 2.13 on CPU

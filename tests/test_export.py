@@ -24,28 +24,34 @@ from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
-from mini_ee import commands
-from mini_ee.__main__ import main
-from mini_ee.baselines import BerxitExits
-from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import load_backbone, write_tensors
+import mini_ee.cli.commands as commands
+import mini_ee.export.causal_graphs as causal_graphs
+import mini_ee.export.graphs as graphs
+import mini_ee.export.runtime as runtime
+import mini_ee.export.segments as segments
+import mini_ee.measure.bench as bench_module
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import load_backbone, write_tensors
+from mini_ee.baselines.berxit import BerxitExits
+from mini_ee.baselines.multi_model import MultiModel
+from mini_ee.cli.main import main
 from mini_ee.confidence import max_probability
+from mini_ee.data.files import read_json, write_json
+from mini_ee.data.prompts import Prompt
+from mini_ee.data.tasks import load_task
+from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Reading, Segments, early_exit, read_every_exit
-from mini_ee.encoders import OwnStates, SentenceEncoder
-from mini_ee.exits import MultiExit, TorchSegments, without_heads
-from mini_ee.export import causal_graphs, graphs, runtime, segments
 from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
 from mini_ee.export.segments import export, torch_segments, write_segments
-from mini_ee.files import read_json, write_json
-from mini_ee.lora_exits import LoRAExits
-from mini_ee.multi_model import MultiModel
-from mini_ee.prompting import PromptModel
-from mini_ee.prompts import Prompt
-from mini_ee.reinforce import ConsistentExits
-from mini_ee.retrieval import Datastore, Retrieval
+from mini_ee.methods.consistent import ConsistentExits
+from mini_ee.methods.datastore import Datastore
+from mini_ee.methods.encoders import OwnStates, SentenceEncoder
+from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
-from mini_ee.runs import Run, versions
-from mini_ee.tasks import Inputs, Tokenizer, load_task
+from mini_ee.training.run import Run, versions
+from mini_ee.units.prompts import PromptModel
+from mini_ee.units.rows import MultiExit, TorchSegments, without_heads
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
@@ -1379,7 +1385,7 @@ def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, 
 @pytest.mark.parametrize(("own", "shares"), [(True, True), (False, False)], ids=["own", "called"])
 def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own, shares):
     code = """
-        from mini_ee.__main__ import main
+        from mini_ee.cli.main import main
         from mini_ee.export.runtime import Session
         own = sys.argv.pop() == "True"
         for _ in range(2):
@@ -1400,8 +1406,8 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
         assert main(None if own else words) == 0
         return pools
 
-    monkeypatch.setitem(commands.BENCHES, "onnx", lambda model, seed: iter(()))
-    monkeypatch.setitem(commands.BENCHES, "batch", lambda model, seed: iter(()))
+    monkeypatch.setitem(bench_module.BENCHES, "onnx", lambda model, seed: iter(()))
+    monkeypatch.setitem(bench_module.BENCHES, "batch", lambda model, seed: iter(()))
     threads = torch.get_num_threads()
     assert asked("run", exported, "--threads", threads) == asked("bench", "onnx") == [threads]
     assert asked("classify", exported, "--text", "a dull song") == [0]

@@ -9,14 +9,15 @@ import pytest
 import tokenizers
 import torch
 
-from mini_ee import bench
-from mini_ee.__main__ import main
-from mini_ee.checkpoint import BUILT_IN_DECODER, load_backbone, save_backbone
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.decoder_commands import settled_length
-from mini_ee.exits import VocabularyHead
-from mini_ee.generation import gather, generate
-from mini_ee.tasks import Tokenizer
+import mini_ee.measure.bench as bench
+from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.cli.decoder_commands import settled_length
+from mini_ee.cli.main import main
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.units.decoding import gather
+from mini_ee.units.generation import generate
+from mini_ee.units.tokens import VocabularyHead
 from mini_ee.weights import pretrain_llama
 
 SHARED = os.environ.get("MINI_EE_SHARED")

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mini_ee import generation
-from mini_ee.checkpoint import load_backbone, read_tensors
+import mini_ee.backbones.llama as llama_module
+import mini_ee.units.generation as generation
+from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
-from mini_ee.generation import FILLS, GREEDY, Sampling, gather, generate, generate_lossless
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
+from mini_ee.units.decoding import FILLS, gather
+from mini_ee.units.generation import GREEDY, Sampling, generate, generate_lossless
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")
@@ -308,12 +310,12 @@ def test_the_two_fills_differ():
 
 
 def never_fill(patch):
-    patch.setattr(generation.Decoder, "propagate", lambda *args: None)
+    patch.setattr(llama_module.Decoder, "propagate", lambda *args: None)
 
 
 def fill_from_zero(patch):
-    right = generation.Decoder.propagate
-    patch.setattr(generation.Decoder, "propagate", lambda self, hidden, *args: right(self, hidden * 0, *args))
+    right = llama_module.Decoder.propagate
+    patch.setattr(llama_module.Decoder, "propagate", lambda self, hidden, *args: right(self, hidden * 0, *args))
 
 
 def fill_one_position_off(patch):

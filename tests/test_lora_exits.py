@@ -10,28 +10,18 @@ import torch
 from conftest import all_schedules, random_decoder
 from safetensors.torch import load_file, save_file
 
-from mini_ee import lora_exits
-from mini_ee.bench import BERT_BASE
-from mini_ee.bert import Bert, BertConfig
+import mini_ee.methods.lora_exits as lora_exits
+import mini_ee.units.streams as streams_module
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.exits import without_heads
-from mini_ee.fitting import TrainConfig
-from mini_ee.lora_exits import (
-    Costs,
-    LoRAExits,
-    cheapest_schedule,
-    expected_seconds,
-    load_adapters,
-    measure_costs,
-    parallel,
-    restart,
-    save_adapters,
-)
+from mini_ee.measure.bench import BERT_BASE
+from mini_ee.methods.lora_exits import Distillation, LoRAExits, load_adapters, recipe, save_adapters
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
-from mini_ee.runs import load_run
-from mini_ee.segd import Distillation, recipe
-from mini_ee.tasks import load_task
-from mini_ee.training import train_run
+from mini_ee.training.fit import TrainConfig
+from mini_ee.training.run import load_run, train_run
+from mini_ee.units.rows import without_heads
+from mini_ee.units.streams import Costs, cheapest_schedule, expected_seconds, measure_costs, parallel, restart
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
 EXITS = (1, 2, 4)
@@ -284,7 +274,7 @@ def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
         return hidden
 
     model.backbone.run_layers = run_layers
-    monkeypatch.setattr(lora_exits.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(streams_module.time, "perf_counter", lambda: clock[0])
     costs = measure_costs(model, batch_size=1, tokens=2, rounds=3)
     for k, (before, stop) in enumerate(zip((0, *EXITS), EXITS)):
         for n in range(1, 4 - k):
@@ -435,7 +425,7 @@ def test_adapters_that_cannot_be_are_refused(options, message):
     "bug", [lambda A: A.roll(1, 0), lambda A: A * 0, lambda A: -A], ids=["wrong stream", "no adapter", "sign"]
 )
 def test_the_tests_of_the_streams_can_fail(monkeypatch, padded_inputs, bug):
-    stack = lora_exits.LoRASegments._stack
+    stack = streams_module.LoRASegments._stack
 
     def wrong(self, first, stop):
         original = lora_exits.low_rank
@@ -448,7 +438,7 @@ def test_the_tests_of_the_streams_can_fail(monkeypatch, padded_inputs, bug):
         monkeypatch.setattr(lora_exits, "low_rank", original)
         return made
 
-    monkeypatch.setattr(lora_exits.LoRASegments, "_stack", wrong)
+    monkeypatch.setattr(streams_module.LoRASegments, "_stack", wrong)
     with pytest.raises(AssertionError):
         test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(
             parallel(3), "bert", ("query", "value"), padded_inputs
@@ -459,9 +449,9 @@ def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):
     def forget(self, rows):
         index = torch.from_numpy(rows)
         hidden = None if self.hidden is None else self.hidden[:, : len(rows)]
-        return lora_exits.LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+        return streams_module.LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
 
-    monkeypatch.setattr(lora_exits.LoRAState, "keep", forget)
+    monkeypatch.setattr(streams_module.LoRAState, "keep", forget)
     with pytest.raises(AssertionError):
         test_parallel_equals_restart_and_a_batch_equals_rows_alone(parallel(3), Threshold(0.7), padded_inputs)
 

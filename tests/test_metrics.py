@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mini_ee.metrics import METRICS, accuracy, f1, matthews, pearson, rouge_l, score, spearman
+from mini_ee.data.metrics import METRICS, accuracy, f1, matthews, pearson, rouge_l, score, spearman
 
 PREDICTIONS, LABELS = [1, 1, 1, 0, 0, 0, 0, 1], [1, 1, 0, 0, 0, 1, 0, 0]  # TP 2, FP 2, FN 1, TN 3
 

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee.checkpoint import load_backbone
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines.multi_model import MultiModel, multi_model
+from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.fitting import TrainConfig
-from mini_ee.methods import CONFIGURED, METHODS, method_of
-from mini_ee.multi_model import MultiModel, multi_model
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned
-from mini_ee.runs import load_run
-from mini_ee.tasks import load_task
-from mini_ee.training import train_run
+from mini_ee.training.fit import TrainConfig
+from mini_ee.training.methods import CONFIGURED, METHODS, method_of
+from mini_ee.training.run import load_run, train_run
 
 EXITS = (1, 2, 3)
 ATOL = 1e-5  # float32 logits of size 7; measured max 1.2e-6

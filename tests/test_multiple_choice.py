@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mini_ee.multiple_choice import (
-    Benchmark,
-    Question,
-    ask,
-    held_out_stories,
-    load_benchmark,
-    standard_error,
-)
+from mini_ee.data.multiple_choice import Benchmark, Question, ask, held_out_stories, load_benchmark, standard_error
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 END = "<|endoftext|>"

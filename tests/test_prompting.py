@@ -3,24 +3,27 @@
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
 
-from mini_ee import prompting
-from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import load_backbone
-from mini_ee.decoder import Decoder, DecoderConfig
+import mini_ee.units.prompts as prompting
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
+from mini_ee.data.tasks import Split, Task
+from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.encoders import OwnStates
-from mini_ee.fitting import Batch
-from mini_ee.prompting import PromptModel, draw_shots, few_shot
-from mini_ee.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
-from mini_ee.retrieval import exit_values
+from mini_ee.methods.encoders import OwnStates
+from mini_ee.methods.raee import exit_values
+from mini_ee.methods.raee_prompts import few_shot
 from mini_ee.rules import FixedExit, NeverExit, Planned
-from mini_ee.tasks import Inputs, Split, Task, Tokenizer
+from mini_ee.training.fit import Batch
+from mini_ee.units.prompts import PromptModel, draw_shots
 
 ATOL = 1e-5  # float32 logits of a row alone against padded batches; measured max 2.4e-7, torch 2.13 on CPU
 
@@ -338,7 +341,7 @@ def test_a_template_with_other_places_is_refused(template):
 
 
 def test_every_prompt_that_is_built_in_fits_the_built_in_models():
-    from mini_ee.checkpoint import BUILT_IN_DECODER, BUILT_IN_MODEL
+    from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
 
     prompts = read_prompts()
     assert set(prompts["encoder"]) == set(prompts["decoder"]) >= {"SST-2", "SST-5", "MR", "CR", "MPQA", "Subj", "TREC"}
@@ -393,8 +396,8 @@ def test_a_wrong_key_or_value_in_the_file_is_one_clear_line(tmp_path, content, m
 def test_a_wheel_carries_the_prompts():
     import tomllib
 
-    packaging = tomllib.loads((PROMPTS.parent.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert PROMPTS.name in packaging["package-data"]["mini_ee"]
+    packaging = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert PROMPTS.name in packaging["package-data"]["mini_ee.data"]
 
 
 # Few shots

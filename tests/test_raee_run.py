@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import training
-from mini_ee.__main__ import main
-from mini_ee.checkpoint import backbone_sha256, load_backbone, save_backbone
+import mini_ee.training.run as training
+from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.data.prompts import Prompt
+from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.evaluation import record
-from mini_ee.files import read_json
-from mini_ee.fitting import TrainConfig
-from mini_ee.prompting import draw_shots
-from mini_ee.prompts import Prompt
-from mini_ee.retrieval import Retrieval, controls
-from mini_ee.runs import load_run, training_folder
-from mini_ee.tasks import holdout, load_task
-from mini_ee.training import collect_run, prompt_run
+from mini_ee.methods.raee import Retrieval, controls
+from mini_ee.training.fit import TrainConfig
+from mini_ee.training.run import collect_run, load_run, prompt_run, training_folder
+from mini_ee.units.prompts import draw_shots
+from mini_ee.units.recording import record
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 
@@ -245,13 +244,13 @@ def test_the_test_of_the_controls_can_fail(drawn, task, monkeypatch, name):
         "best_single_exit": lambda values: values.shape[1] - 1,
         "earliest_right_exit": lambda values: np.zeros(len(values), np.int64),
     }[name]
-    monkeypatch.setattr("mini_ee.retrieval." + name, wrong)
+    monkeypatch.setattr("mini_ee.methods.raee." + name, wrong)
     with pytest.raises(AssertionError):
         test_controls_are_those_of_loops_over_rows(drawn, task)
 
 
 def test_the_test_of_random_layers_can_fail_where_a_lot_is_another_plan(drawn, task, monkeypatch):
-    monkeypatch.setattr("mini_ee.retrieval.shuffled_plan", lambda plan, seed: np.zeros_like(plan))
+    monkeypatch.setattr("mini_ee.methods.raee.shuffled_plan", lambda plan, seed: np.zeros_like(plan))
     with pytest.raises(AssertionError):
         test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task)
 
@@ -442,7 +441,7 @@ def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
 
 
 def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder):
-    from mini_ee.checkpoint import BUILT_IN_DECODER
+    from mini_ee.backbones.hub import BUILT_IN_DECODER
 
     words = ("--template", "{text} It was", "--words", "0=terrible,1=great", "--shots", 2, "--epochs", 1)
     options = ("--model", BUILT_IN_DECODER, "--task", task_folder, "--out", tmp_path / "run", "--max-train", 6)

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import fitting, reinforce
-from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import load_backbone
+import mini_ee.methods.consistent as reinforce
+import mini_ee.training.fit as fitting
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.data.metrics import spearman
+from mini_ee.data.tasks import load_task, subset
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation import by_exit
-from mini_ee.exits import MultiExit
-from mini_ee.fitting import Batch, Data, TrainConfig, fit
-from mini_ee.metrics import spearman
-from mini_ee.reinforce import (
+from mini_ee.measure.evaluate import by_exit
+from mini_ee.measure.figures import draw_rewards
+from mini_ee.methods.consistent import (
     ConsistentEE,
     ConsistentExits,
     consistent_loss,
@@ -38,10 +40,10 @@ from mini_ee.reinforce import (
     sample_exits,
     vanilla_rewards,
 )
-from mini_ee.report import draw_rewards
 from mini_ee.rules import FixedExit, NeverExit, Policy
-from mini_ee.runs import encode
-from mini_ee.tasks import Tokenizer, load_task, subset
+from mini_ee.training.fit import Batch, Data, TrainConfig, fit
+from mini_ee.training.run import encode
+from mini_ee.units.rows import MultiExit
 
 ATOL = 1e-5  # float32, rows alone against padded batches, logits of up to 8; at most 3e-6 here
 EXITS = (1, 2, 4)

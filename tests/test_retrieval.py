@@ -15,19 +15,18 @@ import hnswlib
 import numpy as np
 import pytest
 
-from mini_ee import retrieval
+import mini_ee.methods.datastore as datastore_module
+import mini_ee.methods.raee as retrieval
+from mini_ee.data.files import read_json, write_json
+from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation import plan_rows, record
-from mini_ee.files import read_json, write_json
-from mini_ee.retrieval import (
-    Datastore,
+from mini_ee.methods.datastore import Datastore, build, exact_search, read_manifest
+from mini_ee.methods.raee import (
     Retrieval,
     best_single_exit,
-    build,
     chosen_exit,
     collect,
     earliest_right_exit,
-    exact_search,
     exit_distribution,
     exit_values,
     full_model_is_right,
@@ -35,11 +34,10 @@ from mini_ee.retrieval import (
     neighbour_weights,
     passing_values,
     plan_ahead,
-    read_manifest,
     shuffled_plan,
 )
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
-from mini_ee.tasks import Encoded, Inputs
+from mini_ee.units.recording import plan_rows, record
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "3"))  # moments of each kind; 20 by hand
@@ -417,7 +415,7 @@ def test_a_datastore_that_was_killed_before_its_files_had_their_names_is_the_new
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(retrieval, "write_json", killed)
+        patch.setattr(datastore_module, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
             filled(40).save(tmp_path / "store")
     assert equal(Datastore.load(tmp_path / "store", ENCODER), filled(50))
@@ -435,7 +433,7 @@ def test_the_manifest_says_what_is_there(tmp_path):
     manifest = read_manifest(tmp_path)
     assert (manifest["rows"], manifest["vectors"], manifest["dimension"]) == (59, 60, 8)
     assert manifest["encoder"] == ENCODER and manifest["exits"] == [1, 2, 4, 6]
-    assert manifest["index"]["space"] == "l2" and manifest["index"]["M"] == retrieval.M
+    assert manifest["index"]["space"] == "l2" and manifest["index"]["M"] == datastore_module.M
 
 
 def test_equal_rows_are_equal_bytes(tmp_path):
@@ -856,10 +854,11 @@ def test_the_tests_of_the_equations_can_fail(monkeypatch, name, wrong, test):
 def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     import torch
 
-    from mini_ee.bert import padding_mask
-    from mini_ee.checkpoint import load_backbone
-    from mini_ee.exits import pooled
-    from mini_ee.tasks import Tokenizer, batches, load_task
+    from mini_ee.backbones.bert import padding_mask
+    from mini_ee.backbones.hub import load_backbone
+    from mini_ee.data.tasks import load_task
+    from mini_ee.data.tokens import Tokenizer, batches
+    from mini_ee.units.rows import pooled
 
     folder = Path(SHARED) / "weights" / "all-MiniLM-L6-v2"
     backbone = load_backbone(folder)

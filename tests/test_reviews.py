@@ -12,8 +12,8 @@ from itertools import product
 
 import pytest
 
-from mini_ee import reviews
-from mini_ee.reviews import DOMAINS, EASY, GRAMMAR, HARDNESS, SHARES, SLOT, Review, make_reviews
+import mini_ee.data.reviews as reviews
+from mini_ee.data.reviews import DOMAINS, EASY, GRAMMAR, HARDNESS, SHARES, SLOT, Review, make_reviews
 
 HARD = tuple(kind for kind in HARDNESS if kind not in EASY)
 SEEDS = (0, 1)
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_reviews_and_another_seed_others():
 
 
 def test_a_process_with_another_hash_seed_makes_the_same_reviews():
-    code = "import hashlib; from mini_ee.reviews import make_reviews; print(hashlib.sha256(repr(make_reviews(0)).encode()).hexdigest())"
+    code = "import hashlib; from mini_ee.data.reviews import make_reviews; print(hashlib.sha256(repr(make_reviews(0)).encode()).hexdigest())"
     folder = os.path.dirname(os.path.dirname(os.path.abspath(reviews.__file__)))
     environment = os.environ | {"PYTHONHASHSEED": "1234", "PYTHONPATH": folder}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mini_ee import rules
+import mini_ee.rules as rules
 from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import Reading, Recorded, early_exit
 from mini_ee.rules import RULES, FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold, rule_from_dict

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee.baselines import joint
-from mini_ee.checkpoint import load_backbone
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines.joint import joint
+from mini_ee.data.files import read_json, write_json
+from mini_ee.data.tasks import load_task
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.files import read_json, write_json
 from mini_ee.rules import Threshold
-from mini_ee.runs import encode, load_run
-from mini_ee.tasks import Tokenizer, load_task
-from mini_ee.training import TrainConfig, train_run
+from mini_ee.training.fit import TrainConfig
+from mini_ee.training.run import encode, load_run, train_run
 
 
 @pytest.fixture(scope="module")

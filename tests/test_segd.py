@@ -6,19 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import segd
-from mini_ee.fitting import Batch, TrainConfig
-from mini_ee.lora_exits import LoRAExits
-from mini_ee.segd import Distillation, distillation_loss, exit_loss, log_soft_label, recipe, teach
-from mini_ee.tasks import load_task
-from mini_ee.training import train_run
+import mini_ee.methods.lora_exits as segd
+from mini_ee.data.tasks import load_task
+from mini_ee.methods.lora_exits import (
+    Distillation,
+    LoRAExits,
+    distillation_loss,
+    exit_loss,
+    log_soft_label,
+    recipe,
+    teach,
+)
+from mini_ee.training.fit import Batch, TrainConfig
+from mini_ee.training.run import train_run
 
 EXITS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint_folder):
-    from mini_ee.checkpoint import load_backbone
+    from mini_ee.backbones.hub import load_backbone
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -92,7 +99,7 @@ def test_the_last_exit_learns_first_and_each_stage_one_exit_alone(model):
 
 
 def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
-    from mini_ee.tasks import Tokenizer
+    from mini_ee.data.tokens import Tokenizer
 
     encoded = Tokenizer.from_folder(checkpoint_folder, 24).encode(["the film was good", "a bad, bad room", "dull"])
     said = teach(model.train(), encoded, 1)
@@ -145,7 +152,7 @@ def test_elsewhere_they_differ(three_ways):
 
 
 def test_the_backbone_is_never_trained(three_ways, checkpoint_folder):
-    from mini_ee.checkpoint import load_backbone
+    from mini_ee.backbones.hub import load_backbone
 
     before = load_backbone(checkpoint_folder).state_dict()
     for state in three_ways.values():

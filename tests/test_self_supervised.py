@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import self_supervised
+import mini_ee.methods.self_supervised as self_supervised
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.calibration import agreement, calibrate
-from mini_ee.checkpoint import load_backbone, save_backbone
 from mini_ee.confidence import MEASURES
-from mini_ee.exits import VocabularyHead
-from mini_ee.fitting import NothingToResume
-from mini_ee.generation import Text, gather, generate
-from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.self_supervised import (
+from mini_ee.data.texts import Text, cut_text
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.methods.self_supervised import (
     CALIBRATION_PROMPTS,
     TRAINING_PROMPTS,
     HeadTraining,
     SelfSupervised,
-    cut_text,
-    generated_texts,
     head_loss,
     load_heads,
     observe_texts,
@@ -31,7 +27,11 @@ from mini_ee.self_supervised import (
     train_heads,
     watch,
 )
-from mini_ee.tasks import Tokenizer
+from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.training.fit import NothingToResume
+from mini_ee.units.decoding import gather
+from mini_ee.units.generation import generate, generated_texts
+from mini_ee.units.tokens import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")

@@ -10,15 +10,15 @@ import threading
 import numpy as np
 import pytest
 
-from mini_ee import serve
-from mini_ee.__main__ import main
+import mini_ee.cli.run as serve
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json, sole_writer, write_json
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.segments import export
-from mini_ee.files import read_json, sole_writer, write_json
 from mini_ee.rules import Threshold
-from mini_ee.runs import Run
-from mini_ee.tasks import Tokenizer
+from mini_ee.training.run import Run
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (number % 4)}{word}" for number, thing in enumerate(THINGS) for word in WORDS]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import sgmv as module
-from mini_ee.sgmv import by_adapter, sgmv, sgmv_loop
+import mini_ee.backbones.sgmv as module
+from mini_ee.backbones.sgmv import by_adapter, sgmv, sgmv_loop
 
 SEGMENTS = {
     "equal": [5, 5, 5],

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="torch's build for CUDA brings triton; `pip
 
 from test_sgmv import SEGMENTS, parts  # noqa: E402
 
-from mini_ee import sgmv_triton  # noqa: E402 - the interpreter is chosen before
-from mini_ee.sgmv import sgmv_loop  # noqa: E402
-from mini_ee.sgmv_triton import segmented_product  # noqa: E402
+import mini_ee.backbones.sgmv_triton as sgmv_triton
+from mini_ee.backbones.sgmv import sgmv_loop
+from mini_ee.backbones.sgmv_triton import segmented_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"small": (12, 10), "beyond a block": (70, 130)}
@@ -61,7 +61,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mini_ee.sgmv_triton import COLUMNS, ROWS, kernel
+from mini_ee.backbones.sgmv_triton import COLUMNS, ROWS, kernel
 for capability in (80, 90):
     for number in ("fp32", "fp16", "bf16"):
         signature = dict.fromkeys(("x", "W", "y"), "*" + number) | {"starts": "*i32", "I": "i32", "O": "i32"}

@@ -7,17 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import fitting, training
-from mini_ee.baselines import RECIPES, joint, two_stage
-from mini_ee.checkpoint import load_backbone, read_tensors
+import mini_ee.training.fit as fitting
+import mini_ee.training.run as run_module
+from mini_ee.backbones.hub import load_backbone, read_tensors
+from mini_ee.baselines.joint import joint
+from mini_ee.baselines.two_stage import two_stage
+from mini_ee.data.files import read_json
+from mini_ee.data.tasks import Split, Task, load_task
 from mini_ee.early_exit import Recorded
-from mini_ee.evaluation import Record, best_within, default_rule, overthinking, predictions
-from mini_ee.exits import MultiExit
-from mini_ee.files import read_json
-from mini_ee.fitting import depth_weighted_sum, task_loss
+from mini_ee.measure.evaluate import best_within, overthinking
 from mini_ee.rules import NeverExit, Patience, Threshold
-from mini_ee.tasks import Split, Task, load_task
-from mini_ee.training import TrainConfig, split_rows, train_run
+from mini_ee.training.fit import TrainConfig, depth_weighted_sum, task_loss
+from mini_ee.training.methods import RECIPES
+from mini_ee.training.rule import default_rule
+from mini_ee.training.run import split_rows, train_run
+from mini_ee.units.recording import Record, predictions
+from mini_ee.units.rows import MultiExit
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 
@@ -151,7 +156,7 @@ def test_the_resume_test_can_fail(tmp_path, checkpoint_folder, task_folder, monk
 
 def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(training, "default_rule", lambda *args: 1 / 0)
+        patch.setattr(run_module, "default_rule", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
     with pytest.raises(ValueError, match="was started with lr 0.001"):
@@ -168,7 +173,7 @@ def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder,
 
 def test_resume_refuses_other_data_of_the_same_name_and_size(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(training, "default_rule", lambda *args: 1 / 0)
+        patch.setattr(run_module, "default_rule", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
     other = tmp_path / task_folder.name

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_ee.__main__ import main
+from mini_ee.cli.main import main
 
 TUTORIAL = Path(__file__).parent.parent / "tutorial.md"
 FENCE = re.compile(r"^```(python|text|bash)\n(.*?)^```$", re.M | re.S)

@@ -9,13 +9,13 @@ import pytest
 import tokenizers
 import torch
 
-from mini_ee import writing_commands
-from mini_ee.__main__ import main
-from mini_ee.checkpoint import BUILT_IN_DECODER, read_tensors, save_backbone
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.metrics import rouge_l
-from mini_ee.tasks import Tokenizer
-from mini_ee.writing import continuations, copies, read_stories
+import mini_ee.cli.writing_commands as writing_commands
+from mini_ee.backbones.hub import BUILT_IN_DECODER, read_tensors, save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.cli.main import main
+from mini_ee.data.metrics import rouge_l
+from mini_ee.data.texts import continuations, copies, read_stories
+from mini_ee.data.tokens import Tokenizer
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 NAMES, THINGS = ("Tom", "Lily", "Ben", "Mia", "Sam"), ("ball", "cat", "tree", "boat", "hat", "dog")

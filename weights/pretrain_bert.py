@@ -30,10 +30,10 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mini_ee.bert import Bert, BertConfig
-from mini_ee.checkpoint import load_backbone, write_backbone
-from mini_ee.files import atomic_folder, write_json
-from mini_ee.reviews import make_reviews
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import load_backbone, write_backbone
+from mini_ee.data.files import atomic_folder, write_json
+from mini_ee.data.reviews import make_reviews
 
 SINGLE = ["SST-2", "SST-5", "TREC", "MR", "MPQA"]  # sentence, label
 PAIRS = ["RTE", "MRPC"]

@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mini_ee.checkpoint import read_tensors, write_backbone, write_tensors
-from mini_ee.decoder import Decoder, DecoderConfig
-from mini_ee.files import atomic_folder, write_json
-from mini_ee.generation import gather, generate
+from mini_ee.backbones.hub import read_tensors, write_backbone, write_tensors
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.files import atomic_folder, write_json
+from mini_ee.units.decoding import gather
+from mini_ee.units.generation import generate
 from mini_ee.weights.pretrain_bert import read_corpus
 
 END = "<|endoftext|>"

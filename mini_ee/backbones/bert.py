@@ -1,0 +1,306 @@
+"""BERT, RoBERTa, ALBERT and ElasticBERT, from scratch.
+
+Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Lan et al. 2019 (ALBERT), Liu et al. 2021 (ElasticBERT).
+All four are one stack of post-norm layers. They differ here, and nowhere else:
+
+    RoBERTa       positions count from pad_token_id + 1 and skip padding; its masked-LM head is fixed to gelu
+    ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
+    ElasticBERT   every layer has a pooler of its own
+
+Depth is counted in layers run: hidden[0] is the embedding output, hidden[k] the output of the k-th layer, k = 1..L.
+Agreement with transformers, hidden states and logits, is pinned in tests/test_bert.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.shapes import check
+
+Adapt = Callable[[str, Tensor, Tensor], Tensor]
+"""(name of a linear map in Layer, its input, its output) -> the output with what an adapter adds."""
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+# What Hugging Face takes for a key that config.json leaves out, where the four types differ.
+TYPE_DEFAULTS = {
+    "bert": {},
+    "elasticbert": {},
+    "roberta": {"pad_token_id": 1},
+    "albert": {
+        "embedding_size": 128,
+        "hidden_act": "gelu_new",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+
+# Keys that would change what is computed, and the only value that this file computes.
+FIXED_KEYS = {
+    "position_embedding_type": "absolute",
+    "num_hidden_groups": 1,
+    "inner_group_num": 1,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """The keys of a Hugging Face config.json that this file reads, under their own names.
+
+    `embedding_size` is E; None means E = hidden_size. Raises ValueError on a value that no model can have.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    embedding_size: int | None = None
+    type_vocab_size: int = 2
+    pad_token_id: int = 0
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        if self.model_type not in TYPE_DEFAULTS:
+            raise ValueError(f"model_type must be one of {', '.join(TYPE_DEFAULTS)}, got {self.model_type!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, int | None) and value is not None:
+                least = 0 if field.name == "pad_token_id" else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ValueError(f"{field.name} must be an integer of at least {least}, got {value!r}")
+            if field.type is float and not (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+            ):
+                raise ValueError(f"{field.name} must be a number from 0 to 1, got {value!r}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads, "
+                f"got {self.hidden_size} and {self.num_attention_heads}"
+            )
+        if self.model_type != "albert" and self.embedding_size not in (None, self.hidden_size):
+            raise ValueError(f"embedding_size may differ from hidden_size in albert only, got {self.embedding_size}")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "BertConfig":
+        """From the content of a config.json. Keys that do not change the forward pass are passed over."""
+        for key, value in FIXED_KEYS.items():
+            if config.get(key, value) != value:
+                raise ValueError(f"{key} must be {value!r}, got {config[key]!r}: not supported")
+        known = {field.name for field in fields(cls)}
+        given = {key: value for key, value in config.items() if key in known and value is not None}
+        given = TYPE_DEFAULTS.get(config.get("model_type"), {}) | given
+        required = [field.name for field in fields(cls) if field.default is MISSING]
+        missing = [name for name in required if name not in given]
+        if missing:
+            raise ValueError(f"missing key {', '.join(missing)}")
+        return cls(**given)
+
+    def to_dict(self) -> dict:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest input, in tokens. RoBERTa spends pad_token_id + 1 of its positions on padding."""
+        return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
+
+
+class Embeddings(nn.Module):
+    """Word + position + token type, normalised; ALBERT then maps E to D."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.config = config
+        width = config.embedding_size or config.hidden_size
+        self.word = nn.Embedding(config.vocab_size, width)
+        self.position = nn.Embedding(config.max_position_embeddings, width)
+        self.token_type = nn.Embedding(config.type_vocab_size, width)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        if config.model_type == "albert":
+            self.to_hidden = nn.Linear(width, config.hidden_size)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        types = self.token_type.weight[0] if token_type_ids is None else self.token_type(token_type_ids)
+        if self.config.model_type == "roberta":
+            real = (input_ids != self.config.pad_token_id).long()
+            positions = self.position(real.cumsum(1) * real + self.config.pad_token_id)
+        else:
+            positions = self.position.weight[: input_ids.shape[1]]
+        embedded = self.dropout(self.norm(self.word(input_ids) + types + positions))
+        return self.to_hidden(embedded) if self.config.model_type == "albert" else embedded
+
+
+class StackedLinear(nn.Linear):
+    """Several linear maps of one input in one product. sizes: the outputs of each, in order."""
+
+    def __init__(self, width: int, sizes: tuple[int, ...], bias: bool):
+        super().__init__(width, sum(sizes), bias)
+        self.sizes = sizes
+
+
+class Layer(nn.Module):
+    """Self-attention, then the feed-forward part, each added to its input and normalised (post-norm)."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.qkv = StackedLinear(width, (width, width, width), bias=True)  # at batch 1 it saves 4 % of a layer
+        self.attention_output = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.up = nn.Linear(width, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, width)
+        self.output_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.attention_dropout = config.attention_probs_dropout_prob
+
+    def forward(self, hidden: Tensor, mask: Tensor | None, adapt: Adapt | None = None) -> Tensor:
+        """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D).
+
+        adapt: what adapters add to the linear maps of this layer.
+        """
+
+        def linear(name: str, x: Tensor) -> Tensor:
+            y = getattr(self, name)(x)
+            return y if adapt is None else adapt(name, x, y)
+
+        def drop(x: Tensor) -> Tensor:
+            return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
+
+        heads = linear("qkv", hidden).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        attended = attended.transpose(1, 2).flatten(2)
+        hidden = self.attention_norm(hidden + drop(linear("attention_output", attended)))
+        return self.output_norm(hidden + drop(linear("down", self.activation(linear("up", hidden)))))
+
+
+class MaskedLMHead(nn.Module):
+    """Dense, activation, norm; the vocabulary projection is tied to the word embeddings.
+
+    The activation is hidden_act, except in RoBERTa, whose head is written with gelu.
+    """
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        width = config.embedding_size or config.hidden_size
+        self.dense = nn.Linear(config.hidden_size, width)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.activation = F.gelu if config.model_type == "roberta" else ACTIVATIONS[config.hidden_act]
+
+    def forward(self, hidden: Tensor, word_embeddings: Tensor) -> Tensor:
+        return F.linear(self.norm(self.activation(self.dense(hidden))), word_embeddings, self.bias)
+
+
+class Bert(nn.Module):
+    """The backbone: embeddings, L layers, and, where the checkpoint has them, poolers and a masked-LM head."""
+
+    def __init__(self, config: BertConfig, pooler: bool = True, lm_head: bool = True):
+        super().__init__()
+        self.config = config
+        shared = config.model_type == "albert"
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(1 if shared else config.num_hidden_layers))
+        last = config.num_hidden_layers
+        depths = range(1, last + 1) if config.model_type == "elasticbert" else [last]
+        self.poolers = nn.ModuleDict(
+            {str(depth): nn.Linear(config.hidden_size, config.hidden_size) for depth in depths if pooler}
+        )
+        self.lm_head = MaskedLMHead(config) if lm_head else None
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def embed(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """hidden[0]. input_ids, token_type_ids (B, T) int64; returns (B, T, D).
+
+        Raises ValueError where T is above config.max_tokens.
+        """
+        tokens = check(input_ids, "B T")["T"]
+        if tokens > self.config.max_tokens:
+            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        return self.embeddings(input_ids, token_type_ids)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        start: int,
+        stop: int,
+        adapters: Callable[[int], Adapt] | None = None,
+    ) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop. mask as `padding_mask`.
+
+        adapters: index of a stored layer -> what is added to its linear maps (lora_exits.py).
+        """
+        for depth in range(start, stop):
+            stored = depth % len(self.layers)
+            hidden = self.layers[stored](hidden, mask, adapters and adapters(stored))
+        return hidden
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
+        hidden = self.embed(input_ids, token_type_ids)
+        return self.run_layers(hidden, padding_mask(attention_mask), 0, self.config.num_hidden_layers)
+
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """All L + 1 hidden states, each (B, T, D); [0] is the embedding output.
+
+        input_ids, attention_mask (1 for a token, 0 for padding) and token_type_ids are (B, T) int64.
+        """
+        mask = padding_mask(attention_mask)
+        states = [self.embed(input_ids, token_type_ids)]
+        for depth in range(self.config.num_hidden_layers):
+            states.append(self.run_layers(states[-1], mask, depth, depth + 1))
+        return tuple(states)
+
+    def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:
+        """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth is L by default."""
+        depth = self.config.num_hidden_layers if depth is None else depth
+        if str(depth) not in self.poolers:
+            raise ValueError(f"expected a pooler at layer {depth}, this backbone has them at {list(self.poolers)}")
+        return torch.tanh(self.poolers[str(depth)](hidden[:, 0]))
+
+    def lm_logits(self, hidden: Tensor) -> Tensor:
+        """Masked-LM logits, (..., D) -> (..., V). Raises ValueError where the checkpoint has no such head."""
+        if self.lm_head is None:
+            raise ValueError("this backbone has no masked-LM head: load a checkpoint that was saved with one")
+        return self.lm_head(hidden, self.embeddings.word.weight)
+
+
+def padding_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """(B, T) of 1 and 0 -> (B, 1, 1, T) of true and false, or None where nothing is padded (attention is faster so)."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask.bool()[:, None, None, :]

@@ -1,0 +1,49 @@
+"""Low-rank adapters on the projections of a layer (Hu et al. 2022)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mini_ee.backbones.bert import StackedLinear
+
+TARGETS = {  # projection -> the linear map of a layer that holds it, and which of its parts
+    "query": ("qkv", 0),
+    "key": ("qkv", 1),
+    "value": ("qkv", 2),
+    "attention_output": ("attention_output", 0),
+    "gate": ("gate", 0),  # of decoders
+    "up": ("up", 0),
+    "down": ("down", 0),
+}
+
+
+class LowRank(nn.Module):
+    """A B of Eq. 2. A is drawn, B is zero: an adapter begins as nothing."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int):
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(inputs, rank))
+        self.B = nn.Parameter(torch.zeros(rank, outputs))
+        nn.init.uniform_(self.A, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear and PEFT draw it
+
+
+def check_lora(rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = ("query", "value")) -> None:
+    """Raise ValueError for adapters that cannot be."""
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"alpha must be a number above 0, got {alpha}")
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown or not targets:
+        raise ValueError(f"targets must be some of {', '.join(TARGETS)}, got {', '.join(unknown) or 'none'}")
+    if len(set(targets)) < len(targets):
+        raise ValueError(f"targets must be different ones, got {', '.join(targets)}")
+
+
+def columns_of(layer: nn.Module, target: str) -> slice:
+    """Where in the output of the linear map that holds it a projection's own stands."""
+    name, part = TARGETS[target]
+    linear = getattr(layer, name)
+    sizes = linear.sizes if isinstance(linear, StackedLinear) else [linear.out_features]
+    return slice(sum(sizes[:part]), sum(sizes[: part + 1]))

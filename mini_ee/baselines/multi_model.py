@@ -1,0 +1,99 @@
+"""MM: independent models of several depths in a cascade, the other way to spend less on easy rows.
+
+Source: LoRAExit (see lora_exits.py), section 4, as a baseline; Rotem et al. 2023. Model k is the first e_k layers of
+the pretrained backbone with a head of its own, fine-tuned alone. A row that a model refuses begins anew in the next
+one: in layer passes the cost of LoRAExit's restart schedule, in memory K models.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from mini_ee.backbones.bert import Bert
+from mini_ee.backbones.llama import Decoder
+from mini_ee.early_exit import Reading, Segments
+from mini_ee.training.fit import Stage, task_loss
+from mini_ee.units.rows import MultiExit, TorchState, check_exits, first_layers
+
+
+class MultiModel(nn.Module):
+    """One model for each depth in `exits`, each a MultiExit with its last exit only."""
+
+    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+        super().__init__()
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool = num_labels, pool
+        self.models = nn.ModuleList(
+            MultiExit(first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
+        )
+
+    @property
+    def backbone(self) -> Bert | Decoder:
+        """That of the deepest model."""
+        return self.models[-1].backbone
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """Logits (B, C) of every model. The three inputs are (B, T) int64."""
+        return [model(input_ids, attention_mask, token_type_ids)[0] for model in self.models]
+
+    def segments(self) -> "CascadeSegments":
+        """What early_exit drives."""
+        return CascadeSegments(self)
+
+    def whole(self) -> Segments:
+        """The deepest model alone: what a speed-up is measured against."""
+        return self.models[-1].segments()
+
+
+def multi_model(model: MultiModel) -> list[Stage]:
+    """One stage a model: plain fine-tuning."""
+
+    def stage(k: int) -> Stage:
+        return Stage(
+            name=f"model {model.exits[k]}",
+            learns=lambda name: name.startswith(f"models.{k}."),
+            loss=lambda model, batch: task_loss(model.models[k](*batch.inputs)[0], batch.labels),
+            score=lambda scores: float(scores[k]),
+        )
+
+    return [stage(k) for k in range(len(model.exits))]
+
+
+class CascadeState(NamedTuple):
+    """The rows still in the cascade."""
+
+    inputs: object  # tasks.Inputs
+    running: TorchState | None  # in the model that was asked last
+
+    def keep(self, rows: np.ndarray) -> "CascadeState":
+        return CascadeState(self.inputs.take(rows), self.running and self.running.keep(rows))
+
+
+class CascadeSegments(Segments):
+    """The models of a MultiModel in eval mode, one after the other. Inputs are tasks.Inputs."""
+
+    engine = "torch"
+
+    def __init__(self, model: MultiModel):
+        self.exits = model.exits
+        self._models = [each.segments() for each in model.models]
+
+    def running(self):
+        return self._models[0].running()
+
+    def start(self, inputs) -> CascadeState:
+        return CascadeState(inputs, None)
+
+    def advance(self, k: int, state: CascadeState) -> CascadeState:
+        segments = self._models[k]
+        return CascadeState(state.inputs, segments.advance(0, segments.start(state.inputs)))
+
+    def read(self, k: int, state: CascadeState) -> Reading:
+        return self._models[k].read(0, state.running)
+
+    def layer_passes(self, k: int) -> int:
+        return self.exits[k]
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        return self._models[k].flops(0, inputs)

@@ -1,0 +1,208 @@
+"""`mini-ee run`: a stream of sentences through an exported folder. No torch here, unless it is asked for as the engine.
+
+In: one row a line, text as it stands (two texts with a tab between them), or JSON: {"text": ..., "text_b": ...}.
+Out: JSON lines, in the same order: line, label, confidence, exit, layers, milliseconds; or line and error.
+A decoder takes prompts, and says what it writes after each: line, text, tokens, layers, mean_layers, milliseconds.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TextIO
+
+import numpy as np
+import onnxruntime
+from tqdm import tqdm
+
+from mini_ee import WrongArguments, __version__
+from mini_ee.data.files import read_json, sole_writer
+from mini_ee.export.decoder_runtime import DecoderRuntime
+from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, blaming_manifest, read_manifest
+
+NEW_TOKENS = 100
+
+
+def run(args) -> dict:
+    """Answer every line; returns the JSON summary. A line that cannot be answered is reported and passed over."""
+    if args.json and args.out is None:
+        raise WrongArguments("--json prints one object on standard output: give the answers a file with --out")
+    with blaming_manifest(args.exported):
+        served = _open(args)
+    rows = failed = counted = layers = 0
+    begin = time.perf_counter()
+    with _input(args.file) as source, _output(args.out) as sink, tqdm(unit="row", delay=2, file=sys.stderr) as bar:
+        numbered = enumerate(source, start=1)
+        while lines := list(islice(numbered, args.batch_size)):
+            for answer in _answers(served, lines, args.batch_size):
+                rows += 1
+                if "error" in answer:
+                    failed += 1
+                    print(f"mini-ee run: line {answer['line']}: {answer['error']}", file=sys.stderr)
+                else:
+                    counted += np.size(answer["layers"])
+                    layers += int(np.sum(answer["layers"]))
+                sink.write(json.dumps(answer) + "\n")
+            sink.flush()
+            bar.update(len(lines))
+    return {
+        "export": str(args.exported),
+        "rows": rows,
+        "failed": failed,
+        "mean_layers": layers / counted if counted else None,
+        "seconds": time.perf_counter() - begin,
+        "engine": served.engine,
+        "provider": served.provider,
+        "seed": args.seed,
+        "threads": args.threads,
+        "versions": {
+            "mini_ee": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "onnxruntime": onnxruntime.__version__,
+        },
+    }
+
+
+class _Served(NamedTuple):
+    """An exported folder, whichever kind it is."""
+
+    texts: int  # of a row
+    check: Callable[[tuple[str, ...]], object]  # ValueError where a row cannot be answered
+    answer: Callable[[list[tuple[str, ...]], int], list[dict]]  # (rows, batch size) -> the fields of each answer
+    engine: str
+    provider: str | None
+
+
+def _open(args) -> _Served:
+    manifest = args.exported / MANIFEST
+    decoder = manifest.is_file() and read_json(manifest).get("model") == DECODER
+    for option in ("max_new_tokens", "fill"):
+        if getattr(args, option) is not None and not decoder:
+            raise WrongArguments(f"--{option.replace('_', '-')} is for decoders; {args.exported} holds a classifier")
+    if args.engine == "torch" and args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    return _open_decoder(args) if decoder else _open_classifier(args)
+
+
+def _open_classifier(args) -> _Served:
+    if args.engine == "torch":
+        from mini_ee.export.segments import torch_segments
+
+        segments = torch_segments(args.exported, read_manifest(args.exported), args.device or "cpu")
+        runtime = Runtime(args.exported, segments=segments)
+    else:
+        runtime = Runtime(args.exported, _providers(args), threads=args.threads or 0)
+
+    def answer(rows: list[tuple[str, ...]], batch_size: int) -> list[dict]:
+        answers = (each._asdict() for each in runtime.run(rows, batch_size))
+        return [{name: value for name, value in fields.items() if name != "logits"} for fields in answers]
+
+    expected, engine = runtime.config["task"]["texts"], runtime.segments().engine
+    return _Served(expected, lambda row: runtime.encode([row]), answer, engine, runtime.provider)
+
+
+def _open_decoder(args) -> _Served:
+    fill, count = args.fill or "propagate", args.max_new_tokens or NEW_TOKENS
+    if args.engine == "torch":
+        from mini_ee.export.decoder_segments import torch_token_segments
+
+        segments = torch_token_segments(args.exported, read_manifest(args.exported), fill, args.device or "cpu")
+        runtime = DecoderRuntime(args.exported, fill=fill, segments=segments)
+    else:
+        runtime = DecoderRuntime(args.exported, _providers(args), fill=fill, threads=args.threads or 0)
+
+    def answer(rows: list[tuple[str, ...]], batch_size: int) -> list[dict]:
+        written = runtime.run([text for (text,) in rows], count, batch_size)
+        return [
+            {
+                "text": each.text,
+                "tokens": each.tokens,
+                "layers": each.layers,
+                "mean_layers": float(np.mean(each.layers)),
+                "milliseconds": each.milliseconds,
+            }
+            for each in written
+        ]
+
+    return _Served(1, lambda row: runtime.encode(*row, count), answer, runtime.engine, runtime.provider)
+
+
+def _providers(args) -> list[str] | None:
+    return {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
+
+
+def _answers(served: _Served, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:
+    """One batch of numbered lines -> answers in their order."""
+    rows, errors = {}, {}
+    for number, line in lines:
+        try:
+            row = _row(line, served.texts)
+            served.check(row)
+            rows[number] = row
+        except ValueError as error:
+            errors[number] = str(error).removeprefix("row 0: ")
+    answers = dict(zip(rows, served.answer(list(rows.values()), batch_size)))
+    for number, _ in lines:
+        yield {"line": number, **({"error": errors[number]} if number in errors else answers[number])}
+
+
+def _row(line: bytes, expected: int) -> tuple[str, ...]:
+    """The texts of one line, or ValueError."""
+    try:
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8, found {error.reason} at byte {error.start}") from None
+    if not text.lstrip().startswith("{"):
+        texts = tuple(text.split("\t")) if expected == 2 else (text,)
+    else:
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"expected one JSON object, found {error}") from None
+        texts = tuple(fields[key] for key in ("text", "text_b") if key in fields and "text" in fields)
+    if len(texts) != expected:
+        form = '{"text": ...}' if expected == 1 else 'two texts with a tab between, or {"text": ..., "text_b": ...}'
+        raise ValueError(f"expected {form}, found {len(texts)} texts")
+    return texts
+
+
+@contextmanager
+def _input(path: Path | None) -> Iterator[BinaryIO]:
+    if path is None:
+        if sys.stdin is None:
+            raise WrongArguments("standard input is closed; name a file with one text a line")
+        yield sys.stdin.buffer
+    else:
+        with open(path, "rb") as file:
+            yield file
+
+
+@contextmanager
+def _output(path: Path | None) -> Iterator[TextIO]:
+    """Standard output, or a file that takes its name when all is written; a device or a pipe is written to at once."""
+    if path is None:
+        yield sys.stdout
+        return
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    path = path.resolve()
+    if path.is_dir() or not path.parent.is_dir():
+        raise WrongArguments(f"--out {path}: {'is a folder' if path.is_dir() else 'is in no folder'}; name a file")
+    partial = path.with_name(f".{path.name}.partial")
+    with sole_writer(path):
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                yield file
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

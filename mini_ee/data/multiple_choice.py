@@ -1,0 +1,262 @@
+"""Benchmarks that a decoder answers by log-likelihood: what is asked, and how the answer is chosen.
+
+                  options                   the option that is chosen
+    HellaSwag     four endings of a text    log p(ending) over its length in characters is largest (Zellers et al. 2019)
+    Winogrande    two names in the blank    log p(what follows the blank) is largest: partial scoring (Trinh & Le 2018;
+                                            Sakaguchi et al. 2019)
+    MMLU          the letters A to D        log p(letter) is largest, after up to five answered questions of the same
+                                            subject (Hendrycks et al. 2021): as many as the context takes
+    TinyStories   none: a cloze             right where greedy decoding writes the last word of the sentence, the story
+                                            before it given (as LAMBADA: Paperno et al. 2016)
+
+Prompts and lengths are those of lm-evaluation-harness (`acc_norm` for HellaSwag, `acc` for the others). A folder is
+known by its files. Whatever is wrong with one is one line: file:line, what was expected, what was found, what to do.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+LETTERS = "ABCD"
+
+END_OF_STORY = "<|endoftext|>"
+
+LAST_WORD = re.compile(r"(?<=[.!?] )[^.!?]*?(?P<word>\s\w+)[.!?]")
+
+
+class Question(NamedTuple):
+    """One row: options[i] is scored after contexts[i]; for a cloze there is one option, and it is the right one."""
+
+    contexts: tuple[str, ...]
+    options: tuple[str, ...]
+    answer: int  # index of the right option
+    source: int  # questions of one source (a story) are not independent
+    introduction: str = ""
+    shots: tuple[str, ...] = ()  # answered questions, which go between the introduction and the context
+
+
+class Request(NamedTuple):
+    """Token ids of a context and its option; the option's are those from `start` on."""
+
+    ids: list[int]
+    start: int
+
+
+class Asked(NamedTuple):
+    """The requests of one question, an option each; with how many shots, and whether the context had to be cut."""
+
+    requests: list[Request]
+    shots: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Questions, and how the answer is chosen: by "log_p", by "log_p a character", or "greedy"."""
+
+    name: str
+    split: str
+    questions: tuple[Question, ...]
+    choice: str = "log_p"
+
+    def subset(self, rows: int, seed: int) -> "Benchmark":
+        """A seeded choice of `rows` questions in the order of the file; all of them where there are no more."""
+        drawn = np.sort(np.random.default_rng(seed).permutation(len(self.questions))[:rows])
+        return Benchmark(self.name, self.split, tuple(self.questions[row] for row in drawn), self.choice)
+
+    def right(self, row: int, log_p: np.ndarray, greedy: np.ndarray) -> bool:
+        """Whether question `row` is answered. For each option, (O,): its log p, and whether greedy decoding writes it.
+
+        Of options that score the same the first is chosen.
+        """
+        question = self.questions[row]
+        if self.choice == "greedy":
+            return bool(greedy[0])
+        if self.choice == "log_p a character":
+            log_p = log_p / [len(option.strip()) for option in question.options]
+        return int(np.argmax(log_p)) == question.answer
+
+
+def ask(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: int) -> Asked:
+    """Token ids of a question for a model that reads max_tokens: with as many shots as fit.
+
+    encode: a text's tokens, with what the tokenizer puts before a text (the bos token). An option's tokens are those in
+    which context and option together differ from the context alone. What does not fit even without shots is cut at the
+    beginning of the context, behind the bos token.
+    """
+    for shots in range(len(question.shots), -1, -1):
+        before = question.introduction + "".join(question.shots[:shots])
+        pairs = [(before + context, before + context + option) for context, option in zip(*question[:2])]
+        fits = all(len(encode(whole)) <= max_tokens for _, whole in pairs)
+        if fits or not shots:
+            requests = [_request(encode(context), encode(whole)) for context, whole in pairs]
+            return Asked([_cut(request, encode(""), max_tokens) for request in requests], shots, not fits)
+
+
+def _request(context: Sequence[int], whole: Sequence[int]) -> Request:
+    same = (mine == theirs for mine, theirs in zip(context, whole))
+    start = next((at for at, equal in enumerate(same) if not equal), len(context))
+    return Request(list(whole), min(max(start, 1), len(whole) - 1))
+
+
+def _cut(request: Request, first: Sequence[int], max_tokens: int) -> Request:
+    surplus = len(request.ids) - max_tokens
+    if surplus <= 0:
+        return request
+    if request.start - surplus <= len(first):
+        option = len(request.ids) - request.start
+        raise ValueError(f"an option of {option} tokens leaves no room for its context in a model of {max_tokens}")
+    return Request([*first, *request.ids[surplus + len(first) :]], request.start - surplus)
+
+
+def standard_error(right: np.ndarray, sources: np.ndarray) -> float:
+    """Of the mean of `right` (N,), where rows of one source (N,) are not independent (Miller 2024, Eq. 4).
+
+    sqrt(G / (G - 1) sum_g (sum_(i in g) (x_i - mean))^2) / N over the G sources; with one row each it is the usual one.
+    """
+    _, group = np.unique(sources, return_inverse=True)
+    totals = np.bincount(group, weights=right - right.mean())
+    groups = len(totals)
+    return float(np.sqrt(groups / max(groups - 1, 1) * (totals**2).sum()) / len(right))
+
+
+# ---- Task folders ----
+def load_benchmark(folder: str | Path) -> Benchmark:
+    """The benchmark whose files are in a folder: HellaSwag, Winogrande, MMLU or TinyStories.
+
+    Raises FileNotFoundError where there is no such folder, ValueError where none of the files is known or one is wrong.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; expected one that holds {' or '.join(READERS)}")
+    for pattern, read in READERS.items():
+        if paths := sorted(folder.glob(pattern)):
+            return read(paths)
+    raise ValueError(f"{folder}: expected a folder that holds {' or '.join(READERS)}, found none of them")
+
+
+def _hellaswag(paths: list[Path]) -> Benchmark:
+    questions = []
+    for where, row in _json_rows(paths[0], ctx=str, endings=list, label=int):
+        endings = tuple(f" {ending}" for ending in _texts(where, "endings", row["endings"]))
+        questions.append(
+            Question(
+                (row["ctx"],) * len(endings), endings, _index(where, "label", row["label"], endings), len(questions)
+            )
+        )
+    return Benchmark("HellaSwag", "validation", tuple(questions), "log_p a character")
+
+
+def _winogrande(paths: list[Path]) -> Benchmark:
+    questions = []
+    for where, row in _json_rows(paths[0], context_options=list, continuation=str, gold=int):
+        contexts = _texts(where, "context_options", row["context_options"])
+        options = (f" {row['continuation']}",) * len(contexts)
+        questions.append(Question(contexts, options, _index(where, "gold", row["gold"], contexts), len(questions)))
+    return Benchmark("Winogrande", "validation", tuple(questions))
+
+
+def _mmlu(paths: list[Path]) -> Benchmark:
+    questions = []
+    for path in paths:
+        name = path.name.removesuffix("_test.csv")
+        subject = name.replace("_", " ")
+        introduction = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+        answered = path.parent.parent / "dev" / f"{name}_dev.csv"
+        shots = tuple(f"{asked} {LETTERS[answer]}\n\n" for asked, answer in _mmlu_rows(answered))
+        for asked, answer in _mmlu_rows(path):
+            options = tuple(f" {letter}" for letter in LETTERS)
+            questions.append(Question((asked,) * 4, options, answer, len(questions), introduction, shots))
+    return Benchmark("MMLU", "test", tuple(questions))
+
+
+def _mmlu_rows(path: Path) -> list[tuple[str, int]]:
+    """What is asked, and the index of the answer's letter."""
+    rows = []
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; MMLU has a dev file of answered questions for each test file")
+    reader = csv.reader(io.StringIO(_read(path), newline=""))
+    for fields in reader:
+        if len(fields) != 6 or fields[5] not in tuple(LETTERS):
+            raise _error(f"{path}:{reader.line_num}", "a question, four options and a letter A to D", fields)
+        lines = [fields[0].strip(), *(f"{letter}. {option}" for letter, option in zip(LETTERS, fields[1:5]))]
+        rows.append(("\n".join(lines) + "\nAnswer:", LETTERS.index(fields[5])))
+    if not rows:
+        raise _error(str(path), "a question in each row", "an empty file")
+    return rows
+
+
+def _tinystories(paths: list[Path]) -> Benchmark:
+    questions = []
+    for number, story in enumerate(held_out_stories(paths[0])):
+        for found in LAST_WORD.finditer(story):
+            start, end = found.span("word")
+            questions.append(Question((story[:start],), (story[start:end],), 0, number))
+    if not questions:
+        raise _error(str(paths[0]), f"stories of several sentences with {END_OF_STORY} between them", "none held out")
+    return Benchmark("TinyStories", "held-out", tuple(questions), "greedy")
+
+
+def held_out_stories(path: Path) -> list[str]:
+    """The stories that lie whole in the last tenth of a file: what the built-in decoder was not trained on."""
+    text = _read(path)
+    cut = len(text) * 9 // 10
+    seen, held = text[:cut].split(END_OF_STORY)[:-1], text[cut:].split(END_OF_STORY)[1:-1]
+    known = set(map(str.strip, seen))
+    return [story for story in map(str.strip, held) if story and story not in known]
+
+
+READERS = {
+    "hellaswag*.jsonl": _hellaswag,
+    "winogrande*.jsonl": _winogrande,
+    "test/*_test.csv": _mmlu,
+    "tinystories*.txt": _tinystories,
+}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise _error(str(path), "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
+
+
+def _json_rows(path: Path, **types: type) -> list[tuple[str, dict]]:
+    """("file:line", row) of every line; each of the named keys holds a value of its type."""
+    rows = []
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        where, expected = f"{path}:{number}", f"a JSON object with {', '.join(types)}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise _error(where, expected, line) from None
+        if not isinstance(row, dict) or not all(type(row.get(key)) is kind for key, kind in types.items()):
+            raise _error(where, expected, line)
+        rows.append((where, row))
+    if not rows:
+        raise _error(str(path), "a JSON object in each line", "an empty file")
+    return rows
+
+
+def _texts(where: str, key: str, values: list) -> tuple[str, ...]:
+    if len(values) < 2 or not all(isinstance(value, str) and value.strip() for value in values):
+        raise _error(where, f"at least two texts in {key}", values)
+    return tuple(values)
+
+
+def _index(where: str, key: str, value: int, options: tuple[str, ...]) -> int:
+    if not 0 <= value < len(options):
+        raise _error(where, f"in {key} the number of an option, from 0 to {len(options) - 1}", value)
+    return value
+
+
+def _error(where: str, expected: str, found: object) -> ValueError:
+    text = found if isinstance(found, str) else repr(found)
+    return ValueError(f"{where}: expected {expected}, found {text[:100]}; correct or remove it")

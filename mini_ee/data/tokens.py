@@ -1,0 +1,213 @@
+"""Tokenizers: from texts to padded integer arrays, and batches of rows of like length. No torch here."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from mini_ee.data.files import write_bytes
+from mini_ee.data.tasks import _short, _text_flaw
+
+
+# Tokens
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A padded batch. input_ids, attention_mask (1 at tokens, 0 at padding), token_type_ids: (B, T) int64."""
+
+    input_ids: np.ndarray
+    attention_mask: np.ndarray
+    token_type_ids: np.ndarray
+    texts: tuple[tuple[str, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def padded(self) -> bool:
+        """Whether a row is shorter than T."""
+        return np.count_nonzero(self.attention_mask) < self.attention_mask.size  # after a model quicker than all()
+
+    def take(self, rows: np.ndarray) -> "Inputs":
+        """The given rows (indices, a mask or a slice) at the same width T."""
+        rows = np.arange(len(self))[rows]
+        return Inputs(
+            self.input_ids[rows],
+            self.attention_mask[rows],
+            self.token_type_ids[rows],
+            tuple(self.texts[row] for row in rows),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """N tokenized rows of different lengths. truncated: how many were cut to the tokenizer's max_length."""
+
+    ids: list[np.ndarray]
+    type_ids: list[np.ndarray]
+    texts: tuple[tuple[str, ...], ...]
+    truncated: int
+    pad_token_id: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, rows: np.ndarray) -> Inputs:
+        """The given rows (indices, a mask or a slice), padded on the right to the longest of them."""
+        rows = np.arange(len(self))[rows]
+        lengths = np.array([len(self.ids[row]) for row in rows], np.int64)
+        mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
+        inputs = Inputs(
+            np.full(mask.shape, self.pad_token_id, np.int64),
+            mask.astype(np.int64),
+            np.zeros(mask.shape, np.int64),
+            tuple(self.texts[row] for row in rows),
+        )
+        for at, row in enumerate(rows):
+            inputs.input_ids[at, : lengths[at]] = self.ids[row]
+            inputs.token_type_ids[at, : lengths[at]] = self.type_ids[row]
+        return inputs
+
+
+def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Rows of one text or two. Raises: ValueError for a text that is empty or no string."""
+    rows = tuple((row,) if isinstance(row, str) else tuple(row) for row in texts)
+    for number, row in enumerate(rows):
+        flaw = next(filter(None, map(_text_flaw, row)), None if len(row) in (1, 2) else len(row))
+        if flaw is not None:
+            raise ValueError(f"row {number}: expected one text or two, found {flaw}; correct or drop the row")
+    return rows
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer that truncates to max_length and leaves padding to `Encoded.batch`."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, max_length: int = 128):
+        special = max(backend.num_special_tokens_to_add(pair) for pair in (False, True))
+        if max_length <= special:  # the backend would then not truncate at all, and say nothing
+            raise ValueError(f"expected max_length above the {special} special tokens, found {max_length}")
+        backend.no_padding()
+        backend.enable_truncation(max_length)
+        self.backend = backend
+        self.max_length = max_length
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike, max_length: int = 128) -> "Tokenizer":
+        """From tokenizer.json, else from BERT's vocab.txt. The file's own truncation and padding are dropped.
+
+        Raises: ValueError where neither is there, or the file is broken.
+        """
+        folder = Path(folder)
+        readers = {"tokenizer.json": tokenizers.Tokenizer.from_file, "vocab.txt": _bert_wordpiece}
+        for name, read in readers.items():
+            path = folder / name
+            if path.is_file():
+                try:
+                    backend = read(str(path))
+                except Exception as error:  # the type that the library raises
+                    raise ValueError(
+                        f"{path}: expected a tokenizer, found {_short(str(error))}; copy the file again"
+                    ) from None
+                return cls(backend, max_length)
+        raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one beside the model")
+
+    def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
+        """Tokenize rows of one text or two; a tokenizer that knows no pairs gets two lines of one text.
+
+        Of two texts that are too long together the longer is cut.
+        Raises: ValueError for a text that is empty or no string.
+        """
+        rows = text_rows(texts)
+        # Without a template for pairs (many decoders) the backend drops "<s>" or glues the texts together.
+        pairs = self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
+        sequences = [row if pairs and len(row) == 2 else "\n".join(row) for row in rows]
+        ids, type_ids, truncated = [], [], 0
+        for start in range(0, len(rows), 1000):  # an Encoding is far larger than its ids
+            for row, encoding in zip(rows[start:], self._encode_batch(sequences[start : start + 1000])):
+                cut = bool(encoding.overflowing)
+                if cut and len(row) == 2 and not pairs:
+                    (encoding,) = self._encode_batch([self._shortened(row)])
+                if not encoding.ids:
+                    raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
+                ids.append(np.array(encoding.ids, np.int64))
+                type_ids.append(np.array(encoding.type_ids, np.int64))
+                truncated += cut
+        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id)
+
+    def _shortened(self, row: tuple[str, str]) -> str:
+        """Two lines of one text that fit: the second keeps what the first leaves of the tokens, and at least half."""
+        parts = [self.backend.encode(text, add_special_tokens=False) for text in row]
+        room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # for the end of the line
+        first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
+        sizes = first, min(len(parts[1]), room - first)
+        kept = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
+        return "\n".join(kept)
+
+    def _encode_batch(self, sequences: list) -> list[tokenizers.Encoding]:
+        try:
+            return self.backend.encode_batch(sequences)
+        except Exception as error:  # the type that the library raises
+            raise ValueError(
+                f"the tokenizer cannot read a text ({error}); copy the model's own tokenizer again"
+            ) from None
+
+    def token_id(self, word: str) -> int | None:
+        """The id of a word that is one token, else None. RoBERTa: " word", as inside a sentence."""
+        ids = self.backend.encode(word, add_special_tokens=False).ids
+        known = len(ids) == 1 and ids[0] not in (self._first("[UNK]", "<unk>"), None)
+        return ids[0] if known else None
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return self._first("[MASK]", "<mask>")
+
+    @property
+    def pad_token_id(self) -> int:
+        """0 where a decoder's tokenizer has no padding token: the attention mask hides it."""
+        return self._first("[PAD]", "<pad>") or 0
+
+    def _first(self, *tokens: str) -> int | None:
+        return next((found for found in map(self.backend.token_to_id, tokens) if found is not None), None)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a tokenizer.json; a kill leaves the old file or the new one."""
+        write_bytes(Path(path), self.backend.to_str().encode())
+
+
+def _bert_wordpiece(vocab: str) -> tokenizers.Tokenizer:
+    """BERT's tokenizer; it lower-cases unless tokenizer_config.json beside the vocabulary says otherwise."""
+    path = Path(vocab).with_name("tokenizer_config.json")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    backend = tokenizers.Tokenizer(models.WordPiece.from_file(vocab, unk_token="[UNK]"))
+    backend.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    backend.normalizer = normalizers.BertNormalizer(lowercase=config.get("do_lower_case", True))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    cls, sep = ((token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]"))
+    backend.post_processor = processors.BertProcessing(sep, cls)
+    return backend
+
+
+def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = None) -> Iterator[np.ndarray]:
+    """Row indices (B,) of one batch after the other, every row once, rows of similar length together.
+
+    Without a seed the rows go from short to long. With one they are shuffled, sorted by length within pools
+    of 50 batches, and the batches come in random order. Raises: ValueError for batch_size < 1.
+    """
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size of at least 1, found {batch_size}")
+    lengths = np.array([len(ids) for ids in encoded.ids], np.int64)
+    if shuffle_seed is None:
+        return iter(_cut(np.argsort(lengths, kind="stable"), batch_size))
+    random = np.random.default_rng(shuffle_seed)
+    pools = _cut(random.permutation(len(encoded)), 50 * batch_size)
+    by_length = (pool[np.argsort(lengths[pool], kind="stable")] for pool in pools)
+    cut = [rows for pool in by_length for rows in _cut(pool, batch_size)]
+    return iter([cut[at] for at in random.permutation(len(cut))])
+
+
+def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

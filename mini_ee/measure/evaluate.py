@@ -1,0 +1,236 @@
+"""Accuracy against layers and against measured time, for any segments and any rule.
+
+What a model says at each exit is recorded once; rules are then replayed on the record, through the same loop. Time is
+always measured on the model itself, the compared things in turns of some rows, in one process.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from operator import itemgetter
+
+import numpy as np
+from tqdm import tqdm
+
+from mini_ee.confidence import entropy, log_softmax, max_probability
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Encoded, batches
+from mini_ee.early_exit import early_exit
+from mini_ee.rules import NeverExit, Patience, Rule, Threshold
+from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
+
+TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
+
+REPEATS = 3  # of each batch; the median counts
+
+TURN = 16  # rows that a run is timed on before the next one's turn
+
+REST = 0.005  # seconds
+
+OVERTHOUGHT = 10  # rows that are shown
+
+LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
+
+RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operations; LoRAExit, Table 7, has two
+
+
+def sweep_rules(num_labels: int, num_exits: int, count: int) -> list[Rule]:
+    """The rules of a speed-accuracy curve: `count` thresholds evenly in (1/#labels, 1), as LoRAExit has them.
+
+    For regression (num_labels = 1) every patience instead.
+    """
+    if num_labels == 1:
+        return [Patience(patience) for patience in range(1, num_exits)]
+    return [Threshold(float(value)) for value in np.linspace(1 / num_labels, 1, count + 2)[1:-1]]
+
+
+def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> list[dict]:
+    """Of every exit: mean cross-entropy in nats and accuracy of all rows, and of those that left there, None of none.
+
+    exit_index, labels: (N,) whole numbers. ConsistentEE, Fig. 2.
+    """
+    rows = np.arange(len(labels))
+    lines = []
+    for k, layer in enumerate(recorded.segments.exits):
+        loss, right = -log_softmax(recorded.logits[:, k])[rows, labels], recorded.logits[:, k].argmax(axis=1) == labels
+        left = exit_index == k
+        some = (float(loss[left].mean()), float(right[left].mean())) if left.any() else (None, None)
+        about = {"layer": layer, "left": int(left.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
+        lines.append(about | dict(zip(("left_loss", "left_accuracy"), some)))
+    return lines
+
+
+def curve(recorded: Record, rules: list[Rule], task: Task, labels: np.ndarray) -> list[dict]:
+    """Score, depth and operations under each rule, from many layers to few."""
+    points = [{"rule": rule.to_dict(), **summary(recorded.replay(rule), recorded, task, labels)} for rule in rules]
+    return sorted(points, key=lambda point: -point["mean_layers"])
+
+
+def most_saved(points: list[dict], least_score: float) -> dict | None:
+    """The point of a curve that costs the fewest operations and scores at least so much."""
+    good = [point for point in points if point["score"] >= least_score]
+    return min(good, key=lambda point: point["flops_ratio"], default=None)
+
+
+def best_within(points: list[dict], most_flops: float) -> dict | None:
+    """The point of a curve that scores best for so many operations, as a share of the full model's, at most."""
+    cheap = [point for point in points if point["flops_ratio"] <= most_flops]
+    return max(cheap, key=itemgetter("score"), default=None)
+
+
+def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarray]:
+    """Batches of row indices to measure time on: all rows, or TIMED_ROWS of them drawn with the seed, by length."""
+    order = list(batches(encoded, batch_size))
+    most = max(1, TIMED_ROWS // batch_size)
+    if len(order) <= most:
+        return order
+    chosen = np.random.default_rng(seed).permutation(len(order))[:most]
+    return [order[i] for i in sorted(chosen)]
+
+
+def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS) -> np.ndarray:
+    """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
+
+    runs: (segments, rule, encoded) each. All runs take turns, so that a drift of the machine hits all. A turn is a
+    batch, or as many as TURN rows hold: small ones find their weights in the caches, as where a model serves alone.
+    Where they are of several engines, each is given a rest first: the threads of the one before may still be spinning.
+    """
+    rest = REST if len({segments.engine for segments, _, _ in runs}) > 1 else 0.0
+    for segments, rule, encoded in runs:
+        early_exit(segments, rule, encoded.batch(order[0]))  # warm
+    seconds = np.zeros((repeats, len(runs), len(order)))
+    size = max(1, TURN // len(order[0]))
+    for first in tqdm(range(0, len(order), size), desc="timing", unit="turn", delay=2):
+        turn = range(len(order))[first : first + size]
+        for repeat in range(repeats):
+            for number, (segments, rule, encoded) in enumerate(runs):
+                inputs = [encoded.batch(order[each]) for each in turn]
+                time.sleep(rest)
+                for each, rows in zip(turn, inputs):
+                    begin = time.perf_counter()
+                    early_exit(segments, rule, rows)
+                    seconds[repeat, number, each] = time.perf_counter() - begin
+    return np.median(seconds, axis=0).sum(axis=1)
+
+
+def evaluate(
+    segments, whole, rule: Rule, task: Task, split: str, encoded: Encoded, batch_size: int, sweep: int, seed: int
+) -> dict:
+    """Accuracy, layers and measured speed-up of one rule on one split.
+
+    whole: segments of the same model, whose time under NeverExit the speed-up is measured against.
+    With `sweep` above 0 also `rows`: the same of a curve of so many thresholds.
+    Raises ValueError where the split has no labels.
+    """
+    labels = labels_of(task, split)
+    rule.check(len(segments.exits))
+    rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
+    recorded = record(segments, encoded, batch_size, "reading", whole)
+    main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.looks else rule)
+    order = timed_batches(encoded, batch_size, seed)
+    runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
+    full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
+    answer = {"task": task.name, "split": split} | summary(main, recorded, task, labels)
+    answer |= {
+        "exits": list(segments.exits),
+        "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
+        "per_exit_score": (scores := exit_scores(recorded, task, labels)),
+        "full_score": scores[-1],
+        "seconds": seconds,
+        "full_seconds": full_seconds,
+        "speedup": full_seconds / seconds,
+        "timed_rows": sum(map(len, order)),
+        "batch_size": batch_size,
+        "rows_truncated": encoded.truncated,
+        "rule": rule.to_dict(),
+    }
+    if sweep:
+        answer["rows"] = [
+            {
+                "rule": each.to_dict(),
+                **summary(recorded.replay(each), recorded, task, labels),
+                "seconds": each_seconds,
+                "speedup": full_seconds / each_seconds,
+            }
+            for each, each_seconds in zip(rules, sweep_seconds)
+        ]
+    return answer
+
+
+def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
+    """Runs that nothing but their seeds tells apart, taken together: mean, least and most of what `compare` says.
+
+    configs: those of the runs, as runs.py writes them; exported folders know no seed and stand alone.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row, config in zip(rows, configs):
+        if "seed" in config:
+            same = {name: config[name] for name in ("method", "exits", "pool", "task")}
+            begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
+            same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
+            same["schedule"] = row.get("schedule")
+            groups.setdefault(json.dumps(same, sort_keys=True), []).append(row | {"seed": config["seed"]})
+    return [_together(group) for group in groups.values() if len({row["seed"] for row in group}) > 1]
+
+
+def _together(rows: list[dict]) -> dict:
+    def spread(figure: Callable[[dict], float]) -> dict:
+        found = [figure(row) for row in rows]
+        return {"mean": float(np.mean(found)), "least": min(found), "most": max(found)}
+
+    told = {
+        "method": rows[0]["method"],
+        "how": rows[0]["how"],
+        "runs": [row["run"] for row in rows],
+        "seeds": [row["seed"] for row in rows],
+    }
+    for name in ("score", "full_score", "layers_saved", "speedup"):
+        told[name] = spread(itemgetter(name))
+    told["per_exit_score"] = [spread(lambda row, k=k: row["per_exit_score"][k]) for k in range(len(rows[0]["exits"]))]
+    for name in (*LOSSES, *RANGES):
+        if all(row.get(name) for row in rows):
+            figures = "score", "layers_saved", "layer_passes", "flops_ratio", "seconds", "speedup"
+            told[name] = {key: spread(lambda row, key=key: row[name][key]) for key in figures}
+    return told
+
+
+def overthinking(recorded: Record, task: Task, split: str) -> dict:
+    """Rows that an exit gets right and a later one wrong (LoRAExit, Table 11).
+
+    share: of all rows; share_at_the_end: of those that the last one gets wrong (Kaya et al. 2019); rows: up to
+    OVERTHOUGHT of them, with what every exit says: label, largest probability, and entropy in nats.
+    Raises ValueError for regression, and where the split has no labels.
+    """
+    if task.regression:
+        raise ValueError(f"{task.name} is a regression task: no exit is right or wrong; give a task with classes")
+    labels, names = labels_of(task, split), task.label_names
+    said, sure = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
+    right = said == labels[:, None]
+    nats = np.stack([-entropy(each) for each in recorded.logits])
+    was_right = np.maximum.accumulate(right, axis=1)
+    rows = np.flatnonzero((was_right & ~right).any(axis=1))
+    return {
+        "share": len(rows) / len(labels),
+        "share_at_the_end": float((right.any(axis=1) & ~right[:, -1]).mean()),
+        "rows": [
+            {
+                "text": " | ".join(task.split(split).texts[row]),
+                "label": names[labels[row]],
+                "exits": [
+                    {"layer": layer, "label": names[label], "confidence": float(confidence), "entropy": float(unsure)}
+                    for layer, label, confidence, unsure in zip(
+                        recorded.segments.exits, said[row], sure[row], nats[row]
+                    )
+                ],
+            }
+            for row in rows[:OVERTHOUGHT]
+        ],
+    }
+
+
+def labels_of(task: Task, split: str) -> np.ndarray:
+    """The labels of a split, or ValueError where it has none."""
+    labels = task.split(split).labels
+    if labels is None:
+        raise ValueError(f"{task.name}: the split {split} has no labels; choose another with --split")
+    return labels

@@ -1,0 +1,326 @@
+"""Tables, text plots and pictures. Functions return text or write a file; the command line prints."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from mini_ee.data.files import write_bytes
+
+PLOT_WIDTH, PLOT_HEIGHT = 60, 12  # characters
+
+
+def table(rows: list[dict], columns: dict[str, str]) -> str:
+    """A text table, numbers to the right. columns: key -> heading; a heading may end in a format, `accuracy:.3f`.
+
+    >>> print(table([{"layer": 2, "accuracy": 0.5}], {"layer": "layer", "accuracy": "accuracy:.2f"}))
+    layer  accuracy
+        2      0.50
+    """
+    headings = {key: heading.partition(":")[::2] for key, heading in columns.items()}
+    cells = [[name for name, _ in headings.values()]]
+    for row in rows:
+        cells.append([format(row[key], spec) if spec else str(row[key]) for key, (_, spec) in headings.items()])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    numeric = [all(not isinstance(row[key], str) for row in rows) for key in columns]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
+        ).rstrip()
+        for line in cells
+    )
+
+
+def text_plot(points: list[tuple[float, float]], x_name: str, y_name: str) -> str:
+    """A scatter plot in characters; the axes span the points."""
+    (x_low, x_high), (y_low, y_high) = (_span([point[axis] for point in points]) for axis in (0, 1))
+    grid = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
+    for x, y in points:
+        column = round((x - x_low) / (x_high - x_low) * (PLOT_WIDTH - 1))
+        line = round((y_high - y) / (y_high - y_low) * (PLOT_HEIGHT - 1))
+        grid[line][column] = "o"
+    labels = [f"{y_high:.3f}"] + [""] * (PLOT_HEIGHT - 2) + [f"{y_low:.3f}"]
+    body = [f"{label:>7} |{''.join(line)}".rstrip() for label, line in zip(labels, grid)]
+    axis = f"{'':8}+{'-' * PLOT_WIDTH}"
+    return "\n".join([y_name, *body, axis, f"{'':9}{x_low:<.3g}{x_name:^{PLOT_WIDTH - 12}}{x_high:>.3g}"])
+
+
+def _span(values: list[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed (the extra `plots`)."""
+    return find_spec("matplotlib") is not None
+
+
+def draw_speed_accuracy(path: Path, answer: dict) -> None:
+    """Accuracy against measured speed-up: every single exit, the curve of thresholds, and the run's own rule."""
+    figure, axes = _figure()
+    exits, curve = answer["rows"], sorted(answer["curve"], key=lambda row: row["speedup"])
+    axes.plot([row["speedup"] for row in curve], [row["score"] for row in curve], "o-", label="threshold, swept")
+    axes.plot(
+        [row["speedup"] for row in exits],
+        [row["score"] for row in exits],
+        "s",
+        color="0.6",
+        label="one exit for all",
+    )
+    for row in exits:
+        axes.annotate(
+            str(row["layer"]),
+            (row["speedup"], row["score"]),
+            textcoords="offset points",
+            xytext=(4, -11),
+            fontsize=8,
+            color="0.4",
+        )
+    axes.plot(answer["speedup"], answer["score"], "*", markersize=14, color="tab:red", label="default rule")
+    axes.axhline(answer["full_score"], color="0.8", linewidth=1, zorder=0)
+    axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")
+    axes.yaxis.label.set_parse_math(False)  # a task may have any name
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_curves(path: Path, answer: dict) -> None:
+    """Score against operations, one curve a run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is its own rule.
+
+    Runs that only their seeds tell apart have one colour and one name.
+    """
+    from matplotlib import colormaps
+
+    figure, axes = _figure()
+    groups = [[(run, group["how"]) for run in group["runs"]] for group in answer["over_seeds"]]
+    alone = [[(row["run"], row["how"])] for row in answer["rows"]]
+    groups += [one for one in alone if not any(one[0] in group for group in groups)]
+    shades = colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
+    for row, ((run, how),) in zip(answer["rows"], alone):
+        number = next(number for number, group in enumerate(groups) if (run, how) in group)
+        colour, group = shades[number % len(shades)], groups[number]
+        label = how if len(group) > 1 else f"{Path(run).name} ({how})"
+        own = row["flops_ratio"], row["score"]
+        points = sorted((point["flops_ratio"], point["score"]) for point in row["curve"]) or [own]
+        axes.plot(*zip(*points), ".-", linewidth=1, color=colour, label=label if (run, how) == group[0] else None)
+        axes.plot(*own, "*", markersize=12, color=colour)
+    axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
+    axes.yaxis.label.set_parse_math(False)
+    for text in axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left").get_texts():
+        text.set_parse_math(False)  # a run may have any name
+    _save(figure, path)
+
+
+def draw_exits_by_hardness(path: Path, answer: dict) -> None:
+    """Where the sentences of each hardness leave: one stacked bar a kind, from early (dark) to late (light)."""
+    figure, axes = _figure()
+    kinds = answer["hardness"]
+    left = [0.0] * len(kinds)
+    from matplotlib import colormaps
+
+    shades = colormaps["viridis"].resampled(len(answer["exits"]))
+    for k, layer in enumerate(answer["exits"]):
+        shares = [kind["exit_counts"][k] / sum(kind["exit_counts"]) for kind in kinds]
+        axes.barh([kind["hardness"] for kind in kinds], shares, left=left, color=shades(k), label=str(layer))
+        left = [a + b for a, b in zip(left, shares)]
+    axes.invert_yaxis()
+    axes.set(xlabel="share of sentences that left at each layer", xlim=(0, 1))
+    axes.legend(title="layer", frameon=False, bbox_to_anchor=(1.01, 1), loc="upper left", fontsize=8)
+    _save(figure, path)
+
+
+def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
+    """Valade 2024's figures in one picture: training (Fig. 1), score, speed-up and exits over epsilon (Fig. 2 to 4).
+
+    answer: of decoder_evaluation.sweep; history: Fig. 1, as train_heads returns it, or empty. Where no benchmark was
+    scored Fig. 2 is perplexity, where that was not either it is left out. Also: what is kept of the promise.
+    """
+    layers = [f"layer {layer}" for layer in answer["exits"]]
+    score = next((key for key in ("accuracy", "perplexity") if key in answer["rows"][0]), None)
+    panels = [_draw_promise, _draw_speedup, _draw_distribution]
+    if score:
+        panels.insert(1, lambda axes, *_: _draw_score(axes, answer, score))
+    if history:
+        panels[:0] = [lambda axes, *_, key=key: _draw_history(axes, history, key, layers) for key in HISTORY]
+    figure, grid = _panels(len(panels), columns=3 if len(panels) > 4 else 2)
+    for axes, draw in zip(grid, panels):
+        draw(axes, answer, layers)
+    _save(figure, path)
+
+
+def draw_training(path: Path, rows: list[dict]) -> None:
+    """Fig. 1 of Valade 2024: agreement and entropy of every head while training, a line of panels for each run."""
+    figure, grid = _panels(2 * len(rows), height=2.6)
+    for place, row in enumerate(rows):
+        layers = [f"layer {layer}" for layer in row["exits"]]
+        for axes, key in zip(grid[2 * place :], HISTORY):
+            _draw_history(axes, row["history"], key, layers)
+            axes.set_title(f"{Path(row['run']).name}: {key}", parse_math=False)
+    for axes in grid[::2]:
+        axes.get_legend().remove()  # the panel beside it has one
+    for panels in (grid[::2], grid[1::2]):
+        top = max(axes.get_ylim()[1] for axes in panels)  # runs are compared on one scale
+        for axes in panels:
+            axes.set_ylim(0, top)
+    _save(figure, path)
+
+
+HISTORY = {"agreement": "agreement with the full model", "entropy": "entropy, in nats"}
+
+
+def _draw_history(axes, history: list[dict], key: str, layers: list[str]) -> None:
+    for k, layer in enumerate(layers[:-1]):
+        steps = [(point["step"], point[key][k]) for point in history]
+        axes.plot(*zip(*steps), color=_shade(k, len(layers)), label=layer)
+    axes.set(title=f"Fig. 1: {key} of each head", xlabel="training step", ylabel=HISTORY[key], ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_promise(axes, answer: dict, layers: list[str]) -> None:
+    epsilons = [row["epsilon"] for row in answer["rows"]]
+    axes.plot(epsilons, epsilons, ":", color="0.6", label="promised")
+    for k, layer in enumerate(layers[:-1]):
+        shares = [float("nan") if row["agreement"][k] is None else row["agreement"][k] for row in answer["rows"]]
+        axes.plot(epsilons, shares, ".-", linewidth=1, color=_shade(k, len(layers)), label=layer)
+    axes.plot(epsilons, [row["end_to_end"] for row in answer["rows"]], "s-", color="tab:red", label="end to end")
+    axes.set(title="The promise on fresh text", xlabel="epsilon", ylabel="agreement with the full model")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_score(axes, answer: dict, score: str) -> None:
+    epsilons, values = [row["epsilon"] for row in answer["rows"]], [row[score] for row in answer["rows"]]
+    task = f" on {answer['task']}" if score == "accuracy" else ""
+    errors = [row["standard_error"] for row in answer["rows"]] if score == "accuracy" else None
+    axes.errorbar(epsilons, values, yerr=errors, fmt="o-", capsize=2)
+    axes.axhline(answer[f"full_{score}"], color="0.6", linestyle=":", label="full model")
+    axes.set(title=f"Fig. 2: {score}{task}", xlabel="epsilon", ylabel=score)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_speedup(axes, answer: dict, layers: list[str]) -> None:
+    epsilons = [row["epsilon"] for row in answer["rows"]]
+    for fill, rows in (("propagate", answer["rows"]), ("recompute", [row["recompute"] for row in answer["rows"]])):
+        axes.plot(epsilons, [row["speedup"] for row in rows], "o-", label=fill)
+    axes.axhline(1, color="0.6", linestyle=":", label="full model")
+    axes.set(title="Fig. 3: speed-up", xlabel="epsilon", ylabel="tokens a second, over the full model's")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_distribution(axes, answer: dict, layers: list[str]) -> None:
+    names = [str(row["epsilon"]) for row in answer["rows"]]
+    below = [0.0] * len(names)
+    for k, layer in enumerate(layers):
+        shares = [row["exit_counts"][k] / sum(row["exit_counts"]) for row in answer["rows"]]
+        axes.bar(names, shares, bottom=below, color=_shade(k, len(layers)), label=layer)
+        below = [a + b for a, b in zip(below, shares)]
+    axes.set(title="Fig. 4: where tokens leave", xlabel="epsilon", ylabel="share of tokens", ylim=(0, 1))
+    axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+
+
+def _shade(k: int, count: int):
+    """The colour of exit k: from early (dark) to late (light)."""
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](0.95 * k / max(count - 1, 1))
+
+
+def _panels(count: int, columns: int = 2, height: float = 3.6):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = -(-count // columns)
+    figure = Figure(figsize=(4.6 * columns, height * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = [figure.add_subplot(lines, columns, place + 1) for place in range(count)]
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, grid
+
+
+def draw_layers(path: Path, answer: dict) -> None:
+    """Loss and accuracy at every layer (ConsistentEE, Fig. 2): of all rows, and, where it says, of those that left."""
+    figure, (losses, accuracies) = _panels(2)
+    for row in answer["rows"]:
+        name, lines = f"{Path(row['run']).name} ({row['method']})", row["by_exit"]
+        for axes, key in ((losses, "loss"), (accuracies, "accuracy")):
+            (line,) = axes.plot([each["layer"] for each in lines], [each[key] for each in lines], ".-", label=name)
+            left = [(each["layer"], each[f"left_{key}"]) for each in lines if each["left"]]
+            axes.plot(*zip(*left), "o--", markersize=4, color=line.get_color(), label=f"{name}, those that left there")
+    losses.set(xlabel="layer", ylabel=f"cross-entropy on {answer['task']} {answer['split']}, in nats")
+    accuracies.set(xlabel="layer", ylabel="accuracy")
+    losses.yaxis.label.set_parse_math(False)  # a task may have any name
+    handles = losses.get_legend_handles_labels()
+    for text in figure.legend(*handles, frameon=False, fontsize=7, ncols=2, loc="outside upper center").get_texts():
+        text.set_parse_math(False)  # a run may have any name
+    _save(figure, path)
+
+
+def draw_rewards(path: Path, answer: dict) -> None:
+    """Score against layers saved over alpha, a line for each reward (ConsistentEE, Fig. 4). Rows are its runs."""
+    figure, axes = _figure()
+    for reward in sorted({row["reward"] for row in answer["rows"]}):
+        points = sorted((row for row in answer["rows"] if row["reward"] == reward), key=lambda row: row["alpha"])
+        x, y = ([row[key] for row in points] for key in ("layers_saved", "score"))
+        axes.plot(x, y, "o-", label=f"{reward} reward")
+        for row in points:
+            axes.annotate(
+                f"{row['alpha']:g}",
+                (row["layers_saved"], row["score"]),
+                textcoords="offset points",
+                xytext=(4, 4),
+                fontsize=8,
+            )
+    axes.set(xlabel="share of the layers saved", ylabel=f"score on {answer['task']} {answer['split']}")
+    axes.yaxis.label.set_parse_math(False)
+    axes.legend(title="at each alpha", frameon=False)
+    _save(figure, path)
+
+
+def draw_writing(path: Path, answer: dict) -> None:
+    """Rouge-L against layers saved, a curve for each measure (ConsistentEE, Fig. 5); a star is a run's own rule."""
+    figure, axes = _figure()
+    for row in answer["rows"]:
+        if not row["curve"]:
+            continue
+        points = sorted((point["layers_saved"], point["rouge_l"]) for point in row["curve"])
+        label = f"{Path(row['run']).name}: {row['measure']}"
+        (line,) = axes.plot(*zip(*points), ".-", linewidth=1, label=label)
+        axes.plot(row["layers_saved"], row["rouge_l"], "*", markersize=12, color=line.get_color())
+    axes.set(xlabel="share of the layers saved", ylabel="Rouge-L against the full model's text")
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)  # a run may have any name
+    _save(figure, path)
+
+
+def _figure():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure, path: Path) -> None:
+    import io
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    write_bytes(path, buffer.getvalue())
+
+
+def draw_ablation(path: Path, answer: dict) -> None:
+    """RAEE's score and mean layers over k, a line for each size of the datastore (its Tables 3 and 4)."""
+    figure, panels = _panels(2)
+    sizes = dict.fromkeys(point["database"] for point in answer["rows"])
+    for axes, key, name in zip(panels, ("score", "mean_layers"), ("score", "mean layers")):
+        for size in sizes:
+            points = [point for point in answer["rows"] if point["database"] == size]
+            axes.plot([point["k"] for point in points], [point[key] for point in points], ".-", label=size)
+        full = answer["full_score"] if key == "score" else answer["exits"][-1]
+        axes.axhline(full, color="0.8", linewidth=1, zorder=0, label="full model")
+        axes.set(xlabel="k, neighbours that vote", ylabel=f"{name} on {answer['task']} {answer['split']}")
+        axes.set_xticks(sorted({point["k"] for point in answer["rows"]}))
+        axes.yaxis.label.set_parse_math(False)
+    panels[0].legend(title="share of the datastore", frameon=False, fontsize=8)
+    _save(figure, path)

@@ -1,0 +1,345 @@
+"""RAEE's datastore: collected values beside an hnswlib index of the rows' embeddings; on disk whole or not there.
+
+No torch here: the runtime without torch retrieves with this file. The embedder is a callable, Inputs -> (B, D).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import hnswlib
+import numpy as np
+from tqdm import tqdm
+
+from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.tokens import Encoded, Inputs, batches
+
+FORMAT_VERSION = 1
+
+M, EF_CONSTRUCTION, EF = 16, 400, 256  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9938
+
+SEED = 0  # of hnswlib's levels
+
+SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
+
+MANIFEST, INDEX, ENTRIES, NEXT = "manifest.json", "index.hnsw", "entries.safetensors", ".next"
+
+Embed = Callable[[Inputs], np.ndarray]
+"""(B, D) float32; with a method flops(inputs), what that costs a row, where the cost is to be counted (encoders.py)."""
+
+
+# The datastore
+class Neighbours(NamedTuple):
+    """What a search found, nearest first."""
+
+    rows: np.ndarray  # (B, k) int64, into the datastore's values, labels and texts
+    distances: np.ndarray  # (B, k) float32, squared L2 between unit vectors, from 0 to 4
+
+
+class Datastore:
+    """N collected rows: an index of their embeddings, and beside it values, labels and texts.
+
+    encoder: who made the embeddings, a text that only the same encoder has; exits: in layers run, 0 the embeddings.
+    Embeddings are scaled to length 1. On disk:
+
+    index.hnsw             the index, as hnswlib writes it, with the vectors
+    entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
+    manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of both
+
+    Both are written as NAME.next; with the manifest, renamed into place, the new ones count, and take their names then.
+    So a kill leaves the old or the new: what a manifest's sha256 does not name is passed over.
+    """
+
+    def __init__(
+        self,
+        encoder: str,
+        dimension: int,
+        exits: tuple[int, ...],
+        *,
+        m: int = M,
+        ef_construction: int = EF_CONSTRUCTION,
+        ef: int = EF,
+    ):
+        self.encoder, self.dimension, self.exits, self.ef = encoder, dimension, tuple(exits), ef
+        self.values = np.empty((0, len(self.exits)), np.float32)  # (N, K)
+        self.labels = np.empty(0, np.int64)  # (N,)
+        self.texts: list[tuple[str, ...]] = []
+        self._ids = np.empty(0, np.int64)  # (N,) ascending: the rows' names in the index
+        self._index = hnswlib.Index("l2", dimension)
+        self._index.init_index(1024, M=m, ef_construction=ef_construction, random_seed=SEED)
+        self._index.set_ef(ef)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def embeddings(self) -> np.ndarray:
+        """(N, D) float32, of length 1."""
+        return np.asarray(self._index.get_items(self._ids), np.float32).reshape(len(self), self.dimension)
+
+    def add(
+        self,
+        embeddings: np.ndarray,
+        values: np.ndarray,
+        labels: np.ndarray,
+        texts: Iterable[tuple[str, ...]],
+        threads: int = 1,
+    ) -> None:
+        """More rows, after those that are there: embeddings (n, D), values (n, K), labels (n,), n texts.
+
+        threads: more than one is faster, but then no two indexes are the same.
+        Raises ValueError where the parts do not fit each other or the datastore.
+        """
+        unit, texts = self._unit(embeddings), list(map(tuple, texts))
+        if np.shape(values) != (len(unit), len(self.exits)) or not len(labels) == len(texts) == len(unit):
+            raise ValueError(
+                f"expected {len(unit)} rows with values for {len(self.exits)} exits, "
+                f"found values {np.shape(values)}, {len(labels)} labels and {len(texts)} texts"
+            )
+        used = self._index.get_current_count()  # with the deleted ones: an id is never given twice
+        if used + len(unit) > self._index.get_max_elements():
+            self._index.resize_index(2 * (used + len(unit)))
+        ids = np.arange(used, used + len(unit))
+        self._index.add_items(unit, ids, num_threads=threads)
+        self.values = np.concatenate([self.values, np.asarray(values, np.float32)])
+        self.labels = np.concatenate([self.labels, np.asarray(labels, np.int64)])
+        self.texts += texts
+        self._ids = np.concatenate([self._ids, ids])
+
+    def delete(self, rows: Iterable[int]) -> None:
+        """Drop rows; later ones move up.
+
+        Their vectors stay in the index as ways to the others, never found; `take` makes an index without them.
+        """
+        rows = np.unique(np.asarray(list(rows), np.int64))
+        if not np.isin(rows, range(len(self))).all():
+            raise ValueError(f"expected rows from 0 to {len(self) - 1}, found {rows.min()} to {rows.max()}")
+        for name in self._ids[rows]:
+            self._index.mark_deleted(name)
+        self._ids, self.values, self.labels = (
+            np.delete(array, rows, axis=0) for array in (self._ids, self.values, self.labels)
+        )
+        gone = set(rows.tolist())
+        self.texts = [text for row, text in enumerate(self.texts) if row not in gone]
+
+    def merge(self, other: "Datastore", threads: int = 1) -> None:
+        """Add all rows of another datastore, of the same encoder and exits."""
+        _same("encoder", self.encoder, other.encoder, "embed the rows again with the same encoder")
+        _same("exits", self.exits, other.exits, "collect the rows again with the same exits")
+        self.add(other.embeddings, other.values, other.labels, other.texts, threads)
+
+    def take(self, rows: np.ndarray, threads: int = 1) -> "Datastore":
+        """A new datastore with the given rows (indices, a mask or a slice), in the given order."""
+        rows = np.arange(len(self))[rows]
+        parameters = {"m": self._index.M, "ef_construction": self._index.ef_construction, "ef": self.ef}
+        part = Datastore(self.encoder, self.dimension, self.exits, **parameters)
+        texts = [self.texts[row] for row in rows]
+        part.add(self.embeddings[rows], self.values[rows], self.labels[rows], texts, threads)
+        return part
+
+    def search(self, embeddings: np.ndarray, k: int) -> Neighbours:
+        """The k nearest rows of each embedding (B, D), or all where there are no k.
+
+        A distance below SAME is 0: an encoder's rounding must not decide between copies of the query.
+        Raises ValueError for embeddings of another encoder (dimension) and for an empty datastore.
+        """
+        unit, k = self._unit(embeddings), min(k, len(self))
+        if k < 1:
+            raise ValueError(
+                f"expected k of at least 1 and a datastore with rows, found {k} rows to retrieve; add some"
+            )
+        try:
+            ids, distances = self._index.knn_query(unit, k, num_threads=1)
+            rows = np.searchsorted(self._ids, ids.astype(np.int64))
+        except RuntimeError:  # the graph does not lead to k rows, as among many copies of one
+            rows, distances = exact_search(self.embeddings, unit, k)
+        return Neighbours(rows, np.where(distances < SAME, np.float32(0), distances))
+
+    def _unit(self, embeddings: np.ndarray) -> np.ndarray:
+        """(B, D) float32 of length 1."""
+        embeddings = np.asarray(embeddings, np.float32)
+        if embeddings.ndim != 2 or embeddings.shape[1] != self.dimension:
+            raise ValueError(
+                f"expected embeddings (B, {self.dimension}) of the encoder {self.encoder}, "
+                f"found {embeddings.shape}; give the encoder that the datastore was built with"
+            )
+        length = np.linalg.norm(embeddings, axis=1, keepdims=True)
+        if not (np.isfinite(length) & (length > 0)).all():
+            raise ValueError("expected embeddings that are finite and not zero, found others; correct the encoder")
+        return embeddings / length
+
+    def save(self, folder: str | Path, built_from: str | None = None) -> None:
+        """Write the datastore, in the place of one that is there; a kill leaves the old one or the new one.
+
+        built_from: what an unfinished `build` is recognised by.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / MANIFEST).exists():  # a kill may have left files that count under the names that are written now
+            for name, digest in read_manifest(folder)["files"].items():
+                path = folder / (name + NEXT)
+                if path.is_file() and file_sha256(path) == digest:
+                    os.replace(path, folder / name)
+        self._save_index(folder / (INDEX + NEXT))
+        self._save_entries(folder / (ENTRIES + NEXT))
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "encoder": self.encoder,
+            "dimension": self.dimension,
+            "exits": list(self.exits),
+            "rows": len(self),
+            "vectors": self._index.get_current_count(),
+            "index": {
+                "space": "l2",
+                "M": self._index.M,
+                "ef_construction": self._index.ef_construction,
+                "ef": self.ef,
+                "random_seed": SEED,
+            },
+            "files": {name: file_sha256(folder / (name + NEXT)) for name in (INDEX, ENTRIES)},
+        }
+        write_json(folder / MANIFEST, manifest | ({"built_from": built_from} if built_from else {}))
+        for name in manifest["files"]:
+            os.replace(folder / (name + NEXT), folder / name)
+
+    def _save_index(self, path: Path) -> None:
+        """hnswlib does not say when a disk is full: the size tells."""
+        self._index.save_index(str(path))
+        if not path.exists() or path.stat().st_size != self._index.index_file_size():
+            raise OSError(f"{path}: could not be written whole; make room on the disk")
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+
+    def _save_entries(self, path: Path) -> None:
+        from safetensors.numpy import save
+
+        texts = np.frombuffer(json.dumps(self.texts).encode(), np.uint8)
+        write_bytes(path, save({"values": self.values, "labels": self.labels, "ids": self._ids, "texts": texts}))
+
+    @classmethod
+    def load(cls, folder: str | Path, encoder: str) -> "Datastore":
+        """Open a datastore and check all of it.
+
+        Raises FileNotFoundError where there is none, ValueError where it is damaged, of another format, of another
+        encoder, or put together from parts of different ones.
+        """
+        from safetensors.numpy import load
+
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        _same(f"{folder}: encoder", encoder, manifest["encoder"], "give that encoder, or build the datastore again")
+        if set(manifest["files"]) != {INDEX, ENTRIES}:
+            raise ValueError(f"{folder}: an older mini_ee built it, which gave its files other names; build it again")
+        index, entries = (_find(folder, name, manifest["files"][name]) for name in (INDEX, ENTRIES))
+        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=manifest["index"]["ef"])
+        store._index = hnswlib.Index("l2", store.dimension)
+        store._index.load_index(str(index))
+        store._index.set_ef(store.ef)
+        arrays = load(entries.read_bytes())
+        store.values, store.labels, store._ids = (arrays[name] for name in ("values", "labels", "ids"))
+        store.texts = list(map(tuple, json.loads(arrays["texts"].tobytes())))
+        counts = {len(store.values), len(store.labels), len(store._ids), len(store.texts), manifest["rows"]}
+        if len(counts) > 1 or store._index.get_current_count() != manifest["vectors"]:
+            raise ValueError(f"{folder}: index and values do not belong together; build the datastore again")
+        return store
+
+
+def read_manifest(folder: str | Path) -> dict:
+    """What a datastore says of itself, such as the encoder that it needs."""
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{folder}: no datastore here; expected a folder with {MANIFEST}, index and entries")
+    manifest = read_json(folder / MANIFEST, signed="format_version")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder}: expected a datastore of format_version {FORMAT_VERSION}, "
+            f"found {manifest.get('format_version')!r}; build it again with this version of mini_ee"
+        )
+    return manifest
+
+
+def _find(folder: Path, name: str, digest: str) -> Path:
+    """The file that a manifest means: by its name or, where a kill came between manifest and renaming, as written."""
+    there = [path for path in (folder / name, folder / (name + NEXT)) if path.is_file()]
+    if not there:
+        raise FileNotFoundError(f"{folder / name}: no such file; build the datastore again")
+    for path in there:
+        if file_sha256(path) == digest:
+            return path
+    raise ValueError(
+        f"{folder / name}: damaged, or of another datastore: it does not have the checksum in {MANIFEST}; "
+        f"build the datastore again"
+    )
+
+
+def _same(what: str, expected, found, advice: str) -> None:
+    if expected != found:
+        raise ValueError(f"{what}: expected {expected}, found {found}; {advice}")
+
+
+def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbours:
+    """What the index approximates: the k nearest of embeddings (N, D) to each query (B, D), all of length 1."""
+    distances = np.stack([((embeddings - query) ** 2).sum(axis=1) for query in queries])
+    rows = np.argsort(distances, axis=1, kind="stable")[:, :k]
+    return Neighbours(rows, np.take_along_axis(distances, rows, axis=1))
+
+
+def build(
+    folder: str | Path,
+    encoder: str,
+    embed: Embed,
+    encoded: Encoded,
+    values: np.ndarray,
+    labels: np.ndarray,
+    exits: tuple[int, ...],
+    *,
+    batch_size: int = 64,
+    save_every: int = 10_000,
+    progress: str | None = None,
+) -> Datastore:
+    """Embed N rows, index them in batches and write the datastore. Rows stand from short to long.
+
+    Every so many rows the state is saved in `folder`.building, from which the same call goes on after a kill.
+    Raises FileExistsError where `folder` is there, ValueError where `folder`.building is of other rows.
+    """
+    folder = Path(folder)
+    if not len(encoded) == len(values) == len(labels) > 0:
+        raise ValueError(
+            f"expected at least one row and as many values and labels, "
+            f"found {len(encoded)} rows, {len(values)} values and {len(labels)} labels"
+        )
+    if folder.exists():
+        raise FileExistsError(f"{folder}: is there already; name another folder, remove it, or add to it")
+    unfinished = folder.with_name(f"{folder.name}.building")
+    source = _source_sha256(encoder, encoded.texts, values, labels, exits)
+    store = None
+    if (unfinished / MANIFEST).exists():
+        if read_manifest(unfinished).get("built_from") != source:
+            raise ValueError(f"{unfinished}: an unfinished build of other rows is there; remove it")
+        store = Datastore.load(unfinished, encoder)
+    order = np.concatenate(list(batches(encoded, batch_size)))
+    done = len(store) if store else 0
+    saved = done
+    with tqdm(total=len(order), initial=done, desc=progress, unit="row", delay=2, disable=progress is None) as bar:
+        for start in range(done, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            embeddings = embed(encoded.batch(rows))
+            store = store or Datastore(encoder, np.shape(embeddings)[-1], exits)
+            store.add(embeddings, values[rows], labels[rows], [encoded.texts[row] for row in rows])
+            bar.update(len(rows))
+            if len(store) - saved >= save_every:
+                store.save(unfinished, built_from=source)
+                saved = len(store)
+    store.save(unfinished, built_from=source)
+    os.rename(unfinished, folder)
+    return store
+
+
+def _source_sha256(encoder: str, texts: Iterable, values: np.ndarray, labels: np.ndarray, exits: Iterable) -> str:
+    """One digest over what a datastore is built from, so that a resumed build knows its rows again."""
+    digest = hashlib.sha256(json.dumps([encoder, list(exits), list(texts)]).encode())
+    digest.update(np.asarray(values, np.float32).tobytes() + np.asarray(labels, np.int64).tobytes())
+    return digest.hexdigest()

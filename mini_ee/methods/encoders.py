@@ -1,0 +1,72 @@
+"""Query embeddings for retrieval: one vector a row, from the model's own states or from an encoder beside it.
+
+Both are callables Inputs -> (B, D) float32, the mean over the tokens of a row, with a name that only the same encoder
+has. Never the first token of a causal decoder: it is the same vector for every row.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mini_ee.backbones.bert import Bert, padding_mask
+from mini_ee.backbones.flops import backbone_layer_flops
+from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
+from mini_ee.backbones.llama import Decoder
+from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.units.rows import pooled
+
+
+class OwnStates:
+    """The states after a layer of the model itself; layer 0 is the embedding output. They are computed again."""
+
+    tokenizer = None  # the model's
+
+    def __init__(self, backbone: Bert | Decoder, layer: int):
+        """Raises ValueError for a layer that the backbone does not have."""
+        if not 0 <= layer <= backbone.config.num_hidden_layers:
+            raise ValueError(f"the layer must be from 0 to {backbone.config.num_hidden_layers}, got {layer}")
+        self.backbone, self.layer = backbone, layer
+        self.name = f"layer {layer} of {tensors_sha256(backbone.state_dict())}"
+
+    @property
+    def states(self) -> "OwnStates":
+        """What is averaged."""
+        return self
+
+    def __call__(self, inputs: Inputs) -> np.ndarray:
+        device = next(self.backbone.parameters()).device
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+        ids, attention, types = (torch.from_numpy(array).to(device) for array in arrays)
+        with torch.inference_mode():
+            mask = padding_mask(attention) if inputs.padded else None
+            hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
+            return pooled(hidden, mask, "mean").float().numpy(force=True)
+
+    def flops(self, inputs: Inputs) -> float:
+        return self.layer * backbone_layer_flops(self.backbone, inputs.input_ids.shape[1])
+
+
+class SentenceEncoder:
+    """The last states of a checkpoint with a tokenizer of its own."""
+
+    def __init__(self, folder: str | Path, max_length: int = 128):
+        """Raises FileNotFoundError where the folder is not there."""
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(
+                f"{folder}: no sentence encoder here; expected a checkpoint with config.json, model.safetensors and "
+                f"tokenizer.json; put it back, or collect again with one that is there"
+            )
+        backbone = load_backbone(folder)
+        self.states = OwnStates(backbone, backbone.config.num_hidden_layers)
+        self.tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))
+        self.name = f"encoder {backbone_sha256(folder)}"
+
+    def __call__(self, inputs: Inputs) -> np.ndarray:
+        return self.states(self._encode(inputs))
+
+    def flops(self, inputs: Inputs) -> float:
+        return self.states.flops(self._encode(inputs))
+
+    def _encode(self, inputs: Inputs) -> Inputs:
+        return self.tokenizer.encode(inputs.texts).batch(slice(None))

@@ -1,0 +1,288 @@
+"""RAEE: ask the neighbours where to leave. Source: RAEE, a Robust Retrieval-Augmented Early Exit Framework.
+
+collect           Algorithm 3.1: how sure each exit is of the right answer, for rows whose label is known
+Datastore         those values beside an hnswlib index of the rows' embeddings; on disk whole or not there
+Retrieval         Algorithm 3.2 as a rule: embed, retrieve, Eq. 4 to 6, and the exit is known before the model runs
+knn_labels, ...   the controls that stand beside every figure of RAEE
+
+No torch here: the runtime without torch retrieves with this file. The embedder is a callable, Inputs -> (B, D).
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Encoded, Inputs, batches
+from mini_ee.early_exit import Segments
+from mini_ee.methods.datastore import Datastore, Embed, Neighbours
+from mini_ee.rules import RULES, Planned, Rule
+from mini_ee.units.recording import Record, record, summary
+
+LOTS = 10  # drawn for the random layers
+
+KS, SHARES, WITHOUT = (2, 4, 8, 12, 16, 20), (0.2, 0.5, 1.0), "w/o"  # Tables 3, 4 and 2
+
+
+# Algorithm 3.1: collect
+def exit_values(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """(N, K, C) logits of every exit, (N,) right classes -> values (N, K) float32, lines 8 to 11 of Algorithm 3.1.
+
+    p_i^j, the probability of the right class, where exit j predicts it; 0 where the exit is wrong. Logits are over
+    classes or label words: the paper's line takes the softmax over the vocabulary, its Fig. 2 over label words.
+    """
+    num_classes = logits.shape[2]
+    if len(labels) != len(logits) or not np.isin(labels, range(num_classes)).all():
+        raise ValueError(
+            f"expected {len(logits)} labels from 0 to {num_classes - 1}, "
+            f"found {len(labels)}, such as {np.unique(labels)[:5].tolist()}"
+        )
+    logits = logits.astype(np.float64)
+    odds = np.exp(logits - logits.max(axis=2, keepdims=True))
+    right = logits.argmax(axis=2) == np.asarray(labels)[:, None]
+    return np.where(right, odds.max(axis=2) / odds.sum(axis=2), 0).astype(np.float32)
+
+
+def collect(
+    segments: Segments, encoded: Encoded, labels: np.ndarray, batch_size: int, progress: str | None = None
+) -> np.ndarray:
+    """Run every exit on every row: values (N, K). Of rows that the heads were not trained on, or all look right."""
+    return exit_values(record(segments, encoded, batch_size, progress).logits, labels)
+
+
+def full_model_is_right(values: np.ndarray) -> np.ndarray:
+    """(N, K) values -> (N,) bool: the rows that the "w/o" variant of Table 2 keeps."""
+    return values[:, -1] > 0
+
+
+# Algorithm 3.2: choose
+def neighbour_weights(distances: np.ndarray) -> np.ndarray:
+    """Eq. 5, P(v_i | x) = min_j distance(v_j, x) / distance(v_i, x): distances (B, k) -> (B, k) float64.
+
+    The nearest weighs 1. In the limit of distance 0: neighbours at distance 0 weigh 1, the rest 0.
+    """
+    distances = np.asarray(distances, np.float64)
+    nearest = distances.min(axis=1, keepdims=True)
+    return np.divide(nearest, distances, out=np.ones_like(distances), where=distances > 0)
+
+
+def passing_values(values: np.ndarray, tau: float, fallback_top: int = 0) -> np.ndarray:
+    """The inner sum of Eq. 4, 1(p_i^j >= tau) p_i^j: values (B, k, K) of the neighbours -> (B, k, K).
+
+    fallback_top: a neighbour none of whose exits passes votes for so many of its best right ones, the earlier of
+    equals (3 in the authors' code, 0 in the paper).
+    """
+    passes = (values > 0) & (values >= tau)
+    if fallback_top:
+        rank = np.argsort(np.argsort(-values, axis=2, kind="stable"), axis=2)
+        passes |= (rank < fallback_top) & ~passes.any(axis=2, keepdims=True)
+    return np.where(passes, values, 0)
+
+
+def exit_distribution(values: np.ndarray, distances: np.ndarray, tau: float = 0.9, fallback_top: int = 0) -> np.ndarray:
+    """Eq. 4, P(z = l | x) = sum_i P(v_i | x) 1(p_i^l >= tau) p_i^l, which the paper leaves unnormalised.
+
+    values (B, k, K) and squared distances (B, k) of the k neighbours -> (B, K) float64.
+    """
+    votes = neighbour_weights(distances)[:, :, None] * passing_values(values, tau, fallback_top)
+    return np.sort(votes, axis=1).sum(axis=1)  # sorted: rounding must not depend on the neighbours' order
+
+
+def chosen_exit(distribution: np.ndarray) -> np.ndarray:
+    """Eq. 6, f(x) = argmax_l P(z = l | x): (B, K) -> exit index (B,).
+
+    The earliest of equals; the last exit, m, where nobody votes.
+    """
+    last = distribution.shape[1] - 1
+    return np.where(distribution.any(axis=1), distribution.argmax(axis=1), last)
+
+
+# The rule
+@dataclass(frozen=True)
+class Retrieval(Rule):
+    """Leave where the k nearest collected rows were right, and sure of it: Algorithm 3.2, lines 2 to 8.
+
+    tau: what a neighbour's probability must reach to vote (.9 in the paper). fallback_top: see `passing_values`.
+    include_embeddings: plan exits after layer 0 too, where the datastore has one. The settings stand in a run's
+    config.json; datastore and embedder are given by `with_datastore`, and without them the rule cannot plan.
+    """
+
+    k: int = 12
+    tau: float = 0.9
+    fallback_top: int = 0
+    include_embeddings: bool = False
+    datastore: Datastore | None = field(default=None, repr=False, compare=False)
+    embed: Embed | None = field(default=None, repr=False, compare=False)
+    name = "raee"
+    reads = False
+    looks = True
+
+    def __post_init__(self):
+        for name, least in (("k", 1), ("fallback_top", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if not 0 <= self.tau <= 1:
+            raise ValueError(f"tau must be a probability from 0 to 1, got {self.tau}")
+        if self.include_embeddings and self.datastore is not None and self.datastore.exits[0] != 0:
+            raise ValueError(
+                f"include_embeddings needs values of layer 0, the datastore has exits {self.datastore.exits}; "
+                f"collect it again with that exit"
+            )
+
+    def with_datastore(self, datastore: Datastore, embed: Embed) -> "Retrieval":
+        """The same settings, able to plan. embed: Inputs -> (B, D), the encoder that the datastore was built with."""
+        return replace(self, datastore=datastore, embed=embed)
+
+    def plan(self, inputs: Inputs) -> np.ndarray:
+        if self.datastore is None:
+            raise ValueError("the rule raee plans from a datastore, this one has none; give it one by with_datastore")
+        return self.chosen(self.datastore.search(self.embed(inputs), self.k))
+
+    def plan_flops(self, inputs: Inputs) -> float:
+        return self.embed.flops(inputs) if hasattr(self.embed, "flops") else 0.0
+
+    def chosen(self, neighbours: Neighbours) -> np.ndarray:
+        """Eq. 4 to 6 on neighbours of the datastore: exit index (B,)."""
+        values = self.datastore.values[neighbours.rows]
+        if self.datastore.exits[0] == 0 and not self.include_embeddings:
+            values[:, :, 0] = 0
+        return chosen_exit(exit_distribution(values, neighbours.distances, self.tau, self.fallback_top))
+
+    def check(self, num_exits: int) -> None:
+        if self.datastore is not None and len(self.datastore.exits) != num_exits:
+            raise ValueError(
+                f"the datastore was collected at {len(self.datastore.exits)} exits, the model has {num_exits}; "
+                f"collect it again with this model"
+            )
+
+    def to_dict(self) -> dict:
+        settings = super().to_dict()
+        return {key: value for key, value in settings.items() if key not in ("datastore", "embed")}
+
+
+RULES[Retrieval.name] = Retrieval
+
+
+def plan_ahead(rule: Rule, inputs: Iterable[Inputs]) -> Iterator[tuple[Inputs, Planned]]:
+    """Each batch with its plan; while the caller runs the model on one, a thread plans the next.
+
+    The paper lets both run in parallel (Section 3.2). A plan is waited for, so no result depends on who is first.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        waiting = None
+        for batch in inputs:
+            asked = batch, thread.submit(rule.plan, batch)
+            if waiting:
+                yield waiting[0], Planned(waiting[1].result())
+            waiting = asked
+        if waiting:
+            yield waiting[0], Planned(waiting[1].result())
+
+
+# The controls
+def knn_labels(labels: np.ndarray) -> np.ndarray:
+    """The neighbours' labels (B, k), nearest first -> the class that most of them have (B,), the nearest of equals.
+
+    What the embeddings know without the model.
+    """
+    votes = (labels[:, :, None] == labels[:, None, :]).sum(axis=2)  # (B, k): how many agree with each neighbour
+    return np.take_along_axis(labels, votes.argmax(axis=1)[:, None], axis=1)[:, 0]
+
+
+def best_single_exit(values: np.ndarray) -> int:
+    """(N, K) collected values -> the exit that is right most often, the earliest of equals."""
+    return int((values > 0).sum(axis=0).argmax())
+
+
+def shuffled_plan(plan: np.ndarray, seed: int) -> np.ndarray:
+    """The same exits given to rows by lot: the same mean depth, and nothing about the row."""
+    return np.random.default_rng(seed).permutation(plan)
+
+
+def earliest_right_exit(values: np.ndarray) -> np.ndarray:
+    """The oracle: (N, K) values -> the first exit that is right (B,), the last where none is."""
+    return chosen_exit((values > 0).astype(np.float64))
+
+
+def controls(
+    rule: Retrieval,
+    recorded: Record,
+    encoded: Encoded,
+    task: Task,
+    labels: np.ndarray,
+    batch_size: int,
+    seed: int = 0,
+) -> dict[str, dict]:
+    """What must stand beside RAEE's figure on the same N rows, under DESIGN.md's JSON keys.
+
+    knn_labels         the neighbours' labels alone: no layer of the model but what the embedding takes
+    best_single_layer  the one exit that is right most often on the collected rows
+    random_layers      RAEE's exits given to rows by lot: the mean over LOTS draws, and `spread`, the standard deviation
+    oracle             the earliest exit that is right
+    full_model         the last exit
+
+    recorded: what every exit says of these rows, as `record` returns it.
+    """
+    near = rule.datastore.search(_queries(rule, encoded, batch_size)[0], rule.k)
+    plan, last = rule.chosen(near), len(recorded.segments.exits) - 1
+    single = best_single_exit(rule.datastore.values)
+    right = (recorded.logits.argmax(axis=2) == labels[:, None]).astype(np.float32)
+
+    def planned(exit_index: np.ndarray) -> dict:
+        return summary(recorded.replay(Planned(exit_index)), recorded, task, labels)
+
+    drawn = [planned(shuffled_plan(plan, seed + lot)) for lot in range(LOTS)]
+    scores = {name: float(np.mean([each[name] for each in drawn])) for name in task.score(labels, labels)}
+    return {
+        "knn_labels": task.score(knn_labels(rule.datastore.labels[near.rows]), labels) | {"mean_layers": 0.0},
+        "best_single_layer": planned(np.full(len(labels), single)) | {"layer": recorded.segments.exits[single]},
+        "random_layers": scores
+        | {"spread": float(np.std([each["score"] for each in drawn])), "mean_layers": drawn[0]["mean_layers"]},
+        "oracle": planned(earliest_right_exit(right)),
+        "full_model": planned(np.full(len(labels), last)),
+    }
+
+
+def ablation(
+    rule: Retrieval,
+    recorded: Record,
+    encoded: Encoded,
+    task: Task,
+    labels: np.ndarray,
+    batch_size: int,
+    seed: int = 0,
+) -> list[dict]:
+    """RAEE's figure on N rows by k (Table 3) and by how much of the datastore there is (Table 4): one dict for each.
+
+    database: the share of the collected rows, drawn with the seed, or WITHOUT those that the full model gets wrong
+    (Table 2). recorded: what every exit says of the N rows.
+    """
+    store = rule.datastore
+    queries, cost = _queries(rule, encoded, batch_size)
+    order = np.random.default_rng(seed).permutation(len(store))
+    parts = {f"{share:.0%}": order[: max(1, round(share * len(store)))] for share in SHARES}
+    parts[WITHOUT] = np.flatnonzero(full_model_is_right(store.values))
+    points = []
+    for name, rows in parts.items():
+        if not len(rows):
+            continue
+        part = store.take(rows) if len(rows) < len(store) else store
+        near = part.search(queries, max(KS))
+        for k in KS:
+            plan = replace(rule, datastore=part).chosen(Neighbours(near.rows[:, :k], near.distances[:, :k]))
+            point = summary(recorded.replay(Planned(plan, cost)), recorded, task, labels)
+            points.append({"database": name, "rows": len(part), "k": k} | point)
+    return points
+
+
+def _queries(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:
+    """The embeddings of all rows, (N, D), and what a plan costs for a row in the mean."""
+    queries, flops = np.empty((len(encoded), rule.datastore.dimension), np.float32), 0.0
+    for rows in batches(encoded, batch_size):
+        inputs = encoded.batch(rows)
+        queries[rows] = rule.embed(inputs)
+        flops += len(rows) * rule.plan_flops(inputs)
+    return queries, flops / len(encoded)

@@ -1,0 +1,385 @@
+"""Text from a decoder, token by token: in full, with exits, or with exits and yet the full model's own text.
+
+    generate            greedy or sampled; each token is one run of `early_exit`, and each row leaves where the rule
+                        says. Without heads it is plain decoding.
+    generate_lossless   greedy; an exit drafts, the full model verifies in one pass (self-speculative decoding)
+
+A token that leaves at exit k has no keys and values in the layers above, and later tokens that go higher read them:
+
+    propagate   its hidden state at exit k stands in for the deeper ones (Elbayad et al. 2020; ConsistentEE)
+    recompute   the deeper layers catch up on it: exact, as if every token had run to the end
+
+Both are done late, when a token first goes above exit k, for all tokens that wait there, in one block. What no token
+asks for is never computed.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mini_ee.backbones.llama import Block, Cache, Decoder
+from mini_ee.data.texts import Text
+from mini_ee.early_exit import Reading
+from mini_ee.rules import NeverExit, Policy, Rule
+from mini_ee.units.decoding import (
+    FILLS,
+    CachedSegments,
+    Generated,
+    Step,
+    Tokens,
+    TokenState,
+    Weights,
+    aligned,
+    check_prompts,
+    decode,
+    gather,
+    judged,
+)
+from mini_ee.units.rows import check_exits
+from mini_ee.units.tokens import ExitDecoder
+
+SMALLEST = 1e-6  # number that a logit may be divided by
+
+Head = Callable[[Tensor], Tensor]
+"""An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""
+
+ExitPolicy = Callable[[Tensor], Tensor]
+"""What decides at an exit: hidden (B, D) -> exit_logit (B,)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from logits, in the order and with the meaning of transformers' generate.
+
+    repetition_penalty: logits of tokens that the row holds already, prompt included, are divided by it where they are
+    positive, multiplied where negative (Keskar et al. 2019). temperature: 0 is greedy, and ignores top_k and top_p.
+    top_k: the k likeliest tokens, and those level with the k-th. top_p: the fewest likeliest that hold p of the
+    probability (Holtzman et al. 2020). Raises ValueError on a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if self.temperature != 0 and not SMALLEST <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {SMALLEST}, got {self.temperature}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k must be a whole number of at least 1, got {self.top_k!r}")
+        if self.top_p is not None and not SMALLEST <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from {SMALLEST} to 1, got {self.top_p}")
+        if not SMALLEST <= self.repetition_penalty <= 1 / SMALLEST:
+            raise ValueError(
+                f"repetition_penalty must be from {SMALLEST} to {1 / SMALLEST:.0f}, got {self.repetition_penalty}"
+            )
+
+    def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """What is drawn from, at a temperature above 0. logits (B, V), seen (B, V) bool; returns (B, V) float32."""
+        logits = self.penalised(logits, seen) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -math.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p is not None:
+            ordered, index = probabilities.sort(descending=True, stable=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones hold p already
+            probabilities = probabilities.masked_fill(beyond.scatter(-1, index, beyond), 0.0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities
+
+    def penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Logits (B, V) after the repetition penalty. seen (B, V) is true for tokens that the row holds."""
+        if seen is None or self.repetition_penalty == 1.0:
+            return logits
+        weakened = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+        return torch.where(seen, weakened, logits)
+
+    def choose(self, logits: Tensor, uniform: Tensor | None, seen: Tensor | None = None) -> Tensor:
+        """The next tokens, (B,) int64: the likeliest, or at uniform (B,) in [0, 1) of the cumulated probability."""
+        if self.temperature == 0:
+            return self.penalised(logits, seen).argmax(-1)
+        cumulated = self.probabilities(logits, seen).double().cumsum(-1)
+        return torch.searchsorted(cumulated, uniform.double()[:, None] * cumulated[:, -1:], right=True)[:, 0]
+
+
+GREEDY = Sampling()
+
+
+# ---- Decoding, with exits ----
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    exits: tuple[int, ...] | None = None,
+    heads: Sequence[Head] = (),
+    policies: Sequence[ExitPolicy] = (),
+    rule: Rule = NeverExit(),
+    fill: str = "propagate",
+    sampling: Sampling = GREEDY,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Continue prompts, a step a token, until every row has max_new_tokens or a token of `stop`.
+
+    prompts: token ids of each row, of any lengths. exits: in layers, the last is L, where the LM head is; heads: one
+    for each exit before it; policies: as many, for the rule policy. fill: "propagate" or "recompute". The prompt itself
+    runs through all layers. A row's text does not depend on the other rows, but for rounding; when sampled, not on when
+    they end.
+    Raises ValueError for a prompt that is empty, not of this vocabulary, or too long for the context.
+    """
+    exits = check_exits(exits or (decoder.config.num_hidden_layers,), decoder.config.num_hidden_layers)
+    if len(heads) != len(exits) - 1:
+        raise ValueError(f"expected a head for each of the {len(exits) - 1} exits before the last, got {len(heads)}")
+    if len(policies) not in (0, len(heads)):
+        raise ValueError(f"expected a policy for each of the {len(heads)} heads, got {len(policies)}")
+    if fill not in FILLS:
+        raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
+    rule.check(len(exits))
+    capacity = _check_prompts(decoder, prompts, max_new_tokens)
+    segments = TokenSegments(decoder, exits, heads, fill, len(prompts), capacity, policies)
+    return _generate(segments, prompts, max_new_tokens, rule, sampling, frozenset(stop), seed)
+
+
+@torch.inference_mode()
+def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> Iterator[Step]:
+    device = segments.left.device
+    generator = torch.Generator().manual_seed(seed)
+    seen = _seen(prompts, segments.decoder).to(device) if sampling.repetition_penalty != 1.0 else None
+
+    def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
+        uniform = None
+        if sampling.temperature:  # a number for each prompt: who has ended changes no other row's
+            uniform = torch.rand(len(prompts), generator=generator)[rows].to(device)
+        chosen = sampling.choose(torch.from_numpy(logits).to(device), uniform, None if seen is None else seen[rows])
+        if seen is not None:
+            seen[rows, chosen] = True
+        return chosen.tolist()
+
+    yield from decode(segments, prompts, max_new_tokens, rule, choose, stop)
+
+
+def _check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    return check_prompts(prompts, max_new_tokens, decoder.config.vocab_size, decoder.config.max_tokens)
+
+
+def _seen(prompts: Sequence[Sequence[int]], decoder: Decoder) -> Tensor:
+    seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, list(prompt)] = True
+    return seen
+
+
+class TokenSegments(CachedSegments):
+    """Those of a Decoder in torch."""
+
+    engine = "torch"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        exits: tuple[int, ...],
+        heads: Sequence[Head],
+        fill: str,
+        num_rows: int,
+        capacity: int,
+        policies: Sequence[ExitPolicy] = (),
+    ):
+        super().__init__(exits, fill, num_rows, capacity)
+        self.decoder, self.heads, self.policies = decoder, heads, policies
+        self.cache = Cache(decoder, num_rows, capacity)
+        weight = decoder.embeddings.weight
+        self.left = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
+        layer = sum(each.numel() for each in decoder.layers[0].parameters() if each.dim() == 2)
+        self.weights = Weights(layer, decoder.config.num_attention_heads * decoder.config.head_width, weight.numel())
+
+    def array(self, numbers: list) -> Tensor:
+        return torch.tensor(numbers, device=self.left.device)
+
+    def join(self, earlier: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((earlier, hidden), dim=1)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.decoder.embed(ids)
+
+    def block(self, rows: list[int], positions: list[list[int]]) -> Block:
+        every = len(rows) == self.num_rows
+        if every and aligned(positions):
+            return self.decoder.aligned_block(positions[0][0], len(positions[0]), self.cache)
+        return self.decoder.block(self.array(positions), self.cache, None if every else rows)
+
+    def run(self, k: int, hidden: Tensor, block: Block) -> Tensor:
+        return self.decoder.run_layers(hidden, block, *self._layers(k), self.cache)
+
+    def propagate(self, k: int, hidden: Tensor, block: Block) -> None:
+        self.decoder.propagate(hidden, block, *self._layers(k), self.cache)
+
+    def run_all(self, hidden: Tensor, block: Block) -> None:
+        self.decoder.run_layers(hidden, block, 0, self.exits[-1], self.cache)
+
+    def _layers(self, k: int) -> tuple[int, int]:
+        return self.exits[k - 1] if k else 0, self.exits[k]
+
+    def read(self, k: int, state: TokenState) -> Reading:
+        hidden = state.hidden[:, -1]
+        if k == len(self.heads):
+            return Reading(self.decoder.lm_logits(hidden).numpy(force=True))
+        logits = self.heads[k](hidden).float()
+        return judged(logits.numpy(force=True), logits.softmax(-1).topk(2).values.numpy(force=True))
+
+    def glance(self, k: int, state: TokenState) -> Reading:
+        """What the policy says, or without one how far the state still moves. No head is read, no vocabulary."""
+        hidden = state.hidden[:, -1]
+        if self.policies:
+            return Reading(None, exit_logit=self.policies[k](hidden).float().numpy(force=True))
+        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float())
+        return Reading(None, saturation=cosine.numpy(force=True))
+
+
+# ---- Lossless: an exit drafts, the full model verifies ----
+def generate_lossless(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    exit_layer: int,
+    head: Head,
+    draft: int = 4,
+    stop: Sequence[int] = (),
+) -> Iterator[Step]:
+    """The full model's greedy text, in fewer passes through its upper layers.
+
+    Source: self-speculative decoding as in LayerSkip (Elhoushi et al. 2024). A round: the layers up to exit_layer and
+    its head draft `draft` tokens, one at a time; the layers above run in one block on the token before them and on all
+    of them; the LM head says what the full model would have written after each. Kept are the drafts up to the first
+    that differs, and the full model's own token there: from one token a round to draft + 1. The layers below are not
+    run again: their cache is shared.
+
+    Steps come a round at a time; layers_run is exit_layer for a kept draft and L for a token of the full model.
+    Arguments and errors as in `generate`.
+    """
+    last = decoder.config.num_hidden_layers
+    if not 1 <= exit_layer < last:
+        raise ValueError(f"exit_layer must be from 1 to {last - 1}, below the last layer, got {exit_layer}")
+    if draft < 1:
+        raise ValueError(f"draft must be at least 1 token, got {draft}")
+    capacity = _check_prompts(decoder, prompts, max_new_tokens)
+    segments = TokenSegments(decoder, (last,), (), "recompute", len(prompts), capacity)
+    return _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draft, frozenset(stop))
+
+
+@torch.inference_mode()
+def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draft, stop) -> Iterator[Step]:
+    first = segments.prefill(Tokens.of(prompts))
+    rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [some[0] for some in first.positions]
+    room = [max_new_tokens] * len(prompts)  # tokens that each of `rows` may still get
+    while rows:
+        width = min(draft, min(room) - 1)
+        drafted, true = _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head)
+        new = [_accepted(*pair, stop) for pair in zip(drafted, true)]
+        for column in range(max(map(len, new))):
+            reached = [i for i, some in enumerate(new) if column < len(some)]
+            kept = [column < width and drafted[i][column] == new[i][column] for i in reached]
+            layers = [exit_layer if each else segments.exits[-1] for each in kept]
+            yield Step([rows[i] for i in reached], [new[i][column] for i in reached], layers)
+        room = [left - len(some) for left, some in zip(room, new)]
+        on = [i for i, some in enumerate(new) if room[i] and some[-1] not in stop]
+        rows, room = [rows[i] for i in on], [room[i] for i in on]
+        tokens, positions = [new[i][-1] for i in on], [positions[i] + len(new[i]) for i in on]
+
+
+def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head) -> tuple[list, list]:
+    """What the exit drafts, (B, width), and what the full model would have written there and next, (B, width + 1)."""
+    decoder, cache, last = segments.decoder, segments.cache, segments.exits[-1]
+    token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
+    for ahead in range(width + 1):
+        block = segments.block(rows, [[position + ahead] for position in positions])
+        states.append(decoder.run_layers(decoder.embed(token[:, None]), block, 0, exit_layer, cache))
+        if ahead < width:
+            token = head(states[-1][:, 0]).argmax(-1)
+            drafted.append(token)
+    if width:
+        block = segments.block(rows, [list(range(position, position + width + 1)) for position in positions])
+    hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last, cache)
+    drafts = torch.stack(drafted, dim=1).tolist() if width else [[] for _ in rows]
+    return drafts, decoder.lm_logits(hidden).argmax(-1).tolist()
+
+
+def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
+    """The full model's tokens as far as it was asked about its own text: to the first draft that differs, or a stop.
+
+    >>> _accepted([5, 6, 7], [5, 8, 9, 4], frozenset())
+    [5, 8]
+    """
+    for count, (guess, token) in enumerate(zip(drafted, true), start=1):
+        if guess != token or token in stop:
+            return true[:count]
+    return true
+
+
+# ---- The text that heads learn from ----
+def generated_texts(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    new_tokens: int,
+    *,
+    greedy: bool = False,
+    stop: Sequence[int] = (),
+    batch_size: int = 32,
+    seed: int = 0,
+) -> list[Text]:
+    """`count` texts that the full model writes from the prompts (token ids), which take turns.
+
+    Drawn from its whole distribution; greedy: its likeliest token each time, so that one prompt gives one text.
+    """
+    texts = []
+    sampling = GREEDY if greedy else Sampling(temperature=1.0)
+    for begin in tqdm(range(0, count, batch_size), desc="generating", unit="batch", delay=2):
+        chosen = [list(prompts[row % len(prompts)]) for row in range(begin, min(begin + batch_size, count))]
+        steps = generate(decoder, chosen, max_new_tokens=new_tokens, sampling=sampling, stop=stop, seed=seed + begin)
+        for prompt, written in zip(chosen, gather(steps, len(chosen))):
+            texts.append(Text(prompt + written.tokens[:-1], len(prompt) - 1))
+    return texts
+
+
+PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
+"""The decoding settings of ConsistentEE; its beam is 1."""
+
+
+def write(
+    model: ExitDecoder,
+    texts: Sequence[Text],
+    rule: Rule = NeverExit(),
+    *,
+    new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[int] = (),
+    batch_size: int = 16,
+    seed: int = 0,
+) -> list[Generated]:
+    """What the model writes behind what each text gives, its tokens leaving where the rule says; states are copied."""
+    written = []
+    policies = model.policies if isinstance(rule, Policy) else ()
+    for begin in range(0, len(texts), batch_size):
+        prompts = [text.ids[: text.start + 1] for text in texts[begin : begin + batch_size]]
+        steps = generate(
+            model.decoder,
+            prompts,
+            max_new_tokens=new_tokens,
+            exits=model.exits,
+            heads=model.heads,
+            policies=policies,
+            rule=rule,
+            fill="propagate",
+            sampling=sampling,
+            stop=stop,
+            seed=seed + begin,
+        )
+        written += gather(steps, len(prompts))
+    return written

@@ -1,0 +1,157 @@
+"""RAEE's prompt mode: layers are exits through the model's own head, which says how likely label words are.
+
+Source: RAEE (see retrieval.py), Algorithm 3.1, lines 4 to 8; few_shot is LM-BFF's (Gao et al. 2021). An encoder is read
+at its mask through the masked-LM head, a decoder at the last token of the row through the final norm and the LM head;
+nothing is trained for it. One departure: p is normalised over the label words, as in the paper's Fig. 2, where its
+algorithm prints the softmax over the vocabulary. Templates and words are prompts.py.
+
+PromptModel       a backbone and its label words; its segments() are what the loop drives
+few_shot          LM-BFF's prompt-based fine-tuning, as a recipe
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.bert import Bert, padding_mask
+from mini_ee.backbones.flops import backbone_layer_flops
+from mini_ee.backbones.llama import Block, Decoder, token_positions
+from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
+from mini_ee.data.tasks import Split
+from mini_ee.early_exit import Reading, Segments
+from mini_ee.units.rows import check_exits
+
+
+# ---- The model ----
+class PromptModel(nn.Module):
+    """A backbone with exits through its own head; logits (B, C) are those of the label words.
+
+    exits: every layer by default. The first may be 0, the embedding output, for rules that plan.
+    """
+
+    def __init__(self, backbone: Bert | Decoder, tokenizer: PromptTokenizer, exits: tuple[int, ...] | None = None):
+        """Raises ValueError for an encoder without masked-LM head, for a prompt of the other kind of model, and for
+        exits that do not ascend to the last layer."""
+        super().__init__()
+        check_kind(tokenizer.prompt, DECODER if isinstance(backbone, Decoder) else ENCODER)
+        if isinstance(backbone, Bert) and backbone.lm_head is None:
+            raise ValueError(
+                "this encoder has no masked-LM head, which prompts are read through; give a checkpoint that was saved "
+                "with one, or a trained run"
+            )
+        self.backbone = backbone
+        self.mask_token_id = tokenizer.mask_token_id if tokenizer.prompt.kind == ENCODER else None
+        layers = backbone.config.num_hidden_layers
+        self.exits = exits = exits or tuple(range(1, layers + 1))
+        check_exits(exits[1:] if exits[0] == 0 else exits, layers)
+        self.num_labels, self.pool = len(tokenizer.label_tokens), "last" if self.mask_token_id is None else "mask"
+        self.register_buffer("label_tokens", torch.tensor(tokenizer.label_tokens), persistent=False)
+
+    def embed(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        """hidden[0]: (B, T) int64 -> (B, T, D)."""
+        decoder = isinstance(self.backbone, Decoder)
+        return self.backbone.embed(input_ids) if decoder else self.backbone.embed(input_ids, token_type_ids)
+
+    def around(self, attention_mask: Tensor) -> Tensor | Block | None:
+        """What the layers must know of (B, T) of 1 and 0: an encoder's padding mask, a decoder's block."""
+        if isinstance(self.backbone, Decoder):
+            return self.backbone.block(token_positions(attention_mask))
+        return padding_mask(attention_mask)
+
+    def read_at(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The token of each row that the head reads, (B,): the mask, or the last one that is no padding."""
+        if self.mask_token_id is None:
+            return attention_mask.shape[1] - 1 - attention_mask.flip(1).argmax(1)
+        masks = input_ids == self.mask_token_id
+        if not bool((masks.sum(1) == 1).all()):
+            raise ValueError("expected one mask token in every row, found another number; encode with PromptTokenizer")
+        return masks.int().argmax(1)
+
+    def label_logits(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """hidden (B, T, D) of any layer, read at (B,) -> (B, C) float32: the head's logits of the label words."""
+        read = hidden[torch.arange(len(hidden), device=hidden.device), at]
+        return self.backbone.lm_logits(read)[:, self.label_tokens].float()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
+        hidden, around = self.embed(input_ids, token_type_ids), self.around(attention_mask)
+        hidden = self.backbone.run_layers(hidden, around, 0, self.exits[-1])
+        return self.label_logits(hidden, self.read_at(input_ids, attention_mask))
+
+    def segments(self) -> "PromptSegments":
+        """What early_exit drives."""
+        return PromptSegments(self)
+
+    def whole(self) -> Segments:
+        """The model without early exits, for NeverExit: what a speed-up is measured against."""
+        return self.segments()
+
+
+class PromptState(NamedTuple):
+    """The rows still in the model."""
+
+    model: PromptModel
+    hidden: Tensor  # (B, T, D)
+    attention_mask: Tensor  # (B, T)
+    around: Tensor | Block | None
+    at: Tensor  # (B,)
+
+    def keep(self, rows: np.ndarray) -> "PromptState":
+        index = torch.from_numpy(rows).to(self.hidden.device)
+        attention_mask = self.attention_mask[index]
+        around = self.model.around(attention_mask)
+        return PromptState(self.model, self.hidden[index], attention_mask, around, self.at[index])
+
+
+class PromptSegments(Segments):
+    """The segments of a PromptModel in eval mode. Inputs are tasks.Inputs, encoded by a PromptTokenizer."""
+
+    engine = "torch"
+
+    def __init__(self, model: PromptModel):
+        self.model = model.eval()
+        self.exits = model.exits
+        self.starts = (0, *model.exits)
+
+    def running(self) -> torch.inference_mode:
+        return torch.inference_mode()
+
+    def start(self, inputs) -> PromptState:
+        device = self.model.label_tokens.device
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+        ids, attention_mask, types = (torch.from_numpy(array).to(device) for array in arrays)
+        at = self.model.read_at(ids, attention_mask)
+        return PromptState(
+            self.model, self.model.embed(ids, types), attention_mask, self.model.around(attention_mask), at
+        )
+
+    def advance(self, k: int, state: PromptState) -> PromptState:
+        hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
+        return state._replace(hidden=hidden)
+
+    def read(self, k: int, state: PromptState) -> Reading:
+        return Reading(self.model.label_logits(state.hidden, state.at).numpy(force=True))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        """The head is read at one token, and gives the whole vocabulary."""
+        config = self.model.backbone.config
+        layers = self.layer_passes(k) * backbone_layer_flops(self.model.backbone, inputs.input_ids.shape[1])
+        return layers, 2.0 * config.hidden_size * config.vocab_size
+
+
+def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:
+    """(train, held, rest): `shots` rows of each class to train on, as many to choose the best epoch, and the others.
+
+    Raises ValueError where a class has too few rows.
+    """
+    order = np.random.default_rng(seed).permutation(len(split))
+    part = np.zeros(len(split), np.int64)  # 0 for the rest
+    for label in range(num_labels):
+        rows = order[split.labels[order] == label]
+        if len(rows) < 2 * shots:
+            raise ValueError(f"expected {2 * shots} rows of class {label} for {shots} shots, found {len(rows)}")
+        part[rows[:shots]], part[rows[shots : 2 * shots]] = 1, 2
+    train, held, rest = (split.take(part == number) for number in (1, 2, 0))
+    return train, held, rest

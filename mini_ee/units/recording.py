@@ -1,0 +1,81 @@
+"""What every exit says of some rows, recorded once, so that many rules can be replayed on it."""
+
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Encoded, batches
+from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_every_exit
+from mini_ee.rules import Planned, Rule
+
+
+class Record(NamedTuple):
+    """What every exit says of N rows, and what the full model costs."""
+
+    segments: Recorded
+    logits: np.ndarray  # (N, K, C)
+    full_flops: float  # mean over rows: all layers, last head only
+
+    def replay(self, rule: Rule) -> ExitResult:
+        """The loop on the record. Its cost holds layers and operations; its seconds mean nothing."""
+        return early_exit(self.segments, rule, range(len(self.logits)))
+
+
+def record(
+    segments: Segments,
+    encoded: Encoded,
+    batch_size: int,
+    progress: str | None = None,
+    whole: Segments | None = None,
+) -> Record:
+    """Read every exit for every row. `progress` names the bar that is shown where this takes long.
+
+    whole: what the model costs without early exits, where it is not these segments run to the end.
+    """
+    whole, order = whole or segments, list(batches(encoded, batch_size))
+    parts, full = [], []
+    for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
+        inputs = encoded.batch(rows)
+        parts.append(read_every_exit(segments, inputs))
+        costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
+        full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
+    back = np.argsort(np.concatenate(order))
+    logits, flops, exit_logits = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts))
+    passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
+    recorded = Recorded(segments.exits, logits, flops, passes, exit_logits)
+    return Record(recorded, logits, sum(full) / len(encoded))
+
+
+def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
+    """What a rule that looks at the rows plans for all of them: a record, which has no rows, is replayed under that."""
+    exit_index, flops = np.empty(len(encoded), np.int64), 0.0
+    for rows in batches(encoded, batch_size):
+        inputs = encoded.batch(rows)
+        exit_index[rows] = rule.plan(inputs)
+        flops += len(rows) * rule.plan_flops(inputs)
+    return Planned(exit_index, flops / len(encoded))
+
+
+def predictions(logits: np.ndarray) -> np.ndarray:
+    """(N, C) logits -> (N,): the class index, or the value itself for regression (C = 1)."""
+    return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(axis=1)
+
+
+def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
+    """One of the task's metrics at every exit, over all rows."""
+    return [task.score(predictions(recorded.logits[:, k]), labels)[metric] for k in range(recorded.logits.shape[1])]
+
+
+def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
+    """Score, depth and operations of one result, under DESIGN.md's JSON keys."""
+    num_layers = recorded.segments.exits[-1]
+    mean_layers = float(result.layers_run.mean())
+    return task.score(predictions(result.logits), labels) | {
+        "mean_layers": mean_layers,
+        "layers_saved": 1 - mean_layers / num_layers,
+        "layer_passes": float(result.cost.layer_passes.mean()),
+        "flops_ratio": float(result.cost.flops.mean()) / recorded.full_flops,
+        "exit_counts": np.bincount(result.exit_index, minlength=len(recorded.segments.exits)).tolist(),
+    }

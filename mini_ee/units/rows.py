@@ -1,0 +1,250 @@
+"""A row: one vector of a sentence or a pair, read after chosen layers of a backbone.
+
+ExitHead            what reads hidden states: one vector a row, then a classifier
+MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
+PolicyExits         the same, whose exits say themselves when to leave: an exit_logit beside the logits
+TorchSegments       the model as segments for early_exit
+"""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.bert import Bert, padding_mask
+from mini_ee.backbones.flops import backbone_layer_flops, head_flops
+from mini_ee.backbones.llama import Decoder, norm_of
+from mini_ee.early_exit import Reading, Segments
+
+POOLS = ("first", "mean")
+
+HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
+
+
+class ExitHead(nn.Module):
+    """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens.
+
+    norm: of the tokens before that. A decoder's states need one: its layers leave the sums that they add to unnormed.
+    """
+
+    def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None = None):
+        super().__init__()
+        self.pool, self.norm = pool, norm
+        self.dense = nn.Linear(width, width)
+        self.dropout = nn.Dropout(HEAD_DROPOUT)
+        self.out = nn.Linear(width, num_labels)
+        for linear in (self.dense, self.out):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+
+    def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The vector of each row: hidden (B, T, D), mask as `padding_mask` gives it; returns (B, D)."""
+        return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
+
+    def classify(self, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C)."""
+        inner = torch.tanh(self.dense(state))
+        return self.out(self.dropout(inner) if self.training else inner)  # as in a layer: a call is felt at batch 1
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Both: (B, T, D) -> logits (B, C)."""
+        return self.classify(self.state(hidden, mask))
+
+
+def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
+    """(B, T, D) -> (B, D): the first token, or the mean over the tokens that are not padding."""
+    if pool == "first":
+        return hidden[:, 0]
+    if mask is None:
+        return hidden.mean(dim=1)
+    weights = mask[:, 0, 0, :, None].to(hidden.dtype)  # (B, T, 1)
+    return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def exit_heads(backbone: Bert | Decoder, count: int, num_labels: int, pool: str) -> nn.ModuleList:
+    """So many heads for a backbone; on a decoder each begins with a norm.
+
+    Raises ValueError for a pool that the backbone does not have.
+    """
+    decoder = isinstance(backbone, Decoder)
+    if pool not in POOLS:
+        raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+    if decoder and pool == "first":
+        raise ValueError("pool must be mean for a decoder, got first: no token comes before it, it says nothing")
+    shape = backbone.config.hidden_size, num_labels, pool
+    return nn.ModuleList(ExitHead(*shape, norm_of(backbone.config) if decoder else None) for _ in range(count))
+
+
+def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:
+    """The same backbone, without what exits do not read: poolers, the head to words and, in a decoder, its norm."""
+    backbone.lm_head = None
+    if isinstance(backbone, Bert):
+        backbone.poolers = nn.ModuleDict()
+    else:
+        backbone.norm = None
+    return backbone
+
+
+def first_layers(backbone: Bert | Decoder, layers: int) -> Bert | Decoder:
+    """A copy of the embeddings and the layers 1 .. layers."""
+    kept = deepcopy(backbone.layers[:layers])
+    small = without_heads(deepcopy(backbone, {id(backbone.layers): kept}))  # the other layers are not copied
+    small.config = replace(backbone.config, num_hidden_layers=layers)
+    return small
+
+
+def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` exits as evenly spread as whole layers allow, the last at num_layers.
+
+    >>> even_exits(12, 4), even_exits(6, 4)
+    ((3, 6, 9, 12), (2, 3, 4, 6))
+    """
+    count = min(count, num_layers)
+    return tuple(sorted({round(num_layers * (i + 1) / count) for i in range(count)}))
+
+
+def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The same exits, or ValueError: they must ascend within 1..L and end at L."""
+    ascending = all(a < b for a, b in zip(exits, exits[1:]))
+    if not exits or not ascending or exits[0] < 1 or exits[-1] != num_layers:
+        raise ValueError(
+            f"exits must ascend from at least 1 and end at the last layer, {num_layers}, "
+            f"got {','.join(map(str, exits)) or 'none'}"
+        )
+    return exits
+
+
+class MultiExit(nn.Module):
+    """A backbone with a head after each layer in `exits`. num_labels is 1 for regression."""
+
+    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+        super().__init__()
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool = num_labels, pool
+        self.backbone = backbone
+        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
+    ) -> list[Tensor]:
+        """Logits (B, C) of every exit. The three inputs are (B, T) int64.
+
+        detach: no gradient flows from an exit past the one before it (SWEET).
+        """
+        mask = padding_mask(attention_mask)
+        hidden, depth, logits = self.backbone.embed(input_ids, token_type_ids), 0, []
+        for layer, head in zip(self.exits, self.heads):
+            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
+            logits.append(head(hidden, mask))
+            hidden = hidden.detach() if detach else hidden
+        return logits
+
+    def segments(self) -> "TorchSegments":
+        """What early_exit drives."""
+        return TorchSegments(self)
+
+    def whole(self) -> Segments:
+        """The model without early exits, for NeverExit: what a speed-up is measured against."""
+        return self.segments()
+
+
+class TorchState(NamedTuple):
+    """The rows still in the model."""
+
+    hidden: Tensor  # (B, T, D)
+    mask: Tensor | None  # (B, 1, 1, T)
+
+    def keep(self, rows: np.ndarray) -> "TorchState":
+        index = torch.from_numpy(rows).to(self.hidden.device)
+        return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
+
+
+class TorchSegments(Segments):
+    """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
+
+    engine = "torch"
+
+    def __init__(self, model: MultiExit):
+        self.model = model.eval()
+        self.exits = model.exits
+        self.device = next(model.parameters()).device
+        self.starts = (0, *model.exits)
+
+    def running(self) -> torch.inference_mode:
+        """Without gradients: asked once a batch, since once a call is felt at batch 1."""
+        return torch.inference_mode()
+
+    def start(self, inputs) -> TorchState:
+        hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
+        # Asked of the inputs: on a GPU the question to a tensor would wait for the device.
+        return TorchState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def advance(self, k: int, state: TorchState) -> TorchState:
+        hidden = self.model.backbone.run_layers(state.hidden, state.mask, self.starts[k], self.exits[k])
+        return TorchState(hidden, state.mask)
+
+    def read(self, k: int, state: TorchState) -> Reading:
+        return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
+        averaged = tokens if self.model.pool == "mean" else 0
+        head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
+        return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head
+
+
+class PolicyExits(MultiExit):
+    """What the models share whose exits decide. Subclasses give exit_logit and policy_flops."""
+
+    policy_flops: float  # operations of one exit_logit
+
+    def exit_logit(self, k: int, state: Tensor) -> Tensor:
+        """(B, D) -> (B,): above 0 where exit k, which is not the last, would rather have the row leave."""
+        raise NotImplementedError
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """The pooled state of every exit, (B, D) each. The three inputs are (B, T) int64."""
+        mask = padding_mask(attention_mask)
+        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
+        for layer, head in zip(self.exits, self.heads):
+            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
+            states.append(head.state(hidden, mask))
+        return states
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C) of exit k."""
+        return self.heads[k].classify(state)
+
+    def exit_logits(self, states: list[Tensor]) -> Tensor:
+        """What all exits but the last say of their states: (B, K - 1), in float32."""
+        return torch.stack([self.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """Logits (B, C) of every exit."""
+        states = self.states(input_ids, attention_mask, token_type_ids)
+        return [self.classify(k, state) for k, state in enumerate(states)]
+
+    def segments(self) -> "PolicySegments":
+        """What early_exit drives."""
+        return PolicySegments(self)
+
+
+class PolicySegments(TorchSegments):
+    """The segments of a PolicyExits in eval mode."""
+
+    def read(self, k: int, state: TorchState) -> Reading:
+        s = self.model.heads[k].state(state.hidden, state.mask)
+        logits = self.model.classify(k, s).float().numpy(force=True)
+        if k == len(self.exits) - 1:
+            return Reading(logits)
+        return Reading(logits, self.model.exit_logit(k, s).float().numpy(force=True))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        advance, read = super().flops(k, inputs)
+        return advance, read + (self.model.policy_flops if k < len(self.exits) - 1 else 0.0)

@@ -1,0 +1,155 @@
+"""LoRA streams: which exits run side by side, what that costs, and the segments that the loop drives.
+
+A stream is the computation of one exit of methods/lora_exits.py. A schedule says which streams start together: groups
+of consecutive exits. One group is parallel, as in the paper; groups of one are restart.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.bert import Adapt, padding_mask
+from mini_ee.backbones.flops import backbone_layer_flops, head_flops
+from mini_ee.early_exit import Reading, Segments
+
+
+# ---- Schedules: which streams start together ----
+def parallel(num_exits: int) -> list[list[int]]:
+    """All streams at once."""
+    return [list(range(num_exits))]
+
+
+def restart(num_exits: int) -> list[list[int]]:
+    """One stream at a time."""
+    return [[k] for k in range(num_exits)]
+
+
+class Costs(NamedTuple):
+    """Seconds of n streams side by side up to exit k, each (K, K) by [k, n - 1], measured or thought up."""
+
+    fresh: np.ndarray  # from the embeddings on
+    onward: np.ndarray  # from the exit before on
+
+
+def expected_seconds(schedule: Sequence[Sequence[int]], costs: Costs, reach: np.ndarray) -> float:
+    """Of one row. reach (K,): the chance that a row is still there before exit k: all exits before have refused it."""
+    return sum(_group_seconds(group, costs, reach) for group in schedule)
+
+
+def _group_seconds(group: Sequence[int], costs: Costs, reach: np.ndarray) -> float:
+    first, last = group[0], group[-1]
+    seconds = [(costs.fresh if k == first else costs.onward)[k, last - k] for k in group]
+    return float(reach[first : last + 1] @ seconds)
+
+
+def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
+    """The adaptive schedule: the cut of the exits into groups of neighbours with the least expected time."""
+    best = [(0.0, [])]  # of the exits before `stop`: seconds, schedule
+    for stop in range(1, len(reach) + 1):
+        groups = [list(range(first, stop)) for first in range(stop)]
+        options = [(best[group[0]][0] + _group_seconds(group, costs, reach), group) for group in groups]
+        seconds, last = min(options, key=itemgetter(0))
+        best.append((seconds, [*best[last[0]][1], last]))
+    return best[-1][1]
+
+
+def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 7) -> Costs:
+    """The costs of rows of so many tokens on this machine: medians over rounds in which all are run in turns."""
+    K, width = len(model.exits), model.backbone.config.hidden_size
+    seconds = np.zeros((1 + rounds, 2, K, K))  # the first round warms up
+    with torch.inference_mode():
+        runs = {}
+        for k in range(K):
+            for n in range(1, K - k + 1):
+                adapters = model.streams(k, k + n)
+                stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
+                hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
+                for place, start in enumerate((0, model.starts[k])):
+                    layers = start, model.exits[k]
+                    run = partial(model.backbone.run_layers, hidden, None, *layers, adapters=stacked.__getitem__)
+                    runs[place, k, n - 1] = run
+        for turn in seconds:
+            for place, run in runs.items():
+                begin = time.perf_counter()
+                run().flatten()[0].item()  # waits for the device
+                turn[place] = time.perf_counter() - begin
+    return Costs(*np.median(seconds[1:], axis=0))
+
+
+# ---- Segments ----
+class LoRAState(NamedTuple):
+    """The rows still in the model, in all their streams."""
+
+    embedded: Tensor  # (B, T, D), for streams that have not begun
+    hidden: Tensor | None  # (n, B, T, D), the streams that are under way, the next exit's first
+    mask: Tensor | None  # (B, 1, 1, T)
+
+    def keep(self, rows: np.ndarray) -> "LoRAState":
+        index = torch.from_numpy(rows).to(self.embedded.device)
+        hidden = None if self.hidden is None else self.hidden[:, index]
+        return LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+
+
+class LoRASegments(Segments):
+    """The segments of a LoRAExits in eval mode under a schedule. Inputs are tasks.Inputs."""
+
+    engine = "torch"
+
+    def __init__(self, model: nn.Module, schedule: Sequence[Sequence[int]]):
+        if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
+            raise ValueError(f"a schedule must cut the exits 0..{len(model.exits) - 1} into groups, got {schedule}")
+        self.model, self.exits, self.schedule = model.eval(), model.exits, schedule
+        self.device = next(model.parameters()).device
+        self._group = {k: group for group in schedule for k in group}
+        self._streams = {}
+        for k, group in self._group.items():
+            self._streams[k] = self._stack(k, group[-1] + 1)
+
+    def _stack(self, first: int, stop: int) -> list[Adapt]:
+        """What the streams first .. stop - 1 add in each stored layer of segment `first`; stacked once, not a batch."""
+        with torch.inference_mode():
+            adapters = self.model.streams(first, stop)
+            return [adapters(layer) for layer in range(len(self.model.adapters[first]))]
+
+    def running(self) -> torch.inference_mode:
+        return torch.inference_mode()
+
+    def start(self, inputs) -> LoRAState:
+        embedded = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
+        return LoRAState(embedded, None, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def advance(self, k: int, state: LoRAState) -> LoRAState:
+        group = self._group[k]
+        begins = k == group[0]
+        hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
+        mask = None if state.mask is None else state.mask.repeat(len(hidden), 1, 1, 1)
+        start = 0 if begins else self.exits[k - 1]
+        flat = self.model.backbone.run_layers(
+            hidden.flatten(0, 1), mask, start, self.exits[k], adapters=self._streams[k].__getitem__
+        )
+        return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
+
+    def read(self, k: int, state: LoRAState) -> Reading:
+        return Reading(self.model.heads[k](state.hidden[0], state.mask).float().numpy(force=True))
+
+    def layer_passes(self, k: int) -> int:
+        group = self._group[k]
+        start = 0 if k == group[0] else self.exits[k - 1]
+        return (self.exits[k] - start) * (group[-1] - k + 1)
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
+        layer = backbone_layer_flops(backbone, tokens)
+        pairs = self.model.adapters[k][0].values()
+        layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
+        averaged = tokens if self.model.pool == "mean" else 0
+        return self.layer_passes(k) * layer, head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)

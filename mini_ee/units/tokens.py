@@ -1,0 +1,192 @@
+"""A decoder fine-tuned with exits: what ConsistentEE (decoder_policies.py) and CALM (calm.py) both begin from.
+
+Sources: Zeng et al. 2024, ConsistentEE, "Experimental Settings": LoRA in the initialisation step, then the backbone is
+frozen; Schuster et al. 2022, Confident Adaptive Language Modeling, which trains its exits under such a sum too.
+
+    fine_tune    the initialisation: adapters and heads learn, under Eq. 1; then the adapters are folded in for good
+    instances    every token is an instance: its states at the exits, which the frozen backbone gives once
+
+Symbols:   K exits, the last is the LM head, which is never trained; N instances; D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from tqdm import tqdm
+
+from mini_ee.backbones.bert import StackedLinear
+from mini_ee.backbones.llama import Decoder
+from mini_ee.backbones.lora import LowRank, check_lora
+from mini_ee.data.texts import Text
+from mini_ee.rules import Policy, Threshold
+from mini_ee.units.rows import check_exits
+
+PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of all readings, under the rules of a sweep
+
+BATCH = 256  # instances of a step: a token is far less than a text
+
+
+class QueryValueAdapter(nn.Module):
+    """W + alpha / rank (A B)^T in the query and the value rows of a stacked projection (Hu et al. 2022)."""
+
+    def __init__(self, linear: StackedLinear, rank: int, alpha: float):
+        super().__init__()
+        query, self.key, value = linear.sizes
+        self.query, self.value = LowRank(linear.in_features, rank, query), LowRank(linear.in_features, rank, value)
+        self.scale = alpha / rank
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(Q + K + V, D) -> the same."""
+        query, value = ((pair.A @ pair.B).T for pair in (self.query, self.value))
+        return weight + self.scale * torch.cat((query, query.new_zeros(self.key, query.shape[1]), value))
+
+
+class ExitDecoder(nn.Module):
+    """A decoder, a vocabulary head after each exit but the last, and adapters of query and value in all layers.
+
+    Heads begin as copies of the final norm and the LM head. Raises ValueError for exits that do not end at L, for a
+    single one, and for a rank or alpha that cannot be.
+    """
+
+    def __init__(self, decoder: Decoder, exits: tuple[int, ...], *, rank: int = 8, alpha: float = 16.0):
+        super().__init__()
+        check_lora(rank, alpha)
+        self.exits = check_exits(tuple(exits), decoder.config.num_hidden_layers)
+        if len(self.exits) < 2:
+            raise ValueError(f"expected exits before the last layer, got only {self.exits[0]}")
+        self.rank, self.alpha = rank, alpha
+        self.decoder = decoder.eval().requires_grad_(False)
+        self.heads = nn.ModuleList(VocabularyHead(decoder, "copy") for _ in self.exits[:-1])
+        self.adapters = nn.ModuleList(QueryValueAdapter(layer.qkv, rank, alpha) for layer in decoder.layers)
+
+    def unfold(self) -> None:
+        """Let the adapters act on the decoder's weights, so that they can learn."""
+        for layer, adapter in zip(self.decoder.layers, self.adapters):
+            parametrize.register_parametrization(layer.qkv, "weight", adapter)
+
+    def fold(self) -> None:
+        """Add the adapters to the decoder's weights, for good."""
+        for layer in self.decoder.layers:
+            parametrize.remove_parametrizations(layer.qkv, "weight")
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """The internal classifier of exit k, in the end the LM head: (..., D) -> logits (..., V) float32."""
+        return self.heads[k](state) if k < len(self.heads) else self.decoder.lm_logits(state)
+
+    def all_logits(self, states: Tensor) -> Tensor:
+        """Of every exit: (N, K, D) -> (N, K, V)."""
+        return torch.stack([self.classify(k, state) for k, state in enumerate(states.unbind(1))], dim=1)
+
+    @property
+    def policies(self) -> list[Callable[[Tensor], Tensor]]:
+        """What decides at each exit but the last, as `generate` takes it: (..., D) -> exit_logit (...)."""
+        raise NotImplementedError
+
+    def exit_logits(self, states: Tensor) -> Tensor:
+        """(N, K, D) -> (N, K - 1)."""
+        return torch.stack([policy(states[:, k]) for k, policy in enumerate(self.policies)], dim=1)
+
+    @property
+    def own(self) -> nn.ModuleDict:
+        """What is trained, and stands in a run on disk."""
+        return nn.ModuleDict({name: part for name, part in self.named_children() if name != "decoder"})
+
+
+def _forward(model: ExitDecoder, texts: Sequence[Text]) -> tuple[list[Tensor], Tensor]:
+    """States of the tokens that count, (N, D), of the embeddings and of every exit; and the tokens that follow, (N,).
+
+    Padding stands on the right, where no token looks.
+    """
+    device = model.decoder.embeddings.weight.device
+    longest = max(len(text.ids) for text in texts)
+    ids = torch.tensor([[*text.ids, *[0] * (longest - len(text.ids))] for text in texts], device=device)
+    counted = torch.tensor([[text.start <= at < len(text.ids) - 1 for at in range(longest)] for text in texts])
+    hidden = model.decoder.hidden_states(ids)
+    labels = ids.roll(-1, dims=1)[counted]
+    return [hidden[layer][counted] for layer in (0, *model.exits)], labels
+
+
+# ---- Instances ----
+class Instances(NamedTuple):
+    """Each token of some texts, with what the frozen backbone makes of it."""
+
+    states: Tensor  # (N, K, D), hidden at every exit
+    labels: Tensor  # (N,), the token that follows
+    saturation: Tensor  # (N, K - 1), cosine of the state with that of the exit before, at first of the embeddings
+
+
+@torch.no_grad()
+def instances(model: ExitDecoder, texts: Sequence[Text], batch_size: int = 16) -> Instances:
+    """One forward pass over the texts, of the tokens that count."""
+    found = []
+    for begin in tqdm(range(0, len(texts), batch_size), desc="reading", unit="batch", delay=2):
+        states, labels = _forward(model, texts[begin : begin + batch_size])
+        pairs = zip(states[:-2], states[1:-1])
+        moved = torch.stack([torch.cosine_similarity(before.float(), now.float()) for before, now in pairs], dim=1)
+        found.append((torch.stack(states[1:], dim=1), labels, moved.clamp(-1, 1)))  # rounding would pass the ends
+    return Instances(*(torch.cat(parts) for parts in zip(*found)))
+
+
+@torch.no_grad()
+def confidence(model: ExitDecoder, some: Instances, rule: Policy | Threshold) -> Tensor:
+    """What the rule compares with its threshold, of every instance at every exit but the last: (N, K - 1).
+
+    A Policy compares the probability of leaving; a Threshold must be on saturation or breaking_ties.
+    """
+    if isinstance(rule, Policy):
+        return model.exit_logits(some.states).double().sigmoid()
+    if rule.measure == "saturation":
+        return some.saturation
+    parts = (model.all_logits(states)[:, :-1].softmax(-1).topk(2).values for states in some.states.split(BATCH))
+    return torch.cat([top[..., 0] - top[..., 1] for top in parts])
+
+
+def sweep(model: ExitDecoder, some: Instances, rule: Policy | Threshold) -> list[Policy | Threshold]:
+    """The rule with other thresholds, the strictest first: such as these shares of what it compares would pass."""
+    found = np.quantile(confidence(model, some, rule).numpy(force=True), 1 - np.array(PASSING))
+    name = "cut" if isinstance(rule, Policy) else "threshold"
+    return [replace(rule, **{name: float(value)}) for value in found]
+
+
+INITS = ("scratch", "copy")  # of a VocabularyHead
+
+
+class VocabularyHead(nn.Module):
+    """A norm and a linear map to the vocabulary, as the model ends with."""
+
+    def __init__(self, decoder: Decoder, init: str):
+        super().__init__()
+        if init not in INITS:
+            raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+        weight = decoder.embeddings.weight
+        self.norm = deepcopy(decoder.norm)
+        self.linear = nn.Linear(
+            decoder.config.hidden_size,
+            decoder.config.vocab_size,
+            bias=decoder.lm_head is not None and decoder.lm_head.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        source = decoder.embeddings if decoder.lm_head is None else decoder.lm_head
+        with torch.no_grad():
+            if init == "copy":
+                for mine, theirs in zip(self.linear.parameters(), source.parameters(), strict=True):
+                    mine.copy_(theirs)
+            else:
+                nn.init.constant_(self.norm.weight, float(not getattr(self.norm, "offset", False)))
+                if getattr(self.norm, "bias", None) is not None:
+                    nn.init.zeros_(self.norm.bias)
+                nn.init.normal_(self.linear.weight, std=decoder.config.initializer_range)
+                if self.linear.bias is not None:
+                    nn.init.zeros_(self.linear.bias)
+        self.requires_grad_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden (..., D) -> logits (..., V) float32."""
+        return self.linear(self.norm(hidden)).float()
