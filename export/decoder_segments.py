@@ -41,7 +41,7 @@ from mini_ee.rules import Policy, Rule
 from mini_ee.training.run import versions
 from mini_ee.units.decoding import FILLS, CachedSegments, decode, gather, greedy
 from mini_ee.units.generation import TokenSegments
-from mini_ee.units.tokens import VocabularyHead
+from mini_ee.units.heads import VocabularyHead
 
 POLICIES = ("networks", "classifier")  # of ConsistentDecoder and CalmDecoder
 

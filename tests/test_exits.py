@@ -8,13 +8,14 @@ import pytest
 import torch
 from conftest import random_decoder
 
-import mini_ee.units.rows as exits
+import mini_ee.units.heads as heads
 from mini_ee.backbones.bert import padding_mask
 from mini_ee.baselines.berxit import BerxitExits
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.units.rows import HEAD_DROPOUT, ExitHead, MultiExit, check_exits, even_exits, pooled, without_heads
+from mini_ee.units.heads import HEAD_DROPOUT, ExitHead, pooled
+from mini_ee.units.rows import MultiExit, check_exits, even_exits, without_heads
 
 FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
 ATOL = 2e-5  # float32 logits of size 7, alone or padded; measured max 1.9e-6, torch 2.13 on CPU
@@ -315,7 +316,7 @@ def test_padding_gets_no_gradient(pool):
     ids=["mean over padding too", "last token", "division by all tokens"],
 )
 def test_the_head_test_can_fail(monkeypatch, bug):
-    monkeypatch.setattr(exits, "pooled", bug)
+    monkeypatch.setattr(heads, "pooled", bug)
     with pytest.raises(AssertionError):
         test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector("mean", 3)
 

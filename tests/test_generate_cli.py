@@ -17,7 +17,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate
-from mini_ee.units.tokens import VocabularyHead
+from mini_ee.units.heads import VocabularyHead
 from mini_ee.weights import pretrain_llama
 
 SHARED = os.environ.get("MINI_EE_SHARED")

@@ -31,7 +31,7 @@ from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.fit import NothingToResume
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate, generated_texts
-from mini_ee.units.tokens import VocabularyHead
+from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")

@@ -41,9 +41,9 @@ from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Planned, Rule, Threshold
 from mini_ee.units.decoding import FILLS, Generated, gather
 from mini_ee.units.generation import generate, generate_lossless
+from mini_ee.units.heads import VocabularyHead
 from mini_ee.units.rows import MultiExit, TorchSegments
 from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.units.tokens import VocabularyHead
 
 MINILM = BertConfig(
     model_type="bert",

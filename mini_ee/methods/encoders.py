@@ -14,7 +14,7 @@ from mini_ee.backbones.flops import backbone_layer_flops
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
 from mini_ee.backbones.llama import Decoder
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.units.rows import pooled
+from mini_ee.units.heads import pooled
 
 
 class OwnStates:

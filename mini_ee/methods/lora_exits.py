@@ -49,7 +49,8 @@ from mini_ee.data.files import write_bytes
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Segments
 from mini_ee.training.fit import Batch, Stage, task_loss
-from mini_ee.units.rows import MultiExit, check_exits, exit_heads, first_layers
+from mini_ee.units.heads import exit_heads
+from mini_ee.units.rows import MultiExit, check_exits, first_layers
 from mini_ee.units.streams import LoRASegments, restart
 
 

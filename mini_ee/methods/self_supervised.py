@@ -32,8 +32,8 @@ from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
 from mini_ee.rules import NeverExit, Rule, Threshold, confidence, rule_from_dict
 from mini_ee.training.fit import SAVE_SECONDS, TrainConfig, load_progress, save_progress
+from mini_ee.units.heads import VocabularyHead
 from mini_ee.units.rows import check_exits
-from mini_ee.units.tokens import VocabularyHead
 
 FORMAT_VERSION = 1
 

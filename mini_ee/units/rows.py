@@ -16,66 +16,9 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.bert import Bert, padding_mask
 from mini_ee.backbones.flops import backbone_layer_flops, head_flops
-from mini_ee.backbones.llama import Decoder, norm_of
+from mini_ee.backbones.llama import Decoder
 from mini_ee.early_exit import Reading, Segments
-
-POOLS = ("first", "mean")
-
-HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
-
-
-class ExitHead(nn.Module):
-    """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens.
-
-    norm: of the tokens before that. A decoder's states need one: its layers leave the sums that they add to unnormed.
-    """
-
-    def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None = None):
-        super().__init__()
-        self.pool, self.norm = pool, norm
-        self.dense = nn.Linear(width, width)
-        self.dropout = nn.Dropout(HEAD_DROPOUT)
-        self.out = nn.Linear(width, num_labels)
-        for linear in (self.dense, self.out):
-            nn.init.normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-
-    def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """The vector of each row: hidden (B, T, D), mask as `padding_mask` gives it; returns (B, D)."""
-        return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
-
-    def classify(self, state: Tensor) -> Tensor:
-        """(B, D) -> logits (B, C)."""
-        inner = torch.tanh(self.dense(state))
-        return self.out(self.dropout(inner) if self.training else inner)  # as in a layer: a call is felt at batch 1
-
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Both: (B, T, D) -> logits (B, C)."""
-        return self.classify(self.state(hidden, mask))
-
-
-def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
-    """(B, T, D) -> (B, D): the first token, or the mean over the tokens that are not padding."""
-    if pool == "first":
-        return hidden[:, 0]
-    if mask is None:
-        return hidden.mean(dim=1)
-    weights = mask[:, 0, 0, :, None].to(hidden.dtype)  # (B, T, 1)
-    return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
-
-
-def exit_heads(backbone: Bert | Decoder, count: int, num_labels: int, pool: str) -> nn.ModuleList:
-    """So many heads for a backbone; on a decoder each begins with a norm.
-
-    Raises ValueError for a pool that the backbone does not have.
-    """
-    decoder = isinstance(backbone, Decoder)
-    if pool not in POOLS:
-        raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
-    if decoder and pool == "first":
-        raise ValueError("pool must be mean for a decoder, got first: no token comes before it, it says nothing")
-    shape = backbone.config.hidden_size, num_labels, pool
-    return nn.ModuleList(ExitHead(*shape, norm_of(backbone.config) if decoder else None) for _ in range(count))
+from mini_ee.units.heads import exit_heads
 
 
 def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:

@@ -10,7 +10,6 @@ Symbols:   K exits, the last is the LM head, which is never trained; N instances
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from mini_ee.backbones.llama import Decoder
 from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.data.texts import Text
 from mini_ee.rules import Policy, Threshold
+from mini_ee.units.heads import VocabularyHead
 from mini_ee.units.rows import check_exits
 
 PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of all readings, under the rules of a sweep
@@ -152,41 +152,3 @@ def sweep(model: ExitDecoder, some: Instances, rule: Policy | Threshold) -> list
     found = np.quantile(confidence(model, some, rule).numpy(force=True), 1 - np.array(PASSING))
     name = "cut" if isinstance(rule, Policy) else "threshold"
     return [replace(rule, **{name: float(value)}) for value in found]
-
-
-INITS = ("scratch", "copy")  # of a VocabularyHead
-
-
-class VocabularyHead(nn.Module):
-    """A norm and a linear map to the vocabulary, as the model ends with."""
-
-    def __init__(self, decoder: Decoder, init: str):
-        super().__init__()
-        if init not in INITS:
-            raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
-        weight = decoder.embeddings.weight
-        self.norm = deepcopy(decoder.norm)
-        self.linear = nn.Linear(
-            decoder.config.hidden_size,
-            decoder.config.vocab_size,
-            bias=decoder.lm_head is not None and decoder.lm_head.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        source = decoder.embeddings if decoder.lm_head is None else decoder.lm_head
-        with torch.no_grad():
-            if init == "copy":
-                for mine, theirs in zip(self.linear.parameters(), source.parameters(), strict=True):
-                    mine.copy_(theirs)
-            else:
-                nn.init.constant_(self.norm.weight, float(not getattr(self.norm, "offset", False)))
-                if getattr(self.norm, "bias", None) is not None:
-                    nn.init.zeros_(self.norm.bias)
-                nn.init.normal_(self.linear.weight, std=decoder.config.initializer_range)
-                if self.linear.bias is not None:
-                    nn.init.zeros_(self.linear.bias)
-        self.requires_grad_()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden (..., D) -> logits (..., V) float32."""
-        return self.linear(self.norm(hidden)).float()
