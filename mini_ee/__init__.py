@@ -1,7 +1,47 @@
-"""mini_ee: early-exit transformers from scratch. See README.md; the parts are imported by name."""
+"""mini_ee: early-exit transformers from scratch. See README.md.
+
+The public names are imported when they are asked for: whoever runs an exported model never loads torch.
+"""
+
+from importlib import import_module
+from types import ModuleType
 
 __version__ = "0.1.0"
+
+PUBLIC = {
+    "load_backbone": "mini_ee.backbones.hub",
+    "save_backbone": "mini_ee.backbones.hub",
+    "train": "mini_ee.training.train",
+    "load_run": "mini_ee.training.run",
+    "NeverExit": "mini_ee.rules",
+    "FixedExit": "mini_ee.rules",
+    "Threshold": "mini_ee.rules",
+    "Patience": "mini_ee.rules",
+    "PatienceConfidence": "mini_ee.rules",
+    "Policy": "mini_ee.rules",
+}
+"""Name -> the module that holds it."""
+CALLABLE = ("early_exit", "export")  # modules of the name of their function
 
 
 class WrongArguments(ValueError):
     """Arguments that do not fit each other, the task or the run: the command line ends with status 2."""
+
+
+class CallableModule(ModuleType):
+    """A module that has the name of its main function, and can be called as that: `mini_ee.early_exit(...)`."""
+
+    def __call__(self, *args, **settings):
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **settings)
+
+
+def __getattr__(name: str):
+    if name in CALLABLE:
+        return import_module(f"mini_ee.{name}")
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'mini_ee' has no attribute {name!r}; it has {', '.join(__dir__())}")
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*PUBLIC, *CALLABLE, "WrongArguments", "__version__"]

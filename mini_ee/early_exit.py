@@ -1,10 +1,12 @@
 """The loop: segments + a rule -> a result. It is the only one; whatever exits early, on any engine, goes through it.
 
-A model with exits e_1 < ... < e_K = L is K segments (class Segments); rules.py says what a rule offers. Hidden states
-stay inside the segments; a Reading is numpy, because the decision is taken on the host anyway. No torch here: the ONNX
-runtime runs this same file.
+A model with exits e_1 < ... < e_K = L is K segments: the layers between two exits, and the head of the second. The loop
+runs a segment, asks the rule who stops there, and goes on with the others alone. rules.py says what a rule offers.
+Hidden states stay inside the segments. A Reading is numpy, because the decision is taken on the host anyway. No torch
+here: the ONNX runtime runs this same file.
 """
 
+import sys
 import time
 from collections.abc import Container
 from contextlib import AbstractContextManager, nullcontext
@@ -12,28 +14,37 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee import CallableModule
+
 
 class Reading(NamedTuple):
-    """What an exit says of the rows that reached it."""
+    """What an exit says of the units (rows, or tokens) that reached it.
 
-    logits: np.ndarray | None  # (B, C); None in a glance
-    exit_logit: np.ndarray | None = None  # (B,), where the method has a policy
-    max_probability: np.ndarray | None = None  # (B,), where the engine has computed it already, as
-    breaking_ties: np.ndarray | None = None  # (B,), Eq. 2 of self-supervised exits
-    saturation: np.ndarray | None = None  # (B,), cosine of the state with that of the exit before
+    Besides logits: what an engine has computed already, or what no function of logits could tell.
+    """
+
+    logits: np.ndarray | None  # (N, C); None where the rule needs the state alone
+    exit_logit: np.ndarray | None = None  # (N,), where the model has a policy
+    max_probability: np.ndarray | None = None  # (N,), one field for each measure of confidence.py
+    breaking_ties: np.ndarray | None = None
+    saturation: np.ndarray | None = None  # (N,), cosine of the state with that of the exit before
+    entropy: np.ndarray | None = None
+    normalised_entropy: np.ndarray | None = None
+    breaking_ties_logits: np.ndarray | None = None
+    prediction: np.ndarray | None = None  # (N,), index of the largest logit
 
 
 class Segments:
     """What the loop drives. Engines offer these; k counts from 0 along exits.
 
-    start(inputs) -> state         the embeddings; a state holds tensors whose first axis is the row
-    reading(heads, state) -> state told which heads alone will be read, for engines that compute one with its layers
-    advance(k, state) -> state     the layers between exit k - 1 and exit k
-    read(k, state) -> Reading      the head at exit k
-    glance(k, state) -> Reading    without the head, where states alone can decide; else as read
-    state.keep(rows) -> state      row compaction: the rows that go on
-    flops(k, inputs)               floating-point operations of a row in advance(k), and in read(k): a pair of numbers,
-                                   or of arrays (B,)
+    start(inputs) -> state           the embeddings; a state holds tensors whose first axis is the unit
+    advance(k, state) -> state       the layers between exit k - 1 and exit k
+    read(k, state) -> Reading        the head at exit k
+    state.keep(rows) -> state        the units that go on
+    read_state(k, state) -> Reading  without logits, for rules that need the state alone
+    will_read(heads, state) -> state told which heads alone will be read, for engines that compute one with its layers
+    flops(k, inputs)                 floating-point operations of a unit in advance(k), and in read(k): a pair of
+                                     numbers, or of arrays (N,)
     """
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
@@ -43,63 +54,36 @@ class Segments:
         """Held while a batch runs, for engines that have a mode for it."""
         return nullcontext()
 
-    def reading(self, heads: Container[int], state):
+    def will_read(self, heads: Container[int], state):
         """The same state, for most engines."""
         return state
 
-    def glance(self, k: int, state) -> Reading:
-        """What a rule is given that decides without logits (`rule.glances`)."""
+    def read_state(self, k: int, state) -> Reading:
+        """What a rule is given that needs no logits; all that is known, for engines that know no less."""
         return self.read(k, state)
 
+    def state_flops(self, k: int) -> float:
+        """Operations of a unit in read_state(k)."""
+        return 0.0
+
     def layer_passes(self, k: int) -> int:
-        """Layers that one row costs in advance(k)."""
+        """Layers that one unit costs in advance(k)."""
         return self.exits[k] - (self.exits[k - 1] if k else 0)
 
 
-class Cost:
-    """What a batch cost. Layers and operations are counted when they are asked for: the run does not wait for it."""
-
-    def __init__(self, seconds: float, segments: Segments, rule, inputs, logits, exit_index: np.ndarray, asked: list):
-        self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
-        self._run = segments, inputs, exit_index
-        self._rule, self._classes, self._asked = rule, logits.shape[1], asked
-
-    @property
-    def layer_passes(self) -> np.ndarray:
-        """(B,): layers computed for the row; more than its depth where a schedule restarts."""
-        segments, _, exit_index = self._run
-        return np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])[exit_index]
-
-    @property
-    def flops(self) -> np.ndarray:
-        """(B,): floating-point operations, a multiply-add as two.
-
-        The segments up to each row's exit, the heads that were read on the way, and the rule's decisions.
-        """
-        segments, inputs, exit_index = self._run
-        total = np.full(len(exit_index), self._rule.plan_flops(inputs))
-        decision = self._rule.flops(self._classes)
-        for k in range(len(segments.exits)):
-            advance, read = segments.flops(k, inputs)
-            reached = exit_index >= k
-            total += reached * advance
-            total += reached * (read + decision) if self._asked[k] else (exit_index == k) * read
-        return total
-
-
 class ExitResult(NamedTuple):
-    """Where each row left, and what the exit there said."""
+    """Where each unit left, and what the exit there said."""
 
-    logits: np.ndarray  # (B, C)
-    exit_index: np.ndarray  # (B,) int64, index into segments.exits, from 0
-    layers_run: np.ndarray  # (B,) int64, depth of that exit, in 1..L
-    cost: Cost
+    logits: np.ndarray  # (N, C)
+    exit_index: np.ndarray  # (N,) int64, index into segments.exits, from 0
+    layers_run: np.ndarray  # (N,) int64, depth of that exit, in 1..L
+    cost: "Cost"
 
 
 def early_exit(segments: Segments, rule, inputs) -> ExitResult:
     """Run a batch; at each exit ask the rule who stops, and go on with the others alone.
 
-    inputs: what segments.start and rule.plan take; len(inputs) is B. The last exit takes whoever is left.
+    inputs: what segments.start and rule.plan take; len(inputs) is N. The last exit takes whoever is left.
     Raises ValueError where the rule does not fit the number of exits, and for a batch without rows.
     """
     rule.check(len(segments.exits))
@@ -107,57 +91,49 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
         raise ValueError("expected a batch of at least one row, got none")
     begin = time.perf_counter()
     with segments.running():
-        logits, exit_index, asked = _run(segments, rule, inputs)
+        logits, exit_index, shown = _run(segments, rule, inputs)
     layers_run = np.asarray(segments.exits)[exit_index]
     seconds = time.perf_counter() - begin
-    cost = Cost(seconds, segments, rule, inputs, logits, exit_index, asked)
+    cost = Cost(seconds, segments, rule, inputs, logits.shape[1], exit_index, shown)
     return ExitResult(logits, exit_index, layers_run, cost)
 
 
-def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list[bool]]:
-    """The loop itself: logits (B, C), exit index (B,), and whether every row was read and judged, (K,)."""
+def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    """The loop itself: logits (N, C), exit index (N,), and what the rule was shown of all units at each exit, (K,)."""
     size, last = len(inputs), len(segments.exits) - 1
-    exit_index = np.zeros(size, np.int64)
-    asked = [False] * (last + 1)  # exits where every row was read and the rule decided
-    logits = None
-
-    plan = rule.plan(inputs)
-    state = segments.start(inputs)
+    exit_index, shown, logits = np.zeros(size, np.int64), [None] * (last + 1), None
+    plan, state = rule.plan(inputs), segments.start(inputs)
     if plan is not None:
-        state = segments.reading(set(plan.tolist()), state)
-    elif not rule.reads:
-        state = segments.reading({last}, state)
-    rows = np.arange(size)  # where the rows still in the model stand in the batch
+        state = segments.will_read(set(plan.tolist()), state)
+    elif rule.needs is None:
+        state = segments.will_read({last}, state)
+    rows = np.arange(size)  # where those that are still in the model stand in the batch
     memory: dict[str, np.ndarray] = {}
     for k in range(last + 1):
         state = segments.advance(k, state)
-        if plan is None:
-            plan = rule.plan(inputs)
-
         reading, everyone = None, k == last
         if not everyone:
             if plan is not None:
                 leaves = plan[rows] <= k
-            elif rule.reads:
-                reading = segments.glance(k, state) if rule.glances else segments.read(k, state)
-                leaves = rule.stop(k, reading, memory)
-                asked[k] = reading.logits is not None
-                reading = reading if asked[k] else None
-            else:
+            elif rule.needs is None:
                 continue
+            else:
+                reading = segments.read_state(k, state) if rule.needs == "state" else segments.read(k, state)
+                leaves = rule.stop(k, reading, memory)
+                shown[k] = "state" if reading.logits is None else "logits"
             leaving = leaves.nonzero()[0]
             if not len(leaving):
                 continue
             everyone = len(leaving) == len(rows)
 
-        if reading is None:
-            said = segments.read(k, state if everyone else state.keep(leaving)).logits
-        else:
+        if shown[k] == "logits":
             said = reading.logits if everyone else reading.logits[leaving]
+        else:
+            said = segments.read(k, state if everyone else state.keep(leaving)).logits
         if logits is None:
-            if everyone:  # all rows at once, as at batch 1
+            if everyone:  # all at once, as at batch 1
                 exit_index.fill(k)
-                return said, exit_index, asked
+                return said, exit_index, shown
             logits = np.empty((size, said.shape[1]), said.dtype)
         out = rows if everyone else rows[leaving]
         logits[out], exit_index[out] = said, k
@@ -166,12 +142,103 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
         stay = np.flatnonzero(~leaves)
         state, rows = state.keep(stay), rows[stay]
         memory = {name: values[stay] for name, values in memory.items()}
-    return logits, exit_index, asked
+    return logits, exit_index, shown
+
+
+class Cost:
+    """What a batch cost. Layers and operations are counted when they are asked for: the run does not wait for it."""
+
+    def __init__(
+        self, seconds: float, segments: Segments, rule, inputs, classes: int, exit_index, shown: list[str | None]
+    ):
+        self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
+        self._run = segments, inputs, exit_index
+        self._rule, self._classes, self._shown = rule, classes, shown
+
+    @property
+    def layer_passes(self) -> np.ndarray:
+        """(N,): layers computed for the unit; more than its depth where a schedule restarts."""
+        segments, _, exit_index = self._run
+        return np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])[exit_index]
+
+    @property
+    def flops(self) -> np.ndarray:
+        """(N,): floating-point operations, a multiply-add as two.
+
+        The segments up to each unit's exit, the heads that were read on the way, and the rule's decisions.
+        """
+        segments, inputs, exit_index = self._run
+        total = np.full(len(exit_index), self._rule.plan_flops(inputs))
+        decision = self._rule.flops(self._classes)
+        for k in range(len(segments.exits)):
+            advance, read = segments.flops(k, inputs)
+            reached = exit_index >= k
+            total += reached * advance
+            if self._shown[k] == "logits":
+                total += reached * (read + decision)
+            else:
+                total += (exit_index == k) * read
+            if self._shown[k] == "state":
+                total += reached * (segments.state_flops(k) + decision)
+        return total
+
+
+# ---- Recorded once, replayed under many rules ----
+
+
+class Recorded(Segments):
+    """Segments that play back what every exit said of N units, so that a sweep of rules runs the model once.
+
+    logits (N, K, C), or whatever C numbers are wanted of the exit where a unit leaves. measures: fields of a Reading by
+    name, (N, K - 1) or (N, K), where a rule could not or need not compute them from the logits. flops (N, K, 2).
+    """
+
+    def __init__(
+        self,
+        exits: tuple[int, ...],
+        logits: np.ndarray,
+        flops: np.ndarray,
+        layer_passes: list[int],
+        measures: dict[str, np.ndarray] | None = None,
+    ):
+        self.exits, self.logits, self.measures = exits, logits, measures or {}
+        self._flops, self._layer_passes = flops, layer_passes
+
+    @property
+    def exit_logits(self) -> np.ndarray | None:
+        """(N, K - 1), what a policy said; None where the model has none."""
+        return self.measures.get("exit_logit")
+
+    def start(self, inputs) -> "RecordedRows":
+        """inputs: anything whose length is the number of recorded units."""
+        return RecordedRows(np.arange(len(inputs)))
+
+    def advance(self, k: int, state: "RecordedRows") -> "RecordedRows":
+        return state
+
+    def read(self, k: int, state: "RecordedRows") -> Reading:
+        measures = {name: values[state.rows, k] for name, values in self.measures.items() if k < values.shape[1]}
+        return Reading(self.logits[state.rows, k], **measures)
+
+    def layer_passes(self, k: int) -> int:
+        return self._layer_passes[k]
+
+    def flops(self, k: int, inputs) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(self._flops[:, k].T)
+
+
+class RecordedRows(NamedTuple):
+    """The state of recorded segments: which units are still in the model."""
+
+    rows: np.ndarray
+
+    def keep(self, rows: np.ndarray) -> "RecordedRows":
+        return RecordedRows(self.rows[rows])
 
 
 def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """What every exit says of every row: logits (B, K, C); what it costs to advance to and to read each, (B, K, 2);
-    exit_logits (B, K - 1) where the model has a policy, else None.
+    """What every exit says of every unit: logits (N, K, C); what it costs to advance to and to read each, (N, K, 2);
+    exit_logits (N, K - 1) where the model has a policy, else None.
     """
     logits, exit_logits, flops = [], [], np.zeros((len(inputs), len(segments.exits), 2))
     with segments.running():
@@ -186,42 +253,4 @@ def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray,
     return np.stack(logits, axis=1), flops, np.stack(exit_logits, axis=1) if exit_logits else None
 
 
-class Recorded(Segments):
-    """Segments that play back what `read_every_exit` recorded, so that a sweep of rules runs the model once."""
-
-    def __init__(
-        self,
-        exits: tuple[int, ...],
-        logits: np.ndarray,
-        flops: np.ndarray,
-        layer_passes: list[int],
-        exit_logits: np.ndarray | None = None,
-    ):
-        self.exits, self.logits, self.exit_logits = exits, logits, exit_logits
-        self._flops, self._layer_passes = flops, layer_passes
-
-    def start(self, inputs) -> "RecordedRows":
-        """inputs: anything whose length is the number of recorded rows."""
-        return RecordedRows(np.arange(len(inputs)))
-
-    def advance(self, k: int, state: "RecordedRows") -> "RecordedRows":
-        return state
-
-    def read(self, k: int, state: "RecordedRows") -> Reading:
-        decides = self.exit_logits is not None and k < len(self.exits) - 1
-        return Reading(self.logits[state.rows, k], self.exit_logits[state.rows, k] if decides else None)
-
-    def layer_passes(self, k: int) -> int:
-        return self._layer_passes[k]
-
-    def flops(self, k: int, inputs) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(self._flops[:, k].T)
-
-
-class RecordedRows(NamedTuple):
-    """The state of recorded segments: which rows are still in the model."""
-
-    rows: np.ndarray
-
-    def keep(self, rows: np.ndarray) -> "RecordedRows":
-        return RecordedRows(self.rows[rows])
+sys.modules[__name__].__class__ = CallableModule

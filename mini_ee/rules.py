@@ -1,12 +1,13 @@
 """When to stop. A rule is asked at every exit but the last, which takes whoever is left.
 
-    rule.plan(inputs) -> (B,) exit index, or None      known without this row's logits; None: not yet, or never
-    rule.stop(k, reading, memory) -> (B,) bool         decided at exit k; memory is arrays by row, kept with the rows
-    rule.reads                                         False where no head before a row's own exit need be read
-    rule.glances                                       True where `stop` looks at no logits
-    rule.flops(classes)                                what one decision costs for one row
-    rule.plan_flops(inputs)                            what a plan costs for one row
+    rule.plan(inputs) -> (N,) exit index, or None      known before the model runs; None: it does not plan
+    rule.stop(k, reading, memory) -> (N,) bool         decided at exit k; memory is arrays by unit, kept with the units
+    rule.needs                                         what `stop` looks at: "logits", "state" (no logits), or None
+    rule.flops(classes)                                what one decision costs for one unit
+    rule.plan_flops(inputs)                            what a plan costs for one unit
     rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
+
+A rule is a frozen dataclass; its fields carry their help, from which the command line's options are made.
 
 Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
 """
@@ -14,19 +15,26 @@ Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no st
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 
 from mini_ee.confidence import MEASURES
+from mini_ee.data.options import option
+from mini_ee.registry import METHODS
+
+STATE_MEASURES = {"saturation": (-1.0, 1.0)}
+"""Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
+ALL_MEASURES = (*MEASURES, *STATE_MEASURES)
 
 
 class Rule:
-    """What all rules share: never plan, always read."""
+    """What all rules share: they do not plan, and look at logits."""
 
     name = ""
-    reads = True
-    glances = False
-    looks = False  # True where `plan` looks at the rows themselves, not only at how many they are
+    needs: str | None = "logits"
+    plans_from_texts = False  # True where `plan` looks at the units themselves, not only at how many they are
 
     def plan(self, inputs) -> np.ndarray | None:
         return None
@@ -44,6 +52,10 @@ class Rule:
         """What a plan costs for one row."""
         return 0.0
 
+    def opened(self, folder: Path, config: dict, model) -> "Rule":
+        """The rule of a run on disk, with what it needs of the run's other files. Most need nothing."""
+        return self
+
     def to_dict(self) -> dict:
         return {"name": self.name} | {key: _json(value) for key, value in self.__dict__.items()}
 
@@ -60,16 +72,16 @@ class NeverExit(Rule):
     """Every row runs to the last exit; only that head is read. The full model."""
 
     name = "never"
-    reads = False
+    needs = None
 
 
 @dataclass(frozen=True)
 class FixedExit(Rule):
     """Every row leaves at one exit, whatever it says. `exit` is an index into exits, from 0."""
 
-    exit: int
+    exit: int = option(help="the layer at which all leave", flag="--layer")
     name = "fixed"
-    reads = False
+    needs = None
 
     def plan(self, inputs) -> np.ndarray:
         return np.full(len(inputs), self.exit)
@@ -86,7 +98,7 @@ class Planned(Rule):
     exit_index: tuple[int, ...]
     cost: float = 0.0
     name = "planned"
-    reads = False
+    needs = None
 
     def __post_init__(self):
         object.__setattr__(self, "exit_index", tuple(np.asarray(self.exit_index).tolist()))
@@ -102,10 +114,6 @@ class Planned(Rule):
     def check(self, num_exits: int) -> None:
         if not set(self.exit_index) <= set(range(num_exits)):
             raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
-
-
-STATE_MEASURES = {"saturation": (-1.0, 1.0)}
-"""Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
 
 
 def confidence(reading, measure: str) -> np.ndarray:
@@ -125,8 +133,8 @@ class Threshold(Rule):
     inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
     """
 
-    threshold: float | tuple[float, ...]
-    measure: str = "max_probability"
+    threshold: float | tuple[float, ...] = option(help="one number, or one for each exit: --threshold=.8,.8,.9")
+    measure: str = option("max_probability", "what a threshold is on", choices=ALL_MEASURES)
     name = "threshold"
 
     def __post_init__(self):
@@ -142,8 +150,8 @@ class Threshold(Rule):
                 raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
 
     @property
-    def glances(self) -> bool:
-        return self.measure in STATE_MEASURES
+    def needs(self) -> str:
+        return "state" if self.measure in STATE_MEASURES else "logits"
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
@@ -165,8 +173,8 @@ class Patience(Rule):
     predictions are equal when they differ by less than `tolerance`.
     """
 
-    patience: int
-    tolerance: float = 0.5
+    patience: int = option(help="exits in a row that must agree, or be sure")
+    tolerance: float = option(0.5, "regression: numbers that differ by less are equal", above=0)
     name = "patience"
 
     def __post_init__(self):
@@ -176,11 +184,11 @@ class Patience(Rule):
             raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if reading.logits.shape[1] == 1:
+        if reading.prediction is None and reading.logits.shape[1] == 1:
             prediction = reading.logits[:, 0]
             same = abs(prediction - memory.get("prediction", np.inf)) < self.tolerance
         else:
-            prediction = reading.logits.argmax(axis=1)
+            prediction = reading.logits.argmax(axis=1) if reading.prediction is None else reading.prediction
             same = prediction == memory.get("prediction", -1)
         memory["streak"] = np.where(same, memory.get("streak", 0) + 1, 0)
         memory["prediction"] = prediction
@@ -197,9 +205,9 @@ class PatienceConfidence(Rule):
     Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` of at least `threshold`, one for all exits.
     """
 
-    patience: int
-    threshold: float
-    measure: str = "max_probability"
+    patience: int = option(help="exits in a row that must agree, or be sure")
+    threshold: float = option(help="one number")
+    measure: str = option("max_probability", "what a threshold is on", choices=ALL_MEASURES)
     name = "patience-confidence"
 
     def __post_init__(self):
@@ -226,9 +234,9 @@ class Policy(Rule):
     0 means always, 1 never. Raises ValueError for another cut, and at an exit of a model that has no policy.
     """
 
-    cut: float = 0.5
+    cut: float = option(0.5, "leave where the probability of leaving is above", least=0, most=1)
     name = "policy"
-    glances = True
+    needs = "state"
 
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
@@ -260,6 +268,8 @@ def rule_from_dict(config: dict) -> Rule:
     """The rule that `to_dict` described. Raises ValueError for an unknown name, key or value."""
     settings = dict(config)
     name = settings.pop("name", None)
+    if name not in RULES and name in METHODS:
+        import_module(METHODS[name])  # a method may bring a rule of its name
     if name not in RULES:
         raise ValueError(f"the rule must be one of {', '.join(RULES)}, found {name!r}")
     try:

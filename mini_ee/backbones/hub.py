@@ -147,6 +147,16 @@ def load_backbone(folder: str | Path) -> Bert | Decoder:
     return backbone.eval()
 
 
+def empty_backbone(config: dict, lm_head: bool = False) -> Bert | Decoder:
+    """A backbone with weights yet to come, from what its config's to_dict gave; with its head to words or without."""
+    if config["model_type"] in DECODERS:
+        decoder = Decoder(DecoderConfig.from_dict(config))
+        if not lm_head:
+            decoder.lm_head = decoder.norm = None
+        return decoder
+    return Bert(BertConfig(**config), pooler=False, lm_head=lm_head)
+
+
 def _bert(config: BertConfig, tensors: dict[str, Tensor]) -> Bert:
     """With the parts that the file has."""
     head = _head_prefix(config.model_type)
@@ -302,10 +312,11 @@ def _some(names: list[str]) -> str:
 
 
 # ---- Tensors ----
-def read_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) -> dict[str, Tensor]:
     """All tensors of a safetensors file, which must be finite.
 
-    The checksum is compared with `sha256`, or with the one that the file carries, where there is one.
+    The checksum is compared with `sha256`, or with the one that the file carries, where there is one; `signed`: there
+    must be one.
     """
     if not path.exists():
         hint = "; only safetensors are read, convert the .bin file" if list(path.parent.glob("*.bin")) else ""
@@ -317,6 +328,8 @@ def read_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: truncated or damaged ({error}); fetch or write it again") from None
     expected = sha256 or metadata.get("sha256")
+    if expected is None and signed:
+        raise ValueError(f"{path}: damaged: the checksum that was written with it is gone")
     if expected is not None and expected != tensors_sha256(tensors):
         raise ValueError(f"{path}: damaged: the content does not have the checksum that was written with it")
     for name, tensor in tensors.items():

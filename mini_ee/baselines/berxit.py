@@ -1,43 +1,33 @@
-"""BERxiT (Xin et al. 2021): the last exit and all exits in turns, with a learning-to-exit module."""
+"""BERxiT (Xin et al. 2021, EACL, "BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression").
+
+The last exit and all exits learn in turns; a learning-to-exit module says how certain an exit may be.
+"""
 
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.backbones.llama import Decoder
-from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, task_loss
-from mini_ee.units.rows import PolicyExits
+from mini_ee.training.fit import Batch, joint_stage, task_loss
+from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.rule import cuts
+from mini_ee.training.texts import policy_rule
 
 
-# ---- BERxiT ----
-class BerxitExits(PolicyExits):
-    """One learning-to-exit module for all exits, a linear map of the pooled state to how certain the head may be."""
+class Certainty(nn.Module):
+    """One module for all exits: a linear map of the state to how certain the head may be."""
 
-    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
-        super().__init__(backbone, exits, num_labels, pool)
+    def __init__(self, width: int, exits: tuple[int, ...]):
+        super().__init__()
         if len(exits) < 2:
             raise ValueError(f"BERxiT needs at least two exits to choose from, got {len(exits)}")
-        self.certainty = nn.Linear(backbone.config.hidden_size, 1)
-        self.policy_flops = 2.0 * backbone.config.hidden_size
+        self.linear = nn.Linear(width, 1)
+        self.flops = 2.0 * width  # of one exit_logit
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of the certainty, (B,), of a state (B, D) of whichever exit."""
-        return self.certainty(state)[:, 0]
+        """The logit of the certainty, (...), of a state (..., D) of whichever exit."""
+        return self.linear(state)[..., 0]
 
 
-def berxit(model: BerxitExits) -> list[Stage]:
-    """One stage: the last exit's loss in even steps, all exits' and the module's in odd ones."""
-    return [
-        Stage(
-            name="alternating",
-            learns=lambda name: True,
-            loss=alternating_loss,
-            score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
-        )
-    ]
-
-
-def alternating_loss(model: BerxitExits, batch: Batch) -> Tensor:
+def alternating_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The objective whose turn it is; the module learns with all exits, by the squared error of its certainty."""
     states = model.states(*batch.inputs)
     last = len(states) - 1
@@ -54,3 +44,12 @@ def true_certainty(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         return 1 - torch.tanh((logits[:, 0].float() - labels).abs())
     return (logits.argmax(dim=1) == labels).float()
+
+
+METHOD = Method(
+    NoConfig,
+    lambda model, how: [joint_stage(model, name="alternating", loss=alternating_loss)],
+    policy=Certainty,
+    candidates=cuts,
+    default_rule=policy_rule,
+)

@@ -1,6 +1,7 @@
-"""CALM, what ConsistentEE is compared with in generation: a token leaves where one measure passes one threshold.
+"""CALM: a unit leaves where one measure passes one threshold; what ConsistentEE is compared with in generation.
 
-Source: Schuster et al. 2022, Confident Adaptive Language Modeling. Its three measures of how certain a token is:
+Source: Schuster et al. 2022, Confident Adaptive Language Modeling, arXiv:2207.07061v2. Its three measures of how
+certain a token is:
 
     gap          softmax response: the largest probability minus the second; the rule Threshold on breaking_ties
     saturation   cosine of the state with the one at the exit before; the rule Threshold on saturation
@@ -10,68 +11,118 @@ and its calibration, one threshold that keeps a promise on whole texts (Learn th
 
 Deviations: 1. exits need not sit after every layer, so "the layer before" is the exit before (at first the embeddings);
 2. the threshold does not fall along the text (their lambda'(lambda, t)); 3. heads of their own instead of one LM head
-for all layers: the ones of decoder_exits.py, so that the measures read the very model that ConsistentEE begins from.
+for all layers, trained under Eq. 1, so that the measures read the very model that ConsistentEE begins from; 4. on rows
+the same classifier and gap are read; a saturation is a measure of tokens.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.llama import Decoder
-from mini_ee.rules import Policy, Rule, Threshold
-from mini_ee.training.fit import TrainConfig
-from mini_ee.training.fit_tokens import fit_instances
-from mini_ee.units.tokens import BATCH, ExitDecoder, Instances
+from mini_ee.data.metrics import rouge_l
+from mini_ee.rules import NeverExit, Policy, Rule, Threshold
+from mini_ee.training.fit import Batch, Stage, joint_stage
+from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.rule import Chosen, cuts, passing
+from mini_ee.training.texts import Source
+from mini_ee.units.rows import States
+from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 MEASURES = {
     "gap": Threshold(0.5, "breaking_ties"),
     "saturation": Threshold(0.5, "saturation"),
     "classifier": Policy(),
 }
-"""The rule that reads each measure; its threshold is to be chosen (`decoder_exits.sweep`, `calibrate`)."""
-
-CLASSIFIER_EPOCHS, CLASSIFIER_LR = 3, 3e-3
-
-
-class CalmDecoder(ExitDecoder):
-    """The classifier beside the heads. Arguments and errors as in ExitDecoder."""
-
-    def __init__(self, decoder: Decoder, exits: tuple[int, ...], **lora):
-        super().__init__(decoder, exits, **lora)
-        self.classifier = nn.Linear(decoder.config.hidden_size, 1)
-
-    @property
-    def policies(self) -> list[Callable[[Tensor], Tensor]]:
-        """The classifier's logit, behind the norm of the head at each exit."""
-        return [lambda state, norm=head.norm: self.classifier(norm(state).detach())[..., 0] for head in self.heads]
+"""The rule that reads each measure; its threshold is to be chosen."""
+TOLERANCE, DELTA = 0.3, 0.05  # of the rules that a training ends with
+CLASSIFIER = {"epochs": 3, "head_lr": 3e-3, "warmup": 0.0}
 
 
-def learn_classifier(model: CalmDecoder, train: Instances, config: TrainConfig) -> None:
-    """Train the classifier in place, where all else is frozen, to predict agreement; uses torch's global random state.
+class Classifier(nn.Module):
+    """One linear map of the state, for all exits."""
 
-    Binary cross-entropy, the mean over exits and tokens.
-    """
-    agrees = agreement(model, train).float()
+    def __init__(self, width: int, exits: tuple[int, ...]):
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+        self.flops = 2.0 * width  # of one exit_logit
 
-    def loss(rows: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model.exit_logits(train.states[rows]), agrees[rows])
+    def exit_logit(self, k: int, state: Tensor) -> Tensor:
+        """The logit of the chance that exit k agrees with the last: (..., D) -> (...). No gradient into the state."""
+        return self.linear(state.detach())[..., 0]
 
-    torch.manual_seed(config.seed)
-    fit_instances(model.classifier, len(agrees), loss, CLASSIFIER_EPOCHS, CLASSIFIER_LR, config)
+
+def recipe(model: nn.Module, how: NoConfig) -> list[Stage]:
+    """Heads and backbone under Eq. 1 of ConsistentEE; then the classifier, where all else is frozen."""
+    return [
+        joint_stage(model, learns=lambda name: not name.startswith("policy.")),
+        Stage(
+            name="classifier",
+            learns=lambda name: name.startswith("policy."),
+            loss=classifier_loss,
+            on_states=True,
+            teacher=agreement,
+            judge=lambda model, held: {"score": -held_loss(model, held)},
+            settings=CLASSIFIER,
+        ),
+    ]
+
+
+def classifier_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Binary cross-entropy of the agreement, the mean over exits and units."""
+    return F.binary_cross_entropy_with_logits(model.exit_logits(batch.states), batch.taught.float())
 
 
 @torch.no_grad()
-def agreement(model: ExitDecoder, some: Instances) -> Tensor:
-    """Where the likeliest token of an exit is that of the last: (N, K - 1) bool."""
-    said = torch.cat([model.all_logits(states).argmax(-1) for states in some.states.split(BATCH)])
-    return said[:, :-1] == said[:, -1:]
+def agreement(model: nn.Module, data: States) -> np.ndarray:
+    """Where the likeliest class or token of an exit is that of the last: (N, K - 1) bool."""
+    device, found = next(model.parameters()).device, []
+    for units in np.array_split(np.arange(len(data)), max(1, len(data) // 256)):
+        states, _ = data.batch(units, device)
+        said = torch.stack([model.classify(k, state).argmax(-1) for k, state in enumerate(states)], dim=1)
+        found.append((said[:, :-1] == said[:, -1:]).numpy(force=True))
+    return np.concatenate(found)
 
 
-# ---- Calibration ----
-def calibrate(
+@torch.no_grad()
+def held_loss(model: nn.Module, held: States) -> float:
+    """The classifier's loss on units that were held out."""
+    device = next(model.parameters()).device
+    said = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)])
+    truth = torch.from_numpy(agreement(model, held)).float().to(device)
+    return float(F.binary_cross_entropy_with_logits(said, truth))
+
+
+def promised_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
+    """For each measure the loosest threshold under which held-out texts keep CALM's promise; the first is the rule.
+
+    The risk of a text is 1 - Rouge-L against what the full model writes there, greedily.
+    """
+    recorded, decode = record_texts(model, held.texts), source.tokenizer.backend.decode
+
+    def written(rule: Rule) -> list[str]:
+        return [decode(each.tokens) for each in model.write(held.texts, rule, max_new_tokens=source.follow)]
+
+    full = written(NeverExit())
+
+    def risk(rule: Rule) -> list[float]:
+        return [1 - rouge_l(*pair) for pair in zip(written(rule), full)]
+
+    rules = {measure: passing(recorded, rule) for measure, rule in MEASURES.items()}
+    own = {measure: calibrate_texts(some, risk, TOLERANCE, DELTA) or NeverExit() for measure, some in rules.items()}
+    about = {
+        "own": {measure: rule.to_dict() for measure, rule in own.items()},
+        "sweep": {measure: [rule.to_dict() for rule in some] for measure, some in rules.items()},
+    }
+    promise = {"max_loss": TOLERANCE, "confidence": 1 - DELTA, "loss": "1 - Rouge-L of a text", "rows": len(held)}
+    return Chosen(own["gap"], None if isinstance(own["gap"], NeverExit) else promise, None, about)
+
+
+# ---- Calibration on whole texts ----
+def calibrate_texts(
     rules: Sequence[Rule], risk: Callable[[Rule], Sequence[float]], tolerance: float, delta: float
 ) -> Rule | None:
     """The loosest of the rules under which texts are worse by `tolerance` at most, in the mean.
@@ -110,3 +161,15 @@ def p_value(mean: float, count: int, tolerance: float) -> float:
     divergence = (1 - mean) * math.log((1 - mean) / (1 - tolerance))
     divergence += mean * math.log(mean / tolerance) if mean else 0.0
     return math.exp(-count * divergence)
+
+
+METHOD = Method(
+    NoConfig,
+    recipe,
+    units=("tokens", "rows"),
+    policy=Classifier,
+    candidates=cuts,
+    default_rule=promised_rule,
+    classes_only=True,
+    defaults={"tokens": {"lr": 2e-3, "head_lr": 8e-3, "rank": 8}},
+)

@@ -1,26 +1,34 @@
-"""FastBERT (Liu et al. 2020): two stages, in which the other heads learn from the last one."""
+"""FastBERT (Liu et al. 2020, arXiv:2004.02178v2): two stages; the other heads learn what the last one says.
+
+Labels are not seen in the second stage. A row leaves where the normalised entropy is below a threshold ("speed"). The
+paper's heads have an attention layer of their own; here all methods share units.heads.ExitHead.
+"""
+
+from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mini_ee.baselines.two_stage import _fine_tuned
-from mini_ee.training.fit import Batch, Stage
-from mini_ee.units.rows import MultiExit
-
-
-# ---- FastBERT ----
-def fastbert(model: MultiExit) -> list[Stage]:
-    """Fine-tune backbone and last head; then the other heads learn what the last one says, labels unseen."""
-    return _fine_tuned(model, self_distillation_loss)
+from mini_ee.training.fit import Batch, fine_tune_then_heads
+from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.rule import thresholds
 
 
-def self_distillation_loss(model: MultiExit, batch: Batch) -> Tensor:
-    """FastBERT, Eq. 7 and 8: sum over students of KL(student, teacher), in this order. A squared error where C = 1."""
+def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Eq. 7 and 8: sum over students of KL(student, teacher), in this order. A squared error where C = 1."""
     *students, teacher = (logits.float() for logits in model(*batch.inputs))
     teacher = teacher.detach()
-    if model.num_labels == 1:
+    if teacher.shape[1] == 1:
         return sum(F.mse_loss(student, teacher) for student in students)
     log_t = F.log_softmax(teacher, dim=1)
     return sum(
         F.kl_div(log_t, F.log_softmax(student, dim=1), reduction="batchmean", log_target=True) for student in students
     )
+
+
+METHOD = Method(
+    NoConfig,
+    lambda model, how: fine_tune_then_heads(model, self_distillation_loss),
+    candidates=partial(thresholds, measure="normalised_entropy"),
+    classes_only=True,
+)

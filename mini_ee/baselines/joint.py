@@ -1,16 +1,9 @@
-"""All exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1)."""
+"""Joint training: all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1).
 
-from mini_ee.training.fit import Stage, depth_weighted_sum, joint_loss
-from mini_ee.units.rows import MultiExit
+PABEE, PCEE-BERT and Right-Tool train in this way too, and read the exits with rules of their own.
+"""
 
+from mini_ee.training.fit import joint_stage
+from mini_ee.training.method import Method, NoConfig
 
-def joint(model: MultiExit) -> list[Stage]:
-    """All exits and the backbone at once, under Eq. 1."""
-    return [
-        Stage(
-            name="joint",
-            learns=lambda name: True,
-            loss=joint_loss,
-            score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
-        )
-    ]
+METHOD = Method(NoConfig, lambda model, how: [joint_stage(model)], exits=None)

@@ -10,26 +10,25 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.backbones.llama import Decoder
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.training.fit import Stage, task_loss
-from mini_ee.units.rows import MultiExit, TorchState, check_exits, first_layers
+from mini_ee.training.method import Method, NoConfig
+from mini_ee.units.rows import ExitModel, RowExits, RowState, check_exits, first_layers
 
 
-class MultiModel(nn.Module):
-    """One model for each depth in `exits`, each a MultiExit with its last exit only."""
+class MultiModel(ExitModel):
+    """One model for each depth in `exits`, each a RowExits with its last exit only."""
 
-    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__()
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.models = nn.ModuleList(
-            MultiExit(first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
+            RowExits(first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
         )
 
     @property
-    def backbone(self) -> Bert | Decoder:
+    def backbone(self) -> nn.Module:
         """That of the deepest model."""
         return self.models[-1].backbone
 
@@ -46,7 +45,7 @@ class MultiModel(nn.Module):
         return self.models[-1].segments()
 
 
-def multi_model(model: MultiModel) -> list[Stage]:
+def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
     """One stage a model: plain fine-tuning."""
 
     def stage(k: int) -> Stage:
@@ -64,7 +63,7 @@ class CascadeState(NamedTuple):
     """The rows still in the cascade."""
 
     inputs: object  # tasks.Inputs
-    running: TorchState | None  # in the model that was asked last
+    running: RowState | None  # in the model that was asked last
 
     def keep(self, rows: np.ndarray) -> "CascadeState":
         return CascadeState(self.inputs.take(rows), self.running and self.running.keep(rows))
@@ -97,3 +96,6 @@ class CascadeSegments(Segments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         return self._models[k].flops(0, inputs)
+
+
+METHOD = Method(NoConfig, recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))

@@ -1,26 +1,21 @@
-"""Right-Tool (Schwartz et al. 2020): joint, then a temperature for each exit."""
+"""Right-Tool (Schwartz et al. 2020, arXiv:2004.07453v2): joint training, then a temperature for each exit.
+
+A row leaves where the calibrated largest probability reaches a threshold.
+"""
 
 import numpy as np
 import torch
 
-from mini_ee.baselines.joint import joint
-from mini_ee.training.fit import Data, Stage
+from mini_ee.training.fit import joint_stage
+from mini_ee.training.method import Method, NoConfig
 from mini_ee.units.recording import record
-from mini_ee.units.rows import MultiExit
+from mini_ee.units.rows import RowData, RowExits
 
 CALIBRATION_BATCH = 64
 
 
-# ---- Right-Tool ----
-def right_tool(model: MultiExit) -> list[Stage]:
-    """Joint; then a temperature for each exit, fitted on the hold-out."""
-    return [stage._replace(finish=calibrate) for stage in joint(model)]
-
-
-def calibrate(model: MultiExit, held: Data) -> None:
-    """Divide the logits of every exit by its temperature, in the weights of its head. Regression has nothing to do."""
-    if model.num_labels == 1:
-        return
+def calibrate_heads(model: RowExits, held: RowData) -> None:
+    """Divide the logits of every exit by its temperature, in the weights of its head."""
     logits = record(model.segments(), held.encoded, CALIBRATION_BATCH).logits
     with torch.no_grad():
         for k, head in enumerate(model.heads):
@@ -47,3 +42,8 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if slope(np.exp(middle)) < 0 else (low, middle)
     return float(np.exp(-(low + high) / 2))
+
+
+METHOD = Method(
+    NoConfig, lambda model, how: [joint_stage(model, finish=calibrate_heads)], units=("rows",), classes_only=True
+)

@@ -1,18 +1,17 @@
-"""SWEET (Rotem et al. 2023): each layer learns from the next exit's loss alone."""
+"""SWEET (Rotem et al. 2023, arXiv:2306.02307v1): all exits at once, but each layer learns from one exit's loss alone.
 
-from mini_ee.training.fit import Stage, depth_weighted_sum, task_loss
-from mini_ee.units.rows import MultiExit
+No gradient passes from an exit to the layers below the exit before it: so exits do not pull shared layers apart.
+"""
+
+from torch import Tensor, nn
+
+from mini_ee.training.fit import Batch, joint_stage, task_loss
+from mini_ee.training.method import Method, NoConfig
 
 
-def sweet(model: MultiExit) -> list[Stage]:
-    """SWEET: all exits at once, but no gradient passes from an exit to the layers below the one before it."""
-    return [
-        Stage(
-            name="sweet",
-            learns=lambda name: True,
-            loss=lambda model, batch: sum(
-                task_loss(logits, batch.labels) for logits in model(*batch.inputs, detach=True)
-            ),
-            score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
-        )
-    ]
+def separate_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of the exits' losses, each cut off from the layers that belong to earlier exits."""
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, detach=True))
+
+
+METHOD = Method(NoConfig, lambda model, how: [joint_stage(model, name="sweet", loss=separate_loss)])

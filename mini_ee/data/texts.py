@@ -13,6 +13,16 @@ from tokenizers import Tokenizer as Backend
 
 from mini_ee.data.files import read_text
 
+TRAINING_PROMPTS = ("This is an example script:", "My name is", "I am a", "Welcome to", "what is a")
+CALIBRATION_PROMPTS = (
+    "A cat is",
+    "In Python, a list is",
+    "In C, we can define a function",
+    "The capital of France is",
+    "The derivative of x^2 is",
+)
+"""Of self-supervised exits, Table 1."""
+
 
 class Text(NamedTuple):
     """A text as token ids. What counts, in calibration, learning or as a reference, follows position `start`."""

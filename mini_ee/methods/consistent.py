@@ -1,29 +1,39 @@
-"""ConsistentEE: a policy at every exit learns, by REINFORCE, whether a row should leave there.
+"""ConsistentEE: a policy at every exit learns, by REINFORCE, whether a unit should leave there.
 
-Source: Zeng et al. 2024, ConsistentEE: A Consistent and Hardness-Guided Early Exiting Method for Accelerating Language
-Models Inference. Eq. 1, the weighted sum, is fitting.depth_weighted_sum; Eq. 2 to 7 are here, for classification.
+Paper: Ziqian Zeng, Yihuai Hong, Hongliang Dai, Huiping Zhuang, Cen Chen, ConsistentEE: A Consistent and Hardness-Guided
+Early Exiting Method for Accelerating Language Models Inference, AAAI 2024, arXiv:2312.11882v2. Eq. 1, the weighted sum,
+is training.fit.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for rows and for tokens.
 
 Symbols:   losses = H(y, P_t(x)) of all exits; depths = the layers t of the exits, L the last; memorized = the
            memorized layer M; exit_logits = the logits of pi(Exit | s_t; theta); log_exit = ln P(leave at t).
 
 A trajectory is the exit at which it ends: continue at all exits before, leave there. So P(leave at t) is
-pi_t prod_{i<t} (1 - pi_i), the last exit takes whoever is left, and all trajectories of a row can be enumerated.
+pi_t prod_{i<t} (1 - pi_i), the last exit takes whoever is left, and all trajectories of a unit can be enumerated.
 
 Deviations, each from a point that the paper leaves open:
 1. Eq. 5 multiplies the reward with the probability inside an expectation over it, which would spread the probability.
-   Its gradient here is that of E[R]: REINFORCE, with the mean reward of the row's other trajectories as baseline
+   Its gradient here is that of E[R]: REINFORCE, with the mean reward of the unit's other trajectories as baseline
    (`reinforce`), or the sum over all exits (`exact`), which has no variance.
-2. Policies begin so that a row is as likely to leave at one exit as at another: with a chance of 1/2 each, hardly any
+2. Policies begin so that a unit is as likely to leave at one exit as at another: with a chance of 1/2 each, hardly any
    trajectory would reach a deep layer.
 3. Where exits are fewer than layers, t and M count layers all the same.
-4. "Until convergence": after every policy epoch and task step, held-out rows leave where p > .5, and the mean of
-   Eq. 3 over them says whether it is kept; rounds end when none is. Not the mean of Eq. 4: its M is that of the weights
-   of the moment, so that a row which the last exit unlearns would be worth more than before.
+4. "Until convergence": after every policy epoch and task step, held-out units leave where p > .5, and the mean of Eq. 3
+   over them says whether it is kept; rounds end with the first that does not improve. Not the mean of Eq. 4: its M is
+   that of the weights of the moment, so that a row which the last exit unlearns would be worth more than before.
 5. Rates and epochs, of which the paper says nothing: Eq. 1 has those that all methods share here; policies, which are
    small and begin anew, learn faster and longer than what they read.
 6. Heads and policies may read the mean over tokens, and do by default; the paper's read the first (`pool`).
-7. Step 4 samples where rows leave from states with dropout, those that its losses are of.
+7. On rows step 4 samples where rows leave from states with dropout, those that its losses are of.
 8. Table 1: the loss is Eq. 1's, of rows that were held out; what they forget is counted from epoch to epoch.
+
+Of tokens ("Experimental Settings", the part on generation): step 1 is LoRA on a decoder, which is frozen then, so that
+steps 2 to 5 run on states that are computed once. A text is written under the rule Policy (p > .5), with
+fill="propagate", the paper's state copying.
+9. s_t is the state as the internal classifier reads it, behind that head's norm: raw states grow from layer to layer.
+10. The last exit keeps the LM head, which no step trains but through the adapters of step 1.
+11. While it learns, the policy sees states of tokens whose past ran through all layers; state copying is for inference.
+12. y is the token that follows in the text; `--target hard` makes it the one that the full model would have written.
+13. The vanilla reward is the default, as in the paper; Eq. 4 is free here, where all exits read every token anyway.
 """
 
 import math
@@ -35,77 +45,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.backbones.llama import Decoder
 from mini_ee.data.metrics import spearman
-from mini_ee.data.tokens import Encoded, batches
-from mini_ee.training.fit import Batch, Data, Stage, depth_weighted_sum, joint_loss
-from mini_ee.units.rows import PolicyExits
+from mini_ee.data.options import check_options, option
+from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage
+from mini_ee.training.method import Method
+from mini_ee.training.rule import cuts
+from mini_ee.training.texts import policy_rule
+from mini_ee.units.rows import States
 
 REWARDS = ("hardness-guided", "vanilla")
 
 ESTIMATORS = ("reinforce", "exact")
 
+TARGETS = ("label", "hard")
+
 POLICY_WIDTH = 32  # of the hidden layer of a policy network
 
-FEATURES_BATCH = 64
+REWARDS_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConsistentEE:
-    """Settings of the method. Raises ValueError on a value that makes no sense."""
+class Config:
+    """Settings of the method."""
 
-    alpha: float = 0.02  # trade-off coefficient of Eq. 3 and 4, in nats a layer: the knob for speed
-    reward: str = "hardness-guided"
-    estimator: str = "reinforce"
-    trajectories: int = 8  # of a row in a step
-    epsilon: float = 0.0  # share of actions that a fair coin takes while training
-    rounds: int = 3  # at most
-    policy_epochs: int = 5
-    policy_lr: float = 3e-3
-    task_epochs: int = 1
-    task_lr: float = 3e-5
+    alpha: float = option(0.02, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
+    reward: str = option("hardness-guided", "Eq. 4, or Eq. 3 (vanilla)", choices=REWARDS)
+    estimator: str = option("reinforce", "of the gradient of Eq. 5", choices=ESTIMATORS)
+    trajectories: int = option(8, "sampled of a unit in a step; the others are the baseline of each", least=2)
+    epsilon: float = option(0.0, "share of actions that a fair coin takes while training", least=0, most=1)
+    rounds: int = option(3, "of policy and task steps, at most", least=1)
+    policy_epochs: int = option(5, "of a policy step", least=1)
+    policy_lr: float = option(3e-3, "learning rate of the policies", above=0)
+    task_epochs: int = option(1, "of a task step", least=1)
+    task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)
+    target: str = option("label", "y: the label, or what the last exit says (hard)", choices=TARGETS)
 
     def __post_init__(self):
-        for name, values in (("reward", REWARDS), ("estimator", ESTIMATORS)):
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
-        if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha must be a number of at least 0, got {self.alpha}")
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"epsilon is a share of the actions, from 0 to 1, got {self.epsilon}")
-        if self.trajectories < 2:
-            raise ValueError(
-                f"trajectories must be at least 2, the others are the baseline of each, got {self.trajectories}"
-            )
-        for name in ("rounds", "policy_epochs", "task_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("policy_lr", "task_lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        check_options(self)
 
 
 # ---- The model: internal classifiers and policies on one pooled state ----
-class ConsistentExits(PolicyExits):
-    """A policy network at every exit but the last. Raises ValueError for regression and for a single exit."""
+class PolicyNetworks(nn.Module):
+    """A policy network at every exit but the last: pi(Exit | s_t; theta). Raises ValueError for a single exit."""
 
-    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
-        super().__init__(backbone, exits, num_labels, pool)
-        if num_labels < 2:
-            raise ValueError(
-                "ConsistentEE needs classes: its memorized layer asks whether a prediction is right; "
-                "train a regression task with another method"
-            )
+    def __init__(self, width: int, exits: tuple[int, ...]):
+        super().__init__()
         if len(exits) < 2:
             raise ValueError(f"ConsistentEE needs at least two exits to choose from, got {len(exits)}")
-        width, behind = backbone.config.hidden_size, range(len(exits) - 1, 0, -1)
-        self.policies = nn.ModuleList(policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
-        self.policy_flops = 2.0 * POLICY_WIDTH * (width + 1)
+        behind = range(len(exits) - 1, 0, -1)
+        self.networks = nn.ModuleList(policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
+        self.flops = 2.0 * POLICY_WIDTH * (width + 1)  # of one exit_logit
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of pi(Exit | s_t; theta), (B,). No gradient flows into the state, (B, D)."""
-        return self.policies[k](state.detach())[:, 0]
+        """The logit of pi(Exit | s_t; theta): (..., D) -> (...). No gradient flows into the state."""
+        return self.networks[k](state.detach())[..., 0]
 
 
 def policy_network(width: int, chance: float) -> nn.Sequential:
@@ -174,7 +167,7 @@ def exact_loss(log_exit: Tensor, rewards: Tensor) -> Tensor:
     return -(log_exit.exp() * rewards).sum(dim=1).mean()
 
 
-def policy_loss(exit_logits: Tensor, rewards: Tensor, how: ConsistentEE) -> Tensor:
+def policy_loss(exit_logits: Tensor, rewards: Tensor, how: Config) -> Tensor:
     """Minus Eq. 5, by the estimator that was chosen. exit_logits (B, K - 1), rewards (B, K)."""
     log_exit = log_exit_probabilities(exit_logits, how.epsilon)
     if how.estimator == "exact":
@@ -182,7 +175,7 @@ def policy_loss(exit_logits: Tensor, rewards: Tensor, how: ConsistentEE) -> Tens
     return reinforce_loss(log_exit, rewards, sample_exits(log_exit, how.trajectories))
 
 
-def consistent_loss(losses: Tensor, exit_logits: Tensor, how: ConsistentEE) -> Tensor:
+def consistent_loss(losses: Tensor, exit_logits: Tensor, how: Config) -> Tensor:
     """Eq. 6: the cross-entropy of the exits where rows leave, and of no other, a mean over rows and trajectories."""
     log_exit = log_exit_probabilities(exit_logits.detach(), how.epsilon)
     if how.estimator == "exact":
@@ -197,32 +190,30 @@ def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
 
 
 # ---- Training: steps 1 to 5 ----
-def recipe(model: ConsistentExits, how: ConsistentEE) -> list[Stage]:
+
+
+def recipe(model: nn.Module, how: Config) -> list[Stage]:
     """Step 1, then rounds of step 3 and step 4. Step 2 is in both: M is computed wherever a reward is."""
     judge = partial(held_out, how=how)
-    stages = [
-        Stage(
-            name="initialise",
-            learns=lambda name: not name.startswith("policies."),
-            loss=joint_loss,
-            score=lambda scores: float(depth_weighted_sum(scores, model.exits)),
-        )
-    ]
+    frozen = model.unit == "tokens"  # whose backbone learns in step 1 alone, through adapters
+    stages = [joint_stage(model, name="initialise", learns=lambda name: not name.startswith("policy."))]
     for number in range(1, how.rounds + 1):
         stages += [
             Stage(
                 name=f"policy {number}",
-                learns=lambda name: name.startswith("policies."),
+                learns=lambda name: name.startswith("policy."),
                 loss=partial(learn_policy, how=how),
-                teacher=features,
+                on_states=True,
+                teacher=partial(rewards_of_all, how=how),
                 judge=judge,
                 settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr, "warmup": 0.0},
                 round=number,
             ),
             Stage(
                 name=f"task {number}",
-                learns=lambda name: not name.startswith("policies."),
+                learns=lambda name: not name.startswith(("policy.", "adapters.") if frozen else "policy."),
                 loss=partial(learn_task, how=how),
+                on_states=frozen,
                 judge=judge,
                 settings={"epochs": how.task_epochs, "lr": how.task_lr, "head_lr": how.task_lr, "warmup": 0.0},
                 round=number,
@@ -231,43 +222,25 @@ def recipe(model: ConsistentExits, how: ConsistentEE) -> list[Stage]:
     return stages
 
 
-def learn_policy(model: ConsistentExits, batch: Batch, how: ConsistentEE) -> Tensor:
-    """Step 3, on the features of a frozen model: nothing but the policies is computed."""
-    states, logits = _parted(model, batch.taught)
-    return policy_loss(model.exit_logits(states), rewards_of(model, logits, batch.labels, how), how)
+def learn_policy(model: nn.Module, batch: Batch, how: Config) -> Tensor:
+    """Step 3, on the states of a frozen model: nothing but the policies is computed; `taught` are the rewards."""
+    return policy_loss(model.exit_logits(batch.states), batch.taught, how)
 
 
-def learn_task(model: ConsistentExits, batch: Batch, how: ConsistentEE) -> Tensor:
+def learn_task(model: nn.Module, batch: Batch, how: Config) -> Tensor:
     """Step 4: one forward pass, the trajectories of frozen policies on top of it."""
-    states = model.states(*batch.inputs)
+    states = batch.states or model.states(*batch.inputs)
     logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
-    return consistent_loss(exit_losses(logits, batch.labels), model.exit_logits(states), how)
+    return consistent_loss(exit_losses(logits, y_of(logits, batch.labels, how)), model.exit_logits(states), how)
 
 
-def features(model: ConsistentExits, encoded: Encoded) -> np.ndarray:
-    """The pooled state and the logits of every exit, side by side, float32: (N, K, D + C). Policies need no more."""
-    device = next(model.parameters()).device
-    width = model.backbone.config.hidden_size + model.num_labels
-    found = np.empty((len(encoded), len(model.exits), width), np.float32)
-    model.eval()
-    with torch.no_grad():
-        for rows in batches(encoded, FEATURES_BATCH):
-            inputs = encoded.batch(rows)
-            arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-            states = model.states(*(torch.from_numpy(array).to(device) for array in arrays))
-            for k, state in enumerate(states):
-                found[rows, k] = torch.cat([state, model.classify(k, state)], dim=1).float().cpu().numpy()
-    return found
+def y_of(logits: Tensor, labels: Tensor, how: Config) -> Tensor:
+    """y, (N,): the labels, or the likeliest class or token of the last exit. logits (N, K, C)."""
+    return logits[:, -1].argmax(dim=1) if how.target == "hard" else labels
 
 
-def _parted(model: ConsistentExits, found: Tensor) -> tuple[list[Tensor], Tensor]:
-    """features -> the states of the exits, (B, D) each, and their logits (B, K, C)."""
-    states, logits = found.split([model.backbone.config.hidden_size, model.num_labels], dim=2)
-    return list(states.unbind(dim=1)), logits
-
-
-def rewards_of(model: ConsistentExits, logits: Tensor, labels: Tensor, how: ConsistentEE) -> Tensor:
-    """The reward of leaving at each exit, (B, K), from the logits of all, (B, K, C)."""
+def rewards_of(model: nn.Module, logits: Tensor, labels: Tensor, how: Config) -> Tensor:
+    """The reward of leaving at each exit, (N, K), from the logits of all, (N, K, C)."""
     losses, depths = exit_losses(logits, labels), torch.tensor(model.exits, device=logits.device)
     if how.reward == "vanilla":
         return vanilla_rewards(losses, depths, how.alpha)
@@ -275,19 +248,26 @@ def rewards_of(model: ConsistentExits, logits: Tensor, labels: Tensor, how: Cons
     return hardness_guided_rewards(losses, depths, how.alpha, memorized)
 
 
-def held_out(model: ConsistentExits, held: Data, found: np.ndarray | None, how: ConsistentEE) -> dict[str, float]:
-    """Of rows that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3, and the
-    mean depth in layers.
+@torch.no_grad()
+def rewards_of_all(model: nn.Module, data: States, how: Config) -> Tensor:
+    """What leaving at each exit is worth, of all units: (N, K). The heads are frozen: so it is computed once."""
+    device, found = next(model.parameters()).device, []
+    for units in np.array_split(np.arange(len(data)), max(1, len(data) // REWARDS_BATCH)):
+        states, labels = data.batch(units, device)
+        logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
+        found.append(rewards_of(model, logits, y_of(logits, labels, how), how).cpu())
+    return torch.cat(found)
 
-    found: the rows' features, where they have been computed already.
+
+@torch.no_grad()
+def held_out(model: nn.Module, held: States, how: Config) -> dict[str, float]:
+    """Of units that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3
+    as `score`, and the mean depth in layers.
     """
     device = next(model.parameters()).device
-    found = features(model, held.encoded) if found is None else found
-    states, logits = _parted(model, torch.from_numpy(found).to(device))
-    rewards = rewards_of(model, logits, torch.from_numpy(held.labels).to(device), replace(how, reward="vanilla"))
-    depths = torch.tensor(model.exits, dtype=torch.float32, device=device).expand(len(rewards), -1)
-    with torch.no_grad():
-        exit_logits = model.exit_logits(states)
+    rewards = rewards_of_all(model, held, replace(how, reward="vanilla"))
+    depths = torch.tensor(model.exits, dtype=torch.float32).expand(len(rewards), -1)
+    exit_logits = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)]).cpu()
     return {
         "score": inferred_reward(exit_logits, rewards),
         "mean_layers": inferred_reward(exit_logits, depths),
@@ -301,13 +281,11 @@ def inferred_reward(exit_logits: Tensor, rewards: Tensor) -> float:
 
 
 # ---- Hardness: the memorized layer beside other measures of it (Table 1) ----
-def hardness(model: ConsistentExits, data: Data) -> tuple[np.ndarray, np.ndarray]:
-    """The memorized layer of every row, (N,) in layers, and its loss under Eq. 1, (N,) in nats."""
-    return hardness_of(features(model, data.encoded)[:, :, -model.num_labels :], data.labels, model.exits)
-
-
 def hardness_of(logits: np.ndarray, labels: np.ndarray, exits: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The same of any model with exits: logits (N, K, C), labels (N,) whole numbers, exits in layers."""
+    """The memorized layer of every row, (N,) in layers, and its loss under Eq. 1, (N,) in nats.
+
+    logits (N, K, C), labels (N,) whole numbers, exits in layers.
+    """
     right = torch.from_numpy(logits.argmax(axis=2) == labels[:, None])
     losses = exit_losses(torch.from_numpy(logits), torch.from_numpy(labels))
     return memorized_layer(right, torch.tensor(exits)).numpy(), depth_weighted_sum(losses.T, exits).numpy()
@@ -325,3 +303,19 @@ def forgetting_events(right: np.ndarray) -> np.ndarray:
 def hardness_correlations(memorized: np.ndarray, losses: np.ndarray, events: np.ndarray) -> dict[str, float]:
     """Table 1: Spearman's correlation of the memorized layer with the loss and with forgetting events; each (N,)."""
     return {"loss": spearman(memorized, losses), "forgetting events": spearman(memorized, events)}
+
+
+TOKENS = {"alpha": 0.1, "reward": "vanilla", "policy_epochs": 2, "policy_lr": 1e-3, "task_lr": 3e-4}
+"""Layers are dearer than to a classifier: from one to the next the loss of a token falls by tenths of a nat."""
+FINE_TUNING = {"lr": 2e-3, "head_lr": 8e-3, "rank": 8}
+
+METHOD = Method(
+    Config,
+    recipe,
+    policy=PolicyNetworks,
+    candidates=cuts,
+    default_rule=policy_rule,
+    exits=None,
+    classes_only=True,
+    defaults={"tokens": TOKENS | FINE_TUNING},
+)

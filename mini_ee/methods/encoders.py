@@ -70,3 +70,10 @@ class SentenceEncoder:
 
     def _encode(self, inputs: Inputs) -> Inputs:
         return self.tokenizer.encode(inputs.texts).batch(slice(None))
+
+
+def open_encoder(source: dict, backbone) -> OwnStates | SentenceEncoder:
+    """The encoder of a datastore's queries: a layer of the model itself, or a checkpoint in a folder."""
+    if source["encoder"] is None:
+        return OwnStates(backbone, source["layer"])
+    return SentenceEncoder(source["encoder"])

@@ -40,26 +40,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Adapt, Bert, padding_mask
+from mini_ee.backbones.bert import Adapt, padding_mask
 from mini_ee.backbones.hub import hugging_face_names, read_tensors, write_tensors
-from mini_ee.backbones.llama import Decoder
 from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of
 from mini_ee.backbones.sgmv import expand_, shrink
 from mini_ee.data.files import write_bytes
-from mini_ee.data.tokens import Encoded, batches
+from mini_ee.data.options import check_options, option
+from mini_ee.data.tokens import batches
 from mini_ee.early_exit import Segments
 from mini_ee.training.fit import Batch, Stage, task_loss
+from mini_ee.training.method import Method
 from mini_ee.units.heads import exit_heads
-from mini_ee.units.rows import MultiExit, check_exits, first_layers
+from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits, first_layers
 from mini_ee.units.streams import LoRASegments, restart
 
 
-class LoRAExits(nn.Module):
+class LoRAExits(ExitModel):
     """A frozen backbone; for each exit adapters in the layers up to it, and a head."""
+
+    holds_backbone = False
 
     def __init__(
         self,
-        backbone: Bert | Decoder,
+        backbone: nn.Module,
         exits: tuple[int, ...],
         num_labels: int,
         pool: str = "mean",
@@ -130,11 +133,21 @@ class LoRAExits(nn.Module):
         """What early_exit drives; restart by default."""
         return LoRASegments(self, schedule or restart(len(self.exits)))
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Heads: adapters stand in PEFT's layout beside them."""
+        return {name: value for name, value in self.state_dict().items() if name.startswith("heads.")}
+
+    def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
+        return save_adapters(self, folder, backbone)
+
+    def load_parts(self, folder: Path, digests: dict[str, str]) -> None:
+        load_adapters(self, folder, digests)
+
     def whole(self) -> Segments:
         """The last exit alone, merged: what a speed-up is measured against."""
         return self.merged(len(self.exits) - 1).segments()
 
-    def merged(self, k: int) -> MultiExit:
+    def merged(self, k: int) -> RowExits:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
         small = first_layers(self.backbone, self.exits[k])
         with torch.no_grad():
@@ -143,7 +156,7 @@ class LoRAExits(nn.Module):
                     weight = getattr(layer, TARGETS[target][0]).weight[columns_of(layer, target)]
                     weight += self.scale * (pair.A @ pair.B).T
         with torch.random.fork_rng():  # what is drawn is overwritten
-            model = MultiExit(small, (self.exits[k],), self.num_labels, self.pool)
+            model = RowExits(small, (self.exits[k],), self.num_labels, self.pool)
         model.heads[0] = deepcopy(self.heads[k])
         return model.eval()
 
@@ -248,21 +261,20 @@ TEACHER_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
-    """How the exits before the last one learn. Raises ValueError on a value that makes no sense."""
+class Config:
+    """Settings of the method."""
 
-    distill: str = "segd"
-    temperature: float = 2.0  # T; the paper tries 2, 10, 20
-    weight: float = 0.95  # lambda; the paper tries 1, .95, .2
-    t_squared: bool = False
+    distill: str = option("segd", "who teaches an exit; segd: the next one", choices=TEACHERS)
+    temperature: float = option(2.0, "T of the soft labels, Eq. 5; the paper tries 2, 10, 20", above=0)
+    weight: float = option(0.95, "share of the distillation loss, Eq. 4", flag="--lambda", least=0, most=1)
+    t_squared: bool = option(False, "times the temperature squared, which the paper has not")
+    rank: int = option(8, "of the adapters", least=1)
+    alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
+    targets: tuple[str, ...] = option(("query", "value"), "projections with adapters", choices=tuple(TARGETS))
 
     def __post_init__(self):
-        if self.distill not in TEACHERS:
-            raise ValueError(f"distill must be one of {', '.join(TEACHERS)}, got {self.distill!r}")
-        if not self.temperature > 0 or not 0 <= self.weight <= 1:
-            raise ValueError(
-                f"temperature must be above 0 and lambda from 0 to 1, got {self.temperature} and {self.weight}"
-            )
+        check_options(self)
+        check_lora(self.rank, self.alpha, self.targets)
 
     def teacher_of(self, k: int, last: int) -> int | None:
         """The exit that teaches exit k, or None."""
@@ -285,7 +297,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_sq
     return loss * temperature**2 if t_squared else loss
 
 
-def exit_loss(model: LoRAExits, batch: Batch, k: int, how: Distillation) -> Tensor:
+def exit_loss(model: LoRAExits, batch: Batch, k: int, how: Config) -> Tensor:
     """Eq. 3 where there is no teacher, else Eq. 4."""
     logits = model.exit_logits(k, *batch.inputs)
     hard = task_loss(logits, batch.labels)
@@ -295,9 +307,9 @@ def exit_loss(model: LoRAExits, batch: Batch, k: int, how: Distillation) -> Tens
     return (1 - how.weight) * hard + how.weight * soft
 
 
-def teach(model: LoRAExits, encoded: Encoded, k: int) -> np.ndarray:
+def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
     """What exit k, frozen, says of all rows: (N, C). Asked once: it does not change while its student learns."""
-    device, said = next(model.parameters()).device, None
+    encoded, device, said = data.encoded, next(model.parameters()).device, None
     model.eval()
     with torch.no_grad():
         for rows in batches(encoded, TEACHER_BATCH):
@@ -310,7 +322,7 @@ def teach(model: LoRAExits, encoded: Encoded, k: int) -> np.ndarray:
     return said
 
 
-def recipe(model: LoRAExits, how: Distillation) -> list[Stage]:
+def recipe(model: LoRAExits, how: Config) -> list[Stage]:
     """One stage an exit, the last one first."""
     last = len(model.exits) - 1
     stages = []
@@ -327,3 +339,14 @@ def recipe(model: LoRAExits, how: Distillation) -> list[Stage]:
             )
         )
     return stages
+
+
+def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, how: Config) -> LoRAExits:
+    """The model with the adapters that the settings ask for."""
+    shape = {"rank": how.rank, "alpha": how.alpha, "targets": how.targets}
+    return LoRAExits(backbone, exits, num_labels, pool, **shape)
+
+
+METHOD = Method(
+    Config, recipe, units=("rows",), model=build, defaults={"rows": {"lr": 1e-3, "head_lr": 1e-3, "epochs": 5}}
+)

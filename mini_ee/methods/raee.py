@@ -11,14 +11,17 @@ No torch here: the runtime without torch retrieves with this file. The embedder 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
+from mini_ee.data.options import check_options, option
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs, batches
 from mini_ee.early_exit import Segments
 from mini_ee.methods.datastore import Datastore, Embed, Neighbours
 from mini_ee.rules import RULES, Planned, Rule
+from mini_ee.training.method import Method
 from mini_ee.units.recording import Record, record, summary
 
 LOTS = 10  # drawn for the random layers
@@ -116,8 +119,8 @@ class Retrieval(Rule):
     datastore: Datastore | None = field(default=None, repr=False, compare=False)
     embed: Embed | None = field(default=None, repr=False, compare=False)
     name = "raee"
-    reads = False
-    looks = True
+    needs = None
+    plans_from_texts = True
 
     def __post_init__(self):
         for name, least in (("k", 1), ("fallback_top", 0)):
@@ -131,6 +134,12 @@ class Retrieval(Rule):
                 f"include_embeddings needs values of layer 0, the datastore has exits {self.datastore.exits}; "
                 f"collect it again with that exit"
             )
+
+    def opened(self, folder: Path, config: dict, model) -> "Retrieval":
+        from mini_ee.methods.encoders import open_encoder
+
+        encoder = open_encoder(config["retrieval"], model.backbone)
+        return self.with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
 
     def with_datastore(self, datastore: Datastore, embed: Embed) -> "Retrieval":
         """The same settings, able to plan. embed: Inputs -> (B, D), the encoder that the datastore was built with."""
@@ -164,6 +173,32 @@ class Retrieval(Rule):
 
 
 RULES[Retrieval.name] = Retrieval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the method: of the rule, of the queries, and of the prompt."""
+
+    k: int = option(12, "neighbours that vote", least=1)
+    tau: float = option(0.9, "how sure a neighbour's exit must be to vote, Eq. 4", least=0, most=1)
+    fallback_top: int = option(0, "best exits of a neighbour none of whose exits is that sure", least=0, metavar="N")
+    include_embeddings: bool = option(False, "through a prompt: layer 0 is an exit too")
+    layer: int = option(0, "after which the model's own states are the queries", least=0)
+    encoder: Path | None = option(None, "a sentence encoder for the queries instead", metavar="DIR")
+    shots: int | None = option(None, "fine-tune a checkpoint on so many rows a class first", least=1, metavar="N")
+    template: str | None = option(None, 'such as "{text} It was {mask}."; decoders: no {mask}', metavar="TEXT")
+    words: tuple[str, ...] | None = option(None, "label words by class: 0=terrible,1=great")
+    prompts: Path | None = option(None, "JSON laid out as the built-in prompts.json", metavar="FILE")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+def train(request, say):
+    """Collect, and write the run. Arguments as of Method.train."""
+    from mini_ee.methods.raee_collect import collect_run
+
+    return collect_run(request, say)
 
 
 def plan_ahead(rule: Rule, inputs: Iterable[Inputs]) -> Iterator[tuple[Inputs, Planned]]:
@@ -286,3 +321,14 @@ def _queries(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.nda
         queries[rows] = rule.embed(inputs)
         flops += len(rows) * rule.plan_flops(inputs)
     return queries, flops / len(encoded)
+
+
+METHOD = Method(
+    Config,
+    None,
+    units=("rows", "prompts"),
+    exits=None,
+    classes_only=True,
+    train=train,
+    defaults={"rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}},
+)

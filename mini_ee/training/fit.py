@@ -1,13 +1,14 @@
 """The one training loop: AdamW, warm-up, linear decay, clipping, the best checkpoint; its state survives a kill.
 
-A recipe is a list of stages (see baselines.py); a stage says which parameters learn, from which loss, and which score
-decides the best checkpoint. Epochs are scored on rows held out of train; the split that is reported is never seen here.
+A recipe is a list of stages; a stage says which parameters learn, from which loss, and which score decides the best
+checkpoint. It knows units alone: rows and tokens bring their own data (units/rows.py, units/tokens.py). Epochs are
+scored on what is held out of train; the split that is reported is never seen here.
 """
 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,51 +19,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mini_ee.backbones.hub import read_tensors, write_tensors
-from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Encoded, batches
-from mini_ee.units.recording import exit_scores, record
+from mini_ee.data.options import check_options, option
 
 STATE = "state.safetensors"
-
 SAVE_SECONDS = 60.0  # between two saves of the training state, which holds the weights four times over
+CURVE_POINTS = 20  # of what a stage watches
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training run. Raises ValueError on a value that makes no sense."""
+    """Settings of a training. Raises ValueError on a value that makes no sense."""
 
-    epochs: int = 3
-    lr: float = 5e-5  # of the backbone
-    head_lr: float = 5e-4
-    batch_size: int = 32
-    warmup: float = 0.1  # share of a stage's steps
-    weight_decay: float = 0.01
-    clip: float = 1.0  # largest norm of the gradient
-    seed: int = 0
+    epochs: int = option(3, "passes over the rows or texts, of a stage that names none of its own", least=1)
+    lr: float = option(5e-5, "learning rate of the backbone, or of its adapters", least=0)
+    head_lr: float = option(5e-4, "learning rate of what is new: heads, policies", least=0)
+    batch_size: int = option(32, "rows or texts of a step", least=1)
+    warmup: float = option(0.1, "share of a stage's steps in which the rate rises", least=0, most=1)
+    weight_decay: float = option(0.01, "of matrices", least=0)
+    clip: float = option(1.0, "largest norm of the gradient", above=0)
+    seed: int = option(0, "of all that is drawn", least=0)
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if not np.isfinite(value) or value < 0 or (value == 0 and name in ("epochs", "batch_size", "clip")):
-                raise ValueError(
-                    f"{name} must be a number of at least 0, epochs, batch_size and clip above it, got {value}"
-                )
-        if self.warmup > 1:
-            raise ValueError(f"warmup is a share of the steps, at most 1, got {self.warmup}")
-
-
-class Data(NamedTuple):
-    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression."""
-
-    encoded: Encoded
-    labels: np.ndarray
+        check_options(self)
 
 
 class Batch(NamedTuple):
-    """Rows of one step, on the model's device."""
+    """What a step learns from, on the model's device."""
 
-    inputs: tuple[Tensor, Tensor, Tensor]  # what the model's forward takes: input_ids, attention_mask, token_type_ids
-    labels: Tensor  # (B,)
-    taught: Tensor | None  # (B, ...), what the stage's teacher says of these rows
+    inputs: tuple[Tensor, ...]  # what the model's forward takes; empty where the stage learns from states
+    labels: Tensor  # (N,)
+    states: list[Tensor] | None  # (N, D) of every exit, where the stage learns from states
+    taught: Tensor | None  # (N, ...), what the stage's teacher says of these units
     step: int = 0  # of the stage
 
 
@@ -73,23 +60,312 @@ class Stage(NamedTuple):
     learns: Callable[[str], bool]  # of a parameter's name in the model
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
     score: Callable[[np.ndarray], float] | None = None  # (K,) hold-out scores of the exits -> what the best maximises
-    teacher: Callable[[nn.Module, Encoded], np.ndarray] | None = None  # asked of all train rows before the stage begins
-    judge: Callable[[nn.Module, Data, np.ndarray | None], dict[str, float]] | None = None
-    """In place of `score`: model, hold-out, and what the teacher said of it before the stage began -> `score`, and what
-    else the epoch's record shall hold."""
-    finish: Callable[[nn.Module, Data], None] | None = None  # asked of the best checkpoint and the hold-out, at the end
+    on_states: bool = False  # nothing below the states learns: they are computed once, and batches are units
+    teacher: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
+    """(model, train data or States) -> (N, ...), asked once before the stage begins."""
+    judge: Callable[[nn.Module, object], dict[str, float]] | None = None
+    """In place of `score`: (model, States of the hold-out) -> `score`, and what else the epoch's record shall hold."""
+    watch: Callable[[nn.Module, object], dict] | None = None
+    """(model, held data) -> figures, before the first step and CURVE_POINTS times on the way."""
+    finish: Callable[[nn.Module, object], None] | None = None  # (best model, held data), at the end
     settings: dict = {}  # of TrainConfig, where the stage has its own
-    round: int = 0  # from 1: rounds share one best checkpoint, and one that does not better it is the last
+    round: int = 0  # from 1: rounds share one best checkpoint, and the first that does not improve it is the last
 
     def config(self, config: TrainConfig) -> TrainConfig:
         """The training's settings with the stage's own."""
         return replace(config, **self.settings)
 
-    def steps(self, config: TrainConfig, rows: int) -> tuple[int, int]:
-        """Steps of an epoch and of the stage."""
-        config = self.config(config)
-        per_epoch = -(-rows // config.batch_size)
+
+class NothingToResume(FileNotFoundError):
+    """--resume without a training state."""
+
+
+class Saved(NamedTuple):
+    """Where the state of a training stands until the caller removes it, and what it was started with (JSON)."""
+
+    folder: Path
+    settings: dict
+    resume: bool = False  # go on with the state that is there
+
+
+class Fitted(NamedTuple):
+    """What a training measured."""
+
+    epochs: list[dict]
+    """One record an epoch: stage, epoch, loss, exit_scores, score, seconds (a stage's first epoch with its teacher's),
+    and what data and judge add to it."""
+    watched: list[dict]  # stage, step, loss since the one before, and what the stage watches
+
+
+def fit(model: nn.Module, stages: list[Stage], train, held, config: TrainConfig, saved: Saved) -> Fitted:
+    """Train `model` in place through all stages.
+
+    model: its forward or `states` is what the stages' losses call; `learns(name)` says what may change at all. train,
+    held: units of one kind (RowData, TextData). With `saved.resume` the training found there goes on, and ends with the
+    same weights as one that was never stopped; the settings must be the ones that it was started with. Uses torch's
+    global random state. Raises NothingToResume, or ValueError for other settings, and where the loss becomes no number.
+    """
+    training = _Training(model, stages, train, held, config, saved)
+    tensors = training.resume() if saved.resume else {}
+    saved.folder.mkdir(parents=True, exist_ok=True)
+    progress = training.progress
+    with tqdm(total=sum(training.steps), initial=training.done, desc="training", unit="batch", delay=1) as bar:
+        for number in range(progress["stage"], len(stages)):
+            if not progress["step"] and training.converged(number):
+                break
+            training.run_stage(number, tensors, bar)
+            progress |= {"stage": number + 1, "step": 0, "losses": []}
+            tensors = {}
+    return Fitted(progress["history"], progress["watched"])
+
+
+class _Training:
+    """A training under way: what is fixed, and its progress, which is JSON and stands in its saved state."""
+
+    def __init__(self, model: nn.Module, stages: list[Stage], train, held, config: TrainConfig, saved: Saved):
+        self.model, self.stages, self.train, self.held, self.config, self.saved = (
+            model,
+            stages,
+            train,
+            held,
+            config,
+            saved,
+        )
+        self.device = next(model.parameters()).device
+        self.progress = {
+            "settings": saved.settings,
+            "stage": 0,
+            "step": 0,
+            "best": None,
+            "round_best": None,
+            "losses": [],
+            "seconds": 0.0,  # of the epoch under way
+            "history": [],
+            "watched": [],
+        }
+        self.steps = [self._sizes(stage, train)[1] for stage in stages]
+
+    @property
+    def done(self) -> int:
+        """Steps that lie behind."""
+        return sum(self.steps[: self.progress["stage"]]) + self.progress["step"]
+
+    def _sizes(self, stage: Stage, data) -> tuple[int, int]:
+        """Steps of an epoch and of the stage; of one on states an estimate, until they are there."""
+        config = stage.config(self.config)
+        per_epoch = data.steps(config.batch_size)
         return per_epoch, config.epochs * per_epoch
+
+    def resume(self) -> dict[str, Tensor]:
+        """Take up the saved progress; returns the saved tensors."""
+        path = self.saved.folder / STATE
+        if not path.exists():
+            raise NothingToResume(f"{path.parent}: no unfinished training here; start without --resume")
+        tensors = read_tensors(path, signed=True)
+        progress = json.loads(bytes(tensors.pop("progress").tolist()))
+        settings = self.saved.settings
+        differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
+        if differ:
+            raise ValueError(
+                f"{self.saved.folder}: was started with {', '.join(differ)}; resume with the same settings"
+            )
+        self.progress |= progress
+        return tensors
+
+    def converged(self, number: int) -> bool:
+        """Whether the round that ended before this stage did not improve. Else notes what the next one must."""
+        progress, now = self.progress, self.stages[number].round
+        before = self.stages[number - 1].round if number else 0
+        if not now or not before:
+            progress["best"] = progress["round_best"] = None
+        elif now != before:
+            if progress["best"] == progress["round_best"]:
+                return True
+            progress["round_best"] = progress["best"]
+        return False
+
+    def run_stage(self, number: int, tensors: dict[str, Tensor], bar) -> None:
+        """One stage, from progress["step"] on; leaves the model at its best epoch, or where a round's best stands."""
+        stage, progress = self.stages[number], self.progress
+        config, begin = stage.config(self.config), time.perf_counter() - progress["seconds"]
+        optimizer = self._optimizer(stage, config)
+        best = self._restore(optimizer, tensors) if tensors else {}
+        if not tensors and progress["best"] is not None:
+            best = self._learned(stage)
+        train, held = (data.states(self.model) if stage.on_states else data for data in (self.train, self.held))
+        self.model.eval()
+        taught = stage.teacher(self.model, train) if stage.teacher else None
+        per_epoch, total = self._sizes(stage, train)
+        every, last_save = max(1, total // CURVE_POINTS), time.monotonic()
+        scores = None
+        if stage.watch and not progress["step"]:
+            self._watch(stage, 0, None)
+        for epoch in range(progress["step"] // per_epoch, config.epochs):
+            order = list(train.order(config.batch_size, config.seed * 10_000 + number * 100 + epoch))
+            self._train_mode(stage)
+            for units in order[progress["step"] - epoch * per_epoch :]:
+                batch = self._batch(stage, train, taught, units)
+                progress["losses"].append(
+                    self._update(
+                        stage, optimizer, batch, _schedule(progress["step"], total, config.warmup), config.clip
+                    )
+                )
+                progress["step"] += 1
+                bar.update()
+                bar.set_postfix(self._shown(stage), refresh=False)
+                if stage.watch and (progress["step"] % every == 0 or progress["step"] == total):
+                    self._watch(stage, progress["step"], progress["losses"][-every:])
+                    self._train_mode(stage)
+                if time.monotonic() - last_save > SAVE_SECONDS and progress["step"] < (epoch + 1) * per_epoch:
+                    progress["seconds"] = time.perf_counter() - begin
+                    self._write_state(optimizer, best)
+                    last_save = time.monotonic()
+            if scores is None or not stage.on_states:  # what is below the states, heads too, stays as it was
+                scores = self.held.scores(self.model, config.batch_size)
+            better = self._judge(stage, epoch, held, scores, begin)
+            begin = time.perf_counter()
+            if better:
+                best = self._learned(stage)
+            self._write_state(optimizer, best)
+            last_save = time.monotonic()
+        self.model.load_state_dict(self.model.state_dict() | best)
+        if stage.finish:
+            stage.finish(self.model, self.held)
+
+    def _judge(self, stage: Stage, epoch: int, held, scores: tuple[list[float], dict], begin: float) -> bool:
+        """Record an epoch; returns whether it is the best so far."""
+        progress, (exit_scores, more) = self.progress, scores
+        if stage.judge:
+            self.model.eval()
+            verdict = stage.judge(self.model, held if stage.on_states else self.held.states(self.model))
+        else:
+            verdict = {"score": stage.score(np.array(exit_scores))}
+        progress["history"].append(
+            {
+                "stage": stage.name,
+                "epoch": epoch + 1,
+                "loss": float(np.mean(progress["losses"])),
+                "exit_scores": exit_scores,
+                **verdict,
+                "seconds": time.perf_counter() - begin,
+                **more,
+            }
+        )
+        progress |= {"losses": [], "seconds": 0.0}
+        better = progress["best"] is None or verdict["score"] > progress["best"]
+        if better:
+            progress["best"] = verdict["score"]
+        return better
+
+    def _watch(self, stage: Stage, step: int, losses: list[float] | None) -> None:
+        self.model.eval()
+        told = {"stage": stage.name, "step": step, "loss": None if losses is None else float(np.mean(losses))}
+        self.progress["watched"].append(told | stage.watch(self.model, self.held))
+
+    def _shown(self, stage: Stage) -> dict:
+        """What the progress bar says."""
+        shown = {"stage": stage.name, "loss": f"{np.mean(self.progress['losses'][-50:]):.3f}"}
+        best = self.progress["best"]
+        return shown if best is None else shown | {"best": f"{best:.3f}"}
+
+    def _batch(self, stage: Stage, data, taught, units: np.ndarray) -> Batch:
+        inputs, labels = data.batch(units, self.device)
+        if taught is not None:
+            taught = torch.as_tensor(taught[units]).to(self.device)
+        states, inputs = (inputs, ()) if stage.on_states else (None, inputs)
+        return Batch(inputs, labels, states, taught, self.progress["step"])
+
+    def _update(self, stage: Stage, optimizer, batch: Batch, rate: float, clip: float) -> float:
+        """One step of the optimizer on the batch, at `rate` times the peak learning rates; returns the loss."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * rate
+        loss = stage.loss(self.model, batch)
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        optimizer.step()
+        return loss.item()
+
+    def _optimizer(self, stage: Stage, config: TrainConfig) -> torch.optim.AdamW:
+        """Groups: the backbone or its adapters, and what is new on top of it; no weight decay on biases and norms."""
+        groups = {}
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(stage.learns(name) and self.model.learns(name))
+            if parameter.requires_grad:
+                pretrained = ".backbone." in f".{name}" or name.startswith("adapters.")
+                lr = config.lr if pretrained else config.head_lr
+                decay = config.weight_decay if parameter.dim() > 1 else 0.0
+                groups.setdefault((lr, decay), []).append(parameter)
+        return torch.optim.AdamW(
+            [{"params": params, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()],
+            fused=True,
+        )
+
+    def _train_mode(self, stage: Stage) -> None:
+        """Dropout only where something learns: a frozen backbone or head stays as it will be used."""
+        self.model.train()
+        for name, part in _parts(self.model):
+            names = (f"{name}.{parameter}" for parameter, _ in part.named_parameters())
+            part.train(any(stage.learns(each) and self.model.learns(each) for each in names))
+
+    # ---- The saved state ----
+
+    def _learned(self, stage: Stage) -> dict[str, Tensor]:
+        """A copy of what the stage trains, as it is now."""
+        state = self._own_state().items()
+        return {name: value.detach().clone() for name, value in state if stage.learns(name)}
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """All that some stage may change: a frozen backbone is not saved again and again."""
+        return {name: value for name, value in self.model.state_dict().items() if self.model.learns(name)}
+
+    def _write_state(self, optimizer, best: dict[str, Tensor]) -> None:
+        tensors = {f"model.{name}": value for name, value in self._own_state().items()}
+        tensors |= {f"best.{name}": value for name, value in best.items()}
+        states = optimizer.state_dict()["state"].items()
+        tensors |= {f"optimizer.{index}.{key}": value for index, state in states for key, value in state.items()}
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors["progress"] = torch.tensor(list(json.dumps(self.progress).encode()), dtype=torch.uint8)
+        write_tensors(self.saved.folder / STATE, tensors)
+
+    def _restore(self, optimizer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put model, optimizer and random state back; returns the best weights so far."""
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+        self.model.load_state_dict(self.model.state_dict() | part("model."))
+        state = {}
+        for name, value in part("optimizer.").items():
+            index, key = name.split(".")
+            state.setdefault(int(index), {})[key] = value
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch.set_rng_state(tensors["random.cpu"])
+        if self.device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
+        return part("best.")
+
+
+def _schedule(step: int, total: int, warmup: float) -> float:
+    """Rises to 1 over the warm-up, then falls linearly to 0."""
+    rising = warmup * total
+    return min((step + 1) / max(1.0, rising), (total - step) / max(1.0, total - rising), 1.0)
+
+
+def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The backbone, and each head or set of adapters on its own."""
+    parts = []
+    for name, child in model.named_children():
+        lists = isinstance(child, nn.ModuleList)
+        parts += [(f"{name}.{k}", each) for k, each in enumerate(child)] if lists else [(name, child)]
+    return parts
+
+
+# ---- Losses and stages that several recipes share ----
 
 
 def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -114,271 +390,37 @@ def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
     return depth_weighted_sum(losses, model.exits)
 
 
-class NothingToResume(FileNotFoundError):
-    """--resume without a training state."""
+def joint_stage(model: nn.Module, **own) -> Stage:
+    """All exits and what may change of the backbone at once, under Eq. 1. own: fields of the Stage that differ."""
+    stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(depth_weighted_sum(scores, model.exits)))
+    return stage._replace(**own)
 
 
-def fit(
-    model: nn.Module,
-    stages: list[Stage],
-    task: Task,
-    train: Data,
-    held: Data,
-    config: TrainConfig,
-    settings: dict,
-    state_folder: Path,
-    resume: bool = False,
-) -> list[dict]:
-    """Train `model` in place through all stages; returns one record an epoch: stage, epoch, loss, exit_scores, score,
-    seconds (a stage's first epoch with its teacher's), and where there are classes `wrong`, the held-out rows that the
-    last exit gets wrong then.
+def heads_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of the losses of all exits but the last."""
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs)[:-1])
 
-    model: its forward is what the stages' losses call, its segments() are what is scored. The training state stands
-    in `state_folder` until the caller removes it. With `resume` the training found there goes on, and ends with the
-    same weights as one that was never stopped; `settings` (JSON) must be the ones that it was started with. Uses
-    torch's global random state. Raises NothingToResume, or ValueError for other settings and labels that are all alike.
-    """
-    if len(train.labels) and (train.labels == train.labels[0]).all():
-        raise ValueError(
-            f"{task.name}: the {len(train.labels)} rows to train on all have the label {train.labels[0]}, "
-            f"there is nothing to learn; give rows with different labels"
+
+def fine_tune_then_heads(
+    model: nn.Module, heads_loss: Callable[[nn.Module, Batch], Tensor] = heads_loss
+) -> list[Stage]:
+    """First the backbone and the last head, as any fine-tuning; then the other heads, by a loss of their own."""
+    last = f"heads.{len(model.exits) - 1}."
+    stages = [
+        Stage(
+            name="fine-tune",
+            learns=lambda name: name.startswith(("backbone.", "adapters.", last)),
+            loss=lambda model, batch: task_loss(model(*batch.inputs)[-1], batch.labels),
+            score=lambda scores: float(scores[-1]),
         )
-    path = state_folder / STATE
-    progress = {
-        "settings": settings,
-        "stage": 0,
-        "step": 0,
-        "best": None,
-        "round_best": None,
-        "losses": [],
-        "seconds": 0.0,  # of the epoch under way
-        "history": [],
-    }
-    saved = {}
-    if resume:
-        saved = _read_state(path)
-        progress |= _progress(saved, settings, state_folder)
-    else:
-        state_folder.mkdir(parents=True, exist_ok=True)
-
-    steps = [stage.steps(config, len(train.labels))[1] for stage in stages]
-    done = sum(steps[: progress["stage"]]) + progress["step"]
-    with tqdm(total=sum(steps), initial=done, desc="training", unit="batch", delay=1) as bar:
-        for number in range(progress["stage"], len(stages)):
-            before = stages[number - 1].round if number else 0
-            if not progress["step"] and _converged(stages[number].round, before, progress):
-                break
-            _run_stage(model, stages[number], number, task, train, held, config, path, progress, saved, bar)
-            progress |= {"stage": number + 1, "step": 0, "losses": []}
-            saved = {}
-    return progress["history"]
-
-
-def _converged(now: int, before: int, progress) -> bool:
-    """Asked where a stage begins: whether the round that ended here bettered nothing. Says what is to be bettered."""
-    if not now or not before:
-        progress["best"] = progress["round_best"] = None
-    elif now != before:
-        if progress["best"] == progress["round_best"]:
-            return True
-        progress["round_best"] = progress["best"]
-    return False
-
-
-def _run_stage(model, stage, number, task, train, held, config, path, progress, saved, bar) -> None:
-    """One stage, from progress["step"] on; leaves the model at its best epoch, or where a round's best still stands."""
-    steps_per_epoch, total = stage.steps(config, len(train.labels))
-    config, begin = stage.config(config), time.perf_counter() - progress["seconds"]
-    optimizer = _optimizer(model, stage, config)
-    best = {}
-    if saved:
-        best = _restore(model, optimizer, saved)
-    elif progress["best"] is not None:
-        best = _learned(model, stage)
-    taught = stage.teacher(model, train.encoded) if stage.teacher else None
-    taught_held = stage.teacher(model, held.encoded) if stage.teacher and stage.judge else None
-    last_save = time.monotonic()
-    for epoch in range(progress["step"] // steps_per_epoch, config.epochs):
-        order = list(
-            batches(train.encoded, config.batch_size, shuffle_seed=config.seed * 10_000 + number * 100 + epoch)
+    ]
+    if len(model.exits) > 1:
+        stages.append(
+            Stage(
+                name="heads",
+                learns=lambda name: name.startswith("heads.") and not name.startswith(last),
+                loss=heads_loss,
+                score=lambda scores: float(np.mean(scores[:-1])),
+            )
         )
-        _train_mode(model, stage)
-        for rows in order[progress["step"] - epoch * steps_per_epoch :]:
-            rate = _schedule(progress["step"], total, config.warmup)
-            batch = _batch(model, train, taught, rows, progress["step"])
-            progress["losses"].append(_update(model, stage, optimizer, batch, rate, config.clip))
-            progress["step"] += 1
-            bar.update()
-            recent = np.mean(progress["losses"][-50:])
-            bar.set_postfix(stage=stage.name, loss=f"{recent:.3f}", held_out=progress["best"], refresh=False)
-            if time.monotonic() - last_save > SAVE_SECONDS and progress["step"] < (epoch + 1) * steps_per_epoch:
-                progress["seconds"] = time.perf_counter() - begin
-                _write_state(path, model, optimizer, best, progress)
-                last_save = time.monotonic()
-        recorded = record(model.segments(), held.encoded, config.batch_size)
-        scores = exit_scores(recorded, task, held.labels)
-        verdict = stage.judge(model, held, taught_held) if stage.judge else {"score": stage.score(np.array(scores))}
-        history = {
-            "stage": stage.name,
-            "epoch": epoch + 1,
-            "loss": float(np.mean(progress["losses"])),
-            "exit_scores": scores,
-            **verdict,
-            "seconds": time.perf_counter() - begin,
-        }
-        if not task.regression:
-            history["wrong"] = np.flatnonzero(recorded.logits[:, -1].argmax(axis=1) != held.labels).tolist()
-        progress["history"].append(history)
-        progress |= {"losses": [], "seconds": 0.0}
-        begin = time.perf_counter()
-        if progress["best"] is None or verdict["score"] > progress["best"]:
-            progress["best"] = verdict["score"]
-            best = _learned(model, stage)
-        _write_state(path, model, optimizer, best, progress)
-        last_save = time.monotonic()
-    model.load_state_dict(model.state_dict() | best)
-    if stage.finish:
-        stage.finish(model, held)
-
-
-def _learned(model: nn.Module, stage: Stage) -> dict[str, Tensor]:
-    """A copy of what the stage trains, as it is now."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if stage.learns(name)}
-
-
-def _batch(model: nn.Module, train: Data, taught: np.ndarray | None, rows: np.ndarray, step: int) -> Batch:
-    device = next(model.parameters()).device
-    inputs = train.encoded.batch(rows)
-    arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, train.labels[rows])
-    *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
-    return Batch(tuple(ids), labels, None if taught is None else torch.from_numpy(taught[rows]).to(device), step)
-
-
-def _update(model: nn.Module, stage: Stage, optimizer, batch: Batch, rate: float, clip: float) -> float:
-    """One step of the optimizer on the batch, at `rate` times the peak learning rates; returns the loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * rate
-    loss = stage.loss(model, batch)
-    if not torch.isfinite(loss):
-        raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
-    optimizer.step()
-    return loss.item()
-
-
-def _schedule(step: int, total: int, warmup: float) -> float:
-    """Rises to 1 over the warm-up, then falls linearly to 0."""
-    rising = warmup * total
-    return min((step + 1) / max(1.0, rising), (total - step) / max(1.0, total - rising), 1.0)
-
-
-def _optimizer(model: nn.Module, stage: Stage, config: TrainConfig) -> torch.optim.AdamW:
-    """Groups: the backbone or its adapters, and what is new on top of it; no weight decay on biases and norms."""
-    groups = {}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(stage.learns(name))
-        if parameter.requires_grad:
-            pretrained = ".backbone." in f".{name}" or name.startswith("adapters.")
-            lr = config.lr if pretrained else config.head_lr
-            decay = config.weight_decay if parameter.dim() > 1 else 0.0
-            groups.setdefault((lr, decay), []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": params, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()],
-        fused=True,
-    )
-
-
-def _train_mode(model: nn.Module, stage: Stage) -> None:
-    """Dropout only where something learns: a frozen backbone or head stays as it will be used."""
-    model.train()
-    for name, part in _parts(model):
-        part.train(any(stage.learns(f"{name}.{parameter}") for parameter, _ in part.named_parameters()))
-
-
-def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The backbone, and each head or set of adapters on its own."""
-    parts = []
-    for name, child in model.named_children():
-        lists = isinstance(child, nn.ModuleList)
-        parts += [(f"{name}.{k}", each) for k, each in enumerate(child)] if lists else [(name, child)]
-    return parts
-
-
-def save_progress(folder: Path, part: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
-    """What a training of one part of a model goes on from; progress is JSON, with the `settings` it was started with.
-
-    Order and rates follow from settings and step: no random state is kept.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"part.{name}": value for name, value in part.state_dict().items()} | _optimizer_tensors(optimizer)
-    write_tensors(folder / STATE, tensors | {"progress": _as_tensor(progress)})
-
-
-def load_progress(folder: Path, part: nn.Module, optimizer: torch.optim.Optimizer, settings: dict) -> dict:
-    """Put back what save_progress wrote; returns the progress. NothingToResume; ValueError for other settings."""
-    saved = _read_state(folder / STATE)
-    progress = _progress(saved, settings, folder)
-    part.load_state_dict(_part(saved, "part."))
-    _put_back(optimizer, _part(saved, "optimizer."))
-    return progress
-
-
-def _write_state(path: Path, model, optimizer, best: dict[str, Tensor], progress: dict) -> None:
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    tensors |= {f"best.{name}": value for name, value in best.items()}
-    tensors |= _optimizer_tensors(optimizer)
-    tensors["random.cpu"] = torch.get_rng_state()
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
-    tensors["progress"] = _as_tensor(progress)
-    write_tensors(path, tensors)
-
-
-def _as_tensor(progress: dict) -> Tensor:
-    return torch.tensor(list(json.dumps(progress).encode()), dtype=torch.uint8)
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    states = optimizer.state_dict()["state"].items()
-    return {f"optimizer.{index}.{key}": value for index, state in states for key, value in state.items()}
-
-
-def _read_state(path: Path) -> dict[str, Tensor]:
-    if not path.exists():
-        raise NothingToResume(f"{path.parent}: no unfinished training here; start without --resume")
-    return read_tensors(path)
-
-
-def _progress(saved: dict[str, Tensor], settings: dict, folder: Path) -> dict:
-    """Take the progress out of a saved state, or raise ValueError where it was started with other settings."""
-    progress = json.loads(bytes(saved.pop("progress").tolist()))
-    differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
-    if differ:
-        raise ValueError(f"{folder}: was started with {', '.join(differ)}; resume with the same settings")
-    return progress
-
-
-def _part(saved: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-
-
-def _put_back(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    state = {}
-    for name, value in tensors.items():
-        index, key = name.split(".")
-        state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _restore(model, optimizer, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put model, optimizer and random state back; returns the best weights so far."""
-    model.load_state_dict(_part(saved, "model."))
-    _put_back(optimizer, _part(saved, "optimizer."))
-    torch.set_rng_state(saved["random.cpu"])
-    device = next(model.parameters()).device
-    if device.type == "cuda" and "random.cuda" in saved:
-        torch.cuda.set_rng_state(saved["random.cuda"], device)
-    return _part(saved, "best.")
+    return stages

@@ -25,11 +25,10 @@ from tqdm import tqdm
 from mini_ee.backbones.llama import Block, Cache, Decoder
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
-from mini_ee.rules import NeverExit, Policy, Rule
+from mini_ee.rules import NeverExit, Rule
 from mini_ee.units.decoding import (
     FILLS,
     CachedSegments,
-    Generated,
     Step,
     Tokens,
     TokenState,
@@ -41,7 +40,6 @@ from mini_ee.units.decoding import (
     judged,
 )
 from mini_ee.units.rows import check_exits
-from mini_ee.units.tokens import ExitDecoder
 
 SMALLEST = 1e-6  # number that a logit may be divided by
 
@@ -232,7 +230,7 @@ class TokenSegments(CachedSegments):
         logits = self.heads[k](hidden).float()
         return judged(logits.numpy(force=True), logits.softmax(-1).topk(2).values.numpy(force=True))
 
-    def glance(self, k: int, state: TokenState) -> Reading:
+    def read_state(self, k: int, state: TokenState) -> Reading:
         """What the policy says, or without one how far the state still moves. No head is read, no vocabulary."""
         hidden = state.hidden[:, -1]
         if self.policies:
@@ -350,36 +348,3 @@ def generated_texts(
 
 PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
 """The decoding settings of ConsistentEE; its beam is 1."""
-
-
-def write(
-    model: ExitDecoder,
-    texts: Sequence[Text],
-    rule: Rule = NeverExit(),
-    *,
-    new_tokens: int,
-    sampling: Sampling = GREEDY,
-    stop: Sequence[int] = (),
-    batch_size: int = 16,
-    seed: int = 0,
-) -> list[Generated]:
-    """What the model writes behind what each text gives, its tokens leaving where the rule says; states are copied."""
-    written = []
-    policies = model.policies if isinstance(rule, Policy) else ()
-    for begin in range(0, len(texts), batch_size):
-        prompts = [text.ids[: text.start + 1] for text in texts[begin : begin + batch_size]]
-        steps = generate(
-            model.decoder,
-            prompts,
-            max_new_tokens=new_tokens,
-            exits=model.exits,
-            heads=model.heads,
-            policies=policies,
-            rule=rule,
-            fill="propagate",
-            sampling=sampling,
-            stop=stop,
-            seed=seed + begin,
-        )
-        written += gather(steps, len(prompts))
-    return written

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mini_ee.backbones.bert import Bert, padding_mask
 from mini_ee.backbones.flops import backbone_layer_flops
@@ -21,15 +21,21 @@ from mini_ee.backbones.llama import Block, Decoder, token_positions
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.units.rows import check_exits
+from mini_ee.units.rows import ExitModel, check_exits
 
 
 # ---- The model ----
-class PromptModel(nn.Module):
+class PromptModel(ExitModel):
     """A backbone with exits through its own head; logits (B, C) are those of the label words.
 
     exits: every layer by default. The first may be 0, the embedding output, for rules that plan.
     """
+
+    unit = "prompts"
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Nothing: a run holds the backbone in its own layout, or names it."""
+        return {}
 
     def __init__(self, backbone: Bert | Decoder, tokenizer: PromptTokenizer, exits: tuple[int, ...] | None = None):
         """Raises ValueError for an encoder without masked-LM head, for a prompt of the other kind of model, and for
@@ -83,10 +89,6 @@ class PromptModel(nn.Module):
     def segments(self) -> "PromptSegments":
         """What early_exit drives."""
         return PromptSegments(self)
-
-    def whole(self) -> Segments:
-        """The model without early exits, for NeverExit: what a speed-up is measured against."""
-        return self.segments()
 
 
 class PromptState(NamedTuple):

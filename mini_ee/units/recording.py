@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from mini_ee.confidence import MEASURES
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_every_exit
@@ -15,8 +16,25 @@ class Record(NamedTuple):
     """What every exit says of N rows, and what the full model costs."""
 
     segments: Recorded
-    logits: np.ndarray  # (N, K, C)
-    full_flops: float  # mean over rows: all layers, last head only
+    logits: np.ndarray  # (N, K, C); of recorded texts see units.tokens.record_texts
+    full_flops: float  # mean over units: all layers, last head only
+    groups: np.ndarray | None = None  # (N,), which text a token belongs to; None: each row is drawn on its own
+
+    @property
+    def predictions(self) -> np.ndarray:
+        """(N, K), the class or token that each exit says; of a regression its number."""
+        found = self.segments.measures.get("prediction")
+        if found is not None:
+            return found
+        return self.logits[:, :, 0] if self.logits.shape[2] == 1 else self.logits.argmax(axis=2)
+
+    def confidence(self, measure: str) -> np.ndarray:
+        """(N, K - 1), a measure at every exit but the last."""
+        found = self.segments.measures.get(measure)
+        if found is not None:
+            return found
+        before_last = range(self.logits.shape[1] - 1)
+        return np.stack([MEASURES[measure][0](self.logits[:, k]) for k in before_last], axis=1)
 
     def replay(self, rule: Rule) -> ExitResult:
         """The loop on the record. Its cost holds layers and operations; its seconds mean nothing."""
@@ -44,7 +62,8 @@ def record(
     back = np.argsort(np.concatenate(order))
     logits, flops, exit_logits = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts))
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    recorded = Recorded(segments.exits, logits, flops, passes, exit_logits)
+    measures = {} if exit_logits is None else {"exit_logit": exit_logits}
+    recorded = Recorded(segments.exits, logits, flops, passes, measures)
     return Record(recorded, logits, sum(full) / len(encoded))
 
 
@@ -65,7 +84,7 @@ def predictions(logits: np.ndarray) -> np.ndarray:
 
 def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
     """One of the task's metrics at every exit, over all rows."""
-    return [task.score(predictions(recorded.logits[:, k]), labels)[metric] for k in range(recorded.logits.shape[1])]
+    return [task.score(said, labels)[metric] for said in recorded.predictions.T]
 
 
 def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:

@@ -1,42 +1,29 @@
-"""A row: one vector of a sentence or a pair, read after chosen layers of a backbone.
+"""A row: a sentence or a pair, read after chosen layers of a backbone as one vector.
 
-ExitHead            what reads hidden states: one vector a row, then a classifier
-MultiExit           nn.Module: a backbone and one head an exit; its forward gives all exits' logits, for training
-PolicyExits         the same, whose exits say themselves when to leave: an exit_logit beside the logits
-TorchSegments       the model as segments for early_exit
+RowExits        a backbone with a head after each exit and, where a method has one, a policy beside them
+RowSegments     the same model as segments for early_exit
+RowData         encoded rows with their labels, as training takes them
+States          what the exits make of each unit, computed once: what a stage learns from whose backbone is frozen
 """
 
-from copy import deepcopy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert, padding_mask
+from mini_ee.backbones.bert import padding_mask
 from mini_ee.backbones.flops import backbone_layer_flops, head_flops
-from mini_ee.backbones.llama import Decoder
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.units.heads import exit_heads
+from mini_ee.units.recording import exit_scores, record
 
-
-def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:
-    """The same backbone, without what exits do not read: poolers, the head to words and, in a decoder, its norm."""
-    backbone.lm_head = None
-    if isinstance(backbone, Bert):
-        backbone.poolers = nn.ModuleDict()
-    else:
-        backbone.norm = None
-    return backbone
-
-
-def first_layers(backbone: Bert | Decoder, layers: int) -> Bert | Decoder:
-    """A copy of the embeddings and the layers 1 .. layers."""
-    kept = deepcopy(backbone.layers[:layers])
-    small = without_heads(deepcopy(backbone, {id(backbone.layers): kept}))  # the other layers are not copied
-    small.config = replace(backbone.config, num_hidden_layers=layers)
-    return small
+STATES_BATCH = 64  # rows that are read together where nothing learns
 
 
 def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
@@ -60,57 +47,132 @@ def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     return exits
 
 
-class MultiExit(nn.Module):
-    """A backbone with a head after each layer in `exits`. num_labels is 1 for regression."""
+class ExitModel(nn.Module):
+    """What all models with exits offer to training and to runs on disk. Subclasses have `backbone`, `exits`, `pool`."""
 
-    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
-        super().__init__()
-        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
-        self.num_labels, self.pool = num_labels, pool
-        self.backbone = backbone
-        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
+    unit = "rows"
+    holds_backbone = True  # a run on disk holds the backbone, because it is fine-tuned; else it names it
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
-    ) -> list[Tensor]:
-        """Logits (B, C) of every exit. The three inputs are (B, T) int64.
+    def learns(self, name: str) -> bool:
+        """Whether a training may change the parameter of this name."""
+        return self.holds_backbone or not name.startswith("backbone.")
 
-        detach: no gradient flows from an exit past the one before it (SWEET).
-        """
-        mask = padding_mask(attention_mask)
-        hidden, depth, logits = self.backbone.embed(input_ids, token_type_ids), 0, []
-        for layer, head in zip(self.exits, self.heads):
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            logits.append(head(hidden, mask))
-            hidden = hidden.detach() if detach else hidden
-        return logits
+    def own_state(self) -> dict[str, Tensor]:
+        """What a run on disk holds in model.safetensors."""
+        return {name: value for name, value in self.state_dict().items() if self.learns(name)}
 
-    def segments(self) -> "TorchSegments":
+    def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
+        """Write what stands beside model.safetensors; returns the checksums by file name. Most have nothing."""
+        return {}
+
+    def load_parts(self, folder: Path, digests: dict[str, str]) -> None:
+        """Read what save_parts wrote."""
+
+    def segments(self) -> Segments:
         """What early_exit drives."""
-        return TorchSegments(self)
+        raise NotImplementedError
 
     def whole(self) -> Segments:
         """The model without early exits, for NeverExit: what a speed-up is measured against."""
         return self.segments()
 
 
-class TorchState(NamedTuple):
+class RowExits(ExitModel):
+    """A backbone with a head after each layer in `exits`. num_labels is 1 for regression.
+
+    policy: (width, exits) -> a module that decides at every exit but the last: exit_logit(k, state (N, D)) -> (N,),
+    above 0 where exit k would rather have the row leave, with `flops`, what one such decision costs.
+    """
+
+    def __init__(
+        self,
+        backbone,
+        exits: tuple[int, ...],
+        num_labels: int,
+        pool: str = "mean",
+        policy: Callable[[int, tuple[int, ...]], nn.Module] | None = None,
+    ):
+        super().__init__()
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool = num_labels, pool
+        self.backbone = backbone
+        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
+        self.policy = policy and policy(backbone.config.hidden_size, self.exits)
+
+    def states(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
+    ) -> list[Tensor]:
+        """The state of every exit, (B, D) each: what its head and its policy read. The three inputs are (B, T) int64.
+
+        detach: no gradient flows from an exit past the one before it (SWEET).
+        """
+        mask = padding_mask(attention_mask)
+        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
+        for layer, head in zip(self.exits, self.heads):
+            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
+            states.append(head.state(hidden, mask))
+            hidden = hidden.detach() if detach else hidden
+        return states
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C) of exit k."""
+        return self.heads[k].classify(state)
+
+    def exit_logits(self, states: list[Tensor]) -> Tensor:
+        """What the policy says at all exits but the last: (B, K - 1), in float32."""
+        return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
+    ) -> list[Tensor]:
+        """Logits (B, C) of every exit. Arguments as in `states`."""
+        states = self.states(input_ids, attention_mask, token_type_ids, detach)
+        return [self.classify(k, state) for k, state in enumerate(states)]
+
+    def segments(self) -> "RowSegments":
+        return RowSegments(self)
+
+
+def without_heads(backbone):
+    """The same backbone, without what exits do not read: poolers, the head to words and, in a decoder, its norm."""
+    backbone.lm_head = None
+    if hasattr(backbone, "poolers"):
+        backbone.poolers = nn.ModuleDict()
+    else:
+        backbone.norm = None
+    return backbone
+
+
+def first_layers(backbone, layers: int):
+    """A copy of the embeddings and the layers 1 .. layers."""
+    from copy import deepcopy
+
+    kept = deepcopy(backbone.layers[:layers])
+    small = without_heads(deepcopy(backbone, {id(backbone.layers): kept}))  # the other layers are not copied
+    small.config = replace(backbone.config, num_hidden_layers=layers)
+    return small
+
+
+# ---- Segments ----
+
+
+class RowState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
     mask: Tensor | None  # (B, 1, 1, T)
 
-    def keep(self, rows: np.ndarray) -> "TorchState":
+    def keep(self, rows: np.ndarray) -> "RowState":
         index = torch.from_numpy(rows).to(self.hidden.device)
-        return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
+        return RowState(self.hidden[index], None if self.mask is None else self.mask[index])
 
 
-class TorchSegments(Segments):
-    """The segments of a MultiExit in eval mode. Inputs are tasks.Inputs."""
+class RowSegments(Segments):
+    """The segments of a RowExits in eval mode. Inputs are data.tokens.Inputs."""
 
     engine = "torch"
 
-    def __init__(self, model: MultiExit):
+    def __init__(self, model: RowExits):
         self.model = model.eval()
         self.exits = model.exits
         self.device = next(model.parameters()).device
@@ -120,74 +182,106 @@ class TorchSegments(Segments):
         """Without gradients: asked once a batch, since once a call is felt at batch 1."""
         return torch.inference_mode()
 
-    def start(self, inputs) -> TorchState:
+    def start(self, inputs) -> RowState:
         hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
         # Asked of the inputs: on a GPU the question to a tensor would wait for the device.
-        return TorchState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
+        return RowState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def advance(self, k: int, state: TorchState) -> TorchState:
+    def advance(self, k: int, state: RowState) -> RowState:
         hidden = self.model.backbone.run_layers(state.hidden, state.mask, self.starts[k], self.exits[k])
-        return TorchState(hidden, state.mask)
+        return RowState(hidden, state.mask)
 
-    def read(self, k: int, state: TorchState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
+    def read(self, k: int, state: RowState) -> Reading:
+        s = self.model.heads[k].state(state.hidden, state.mask)
+        logits = self.model.heads[k].classify(s).float().numpy(force=True)
+        return Reading(logits, self._exit_logit(k, s) if self._decides(k) else None)
+
+    def read_state(self, k: int, state: RowState) -> Reading:
+        if not self._decides(k):
+            return self.read(k, state)
+        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.mask)))
+
+    def _decides(self, k: int) -> bool:
+        return self.model.policy is not None and k < len(self.exits) - 1
+
+    def _exit_logit(self, k: int, state: Tensor) -> np.ndarray:
+        return self.model.policy.exit_logit(k, state).float().numpy(force=True)
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
         averaged = tokens if self.model.pool == "mean" else 0
         head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
-        return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head
+        return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head + self.state_flops(k)
+
+    def state_flops(self, k: int) -> float:
+        return self.model.policy.flops if self._decides(k) else 0.0
 
 
-class PolicyExits(MultiExit):
-    """What the models share whose exits decide. Subclasses give exit_logit and policy_flops."""
-
-    policy_flops: float  # operations of one exit_logit
-
-    def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """(B, D) -> (B,): above 0 where exit k, which is not the last, would rather have the row leave."""
-        raise NotImplementedError
-
-    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """The pooled state of every exit, (B, D) each. The three inputs are (B, T) int64."""
-        mask = padding_mask(attention_mask)
-        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
-        for layer, head in zip(self.exits, self.heads):
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            states.append(head.state(hidden, mask))
-        return states
-
-    def classify(self, k: int, state: Tensor) -> Tensor:
-        """(B, D) -> logits (B, C) of exit k."""
-        return self.heads[k].classify(state)
-
-    def exit_logits(self, states: list[Tensor]) -> Tensor:
-        """What all exits but the last say of their states: (B, K - 1), in float32."""
-        return torch.stack([self.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """Logits (B, C) of every exit."""
-        states = self.states(input_ids, attention_mask, token_type_ids)
-        return [self.classify(k, state) for k, state in enumerate(states)]
-
-    def segments(self) -> "PolicySegments":
-        """What early_exit drives."""
-        return PolicySegments(self)
+# ---- What training takes ----
 
 
-class PolicySegments(TorchSegments):
-    """The segments of a PolicyExits in eval mode."""
+class RowData(NamedTuple):
+    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression."""
 
-    def read(self, k: int, state: TorchState) -> Reading:
-        s = self.model.heads[k].state(state.hidden, state.mask)
-        logits = self.model.classify(k, s).float().numpy(force=True)
-        if k == len(self.exits) - 1:
-            return Reading(logits)
-        return Reading(logits, self.model.exit_logit(k, s).float().numpy(force=True))
+    encoded: Encoded
+    labels: np.ndarray
+    task: Task
 
-    def flops(self, k: int, inputs) -> tuple[float, float]:
-        advance, read = super().flops(k, inputs)
-        return advance, read + (self.model.policy_flops if k < len(self.exits) - 1 else 0.0)
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        """Row indices (B,) of one batch after the other, every row once, drawn with the seed."""
+        return batches(self.encoded, batch_size, shuffle_seed=seed)
+
+    def steps(self, batch_size: int) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.labels) // batch_size)
+
+    def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What a model's `states` takes, and the labels (B,)."""
+        inputs = self.encoded.batch(rows)
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.labels[rows])
+        *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
+        return tuple(ids), labels
+
+    def scores(self, model: RowExits, batch_size: int) -> tuple[list[float], dict]:
+        """The task's score at every exit; and, where there are classes, the rows that the last exit gets `wrong`."""
+        recorded = record(model.segments(), self.encoded, batch_size)
+        scores = exit_scores(recorded, self.task, self.labels)
+        if self.task.regression:
+            return scores, {}
+        return scores, {"wrong": np.flatnonzero(recorded.logits[:, -1].argmax(axis=1) != self.labels).tolist()}
+
+    @torch.no_grad()
+    def states(self, model: RowExits) -> "States":
+        """What the exits of a model in eval mode make of every row."""
+        device, found = next(model.parameters()).device, None
+        model.eval()
+        for rows in batches(self.encoded, STATES_BATCH):
+            inputs, _ = self.batch(rows, device)
+            for k, state in enumerate(model.states(*inputs)):
+                if found is None:
+                    found = torch.empty(len(self), len(model.exits), state.shape[1])
+                found[rows, k] = state.float().cpu()
+        return States(found, torch.from_numpy(self.labels), self.order, self.steps)
+
+
+class States(NamedTuple):
+    """What every exit makes of N units, computed once."""
+
+    states: Tensor  # (N, K, D)
+    labels: Tensor  # (N,)
+    order: Callable[[int, int], Iterator[np.ndarray]]  # as RowData.order
+    steps: Callable[[int], int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """The states of every exit, (N, D) each, and the labels (N,)."""
+        states, labels = self.states[units].to(device), self.labels[units].to(device)
+        return list(states.unbind(dim=1)), labels

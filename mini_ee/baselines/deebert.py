@@ -1,0 +1,18 @@
+"""DeeBERT (Xin et al. 2020, arXiv:2004.12993v1): two stages, and leave where the entropy is below a threshold.
+
+First the backbone is fine-tuned for the last exit; then, on the frozen backbone, the other heads learn from the sum of
+their losses (section 3).
+"""
+
+from functools import partial
+
+from mini_ee.training.fit import fine_tune_then_heads
+from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.rule import thresholds
+
+METHOD = Method(
+    NoConfig,
+    lambda model, how: fine_tune_then_heads(model),
+    candidates=partial(thresholds, measure="entropy"),
+    classes_only=True,
+)

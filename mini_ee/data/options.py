@@ -1,0 +1,85 @@
+"""Settings that describe themselves: a frozen dataclass whose fields carry their help and their limits.
+
+The command line's options and the checks of their values are both made from it (cli/options.py, `check_options`).
+"""
+
+import math
+from dataclasses import MISSING, field, fields
+from types import NoneType, UnionType
+from typing import get_args, get_origin
+
+
+def option(
+    default=MISSING,
+    help: str = "",
+    *,
+    choices: tuple[str, ...] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    **about,
+):
+    """A field of a settings class.
+
+    help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above: one that is
+    not. about: `flag`, where the option is not named like the field, and `metavar`.
+    """
+    limits = {"choices": choices, "least": least, "above": above, "most": most}
+    return field(default=default, metadata={"help": help} | limits | about)
+
+
+def flag_of(name: str, metadata) -> str:
+    """`--head-lr` for head_lr, unless the metadata name another flag."""
+    return metadata.get("flag", "--" + name.replace("_", "-"))
+
+
+def scalar_type(annotation) -> type:
+    """The type of one value: int for `int`, `int | None` and `tuple[int, ...]`."""
+    if isinstance(annotation, UnionType):
+        (annotation,) = (each for each in get_args(annotation) if each is not NoneType)
+    return get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
+
+
+def check_options(settings) -> None:
+    """Raise ValueError, of one line, for a value of another type or outside its limits."""
+    for each in fields(settings):
+        if not each.metadata:
+            continue
+        value, limits = getattr(settings, each.name), each.metadata
+        if value is None:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        expected = _expected(scalar_type(each.type), limits)
+        for one in values:
+            if not _fits(one, scalar_type(each.type), limits):
+                raise ValueError(f"{each.name} must be {expected}, got {one!r}")
+
+
+def _fits(value, kind: type, limits) -> bool:
+    if limits["choices"] is not None:
+        return value in limits["choices"]
+    if kind is bool or kind is str:
+        return isinstance(value, kind)
+    if kind not in (int, float):
+        return True
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int if kind is int else int | float)
+        or not math.isfinite(value)
+    ):
+        return False
+    least, above, most = (limits[name] for name in ("least", "above", "most"))
+    return (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most)
+
+
+def _expected(kind: type, limits) -> str:
+    if limits["choices"] is not None:
+        return f"one of {', '.join(limits['choices'])}"
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "text"
+    what = "a whole number" if kind is int else "a number"
+    words = {"least": "of at least", "above": "above", "most": "of at most"}
+    bounds = [f"{word} {limits[name]:g}" for name, word in words.items() if limits[name] is not None]
+    return " ".join([what, " and ".join(bounds)]).strip()

@@ -1,0 +1,186 @@
+"""RAEE's collection: the exits of a trained run, or every layer of a checkpoint through a prompt, with a datastore.
+
+Source: RAEE (see raee.py), Algorithm 3.1. `few_shot` is LM-BFF's prompt-based fine-tuning (Gao et al. 2021).
+"""
+
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mini_ee import WrongArguments
+from mini_ee.backbones.hub import backbone_sha256, load_backbone, read_config
+from mini_ee.data.files import atomic_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
+from mini_ee.data.prompts import DECODER, ENCODER, PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
+from mini_ee.data.tasks import Split, Task, holdout, subset
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.methods.datastore import build
+from mini_ee.methods.encoders import open_encoder
+from mini_ee.methods.raee import Retrieval, best_single_exit, collect
+from mini_ee.rules import NeverExit
+from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
+from mini_ee.training.rule import Chosen
+from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
+from mini_ee.training.train import Request, check_task, exits_of
+from mini_ee.units.prompts import PromptModel, draw_shots
+from mini_ee.units.rows import RowData
+
+FEW_SHOT = {"lr": 3e-4, "epochs": 15, "batch_size": 8}  # of the built-in models; LM-BFF's are larger, lr 1e-5
+
+
+def collect_run(request: Request, say) -> Run:
+    """Collect beside the exits of a run (class-head mode), or of a checkpoint (prompt mode), and write the run.
+
+    The datastore holds the rows that no exit was trained on, or max_train of them: on its own training rows nearly
+    every exit is right. A killed collection goes on where it was.
+    """
+    how = request.how
+    rule = Retrieval(how.k, how.tau, how.fallback_top, how.include_embeddings)
+    base = request.model if is_run(request.model) else prompt_run(request, rule)
+    if base == request.model:
+        prompted = [name for name in ("template", "words", "prompts", "shots") if getattr(how, name) is not None]
+        if prompted:
+            raise WrongArguments(f"--{prompted[0]} is for a checkpoint, read by a prompt; {base} is a trained run")
+        _refuse_state(training_folder(request.out))
+    run = load_run(base)
+    check_task(run, request.task, base)
+    if not run.label_names:
+        raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
+    collected = _collected(request, run, rule)
+    shutil.rmtree(training_folder(request.out))
+    return collected
+
+
+def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
+    how, unfinished = request.how, training_folder(request.out)
+    rows = untrained_rows(run, request.task)
+    if request.common.max_train is not None:
+        rows = subset(rows, request.common.max_train, request.seed)
+    encoded, device = run.encode(rows.texts), request.common.device
+    model = run.model.to(device)
+    source = {"layer": how.layer, "encoder": None if how.encoder is None else str(Path(how.encoder).resolve())}
+    embed, begin = open_encoder(source, model.backbone), time.perf_counter()
+    values = collect(run.segments(), encoded, rows.labels, request.train.batch_size, progress="collecting")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
+    arguments = encoded, values, rows.labels, run.exits
+    store = build(unfinished / "datastore", embed.name, embed, *arguments, progress="indexing")
+    metrics = {
+        "epochs": read_json(run.folder / "metrics.json").get("epochs", []),
+        "rows": len(store),
+        "exits": list(run.exits),
+        "per_exit_accuracy": (values > 0).mean(axis=0).tolist(),
+        "best_single_exit": run.exits[best_single_exit(values)],
+        "seconds": time.perf_counter() - begin,
+    }
+    base = {"method": run.config["method"], "settings": run.config["settings"]}
+    with atomic_folder(request.out) as partial:
+        shutil.copytree(run.folder, partial, ignore=shutil.ignore_patterns("datastore"), dirs_exist_ok=True)
+        (unfinished / "datastore").rename(partial / "datastore")
+        write_json(partial / "metrics.json", metrics)
+        config = run.config | {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
+        config["settings"]["encoder"] = source["encoder"]
+        config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
+        config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
+        write_json(partial / "config.json", config)
+    return load_run(request.out)
+
+
+def untrained_rows(run: Run, task: Task) -> Split:
+    """The rows of train that no exit of a run was trained on; after few shots, nor those that chose its best epoch."""
+    train, seed, training = task.split("train"), run.config["seed"], run.config["training"]
+    if run.unit == "prompts":
+        *_, rest = draw_shots(train, task.num_labels, training["shots"], seed)
+        return rest
+    fitted, held = holdout(train, seed)
+    if training["max_train"] is None:
+        return held
+    trained = np.random.default_rng(seed).permutation(len(fitted))[: training["max_train"]]
+    rows = np.setdiff1d(np.arange(len(fitted)), trained)
+    unseen = fitted.take(rows)
+    return Split(held.texts + unseen.texts, np.concatenate([held.labels, unseen.labels]))
+
+
+# ---- Through a prompt ----
+
+
+def prompt_run(request: Request, rule: Retrieval) -> Path:
+    """A checkpoint as a run whose exits are layers, read through its own head; written beside the unfinished training.
+
+    With shots the backbone is fine-tuned on so many rows of each class first, its best epoch chosen on as many others.
+    Layer 0 is an exit where the rule has include_embeddings. Raises ValueError for a prompt that does not fit the model
+    or the task, and where a killed one was started with other settings.
+    """
+    how, task, unfinished = request.how, request.task, training_folder(request.out)
+    prompt = prompt_asked(request)
+    if not how.shots:
+        _refuse_state(unfinished)
+    check_prompt(prompt, task)
+    backbone = load_backbone(request.model)
+    limit = min(request.common.max_length, backbone.config.max_tokens)
+    tokenizer = PromptTokenizer(Tokenizer.from_folder(request.model).backend, limit, prompt)
+    exits = exits_of(request, backbone.config.num_hidden_layers)
+    exits = (0, *exits) if rule.include_embeddings else exits
+    model = PromptModel(backbone, tokenizer, exits).to(request.common.device)
+    source = {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)}
+    epochs = _fine_tuned(request, model, tokenizer, source) if how.shots else []
+    training = asdict(request.train) | {"shots": how.shots or 0, "from": source, "max_train": None}
+    about = {"method": "raee", "unit": "prompts", "settings": {}, "backbone": source, "task": about_task(task)}
+    about |= {"seed": request.seed, "training": training}
+    base = unfinished / "base"
+    shutil.rmtree(base, ignore_errors=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    save_run(base, model, tokenizer, Chosen(NeverExit(), None), about, {"epochs": epochs})
+    return base
+
+
+def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer, source: dict) -> list[dict]:
+    """Train on the shots, in place; the record of every epoch."""
+    task, unfinished = request.task, training_folder(request.out)
+    shots = draw_shots(task.split("train"), task.num_labels, request.how.shots, request.seed)[:2]
+    data = [RowData(encode(tokenizer, part.texts, model.backbone), part.labels, task) for part in shots]
+    settings = asdict(request.train) | {"shots": request.how.shots, "backbone": source["sha256"]}
+    digest = json_sha256([part.texts for part in shots])
+    settings |= {"exits": list(model.exits), "prompt": tokenizer.prompt.to_dict(), "data": digest}
+    saved = Saved(unfinished, settings, (unfinished / STATE).exists())
+    with torch.random.fork_rng(), sole_writer(unfinished):
+        torch.manual_seed(request.seed)
+        return fit(model, few_shot(model), *data, request.train, saved).epochs
+
+
+def few_shot(model: PromptModel) -> list[Stage]:
+    """LM-BFF's prompt-based fine-tuning: all of the backbone learns from cross-entropy over the label words."""
+    return [
+        Stage(
+            name="prompt",
+            learns=lambda name: True,
+            loss=lambda model, batch: task_loss(model(*batch.inputs), batch.labels),
+            score=lambda scores: float(scores[-1]),
+        )
+    ]
+
+
+def prompt_asked(request: Request) -> Prompt:
+    """The prompt that was given, or the one of prompts.json or of `prompts` for this task."""
+    how = request.how
+    kind = DECODER if hasattr(read_config(request.model / "config.json"), "stop_tokens") else ENCODER
+    if (how.template is None) != (how.words is None) or (how.template and how.prompts):
+        raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
+    try:
+        if how.template is None:
+            return prompt_of(request.task.name, kind, how.prompts or PROMPTS)
+        pairs = [word.partition("=") for word in how.words]
+        return Prompt.from_dict(
+            {"template": how.template, "words": {key.strip(): word.strip() for key, _, word in pairs}}
+        )
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def _refuse_state(state_folder: Path) -> None:
+    """Raise FileExistsError where there is a training that could go on."""
+    if (state_folder / STATE).exists():
+        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")

@@ -1,0 +1,22 @@
+"""What there is, by name: one line a method, one line a backbone.
+
+Strings only: nothing is imported until it is used.
+"""
+
+METHODS = {  # name on the command line -> the module that ends with METHOD
+    "lora-exits": "mini_ee.methods.lora_exits",
+    "self-supervised": "mini_ee.methods.self_supervised",
+    "raee": "mini_ee.methods.raee",
+    "consistent": "mini_ee.methods.consistent",
+    "joint": "mini_ee.baselines.joint",
+    "two-stage": "mini_ee.baselines.two_stage",
+    "sweet": "mini_ee.baselines.sweet",
+    "deebert": "mini_ee.baselines.deebert",
+    "fastbert": "mini_ee.baselines.fastbert",
+    "right-tool": "mini_ee.baselines.right_tool",
+    "pabee": "mini_ee.baselines.pabee",
+    "pcee-bert": "mini_ee.baselines.pcee_bert",
+    "berxit": "mini_ee.baselines.berxit",
+    "multi-model": "mini_ee.baselines.multi_model",
+    "calm": "mini_ee.baselines.calm",
+}

@@ -1,0 +1,59 @@
+"""What a method is: its settings, its recipe, and what of the rest is its own.
+
+A method's file ends with METHOD = Method(Config, recipe, ...), and registry.py names the file. All else is made from
+that: `mini-ee train NAME --help`, the checks of its settings, the run on disk, and the rules that it is read with.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+
+from mini_ee import WrongArguments
+from mini_ee.data.options import check_options
+from mini_ee.registry import METHODS
+from mini_ee.training.rule import Candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoConfig:
+    """The settings of a method that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method is trained and read."""
+
+    config: type  # a frozen dataclass whose fields are made with data.options.option
+    recipe: Callable | None  # (model, config) -> list of training.fit.Stage; None: nothing is trained
+    units: tuple[str, ...] = ("rows", "tokens")  # what can leave; the first where the model and data leave it open
+    model: Callable | None = None
+    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (units.rows.ExitModel)."""
+    policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
+    candidates: Candidates | None = None  # rules among which the default one is chosen; thresholds where it is None
+    exits: int | None = 4  # evenly spread, where none are named; None: after every layer
+    classes_only: bool = False  # it asks how sure or how right an exit is, which a regression's is not
+    defaults: dict[str, dict] = field(default_factory=dict)
+    """unit -> its own defaults of whatever option; under "built-in" those for a built-in model."""
+    train: Callable | None = None  # (Request) -> Run: a training of its own kind (RAEE's collection)
+    default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
+
+
+def load_method(name: str) -> Method:
+    """The method of a name. Raises WrongArguments where there is none."""
+    if name not in METHODS:
+        raise WrongArguments(f"the method must be one of {', '.join(METHODS)}, got {name!r}")
+    return import_module(METHODS[name]).METHOD
+
+
+def configured(method: Method, settings: dict):
+    """The method's Config with these settings. Raises WrongArguments for one that it does not have, or take."""
+    known = method.config.__dataclass_fields__
+    foreign = [name for name in settings if name not in known]
+    if foreign:
+        raise WrongArguments(f"no such setting: {', '.join(foreign)}; this method has {', '.join(known) or 'none'}")
+    try:
+        config = method.config(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
+        check_options(config)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    return config

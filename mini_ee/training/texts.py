@@ -1,0 +1,209 @@
+"""The text that a decoder's exits learn from, and that their thresholds are taken from.
+
+    pieces      what the decoder writes from prompts, or a file cut in pieces; every position counts
+    continue    the beginnings of stories, of a file or the decoder's own, and what follows them
+    copy        sentences of a file, each to be written again
+
+Without a file the decoder writes the text itself; it is made again from the seed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee import WrongArguments
+from mini_ee.data.files import read_text
+from mini_ee.data.options import check_options, option
+from mini_ee.data.texts import (
+    CALIBRATION_PROMPTS,
+    TRAINING_PROMPTS,
+    Text,
+    continuations,
+    copies,
+    cut_text,
+    read_stories,
+)
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.rules import Policy
+from mini_ee.training.rule import Chosen, calibrate_record, passing
+from mini_ee.units.generation import generated_texts
+from mini_ee.units.tokens import TextData, TokenExits, record_texts
+
+KINDS = ("pieces", "continue", "copy")
+GIVEN = 40  # tokens of a story
+HELD_PIECES, HELD_STORIES = 32, 150
+HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # away from the seeds of the batches before
+EPSILON, MEASURE = (
+    0.95,
+    "breaking_ties",
+)  # of the rule that a training ends with; section 3.3.1 of self-supervised exits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
+
+    text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
+    prompt: tuple[str, ...] | None = option(None, "it goes on from this; may be repeated", metavar="TEXT")
+    greedy: bool = option(False, "with its likeliest tokens, once from each prompt")
+    texts: int | None = option(None, "how many; 512 pieces or 1500 stories, of a file all", least=1, metavar="N")
+    new_tokens: int | None = option(None, "of each text; 64, behind the beginning of a story 40", least=1, metavar="N")
+    rank: int | None = option(8, "of the adapters with which the decoder is fine-tuned", least=1)
+    kind: str = "continue"
+
+    def __post_init__(self):
+        check_options(self)
+        if self.kind not in KINDS:
+            raise ValueError(f"a decoder learns from text that is one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.text is not None and (self.prompt or self.greedy):
+            given = "prompt" if self.prompt else "greedy"
+            raise ValueError(f"--{given} is for text that the model writes: leave it out, or --text")
+        if self.kind == "copy" and self.text is None:
+            raise ValueError("--task copy: its sentences come from a text; give it with --text FILE")
+
+    def to_dict(self) -> dict:
+        """As a run's config.json has it."""
+        return asdict(self) | {"text": self.text and str(Path(self.text).resolve())}
+
+
+class Source(NamedTuple):
+    """A decoder that writes, its tokenizer, and the settings: all that texts are made from."""
+
+    backbone: object
+    tokenizer: Tokenizer
+    options: TextOptions
+    seed: int
+
+    def encode(self, text: str) -> list[int]:
+        """A text's token ids, whole, with what the tokenizer puts before them."""
+        return encode_whole(self.tokenizer, text)
+
+    def prompts(self, usual: Sequence[str]) -> list[list[int]]:
+        """The prompts that were given, or the usual ones, as token ids."""
+        return [self.encode(checked_prompt(prompt, "--prompt")) for prompt in self.options.prompt or usual]
+
+    def written(self, usual: Sequence[str], seed: int, count: int, greedy: bool = False) -> list[Text]:
+        """What the full model writes from the prompts; greedily, each of them once."""
+        prompts = self.prompts(usual)
+        room = self.backbone.config.max_tokens - max(map(len, prompts))
+        new_tokens = self.options.new_tokens or max(1, min(64, room))
+        count = len(prompts) if greedy else count
+        settings = {"greedy": greedy, "stop": self.backbone.config.stop_tokens, "seed": self.seed + seed}
+        return generated_texts(self.backbone, prompts, count, new_tokens, **settings)
+
+    def pieces(self) -> list[Text]:
+        """The file in pieces, in an order drawn with the seed."""
+        first, most = self.encode(""), self.backbone.config.max_tokens
+        length = self.options.new_tokens or min(64, most - len(first))
+        if length + len(first) > most:
+            raise WrongArguments(f"--new-tokens: expected at most {most - len(first)}, got {length}")
+        ids = self.tokenizer.backend.encode(read_text(self.options.text), add_special_tokens=False).ids
+        if len(ids) < 2 * length:
+            raise WrongArguments(
+                f"{self.options.text}: expected at least {2 * length} tokens, two pieces of {length}, "
+                f"found {len(ids)}; give a longer text or smaller --new-tokens"
+            )
+        pieces = cut_text(ids, length, first)
+        order = np.random.default_rng(self.seed).permutation(len(pieces))
+        return [pieces[at] for at in order[: self.options.texts]]
+
+    def stories(self) -> list[Text]:
+        """All texts of the file, for the kind."""
+        stories = read_stories(self.options.text)
+        if self.options.kind == "copy":
+            return copies(self.tokenizer.backend, stories, self.backbone.config.stop_tokens[0])
+        return continuations(self.tokenizer.backend, stories, GIVEN, self.follow)
+
+    @property
+    def follow(self) -> int:
+        """Tokens that are written behind the beginning of a story."""
+        return self.options.new_tokens or 40
+
+    def own_stories(self, count: int, seed: int) -> list[Text]:
+        """What the decoder writes from its first token, the beginning of each being given."""
+        first, length = [[self.backbone.config.bos_token_id or 0]], GIVEN + self.follow
+        written = generated_texts(self.backbone, first, count, length, seed=self.seed + seed)
+        return [Text(text.ids, GIVEN - 1) for text in written]
+
+
+def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text's token ids, nothing cut, with what the tokenizer puts before them."""
+    tokenizer.backend.no_truncation()
+    return tokenizer.backend.encode(text).ids
+
+
+def checked_prompt(prompt: str, name: str) -> str:
+    """The prompt. Raises WrongArguments, with the name of what held it, where there is no text in it."""
+    if not prompt.strip():
+        raise WrongArguments(f"{name}: expected a prompt, found no text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # the command line passes bytes that are no text as surrogates
+        raise WrongArguments(f"{name}: expected text in UTF-8, found another byte at {error.start}") from None
+    return prompt
+
+
+def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
+    """(train, held): texts to learn from, and others of the same kind for every choice.
+
+    Of a file of stories, all but the last tenth: that is for tests.
+    """
+    options = source.options
+    if options.kind == "pieces":
+        if options.text is None:
+            texts = source.written(TRAINING_PROMPTS, 0, options.texts or 512, options.greedy)
+            return TextData(texts, True), TextData(source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES), True)
+        pieces = source.pieces()
+        held = max(1, min(HELD_PIECES, len(pieces) // 10))
+        return TextData(pieces[held:], True), TextData(pieces[:held], True)
+    count = options.texts or 1500
+    if options.text is None:
+        found = source.own_stories(count + HELD_STORIES, 0)
+    else:
+        found = source.stories()
+        found = found[: len(found) * 9 // 10]
+    if len(found) < 2 * HELD_STORIES:
+        raise ValueError(
+            f"{options.text or '--texts'}: expected at least {2 * HELD_STORIES} texts, half of them to hold out, "
+            f"found {len(found)}; give more"
+        )
+    order = np.random.default_rng(source.seed).permutation(len(found))
+    shuffled = [found[row] for row in order]
+    return TextData(shuffled[HELD_STORIES:][:count]), TextData(shuffled[:HELD_STORIES])
+
+
+def texts_to_calibrate(source: Source) -> list[Text]:
+    """What thresholds are taken from, and checked on: not what was learned, unless a file says so."""
+    options = source.options
+    if options.text is not None:
+        return source.pieces() if options.kind == "pieces" else source.stories()
+    return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or 512, options.greedy)
+
+
+def texts_to_test(source: Source, count: int) -> list[Text]:
+    """Others: of the last tenth of the file's stories, or written by the decoder."""
+    if source.options.text is None:
+        return source.own_stories(count, TESTED_SEED)
+    found = source.stories()
+    if len(found) < 10:
+        raise ValueError(
+            f"{source.options.text}: expected at least 10 texts, the last tenth to test on, found {len(found)}"
+        )
+    return found[len(found) * 9 // 10 :][:count]
+
+
+def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
+    """The rule that a training on tokens ends with: thresholds at which EPSILON agree with the full model."""
+    recorded = record_texts(model, texts_to_calibrate(source), progress="observing")
+    rule, answer = calibrate_record(recorded, EPSILON, None, MEASURE, source.seed)
+    return Chosen(rule, None, None, {"calibration": answer})
+
+
+def policy_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
+    """The papers' cut of a policy, .5; and for `mini-ee compare --sweep` stricter and looser ones."""
+    rules = passing(record_texts(model, held.texts), Policy())
+    about = {"own": {"policy": Policy().to_dict()}, "sweep": {"policy": [rule.to_dict() for rule in rules]}}
+    return Chosen(Policy(), None, None, about)

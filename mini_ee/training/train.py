@@ -1,0 +1,326 @@
+"""From a method's name to a run on disk: open the parts, hold units out, train, choose the default rule, write."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from mini_ee import WrongArguments
+from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL, backbone_sha256, load_backbone, read_config
+from mini_ee.data.files import json_sha256, sole_writer
+from mini_ee.data.options import check_options, option
+from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, TrainConfig, fit
+from mini_ee.training.method import Method, configured, load_method
+from mini_ee.training.rule import Chosen, default_rule
+from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
+from mini_ee.training.texts import KINDS, Source, TextOptions, agreement_rule, texts_to_learn
+from mini_ee.units.recording import Record, exit_scores, record, summary
+from mini_ee.units.rows import RowData, check_exits, even_exits, without_heads
+
+BUILT_IN = {"lr": 2e-4, "epochs": 5}  # the built-in encoder is small: it wants larger steps, and more of them
+POOLS = ("mean", "first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What every training takes, whatever the method."""
+
+    exits: tuple[int, ...] | None = option(None, "layers to leave at, 2,4,6; else the method's own", least=1)
+    pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
+    max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
+    max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
+    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, most=1)
+    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, most=1)
+    device: str = option("cpu", "cpu, cuda, cuda:1, ...")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that a training is asked for."""
+
+    name: str
+    method: Method
+    unit: str
+    model: Path
+    task: Task | None  # of rows
+    out: Path
+    how: object  # the method's Config
+    train: TrainConfig
+    common: CommonOptions
+    texts: TextOptions | None  # of tokens
+    resume: bool
+    own: dict  # the method's settings as they were given
+
+    @property
+    def seed(self) -> int:
+        return self.train.seed
+
+
+def train(
+    method: str,
+    model: str | Path | None = None,
+    task: str | Path | None = None,
+    out: str | Path = "run",
+    resume: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    **options,
+) -> Run:
+    """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
+
+    model: a checkpoint's folder, by default a built-in one. task: a task's folder, by default the built-in reviews; for
+    a decoder's tokens "continue" or "copy". A killed training leaves `out`.training behind, from which `resume` goes
+    on. Raises FileExistsError where `out` or an unfinished training of it is there; WrongArguments for options that do
+    not fit the method, the model or the task; ValueError where the training diverges.
+    """
+    request = asked(method, model, task, Path(out), resume, options)
+    if request.out.exists():
+        raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    if request.method.train is not None:
+        return request.method.train(request, say)
+    state_folder = training_folder(request.out)
+    unfinished = (state_folder / STATE).exists()
+    if unfinished and not resume:
+        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
+    if resume and not unfinished:
+        raise NothingToResume(f"{state_folder}: no unfinished training here; start without --resume")
+    training = (_train_tokens if request.unit == "tokens" else _train_rows)(request, state_folder, say)
+    save_run(request.out, *training)
+    shutil.rmtree(state_folder)
+    return load_run(request.out, request.model)
+
+
+# ---- What is asked for ----
+
+
+def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Request:
+    """The request that a method's name and options make. Raises WrongArguments where they do not fit."""
+    method = load_method(name)
+    unit, model, task = _unit_of(method, model and Path(model), task)
+    defaults = BUILT_IN if model == BUILT_IN_MODEL else {}
+    defaults = defaults | method.defaults.get(unit, {})
+    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER):
+        defaults = defaults | method.defaults.get("built-in", {})
+    if unit == "tokens" and task in KINDS:
+        defaults = defaults | {"kind": task}
+    given = defaults | {key: value for key, value in options.items() if value is not None}
+    parts = [TrainConfig, CommonOptions, *([TextOptions] if unit == "tokens" else [])]
+    known = [{field.name for field in fields(part)} for part in parts]
+    own_names = {field.name for field in fields(method.config)}
+    foreign = given.keys() - set().union(*known, own_names)
+    if foreign:
+        raise WrongArguments(f"{name} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help`")
+    try:
+        made = [part(**{key: given[key] for key in names & given.keys()}) for part, names in zip(parts, known)]
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    own = {key: given[key] for key in own_names & given.keys()}
+    texts = made[2] if unit == "tokens" else None
+    request = Request(name, method, unit, model, None, out, configured(method, own), *made[:2], texts, resume, own)
+    check_device(request.common.device)
+    if unit == "tokens":
+        return request
+    found = _open_task(task)
+    if found.regression and method.classes_only:
+        raise WrongArguments(
+            f"{name} asks how sure or how right an exit is, and {found.name} is a regression; train joint or pabee"
+        )
+    return Request(**{field.name: getattr(request, field.name) for field in fields(Request)} | {"task": found})
+
+
+def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, object]:
+    """What leaves, and the model and task that it is about, where they were not named."""
+    kind = None
+    if model is not None:
+        if not model.is_dir():
+            raise FileNotFoundError(
+                f"{model}: no such folder; expected a checkpoint with config.json and model.safetensors"
+            )
+        kind = None if is_run(model) else read_config(model / "config.json")
+    writes = hasattr(kind, "stop_tokens")
+    labelled = task is not None and (str(task) == TOY or Path(task).is_dir())
+    if "tokens" not in method.units or labelled or (kind is not None and not writes and task not in KINDS):
+        if "rows" not in method.units:
+            raise WrongArguments("this method teaches a decoder's tokens: give --model a decoder, and no --task folder")
+        return "rows", model or BUILT_IN_MODEL, task or TOY
+    if "rows" in method.units and kind is None and method.units[0] == "rows" and task not in KINDS:
+        return "rows", BUILT_IN_MODEL, task or TOY
+    if kind is not None and not writes:
+        raise WrongArguments(f"{model}: holds a {kind.model_type}, which writes no text; give a decoder")
+    if task is not None and task not in KINDS:
+        raise WrongArguments(f"--task: expected a task's folder, or for a decoder {' or '.join(KINDS)}, found {task}")
+    return "tokens", model or BUILT_IN_DECODER, task
+
+
+def _open_task(name: str | Path) -> Task:
+    """A task folder, or the built-in task where no folder has its name."""
+    return toy_task() if str(name) == TOY and not Path(name).is_dir() else load_task(name)
+
+
+def check_device(device: str) -> None:
+    """Raise WrongArguments for a device that torch does not have here."""
+    try:
+        if device.partition(":")[0] not in ("cpu", "cuda"):
+            raise RuntimeError("expected cpu, cuda or cuda:N")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise WrongArguments(f"--device {device}: cannot be used here ({reason}); use cpu") from None
+
+
+def check_task(run: Run, task: Task, folder: Path) -> None:
+    """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
+    texts, found = run.config["task"]["texts"], len(task.split("train").texts[0])
+    if texts != found:
+        raise WrongArguments(f"{folder}: was trained on rows of {texts} texts; {task.name} has {found}")
+    if run.label_names != list(task.label_names):
+        raise WrongArguments(
+            f"{folder}: was trained on {run.config['task']['name']} with the labels "
+            f"{', '.join(run.label_names) or '(regression)'}; {task.name} has "
+            f"{', '.join(task.label_names) or '(regression)'}; give its own task with --task"
+        )
+
+
+def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
+    """The exits that were asked for, or the method's own. Raises WrongArguments for exits that no model has."""
+    exits, count = request.common.exits, request.method.exits if request.unit == "rows" else 4
+    if exits is None:
+        return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
+    if request.unit == "tokens" and exits[-1] != num_layers:
+        exits = (*exits, num_layers)  # the LM head is always there
+    try:
+        return check_exits(exits, num_layers)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+# ---- Rows ----
+
+
+def split_rows(task: Task, seed: int, max_train: int | None) -> tuple[Split, Split]:
+    """(train, held): a seeded tenth of train is held out for every choice; with max_train both parts shrink alike."""
+    train, held = holdout(task.split("train"), seed)
+    if max_train is not None:
+        train, held = subset(train, max_train, seed), subset(held, max(1, max_train // 9), seed)
+    return train, held
+
+
+def _train_rows(request: Request, state_folder: Path, say) -> tuple:
+    """A classifier, or a regression: what save_run takes."""
+    common, task = request.common, request.task
+    backbone = without_heads(load_backbone(request.model))
+    tokenizer = Tokenizer.from_folder(request.model, min(common.max_length, backbone.config.max_tokens))
+    train, held = (
+        RowData(encode(tokenizer, part.texts, backbone), part.labels, task)
+        for part in split_rows(task, request.seed, common.max_train)
+    )
+    if (train.labels == train.labels[0]).all():
+        raise ValueError(
+            f"{task.name}: the {len(train)} rows to train on all have the label {train.labels[0]}, there is nothing to "
+            f"learn; give rows with different labels"
+        )
+    exits = exits_of(request, backbone.config.num_hidden_layers)
+    about = _about(request, exits) | {"num_labels": task.num_labels, "task": about_task(task)}
+    begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held)}
+    model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
+    recorded = record(model.segments(), held.encoded, request.train.batch_size, whole=model.whole())
+    if not np.isfinite(recorded.logits).all():
+        raise ValueError("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
+    chosen = default_rule(recorded, task, held.labels, common.max_loss, common.confidence, request.method.candidates)
+    metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, held.labels)
+    metrics |= {
+        "rows": len(train),
+        "rows_held": len(held),
+        "rows_truncated": train.encoded.truncated,
+        "mean_tokens": float(np.mean([len(ids) for ids in held.encoded.ids])),
+    }
+    return model, tokenizer, chosen, about, metrics
+
+
+def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) -> dict:
+    metric = "score" if task.regression else "accuracy"
+    return {
+        "exits": list(recorded.segments.exits),
+        "per_exit_accuracy": exit_scores(recorded, task, labels, metric),
+        "hold_out": summary(recorded.replay(chosen.rule), recorded, task, labels),
+        "promise": chosen.promise,
+        "rows_needed": chosen.rows_needed,
+    }
+
+
+# ---- Tokens ----
+
+
+def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
+    """A decoder that leaves early as it writes: what save_run takes."""
+    backbone = load_backbone(request.model).to(request.common.device)
+    tokenizer = Tokenizer.from_folder(request.model)
+    source = Source(backbone, tokenizer, request.texts, request.seed)
+    exits = exits_of(request, backbone.config.num_hidden_layers)
+    if len(exits) < 2:
+        raise WrongArguments(f"expected exits before the last layer, got only {exits[0]}")
+    train, held = texts_to_learn(source)
+    tokens = sum(len(text.ids) for text in train.texts)
+    about = _about(request, exits) | {"text": request.texts.to_dict(), "rank": request.texts.rank}
+    say(f"{len(exits) - 1} heads on {request.model.name} learn {tokens} tokens of {len(train)} texts.")
+    digest = json_sha256({"train": [text.ids for text in train.texts], "held": [text.ids for text in held.texts]})
+    begun_with = {"text": about["text"], "data": digest}
+    model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
+    model.fold()
+    chosen = (request.method.default_rule or agreement_rule)(model, source, held)
+    metrics = {"epochs": fitted.epochs, "history": fitted.watched, "exits": list(exits)} | chosen.about
+    metrics |= {"texts": len(train), "tokens": tokens}
+    return model, tokenizer, chosen, about, metrics
+
+
+# ---- Both ----
+
+
+def _fit(
+    request: Request, backbone: nn.Module, about: dict, train, held, saved: Saved, say
+) -> tuple[nn.Module, Fitted]:
+    """Build the model and train it. The caller's random state is kept."""
+    begun_with = {key: about[key] for key in ("method", "unit", "exits", "training")}
+    begun_with |= {"settings": about["settings"], "backbone": about["backbone"]["sha256"], "rows": len(train)}
+    saved = saved._replace(settings=begun_with | saved.settings)
+    with torch.random.fork_rng(), sole_writer(saved.folder):
+        torch.manual_seed(request.seed)
+        try:
+            model = build_model(request.method, request.unit, backbone, about | {"pool": request.common.pool})
+        except ValueError as error:
+            raise WrongArguments(str(error)) from None
+        model = model.to(request.common.device)
+        return model, fit(model, request.method.recipe(model, request.how), train, held, request.train, saved)
+
+
+def _about(request: Request, exits: tuple[int, ...]) -> dict:
+    """What config.json says of a training."""
+    training = asdict(request.train) | {name: getattr(request.common, name) for name in ("max_train", "max_loss")}
+    return {
+        "method": request.name,
+        "unit": request.unit,
+        "settings": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(request.how).items()},
+        "backbone": {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)},
+        "exits": list(exits),
+        "seed": request.seed,
+        "training": training | {"confidence": request.common.confidence},
+    }
+
+
+def _sha256(*parts: RowData) -> str:
+    """One digest over tokens and labels, so that a resumed training knows its data again."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for ids in part.encoded.ids:
+            digest.update(ids.tobytes() + b"|")
+        digest.update(part.labels.tobytes())
+    return digest.hexdigest()
