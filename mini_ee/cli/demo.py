@@ -1,22 +1,12 @@
-"""The main job, end to end: give an encoder exits, decide when to stop, show accuracy against measured time."""
+"""`mini-ee demo`: give a model exits, decide when to stop, show accuracy against measured time."""
 
-from collections.abc import Callable
+import time
 from pathlib import Path
 
-import numpy as np
-import torch
+from mini_ee.cli.options import add_options, given_options
 
-from mini_ee.baselines.joint import joint
-from mini_ee.data.files import atomic_folder, write_bytes, write_json
-from mini_ee.data.tasks import Task
-from mini_ee.export.segments import export
-from mini_ee.measure.evaluate import evaluate, labels_of, measure_seconds, timed_batches
-from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy, table, text_plot
-from mini_ee.rules import FixedExit, NeverExit, Rule
-from mini_ee.training.fit import TrainConfig
-from mini_ee.training.run import train_run, versions
-from mini_ee.units.recording import predictions, record
-
+HELP = "the main job: train exits, decide when to stop, show accuracy against measured time"
+EXAMPLE = "mini-ee demo --model ../shared/weights/all-MiniLM-L6-v2 --task ../shared/data/SST-2 --max-train 6000"
 ANSWER = "demo.json"
 
 CURVE_POINTS = 9  # thresholds whose time is measured
@@ -31,33 +21,53 @@ CURVE_COLUMNS = {
 }
 
 
-def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Callable[[str], None], **options) -> dict:
-    """Train `joint`, evaluate, and write report.md, pictures and the run itself to the folder `out`.
+def add(sub) -> None:
+    from mini_ee.training.options import CommonOptions, TrainOptions
 
-    say: called with each piece of text as it is ready; options: what train_run takes. Returns the JSON answer.
-    A report of an earlier demo is replaced; FileExistsError where `out` is anything else.
+    sub.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint's folder; the built-in 12-layer BERT")
+    sub.add_argument("--task", metavar="DIR", help="task folder; the built-in reviews by default")
+    sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there")
+    add_options(sub, TrainOptions)
+    add_options(sub, CommonOptions)
+
+
+def run(args, say) -> dict:
+    """Train `joint`, evaluate, and write report.md, pictures, the run and its export to the folder --out.
+
+    A report of an earlier demo is replaced; FileExistsError where --out is anything else.
     """
+    import torch
+
+    import mini_ee
+    from mini_ee.data.files import atomic_folder, write_bytes, write_json
+    from mini_ee.measure.evaluate import evaluate, rows_of
+    from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
+    from mini_ee.training.options import CommonOptions, TrainOptions
+    from mini_ee.training.run import versions
+
+    begin, out, seed = time.perf_counter(), args.out, args.seed
     if out.exists() and not (out / ANSWER).is_file():
         raise FileExistsError(f"{out}: is there and holds no demo report; name another folder with --out")
-    split = task.default_split
-    labels = labels_of(task, split)
+    given = given_options(args, TrainOptions, CommonOptions) | {"seed": seed}
     with atomic_folder(out, replace=True) as folder:
-        run = train_run(folder / "run", "joint", joint, model_folder, task, config, **options)
-        run.model.to(options["device"])
-        segments = run.segments()
-        encoded = run.encode(task.split(split).texts)
+        say("Training all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1).")
+        trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
+        task = _task_of(args.task)
+        split, rows = rows_of(task, None, None, seed)
+        batch_size = trained.config["training"]["batch_size"]
+        segments, encoded = trained.segments(), trained.encode(rows.texts)
         if encoded.truncated:
-            say(f"{encoded.truncated} of {len(encoded)} texts cut to {run.tokenizer.max_length} tokens")
-        say(f"Evaluating {len(labels)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
-        measured = (encoded, config.batch_size, CURVE_POINTS, config.seed)
-        answer = {"method": "joint", **evaluate(segments, run.whole_model(), run.rule, task, split, *measured)}
+            say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
+        say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
+        measured = evaluate(trained, trained.rule, task, rows.labels, encoded, batch_size, CURVE_POINTS, seed)
+        answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
         answer["curve"] = answer.pop("rows")
-        answer |= {"seed": config.seed, "threads": torch.get_num_threads(), "versions": versions()}
-        answer["rows"] = _exit_rows(segments, task, encoded, answer, config)
-        answer["latency_speedup"] = _latency_speedup(segments, run.rule, encoded, config.seed)
-        if task.split(split).hardness:
-            answer["hardness"] = _hardness_rows(run, task, split, encoded, config.batch_size)
-        verified = export(run, folder / "exported", task.split(split).texts, seed=config.seed)["verified"]
+        answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
+        answer["rows"] = _exit_rows(segments, encoded, answer, seed)
+        answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded, seed)
+        if rows.hardness:
+            answer["hardness"] = _hardness_rows(trained, task, rows, encoded, batch_size)
+        verified = mini_ee.export(trained, folder / "exported", texts=rows.texts, seed=seed)["verified"]
         text = _report(answer, task.regression)
         say(text)
         pictures = []
@@ -73,22 +83,34 @@ def demo(model_folder: Path, task: Task, out: Path, config: TrainConfig, say: Ca
         plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
         write_bytes(folder / "report.md", f"# mini-ee demo\n\n```\n{text}\n```\n\n{plot}\n".encode())
     say(
-        f"ONNX segments, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
+        f"ONNX, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
         f"{out / 'exported'}"
     )
     say(f"Report: {out / 'report.md'}" + "".join(f", {out / name}" for name in pictures))
+    say(f'Try: mini-ee classify {out / "run"} --text "I did not expect to like it, but I did."')
     return answer | {
         "report": str(out),
         "run": str(out / "run"),
         "export": str(out / "exported"),
         "pictures": [str(out / name) for name in pictures],
+        "wall_seconds": time.perf_counter() - begin,
     }
 
 
-def _exit_rows(segments, task: Task, encoded, answer: dict, config: TrainConfig) -> list[dict]:
+def _task_of(name: str | None):
+    from mini_ee.cli.open import open_task
+    from mini_ee.data.tasks import TOY
+
+    return open_task(name or TOY)
+
+
+def _exit_rows(segments, encoded, answer: dict, seed: int) -> list[dict]:
     """One row an exit: its score on all sentences, the share that leaves there, the time when all leave there."""
+    from mini_ee.measure.evaluate import measure_seconds, timed_batches
+    from mini_ee.rules import FixedExit, NeverExit
+
     runs = [(segments, rule, encoded) for rule in (NeverExit(), *map(FixedExit, range(len(segments.exits))))]
-    full, *seconds = measure_seconds(runs, timed_batches(encoded, config.batch_size, config.seed), repeats=1)
+    full, *seconds = measure_seconds(runs, timed_batches(encoded, answer["batch_size"], seed), repeats=1)
     total = sum(answer["exit_counts"])
     return [
         {"layer": layer, "accuracy": accuracy, "score": score, "share": count / total}
@@ -99,17 +121,24 @@ def _exit_rows(segments, task: Task, encoded, answer: dict, config: TrainConfig)
     ]
 
 
-def _latency_speedup(segments, rule: Rule, encoded, seed: int) -> float:
+def _latency_speedup(segments, rule, encoded, seed: int) -> float:
     """How many times as fast the rule is where sentences come one by one."""
+    from mini_ee.measure.evaluate import measure_seconds, timed_batches
+    from mini_ee.rules import NeverExit
+
     runs = [(segments, NeverExit(), encoded), (segments, rule, encoded)]
     full, early = measure_seconds(runs, timed_batches(encoded, 1, seed), repeats=1)
     return float(full / early)
 
 
-def _hardness_rows(run, task: Task, split: str, encoded, batch_size: int) -> list[dict]:
+def _hardness_rows(run, task, data, encoded, batch_size: int) -> list[dict]:
     """The built-in task knows how hard each sentence was made: where each kind leaves, and how often it is right."""
+    import numpy as np
+
+    from mini_ee.units.recording import predictions, record
+
     recorded = record(run.segments(), encoded, batch_size)
-    result, data = recorded.replay(run.rule), task.split(split)
+    result = recorded.replay(run.rule)
     kinds = np.array(data.hardness)
     rows = []
     for kind in dict.fromkeys(data.hardness):
@@ -127,6 +156,9 @@ def _hardness_rows(run, task: Task, split: str, encoded, batch_size: int) -> lis
 
 
 def _report(answer: dict, regression: bool) -> str:
+    from mini_ee.cli.train import promise_line
+    from mini_ee.measure.tables import table
+
     best = max(
         (row for row in answer["curve"] if row["score"] >= answer["full_score"] - 0.01),
         key=lambda row: row["layers_saved"],
@@ -146,6 +178,7 @@ def _report(answer: dict, regression: bool) -> str:
         f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
         f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, "
         f"{answer['speedup']:.2f} times as fast ({answer['latency_speedup']:.2f} times one by one).",
+        promise_line(answer["promise"], None),
     ]
     if best:
         parts.append(
@@ -160,4 +193,6 @@ def _report(answer: dict, regression: bool) -> str:
 
 
 def _curve_plot(answer: dict) -> str:
+    from mini_ee.measure.figures import text_plot
+
     return text_plot([(row["speedup"], row["score"]) for row in answer["curve"] + answer["rows"]], "speed-up", "score")

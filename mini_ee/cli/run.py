@@ -21,11 +21,28 @@ import onnxruntime
 from tqdm import tqdm
 
 from mini_ee import WrongArguments, __version__
+from mini_ee.cli.options import positive
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.export.decoder_runtime import DecoderRuntime
 from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, blaming_manifest, read_manifest
+from mini_ee.units.decoding import FILLS
 
+HELP = "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches"
+EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
 NEW_TOKENS = 100
+
+
+def add(sub) -> None:
+    """Its options."""
+    sub.add_argument("exported", type=Path, metavar="EXPORTED")
+    sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="standard input by default")
+    sub.add_argument("--out", type=Path, metavar="FILE", help="standard output by default")
+    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 for answers line by line")
+    sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="onnx by default")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
+    decoder = sub.add_argument_group("a decoder", "lines are prompts; it writes the likeliest text")
+    decoder.add_argument("--max-new-tokens", type=positive, metavar="N", help="after each prompt; 100")
+    decoder.add_argument("--fill", choices=FILLS, help="caches of layers that tokens skipped; propagate")
 
 
 def run(args) -> dict:

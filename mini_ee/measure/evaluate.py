@@ -13,10 +13,14 @@ import numpy as np
 from tqdm import tqdm
 
 from mini_ee.confidence import entropy, log_softmax, max_probability
-from mini_ee.data.tasks import Task
+from mini_ee.data.files import read_json
+from mini_ee.data.metrics import spearman
+from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit
+from mini_ee.methods.consistent import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold
+from mini_ee.training.train import split_rows
 from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
@@ -113,24 +117,35 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS)
     return np.median(seconds, axis=0).sum(axis=1)
 
 
-def evaluate(
-    segments, whole, rule: Rule, task: Task, split: str, encoded: Encoded, batch_size: int, sweep: int, seed: int
-) -> dict:
-    """Accuracy, layers and measured speed-up of one rule on one split.
+def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> tuple[str, Split]:
+    """The name of the split that is reported, and its rows, or some of them drawn with the seed.
 
-    whole: segments of the same model, whose time under NeverExit the speed-up is measured against.
-    With `sweep` above 0 also `rows`: the same of a curve of so many thresholds.
     Raises ValueError where the split has no labels.
     """
-    labels = labels_of(task, split)
+    split = split or task.default_split
+    rows = task.split(split)
+    if rows.labels is None:
+        raise ValueError(f"{task.name}: the split {split} has no labels; choose another with --split")
+    return split, rows if max_rows is None else subset(rows, max_rows, seed)
+
+
+def evaluate(
+    one, rule: Rule, task: Task, labels: np.ndarray, encoded: Encoded, batch_size: int, sweep: int, seed: int
+) -> dict:
+    """Accuracy, layers and measured speed-up of one rule on some rows.
+
+    one: a Run or a Runtime, which gives `segments` and, for NeverExit, the `whole_model` that the speed-up is measured
+    against. With `sweep` above 0 also `rows`: the same of a curve of so many thresholds.
+    """
+    segments, whole = one.segments(), one.whole_model()
     rule.check(len(segments.exits))
     rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
     recorded = record(segments, encoded, batch_size, "reading", whole)
-    main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.looks else rule)
+    main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size, seed)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
-    answer = {"task": task.name, "split": split} | summary(main, recorded, task, labels)
+    answer = {"task": task.name, "engine": segments.engine} | summary(main, recorded, task, labels)
     answer |= {
         "exits": list(segments.exits),
         "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
@@ -194,27 +209,27 @@ def _together(rows: list[dict]) -> dict:
     return told
 
 
-def overthinking(recorded: Record, task: Task, split: str) -> dict:
+def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     """Rows that an exit gets right and a later one wrong (LoRAExit, Table 11).
 
     share: of all rows; share_at_the_end: of those that the last one gets wrong (Kaya et al. 2019); rows: up to
     OVERTHOUGHT of them, with what every exit says: label, largest probability, and entropy in nats.
-    Raises ValueError for regression, and where the split has no labels.
+    Raises ValueError for regression.
     """
     if task.regression:
         raise ValueError(f"{task.name} is a regression task: no exit is right or wrong; give a task with classes")
-    labels, names = labels_of(task, split), task.label_names
+    labels, names = rows.labels, task.label_names
     said, sure = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
     right = said == labels[:, None]
     nats = np.stack([-entropy(each) for each in recorded.logits])
     was_right = np.maximum.accumulate(right, axis=1)
-    rows = np.flatnonzero((was_right & ~right).any(axis=1))
+    found = np.flatnonzero((was_right & ~right).any(axis=1))
     return {
-        "share": len(rows) / len(labels),
+        "share": len(found) / len(labels),
         "share_at_the_end": float((right.any(axis=1) & ~right[:, -1]).mean()),
         "rows": [
             {
-                "text": " | ".join(task.split(split).texts[row]),
+                "text": " | ".join(rows.texts[row]),
                 "label": names[labels[row]],
                 "exits": [
                     {"layer": layer, "label": names[label], "confidence": float(confidence), "entropy": float(unsure)}
@@ -223,14 +238,47 @@ def overthinking(recorded: Record, task: Task, split: str) -> dict:
                     )
                 ],
             }
-            for row in rows[:OVERTHOUGHT]
+            for row in found[:OVERTHOUGHT]
         ],
     }
 
 
-def labels_of(task: Task, split: str) -> np.ndarray:
-    """The labels of a split, or ValueError where it has none."""
-    labels = task.split(split).labels
-    if labels is None:
-        raise ValueError(f"{task.name}: the split {split} has no labels; choose another with --split")
-    return labels
+def hardness(one, rows: Split, encoded: Encoded, batch_size: int) -> dict:
+    """ConsistentEE's memorized layer of rows with classes, and its correlation with their loss."""
+    recorded = record(one.segments(), encoded, batch_size)
+    memorized, losses = hardness_of(recorded.logits, rows.labels, recorded.segments.exits)
+    found = {
+        "memorized_layer": memorized.tolist(),
+        "mean_memorized_layer": float(memorized.mean()),
+        "spearman_loss": spearman(memorized, losses),
+    }
+    if kinds := rows.hardness:
+        found["known"] = {kind: float(memorized[np.array(kinds) == kind].mean()) for kind in dict.fromkeys(kinds)}
+    return found
+
+
+def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
+    """ConsistentEE's Table 1 on the rows held out in training; None where the run says nothing of them."""
+    folder = getattr(run, "folder", None)
+    path = folder and folder / "metrics.json"
+    if not path or not path.is_file():
+        return None
+    metrics = read_json(path)
+    wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
+    _, held = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
+    if metrics.get("rows_held") != len(held):
+        return None
+    right = np.ones((len(wrong), len(held)), bool)
+    for epoch, rows in enumerate(wrong):
+        right[epoch, rows] = False
+    events = forgetting_events(right)
+    if not events.any():
+        return None
+    recorded = record(run.segments(), run.encode(held.texts), batch_size)
+    memorized, losses = hardness_of(recorded.logits, held.labels, run.exits)
+    return {
+        "rows": len(held),
+        "epochs": len(wrong),
+        "forgotten": int((events > 0).sum()),
+        "spearman": hardness_correlations(memorized, losses, events),
+    }

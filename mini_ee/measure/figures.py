@@ -1,32 +1,12 @@
-"""Tables, text plots and pictures. Functions return text or write a file; the command line prints."""
+"""Pictures, and plots in text. Functions write a file or return text; the command line prints."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
+from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 12  # characters
-
-
-def table(rows: list[dict], columns: dict[str, str]) -> str:
-    """A text table, numbers to the right. columns: key -> heading; a heading may end in a format, `accuracy:.3f`.
-
-    >>> print(table([{"layer": 2, "accuracy": 0.5}], {"layer": "layer", "accuracy": "accuracy:.2f"}))
-    layer  accuracy
-        2      0.50
-    """
-    headings = {key: heading.partition(":")[::2] for key, heading in columns.items()}
-    cells = [[name for name, _ in headings.values()]]
-    for row in rows:
-        cells.append([format(row[key], spec) if spec else str(row[key]) for key, (_, spec) in headings.items()])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    numeric = [all(not isinstance(row[key], str) for row in rows) for key in columns]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
-        ).rstrip()
-        for line in cells
-    )
 
 
 def text_plot(points: list[tuple[float, float]], x_name: str, y_name: str) -> str:
@@ -51,6 +31,23 @@ def _span(values: list[float]) -> tuple[float, float]:
 def can_draw() -> bool:
     """Whether matplotlib is installed (the extra `plots`)."""
     return find_spec("matplotlib") is not None
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise WrongArguments where no picture can be drawn or written there."""
+    if path is None:
+        return
+    if not can_draw():
+        raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise WrongArguments(f"--picture: expected a file in a folder that is there, found {path}")
+
+
+def draw_compared(path: Path, answer: dict, swept: bool) -> None:
+    """All curves; without them loss and accuracy by layer, or of runs of consistent alone the score over alpha."""
+    rewards = all("reward" in row for row in answer["rows"])
+    draw = draw_curves if swept else draw_rewards if rewards else draw_layers
+    draw(path, answer)
 
 
 def draw_speed_accuracy(path: Path, answer: dict) -> None:

@@ -8,7 +8,7 @@ scored on what is held out of train; the split that is reported is never seen he
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,28 +19,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mini_ee.backbones.hub import read_tensors, write_tensors
-from mini_ee.data.options import check_options, option
+from mini_ee.training.options import TrainConfig
 
 STATE = "state.safetensors"
 SAVE_SECONDS = 60.0  # between two saves of the training state, which holds the weights four times over
 CURVE_POINTS = 20  # of what a stage watches
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Settings of a training. Raises ValueError on a value that makes no sense."""
-
-    epochs: int = option(3, "passes over the rows or texts, of a stage that names none of its own", least=1)
-    lr: float = option(5e-5, "learning rate of the backbone, or of its adapters", least=0)
-    head_lr: float = option(5e-4, "learning rate of what is new: heads, policies", least=0)
-    batch_size: int = option(32, "rows or texts of a step", least=1)
-    warmup: float = option(0.1, "share of a stage's steps in which the rate rises", least=0, most=1)
-    weight_decay: float = option(0.01, "of matrices", least=0)
-    clip: float = option(1.0, "largest norm of the gradient", above=0)
-    seed: int = option(0, "of all that is drawn", least=0)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 class Batch(NamedTuple):

@@ -8,15 +8,12 @@ Without a file the decoder writes the text itself; it is made again from the see
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_text
-from mini_ee.data.options import check_options, option
 from mini_ee.data.texts import (
     CALIBRATION_PROMPTS,
     TRAINING_PROMPTS,
@@ -28,11 +25,11 @@ from mini_ee.data.texts import (
 )
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.rules import Policy
+from mini_ee.training.options import TextOptions
 from mini_ee.training.rule import Chosen, calibrate_record, passing
 from mini_ee.units.generation import generated_texts
 from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
-KINDS = ("pieces", "continue", "copy")
 GIVEN = 40  # tokens of a story
 HELD_PIECES, HELD_STORIES = 32, 150
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # away from the seeds of the batches before
@@ -40,33 +37,6 @@ EPSILON, MEASURE = (
     0.95,
     "breaking_ties",
 )  # of the rule that a training ends with; section 3.3.1 of self-supervised exits
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
-
-    text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
-    prompt: tuple[str, ...] | None = option(None, "it goes on from this; may be repeated", metavar="TEXT")
-    greedy: bool = option(False, "with its likeliest tokens, once from each prompt")
-    texts: int | None = option(None, "how many; 512 pieces or 1500 stories, of a file all", least=1, metavar="N")
-    new_tokens: int | None = option(None, "of each text; 64, behind the beginning of a story 40", least=1, metavar="N")
-    rank: int | None = option(8, "of the adapters with which the decoder is fine-tuned", least=1)
-    kind: str = "continue"
-
-    def __post_init__(self):
-        check_options(self)
-        if self.kind not in KINDS:
-            raise ValueError(f"a decoder learns from text that is one of {', '.join(KINDS)}, found {self.kind!r}")
-        if self.text is not None and (self.prompt or self.greedy):
-            given = "prompt" if self.prompt else "greedy"
-            raise ValueError(f"--{given} is for text that the model writes: leave it out, or --text")
-        if self.kind == "copy" and self.text is None:
-            raise ValueError("--task copy: its sentences come from a text; give it with --text FILE")
-
-    def to_dict(self) -> dict:
-        """As a run's config.json has it."""
-        return asdict(self) | {"text": self.text and str(Path(self.text).resolve())}
 
 
 class Source(NamedTuple):

@@ -13,35 +13,18 @@ from torch import nn
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import json_sha256, sole_writer
-from mini_ee.data.options import check_options, option
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, TrainConfig, fit
+from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.method import Method, configured, load_method
+from mini_ee.training.options import KINDS, CommonOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
-from mini_ee.training.texts import KINDS, Source, TextOptions, agreement_rule, texts_to_learn
+from mini_ee.training.texts import Source, agreement_rule, texts_to_learn
 from mini_ee.units.recording import Record, exit_scores, record, summary
 from mini_ee.units.rows import RowData, check_exits, even_exits, without_heads
 
 BUILT_IN = {"lr": 2e-4, "epochs": 5}  # the built-in encoder is small: it wants larger steps, and more of them
-POOLS = ("mean", "first")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommonOptions:
-    """What every training takes, whatever the method."""
-
-    exits: tuple[int, ...] | None = option(None, "layers to leave at, 2,4,6; else the method's own", least=1)
-    pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
-    max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
-    max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
-    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, most=1)
-    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, most=1)
-    device: str = option("cpu", "cpu, cuda, cuda:1, ...")
-
-    def __post_init__(self):
-        check_options(self)
 
 
 @dataclass(frozen=True)

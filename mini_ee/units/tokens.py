@@ -19,7 +19,7 @@ from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Recorded
-from mini_ee.rules import NeverExit, Rule
+from mini_ee.rules import NeverExit, Policy, Rule
 from mini_ee.units.decoding import Step, gather
 from mini_ee.units.generation import generate
 from mini_ee.units.heads import VocabularyHead
@@ -126,12 +126,13 @@ class TokenExits(ExitModel):
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
         """Continue prompts (token ids), a step a token, each leaving where the rule says. settings: of `generate`."""
-        exits = {"exits": self.exits, "heads": self.heads, "policies": self.policies, "rule": rule}
+        policies = self.policies if isinstance(rule, Policy) else ()
+        exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
         return generate(self.backbone, prompts, **exits, **{"stop": self.backbone.config.stop_tokens} | settings)
 
     def write(self, texts: Sequence[Text], rule: Rule, batch_size: int = BATCH, seed: int = 0, **settings):
-        """What comes behind what each text gives (up to its `start`), in batches: a list of units.decoding.Generated."""
+        """What comes behind what each text gives (up to its `start`), in batches: a list of Generated."""
         written = []
         for begin in range(0, len(texts), batch_size):
             prompts = [text.ids[: text.start + 1] for text in texts[begin : begin + batch_size]]

@@ -1,0 +1,55 @@
+"""`mini-ee bench`: ratios measured side by side in one process."""
+
+from pathlib import Path
+
+HELP = "ratios measured side by side in one process"
+EXAMPLE = "mini-ee bench exit-tax --threads 2"
+BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
+
+
+def add(sub) -> None:
+    sub.add_argument("name", choices=(*BENCHMARKS, "all"), metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
+    sub.add_argument("--model", type=Path, help="weights of the minilm cases; random ones of that shape by default")
+    sub.add_argument("--large", action="store_true", help="retrieval: a datastore of a million rows too; takes long")
+
+
+def run(args, say) -> dict:
+    """One benchmark, or all."""
+    import torch
+
+    from mini_ee import WrongArguments
+    from mini_ee.export.runtime import share_threads
+    from mini_ee.measure.bench import BENCHES
+
+    names = list(BENCHES) if args.name == "all" else [args.name]
+    if args.large and "retrieval" not in names:
+        raise WrongArguments(f"--large is for retrieval, which builds a datastore; {args.name} has no larger case")
+    if args.alone and "onnx" in names:
+        share_threads(torch.get_num_threads())
+    rows = []
+    for name in names:
+        settings = {"large": True} if args.large and name == "retrieval" else {}
+        for row in BENCHES[name](args.model, args.seed, **settings):
+            rows.append(row)
+            say(
+                f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "
+                f"ratio {row['ratio']:.3f}   bar {row['bar']:.3f}   {'holds' if row['holds'] else 'MISSED'}"
+            )
+            for line in _more(row):
+                say(f"    {line}")
+    return {"bench": args.name, "rows": rows, "device": "cpu"}
+
+
+def _more(row: dict):
+    if "excess" in row:
+        excess, bar, head = (f"{row[key]:.1%}" for key in ("excess", "excess_bar", "head_share"))
+        yield f"of the full model's time: excess {excess} (bar {bar}), one head read and judged {head}"
+    if "fill_seconds" in row:
+        parts = ("layers", "head", "fill", "eager_fill")
+        costs = (f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)
+        yield f"a token: {', '.join(costs)}"
+    if "build_seconds" in row:
+        built, size = row["build_seconds"], row["bytes"] / 1e6
+        yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each"
+    if "against_bytes" in row:
+        yield f"weights: {row['bytes'] / 1e6:.1f} MB, {row['against_bytes'] / 1e6:.1f} MB"

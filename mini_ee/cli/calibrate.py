@@ -1,0 +1,130 @@
+"""`mini-ee calibrate`: thresholds under which exits agree with the full model as often as was asked for."""
+
+import math
+from pathlib import Path
+
+from mini_ee import WrongArguments
+from mini_ee.cli.options import given_options, number, positive
+from mini_ee.confidence import MEASURES
+
+HELP = "thresholds under which exits agree with the full model as often as epsilon; they become the run's rule"
+EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"
+BATCH = 32
+
+
+def add(sub) -> None:
+    sub.add_argument("run", type=Path, metavar="RUN")
+    sub.add_argument("--task", metavar="DIR", help="rows like those that will be served; by default those held out")
+    sub.add_argument("--split", help="of --task; by default its rows that were held out of train")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    sub.add_argument("--epsilon", type=number, required=True, help="the least share that agrees, above 0, at most 1")
+    sub.add_argument("--delta", type=number, help="the promise holds for fresh rows but for this chance")
+    sub.add_argument("--measure", choices=tuple(MEASURES), help="max_probability, of tokens breaking_ties")
+    sub.add_argument("--sets", type=positive, metavar="N", help="also draw N calibration sets: how often is it broken?")
+    sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: a text; else the model writes some")
+    sub.add_argument("--prompt", action="append", metavar="TEXT", help="tokens: it goes on from this; may be repeated")
+    sub.add_argument("--greedy", action="store_true", help="tokens: with the likeliest ones, once from each prompt")
+    sub.add_argument("--texts", type=positive, metavar="N", help="tokens: so many texts; 512")
+    sub.add_argument("--new-tokens", type=positive, metavar="N", help="tokens: of each text; 64")
+
+
+def run(args, say) -> dict:
+    """Calibrate, write the rule into the run, and say what the thresholds keep on units they were not taken from."""
+    from mini_ee.calibration import check_promise
+    from mini_ee.cli.open import open_run
+    from mini_ee.measure.tables import table
+    from mini_ee.training.rule import calibrate_record
+    from mini_ee.training.run import write_rule
+
+    try:
+        check_promise(args.epsilon, args.delta)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    opened = open_run(args.run, args)
+    if opened.rule.plans_from_texts:
+        raise WrongArguments(f"{args.run}: leaves where its datastore says; calibrate the run that it was collected on")
+    tokens = opened.unit == "tokens"
+    recorded, about = (_texts if tokens else _rows)(opened, args)
+    measure = args.measure or ("breaking_ties" if tokens else "max_probability")
+    rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
+    promise = None if args.delta is None else {name: answer[name] for name in ("epsilon", "delta", "measure")}
+    write_rule(args.run, rule, promise, answer["exit_counts"])
+    exits = opened.exits
+    columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
+    rows = [
+        {"layer": layer, "threshold": f"{float(tau):.3g}", "agreement": "-" if share is None else f"{share:.3f}"}
+        | {"left": left}
+        for layer, tau, share, left in columns
+    ]
+    headings = {"layer": "layer", "threshold": "threshold", "agreement": "agreement", "left": "left here"}
+    if "tau_intervals" in answer and answer["tau_intervals"] is not None:
+        headings["interval"] = "95 % of bootstraps"
+        for row, ends in zip(rows, answer["tau_intervals"]):
+            row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
+    say(table(rows, headings))
+    what = "tokens" if tokens else "rows"
+    say(
+        f"On {answer['rows_fresh']} {what} that the thresholds were not taken from, {answer['end_to_end']:.1%} get the "
+        f"full model's answer, after {answer['mean_layers']:.2f} layers of {exits[-1]}. What is promised is promised "
+        f"for {what} like these."
+    )
+    if args.sets:
+        say(broken_line(answer))
+    say(f"The rule of {args.run} is now these thresholds.")
+    return {"method": opened.config["method"], "exits": list(exits), "run": str(args.run)} | about | answer
+
+
+def _rows(opened, args):
+    """Rows that the run was not trained on, or those that were named."""
+    from mini_ee.cli.open import open_task_of
+    from mini_ee.data.tasks import holdout
+    from mini_ee.training.train import check_task
+    from mini_ee.units.recording import record
+
+    if not opened.label_names:
+        raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
+    for name in ("text", "prompt", "greedy", "texts", "new_tokens"):
+        if getattr(args, name):
+            raise WrongArguments(f"--{name.replace('_', '-')} is for a decoder's tokens; {args.run} holds a classifier")
+    task = open_task_of([opened], args.task)
+    check_task(opened, task, args.run)
+    trained_on = task.name == opened.config["task"]["name"]
+    if args.split or not trained_on:
+        split = args.split or ("train" if "train" in task.splits else task.default_split)
+        rows = task.split(split)
+    else:
+        split, rows = "hold-out", holdout(task.split("train"), opened.config["seed"])[1]
+    recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
+    return recorded, {"task": task.name, "split": split}
+
+
+def _texts(opened, args):
+    """Texts that the decoder writes, or of a file."""
+    from mini_ee.training.texts import Source, TextOptions, texts_to_calibrate
+    from mini_ee.units.tokens import record_texts
+
+    if args.task is not None or args.split is not None:
+        raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")
+    given = given_options(args, TextOptions)
+    given = {name: value for name, value in given.items() if value}
+    kind = opened.config.get("text", {}).get("kind", "pieces")
+    try:
+        options = TextOptions(kind="pieces" if kind == "copy" and "text" not in given else kind, **given)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    source = Source(opened.model.backbone, opened.tokenizer, options, args.seed)
+    return record_texts(opened.model, texts_to_calibrate(source), progress="observing"), {}
+
+
+def broken_line(answer: dict) -> str:
+    """How often a promise broke, in words; the answer of a calibration with --sets."""
+    broken = answer["broken"]
+    line = (
+        f"Of {broken['sets']} calibration sets of {broken['groups_a_set']} the paper's rule breaks the promise of "
+        f"{answer['epsilon']} on the rest for {broken['paper']:.1%}"
+    )
+    if "delta" in broken:
+        error = math.sqrt(broken["delta"] * (1 - broken["delta"]) / broken["sets"])
+        line += f", with delta {answer['delta']} for {broken['delta']:.1%} (standard error {error:.1%})"
+    return line + "."

@@ -1,0 +1,85 @@
+"""`mini-ee classify`: one sentence through the exits."""
+
+from pathlib import Path
+
+HELP = "one sentence through the exits, layer by layer"
+EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
+
+
+def add(sub) -> None:
+    from mini_ee.cli.rules import add_retrieval, add_rule
+
+    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED")
+    sub.add_argument("--text", required=True, help="the sentence")
+    sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
+    add_where(sub)
+    add_rule(sub)
+    add_retrieval(sub)
+
+
+def add_where(sub) -> None:
+    """Where a run's parts are and what computes; said here without torch, opened in cli/open.py."""
+    sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    sub.add_argument(
+        "--schedule", choices=("restart", "parallel", "adaptive"), help="which LoRA streams start together; restart"
+    )
+
+
+def run(args, say) -> dict:
+    """What every exit says of one text, and where it left."""
+    import numpy as np
+
+    from mini_ee import WrongArguments
+    from mini_ee.cli.open import open_trained
+    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.confidence import log_softmax, max_probability
+    from mini_ee.early_exit import early_exit, read_every_exit
+    from mini_ee.measure.tables import table
+
+    trained = open_trained(args.run, args)
+    if trained.config.get("unit") == "tokens":
+        raise WrongArguments(f"{args.run}: holds a decoder, which gives no labels; it is for `mini-ee generate`")
+    rule = chosen_rule(args, trained)
+    text = (args.text,) if args.text_b is None else (args.text, args.text_b)
+    expected = trained.config["task"]["texts"]
+    if len(text) != expected:
+        advice = "give the second one with --text-b" if expected == 2 else "leave out --text-b"
+        raise WrongArguments(f"{args.run}: was trained on rows of {expected} texts, found {len(text)}; {advice}")
+    encoded, names = trained.encode([text]), trained.label_names
+    inputs, segments = encoded.batch(np.arange(1)), trained.segments()
+    logits, *_ = read_every_exit(segments, inputs)
+    result = early_exit(segments, rule, inputs)
+    words = list(trained.config.get("prompt", {}).get("words", {}).values())
+
+    def said(some: np.ndarray) -> dict:
+        if not names:
+            return {"label": float(some[0])}
+        return {"label": names[int(some.argmax())], "confidence": float(max_probability(some[None])[0])}
+
+    rows = []
+    for layer, some in zip(segments.exits, logits[0]):
+        row = {"layer": layer, **said(some), "left_here": layer == int(result.layers_run[0])}
+        if words:
+            row["words"] = dict(zip(words, np.exp(log_softmax(some[None])[0]).tolist()))
+        rows.append(row)
+    shown = [row | row.get("words", {}) | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows]
+    headings = {"layer": "layer", "label": "label"} | ({"confidence": "confidence:.3f"} if names and not words else {})
+    say(table(shown, headings | {word: f"{word}:.3f" for word in words} | {"left_here": " "}))
+    layers = int(result.layers_run[0])
+    if encoded.truncated:
+        say(f"the text was cut to {trained.tokenizer.max_length} tokens")
+    answer = {
+        "method": trained.config["method"],
+        "text": args.text,
+        **said(result.logits[0]),
+        "exit": int(result.exit_index[0]),
+        "layers": layers,
+        "exits": list(segments.exits),
+        "layers_saved": 1 - layers / segments.exits[-1],
+        "rows": rows,
+        "rule": rule.to_dict(),
+        "rows_truncated": encoded.truncated,
+    }
+    say(f"{answer['label']}, after {layers} of {segments.exits[-1]} layers")
+    return answer

@@ -1,0 +1,234 @@
+"""`mini-ee evaluate`: accuracy, layers saved and measured speed-up of a run."""
+
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee import WrongArguments
+from mini_ee.cli.classify import add_where
+from mini_ee.cli.options import positive
+
+HELP = "accuracy, layers saved and measured speed-up of a run"
+EXAMPLE = "mini-ee evaluate run --sweep"
+SWEEP_POINTS = 51  # LoRAExit, section 4
+
+
+def add(sub) -> None:
+    from mini_ee.cli.rules import add_retrieval, add_rule
+
+    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
+    add_measuring(sub)
+    add_rule(sub)
+    add_retrieval(sub)
+    sub.add_argument("--sweep", action="store_true", help="also 51 thresholds; of tokens everything over epsilon")
+    sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
+    sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
+    sub.add_argument("--text", type=Path, metavar="FILE", help="tokens, --sweep: also perplexity of this text")
+    sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of raee or of tokens: the paper's figures")
+
+
+def add_measuring(sub) -> None:
+    """What evaluate and compare take of data and clock."""
+    sub.add_argument("--task", metavar="DIR", help="task folder; of tokens a benchmark's: HellaSwag, ...")
+    sub.add_argument("--split", help="dev by default where there is one, else test")
+    sub.add_argument("--max-rows", type=positive, metavar="N", help="of the task, drawn with the seed")
+    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
+    add_where(sub)
+
+
+def run(args, say) -> dict:
+    """Measure one run, and print what a reader wants to know."""
+    from mini_ee.cli.open import open_run, open_trained
+    from mini_ee.export.runtime import MANIFEST
+
+    if (args.run / MANIFEST).is_file():
+        opened = open_trained(args.run, args)
+    else:
+        opened = open_run(args.run, args, plain=True)
+    if opened.config.get("unit") == "tokens":
+        return _tokens(opened, args, say)
+    return _rows(opened, args, say)
+
+
+# ---- Rows ----
+
+
+def _rows(opened, args, say) -> dict:
+    from mini_ee.cli.open import open_task_of, schedule_of
+    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.measure.evaluate import evaluate, rows_of
+    from mini_ee.measure.tables import exits_table, sweep_table
+    from mini_ee.training.train import check_task
+
+    if args.text:
+        raise WrongArguments(f"--text is for a decoder's tokens; {args.run} holds a classifier")
+    task = open_task_of([opened], args.task)
+    check_task(opened, task, args.run)
+    rule = chosen_rule(args, opened)
+    retrieves = rule.plans_from_texts
+    if args.picture and not (args.sweep and retrieves):
+        raise WrongArguments("--picture is for the --sweep of a decoder or of raee; mini-ee compare draws the others")
+    split, rows = rows_of(task, args.split, args.max_rows, args.seed)
+    encoded = opened.encode(rows.texts)
+    if encoded.truncated:
+        say(f"{encoded.truncated} of {len(encoded)} texts cut to {opened.tokenizer.max_length} tokens")
+    sweep = SWEEP_POINTS if args.sweep and not retrieves else 0
+    answer = evaluate(opened, rule, task, rows.labels, encoded, args.batch_size, sweep, args.seed)
+    answer = {"method": opened.config["method"], "split": split} | schedule_of(opened) | answer
+    if "schedule" in answer:
+        say(f"Exits whose streams start together: {answer['schedule']}")
+    say(exits_table(answer))
+    if sweep:
+        say(sweep_table(answer["rows"], task.regression))
+    if args.overthinking:
+        answer["overthinking"] = _overthinking(opened, task, rows, encoded, args, say)
+    if args.hardness:
+        answer["hardness"] = _hardness(opened, task, rows, encoded, args, say)
+    if retrieves:
+        answer |= _controls(opened, rule, task, rows, encoded, args, answer, say)
+    if not task.regression:
+        counts = np.bincount(rows.labels, minlength=task.num_labels)
+        answer["majority"] = float(counts.max() / counts.sum())
+        say(f"Always saying {task.label_names[counts.argmax()]}: accuracy {answer['majority']:.3f}.")
+    metrics = ", ".join(f"{name} {answer[name]:.3f}" for name in task.metrics)
+    say(
+        f"{task.name} {split}: {metrics} (full model {answer['full_score']:.3f}), "
+        f"{answer['mean_layers']:.2f} layers of {answer['exits'][-1]} ({answer['layers_saved']:.1%} saved), "
+        f"{answer['speedup']:.2f} times as fast as the full model (measured, batch {args.batch_size}, "
+        f"{answer['timed_rows']} rows)"
+    )
+    return answer
+
+
+def _overthinking(opened, task, rows, encoded, args, say) -> dict:
+    from mini_ee.measure.evaluate import overthinking
+    from mini_ee.units.recording import record
+
+    found = overthinking(record(opened.segments(), encoded, args.batch_size), task, rows)
+    for row in found["rows"]:
+        exits = ", ".join(
+            f"{each['layer']}: {each['label']} {each['confidence']:.3f} ({each['entropy']:.3f} nats)"
+            for each in row["exits"]
+        )
+        say(f"{row['text']}\n    {row['label']}; said after layer {exits}")
+    say(
+        f"{found['share']:.1%} of the rows are right at an exit and wrong at a later one, "
+        f"{found['share_at_the_end']:.1%} at the last."
+    )
+    return found
+
+
+def _hardness(opened, task, rows, encoded, args, say) -> dict:
+    from mini_ee.measure.evaluate import hardness, hardness_in_training
+    from mini_ee.measure.tables import table
+
+    if task.regression:
+        raise WrongArguments("--hardness: the memorized layer asks whether a prediction is right; give classes")
+    found = hardness(opened, rows, encoded, args.batch_size)
+    say(
+        f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
+        f"the loss under Eq. 1: {found['spearman_loss']:.2f}."
+    )
+    if "known" in found:
+        lines = [{"kind": kind, "mean": mean} for kind, mean in found["known"].items()]
+        say(table(lines, {"kind": "hardness", "mean": "memorized layer:.2f"}))
+    found["held_out"] = held = hardness_in_training(opened, task, args.batch_size)
+    if held:
+        pairs = (f"with {name} {value:.2f}" for name, value in held["spearman"].items())
+        say(
+            f"On the {held['rows']} rows held out in training, of which {held['forgotten']} were forgotten in "
+            f"{held['epochs']} epochs: {', '.join(pairs)}."
+        )
+    return found
+
+
+def _controls(opened, rule, task, rows, encoded, args, answer, say) -> dict:
+    """RAEE's figure needs others beside it, without which it says nothing."""
+    from mini_ee.measure.figures import draw_ablation
+    from mini_ee.measure.tables import ablation_table, controls_table
+    from mini_ee.methods.raee import ablation, controls
+    from mini_ee.units.recording import record
+
+    recorded = record(opened.segments(), encoded, args.batch_size, whole=opened.whole_model())
+    given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
+    told = {"controls": controls(*given)}
+    say(controls_table(answer, told["controls"]))
+    if args.sweep:
+        told["rows"] = ablation(*given)
+        say(ablation_table(told["rows"]))
+        if args.picture:
+            draw_ablation(args.picture, answer | told)
+            say(f"Picture: {args.picture}")
+    return told
+
+
+# ---- Tokens ----
+
+
+def _tokens(opened, args, say) -> dict:
+    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.measure.tables import table
+    from mini_ee.measure.texts import benchmark_answer
+
+    for name in ("split", "schedule", "overthinking", "hardness"):
+        if getattr(args, name):
+            raise WrongArguments(f"--{name} is for classifiers; {args.run} holds a decoder")
+    if not args.sweep and (args.text or args.picture or not args.task):
+        given = "--text and --picture go" if args.task else "without --task a decoder's run goes"
+        raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))
+    about = {"method": opened.config["method"], "run": str(args.run)}
+    if args.sweep:
+        return about | _over_epsilon(opened, args, say)
+    rule = chosen_rule(args, opened)
+    answer = benchmark_answer(_hear(opened, args), rule)
+    columns = zip(answer["exits"], answer["per_exit_accuracy"], answer["exit_counts"])
+    rows = [{"layer": layer, "accuracy": accuracy, "left": count} for layer, accuracy, count in columns]
+    say(table(rows, {"layer": "layer", "accuracy": "accuracy:.3f", "left": "tokens that left here"}))
+    most = opened.model.backbone.config.max_tokens
+    if answer["rows_truncated"]:
+        say(f"{answer['rows_truncated']} of {answer['rows']} contexts cut to the model's {most} tokens")
+    if "shots" in answer:
+        shots = ", ".join(f"{count} with {number}" for number, count in enumerate(answer["shots"]) if count)
+        say(f"Answered questions that the context had room for: {shots}.")
+    chance = f", by chance {answer['chance']:.3f}" if "chance" in answer else ""
+    say(
+        f"{answer['task']}, {answer['rows']} rows: accuracy {answer['accuracy']:.3f} +- {answer['standard_error']:.3f} "
+        f"(full model {answer['full_accuracy']:.3f}{chance}), ln p of the right answer {answer['log_likelihood']:.2f}; "
+        f"a scored token takes {answer['mean_layers']:.2f} layers of {answer['exits'][-1]}."
+    )
+    return about | answer
+
+
+def _hear(opened, args):
+    from mini_ee.data.multiple_choice import load_benchmark
+    from mini_ee.measure.texts import hear
+
+    benchmark = load_benchmark(args.task)
+    if args.max_rows:
+        benchmark = benchmark.subset(args.max_rows, args.seed)
+    return hear(opened, benchmark, args.batch_size)
+
+
+def _over_epsilon(opened, args, say) -> dict:
+    from mini_ee.data.files import read_json
+    from mini_ee.measure.figures import draw_decoder
+    from mini_ee.measure.tables import epsilon_table
+    from mini_ee.measure.texts import held_text, sweep
+    from mini_ee.units.tokens import record_texts
+
+    if len(opened.exits) == 1:
+        raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run of self-supervised")
+    for name in ("rule", "threshold", "exit", "patience", "cut"):
+        if getattr(args, name) is not None:
+            raise WrongArguments(f"--sweep finds thresholds itself: leave out --{name.replace('exit', 'layer')}")
+    measure = args.measure or getattr(opened.rule, "measure", "breaking_ties")
+    held = None
+    if args.text:
+        held = record_texts(opened.model, held_text(args.text, opened, args.seed), args.batch_size, last=False)
+    hearing = _hear(opened, args) if args.task else None
+    answer = sweep(opened, measure, held, hearing, args.seed)
+    say(epsilon_table(answer))
+    if args.picture:
+        draw_decoder(args.picture, answer, read_json(opened.folder / "metrics.json").get("history", []))
+        say(f"Picture: {args.picture}")
+    return answer

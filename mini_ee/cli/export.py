@@ -1,0 +1,56 @@
+"""`mini-ee export`: a run as ONNX, verified against torch before the folder takes its name."""
+
+import time
+from pathlib import Path
+
+HELP = "a run as ONNX, verified against torch"
+EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
+
+
+def add(sub) -> None:
+    from mini_ee.cli.classify import add_where
+    from mini_ee.cli.rules import add_retrieval, add_rule
+
+    sub.add_argument("run", type=Path, metavar="RUN", help="or a decoder's checkpoint")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not be there")
+    sub.add_argument("--task", metavar="DIR", help="verify on this task's sentences instead of the built-in ones")
+    precision = sub.add_mutually_exclusive_group()
+    precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
+    precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
+    add_where(sub)
+    add_rule(sub)
+    add_retrieval(sub)
+
+
+def run(args, say) -> dict:
+    """Export, and say how far the graphs are from torch."""
+    import mini_ee
+    from mini_ee import WrongArguments
+    from mini_ee.cli.open import open_run
+    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.data.tasks import load_task
+    from mini_ee.training.train import check_task
+
+    opened = open_run(args.run, args, plain=True)
+    opened = opened._replace(rule=chosen_rule(args, opened))
+    precision, begin, texts = "float16" if args.fp16 else "int8" if args.int8 else "float32", time.perf_counter(), None
+    if args.task is not None:
+        if opened.unit == "tokens":
+            raise WrongArguments(f"--task is for classifiers; {args.run} holds a decoder")
+        task = load_task(args.task)
+        check_task(opened, task, args.run)
+        texts = task.split(task.default_split).texts
+    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed)
+    verified = manifest["verified"]
+    what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
+    equal = verified.get("token_agreement", verified.get("prediction_agreement"))
+    say(
+        f"{len(manifest['graphs'])} graphs in {precision}, against torch on "
+        f"{what or str(verified.get('texts')) + ' texts'}: logits within {verified['max_logit_difference']:.2g}, "
+        f"{equal:.1%} of the {'tokens' if what else 'predictions'} and {verified['exit_agreement']:.1%} of the exits "
+        f"equal."
+    )
+    say(f"Exported: {args.out}")
+    answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
+    size = sum(path.stat().st_size for path in args.out.iterdir())
+    return answer | {"export": str(args.out), "bytes": size, "seconds": time.perf_counter() - begin}

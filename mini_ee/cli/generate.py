@@ -1,0 +1,202 @@
+"""`mini-ee generate`: one text from a decoder, as it comes."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+
+from mini_ee import WrongArguments
+from mini_ee.cli.classify import add_where
+from mini_ee.cli.options import number, positive
+from mini_ee.units.decoding import FILLS, Step
+
+HELP = "text from a decoder, as it comes"
+EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
+WRITTEN_TOKENS, DRAFT = 100, 4
+COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the first exit, to red
+
+
+def add(sub) -> None:
+    from mini_ee.cli.rules import add_rule
+
+    sub.add_argument("run", type=Path, nargs="?", metavar="RUN", help="or a decoder's checkpoint; the built-in Llama")
+    prompt = sub.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="what the text begins with")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it, in UTF-8")
+    sub.add_argument("--max-new-tokens", type=positive, metavar="N", help="100, or what the context has room for")
+    sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
+    add_sampling(sub)
+    sub.add_argument("--repetition-penalty", type=number, default=1.0, help="above 1: less of what is there; 1")
+    add_where(sub)
+    add_rule(sub)
+    early = sub.add_argument_group("a run with exits")
+    early.add_argument("--fill", choices=FILLS, help="skipped layers: the exit's state stands in (propagate, default)")
+    early.add_argument("--lossless", action="store_true", help="the full model's own text: an exit drafts, it verifies")
+    early.add_argument("--draft", type=positive, metavar="N", help="tokens drafted before they are verified; 4")
+    early.add_argument(
+        "--show-exits", action="store_true", help="colour tokens by the layer they left at, in a pipe too"
+    )
+
+
+def add_sampling(sub) -> None:
+    """How a token is drawn."""
+    sub.add_argument("--temperature", type=number, default=0.0, help="0, the default, takes the likeliest token")
+    sub.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens")
+    sub.add_argument("--top-p", type=number, metavar="P", help="draw from the fewest tokens that hold P of it all")
+
+
+def sampling_of(args, **more):
+    """The Sampling that the arguments ask for."""
+    from mini_ee.units.generation import Sampling
+
+    try:
+        return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def run(args, say) -> dict:
+    """One text, printed as it comes, its prompt before it."""
+    import numpy as np
+    from tqdm import tqdm
+
+    from mini_ee.backbones.hub import BUILT_IN_DECODER
+    from mini_ee.cli.open import open_run
+    from mini_ee.data.files import read_text
+    from mini_ee.training.texts import checked_prompt, encode_whole
+
+    if "" in args.stop:
+        raise WrongArguments("--stop: expected some text, found none")
+    name = "--prompt" if args.prompt_file is None else str(args.prompt_file)
+    prompt = args.prompt if args.prompt_file is None else read_text(args.prompt_file)
+    folder = args.run or BUILT_IN_DECODER
+    opened = open_run(folder, args, plain=True)
+    if opened.unit != "tokens":
+        raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
+    backend, ids = opened.tokenizer.backend, encode_whole(opened.tokenizer, checked_prompt(prompt, name))
+    most, stop = opened.model.backbone.config.max_tokens, opened.model.backbone.config.stop_tokens
+    count = args.max_new_tokens or max(1, min(WRITTEN_TOKENS, most - len(ids)))
+    steps, about = written_steps(opened, ids, count, args)
+    write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))
+    colours = colours_of(opened.exits) if args.show_exits else {}
+    tokens, layers, ends, text, written, cuts = [], [], [], "", 0, []
+    before, begin = len(backend.decode(ids)), time.perf_counter()
+    write(prompt)
+    for step in tqdm(steps, total=count, unit="token", delay=2, leave=False, disable=not args.json):
+        tokens += step.tokens
+        layers += step.layers_run
+        text = backend.decode(ids + tokens)[before:]
+        ends.append(whole_length(text))
+        cuts = [text.index(end) for end in args.stop if end in text]
+        if cuts:
+            text = text[: min(cuts)]
+            break
+        settled = max(written, settled_length(text, args.stop))
+        write(painted(text[written:settled], written, ends, layers, colours))
+        written = settled
+    seconds = time.perf_counter() - begin
+    write(painted(text[written:], written, ends, layers, colours) + "\n")
+    if colours:
+        left = (f"{paint(f'after layer {layer}', colours[layer])}: {layers.count(layer)}" for layer in colours)
+        say(f"Tokens by the layer that wrote them: {', '.join(left)}.")
+    if not args.lossless:
+        mean_layers = float(np.mean(layers))
+        about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.exits[-1]}
+    return {
+        "method": opened.config["method"],
+        "model": str(folder),
+        "prompt": prompt,
+        "text": text,
+        "prompt_tokens": len(ids),
+        "tokens": tokens,
+        "layers": layers,
+        "exits": list(opened.exits),
+        **about,
+        "ended": "stop" if cuts or tokens[-1] in stop else "length",
+        "seconds": seconds,
+        "tokens_per_second": len(tokens) / seconds,
+    }
+
+
+def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
+    """The steps of one text, and what the answer says of how they come about."""
+    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.units.generation import Sampling, generate_lossless
+
+    sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
+    if not args.lossless:
+        if args.draft:
+            raise WrongArguments("--draft is for --lossless")
+        rule, fill = chosen_rule(args, opened), args.fill or "propagate"
+        if rule.needs is not None and len(opened.exits) == 1:
+            raise WrongArguments(f"the rule {rule.name} needs a run with exits; {opened.folder} has none")
+        settings = {"sampling": sampling, "seed": args.seed, "fill": fill}
+        steps = opened.model.generate([ids], rule, max_new_tokens=count, **settings)
+        return steps, {"rule": rule.to_dict(), "fill": fill}
+    if sampling != Sampling():
+        raise WrongArguments("--lossless writes the full model's greedy text: leave out what changes it")
+    for option in ("rule", "threshold", "measure", "patience", "cut", "fill"):
+        if getattr(args, option) is not None:
+            raise WrongArguments(f"--lossless takes no --{option}: every draft of --layer is verified")
+    if len(opened.exits) == 1:
+        raise WrongArguments("--lossless needs an exit that drafts: give a run of a decoder with exits")
+    layer, draft = args.exit or opened.exits[0], args.draft or DRAFT
+    if layer not in opened.exits[:-1]:
+        drafters = ",".join(map(str, opened.exits[:-1]))
+        raise WrongArguments(f"--layer: expected an exit that can draft, one of {drafters}, got {layer}")
+    head, stop = opened.model.heads[opened.exits.index(layer)], opened.model.backbone.config.stop_tokens
+    settings = {"exit_layer": layer, "head": head, "draft": draft, "stop": stop}
+    steps = generate_lossless(opened.model.backbone, [ids], max_new_tokens=count, **settings)
+    return steps, {"lossless": True, "draft": draft, "draft_layer": layer}
+
+
+# ---- What is printed, and in which colour ----
+
+
+def colours_of(exits: tuple[int, ...]) -> dict[int, int | None]:
+    """layer -> colour; the last layer, where the full model speaks, keeps the terminal's own.
+
+    >>> colours_of((2, 4, 6, 8))
+    {2: 46, 4: 190, 6: 196, 8: None}
+    """
+    steps = max(1, len(exits) - 2)
+    early = {layer: COLOURS[k * (len(COLOURS) - 1) // steps] for k, layer in enumerate(exits[:-1])}
+    return early | {exits[-1]: None}
+
+
+def paint(text: str, colour: int | None) -> str:
+    """Text in a colour of the terminal's 256."""
+    return text if colour is None else f"\033[38;5;{colour}m{text}\033[0m"
+
+
+def painted(text: str, begin: int, ends: list[int], layers: list[int], colours: dict[int, int | None]) -> str:
+    """A piece of the text, which begins there, each token's letters in the colour of its layer.
+
+    ends: how long the text was after each token.
+    """
+    if not colours:
+        return text
+    pieces, stop = [], begin + len(text)
+    at = begin
+    while at < stop:
+        token = min(bisect_right(ends, at), len(layers) - 1)
+        end = max(at + 1, min(ends[token], stop))
+        pieces.append(paint(text[at - begin : end - begin], colours[layers[token]]))
+        at = end
+    return "".join(pieces)
+
+
+def whole_length(text: str) -> int:
+    """How much of a text is whole characters: half a one at its end is decoded as a replacement character."""
+    return len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+def settled_length(text: str, stops: list[str]) -> int:
+    """How much of a text no later token takes back: neither half a character nor what may begin one of `stops`.
+
+    >>> settled_length("It was a big bo", ["boat", "\\n"])
+    13
+    """
+    length = whole_length(text)
+    begun = (i for end in stops for i in range(max(0, length - len(end)), length) if end.startswith(text[i:length]))
+    return min(begun, default=length)

@@ -1,0 +1,107 @@
+"""What the command line names, opened and checked: runs and exported folders, tasks, devices."""
+
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee import WrongArguments
+from mini_ee.data.files import read_json
+from mini_ee.data.tasks import TOY, Task, load_task, toy_task
+from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
+from mini_ee.training.run import Run, is_run, load_run, plain_decoder
+from mini_ee.training.train import check_device
+from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
+
+SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
+
+
+def add_where(parser, schedules: bool = True) -> None:
+    """Where a run's parts are and what computes: --model, --device, and --schedule of LoRA exits."""
+    parser.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    if schedules:
+        parser.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together; restart")
+
+
+def open_run(folder: Path, args, plain: bool = False) -> Run:
+    """A run on the device that was asked for; with `plain` also a decoder's checkpoint."""
+    check_device(args.device)
+    if (folder / MANIFEST).is_file():
+        raise WrongArguments(f"{folder}: is exported already; give the run that it came from")
+    if not plain or is_run(folder) or not (folder / "config.json").is_file():
+        run = load_run(folder, args.model)
+        if args.model and "config" in run.config["backbone"]:
+            raise WrongArguments("--model says where a backbone is that a run does not hold; this run holds its own")
+    else:
+        if args.model:
+            raise WrongArguments(f"--model says where the backbone of a run is now; {folder} is none")
+        run = plain_decoder(folder)
+    run.model.to(args.device)
+    return _scheduled(run, args, getattr(args, "schedule", None))
+
+
+def open_trained(folder: Path, args) -> Run | Runtime:
+    """A run, or an exported folder."""
+    if not (folder / MANIFEST).is_file():
+        return open_run(folder, args)
+    if getattr(args, "schedule", None):
+        raise WrongArguments(f"{folder}: is exported under one schedule; export the run with another --schedule")
+    if args.device not in ("cpu", "cuda"):
+        raise WrongArguments(f"--device {args.device}: an exported folder runs on cpu or on cuda")
+    if args.model:
+        raise WrongArguments(f"--model says where the backbone of a run is now; {folder} is exported, and whole")
+    return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
+
+
+def _scheduled(run: Run, args, schedule: str | None) -> Run:
+    if not hasattr(run.model, "streams"):
+        if schedule:
+            raise WrongArguments(f"{run.folder}: --schedule is for LoRA exits, this is a run of {run.config['method']}")
+        return run
+    if schedule == "adaptive":
+        for option in ("rule", "threshold", "patience", "cut"):
+            if getattr(args, option, None) is not None:
+                raise WrongArguments(f"--schedule adaptive goes by the rule that was calibrated: leave out --{option}")
+        return run._replace(schedule=adaptive_schedule(run, getattr(args, "batch_size", 1)))
+    made = parallel if schedule == "parallel" else restart
+    return run._replace(schedule=made(len(run.exits)))
+
+
+def adaptive_schedule(run: Run, batch_size: int) -> list[list[int]]:
+    """The schedule that is cheapest on this machine for rows as long as those held out, that leave as those did.
+
+    Where they left: under the run's rule, as training chose or `calibrate` wrote it.
+    """
+    metrics = read_json(run.folder / "metrics.json")
+    if "mean_tokens" not in metrics:
+        raise WrongArguments(f"{run.folder}: does not know its held-out rows, which --schedule adaptive needs")
+    left = np.array(run.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
+    reach = left[::-1].cumsum()[::-1] / left.sum()
+    return cheapest_schedule(measure_costs(run.model, batch_size, round(metrics["mean_tokens"])), reach)
+
+
+def schedule_of(one: Run | Runtime) -> dict:
+    """For an answer: which streams of LoRA exits start together, by the layers that they end after."""
+    schedule = one.config.get("schedule") if isinstance(one, Runtime) else one.schedule
+    return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
+
+
+def open_task(name: str) -> Task:
+    """A task folder, or the built-in task where no folder has its name."""
+    return toy_task() if name == TOY and not Path(name).is_dir() else load_task(name)
+
+
+def open_task_of(opened: list[Run | Runtime], name: str | None) -> Task:
+    """The task that was named, or the built-in one where all runs were trained on it."""
+    others = [one.config["task"]["name"] for one in opened if one.config["task"]["name"] != TOY]
+    if name is None and others:
+        raise WrongArguments(f"the run was trained on {others[0]}: give that task's folder with --task")
+    return open_task(name or TOY)
+
+
+def of_rows(runs: list[Run | Runtime]) -> bool:
+    """Whether these are of rows; WrongArguments where some are and some are not."""
+    units = {one.config.get("unit", "rows") == "tokens" for one in runs}
+    if len(units) > 1:
+        raise WrongArguments("some of these runs are of rows and some of tokens: compare like with like")
+    return not units.pop()

@@ -1,0 +1,123 @@
+"""Options of the command line, made from the classes that hold the settings. No torch here."""
+
+import argparse
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin
+
+from mini_ee.data.options import flag_of, scalar_type
+
+DIGITS = 10  # of a whole number, at most
+MAX_THREADS = 1024  # more than torch can start would end the process without a word
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, help with a working example."""
+
+    def __init__(self, *args, example: str = "", **kwargs):
+        super().__init__(
+            *args,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example:\n  {example}" if example else None,
+            **kwargs,
+        )
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def add_options(parser, settings: type, defaults: dict | None = None) -> None:
+    """An option for each field of a settings class; what is not given stays out of the parsed arguments.
+
+    defaults: those that differ from the class's own, for the help.
+    """
+    for each in fields(settings):
+        if not each.metadata:
+            continue
+        kind, about = scalar_type(each.type), each.metadata
+        default = (defaults or {}).get(each.name, None if each.default is MISSING else each.default)
+        said = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        told = about["help"] + (f"; {said}" if default is not None and kind is not bool else "")
+        told = told.replace("%", "%%")
+        flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=told, **name)
+            continue
+        many = get_origin(each.type) is tuple or _has_tuple(each.type)
+        name |= {"metavar": about["metavar"]} if "metavar" in about else {}
+        if about["choices"] is not None and not many:
+            parser.add_argument(flag, choices=about["choices"], help=told, **name)
+        elif many and kind is str and about["choices"] is None and "metavar" in about:
+            parser.add_argument(flag, action="append", help=f"{told}; may be repeated", **name)
+        else:
+            parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=told, **name)
+
+
+def given_options(args: argparse.Namespace, *settings: type) -> dict:
+    """What the command line says of the fields of these classes."""
+    names = {each.name for part in settings for each in fields(part)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _has_tuple(annotation) -> bool:
+    return isinstance(annotation, UnionType) and any(get_origin(part) is tuple for part in get_args(annotation))
+
+
+def _several(kind: type):
+    def read(text: str) -> tuple:
+        return tuple(READERS.get(kind, kind)(part) for part in text.split(","))
+
+    return read
+
+
+def whole_number(text: str) -> int:
+    """A whole number; its limits are checked where it is used."""
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
+    if len(text) > DIGITS:
+        raise argparse.ArgumentTypeError(f"expected a number of at most {DIGITS} digits, found {text[:40]}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = whole_number(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def seed(text: str) -> int:
+    """A seed that numpy and torch take."""
+    value = whole_number(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**32 - 1, found {text}")
+    return value
+
+
+def threads(text: str) -> int:
+    """A number of threads that torch can start."""
+    value = positive(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_THREADS} threads, found {text}")
+    return value
+
+
+def number(text: str) -> float:
+    """A number, infinity too: its limits are checked where it is used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found {text!r}") from None
+
+
+def numbers(text: str) -> float | tuple[float, ...]:
+    """One number, or several with commas."""
+    found = tuple(number(part) for part in text.split(","))
+    return found if len(found) > 1 else found[0]
+
+
+READERS = {int: whole_number, float: number, Path: Path}

@@ -1,0 +1,122 @@
+"""`mini-ee train METHOD`: give a checkpoint exits and train them. A method's options are made from its settings."""
+
+import time
+from pathlib import Path
+
+from mini_ee.cli.options import Parser, add_options, given_options
+from mini_ee.registry import METHODS
+
+HELP = "give a checkpoint exits and train them"
+EXAMPLE = "mini-ee train joint --out run"
+
+
+def add(commands, argv: list[str]) -> None:
+    """The sub-commands; only the method that is named is imported, and has its options."""
+    parser = commands.add_parser("train", help=HELP, description=HELP, example=EXAMPLE)
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser)
+    named = next((word for word in argv[1:] if word in METHODS), None)
+    for name in METHODS:
+        told = f"see `mini-ee train {name} --help`"
+        sub = methods.add_parser(name, help=told, example=f"mini-ee train {name} --out run")
+        if name == named:
+            _add_method(sub, name)
+
+
+def _add_method(sub: Parser, name: str) -> None:
+    from mini_ee.cli.main import add_common
+    from mini_ee.training.method import load_method
+    from mini_ee.training.options import KINDS, CommonOptions, TextOptions, TrainOptions
+
+    method = load_method(name)
+    sub.description = (method_doc(name) or "").partition("\n\n")[0]
+    add_common(sub)
+    sub.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint's folder; a built-in one by default")
+    words = ["a task's folder; the built-in reviews by default"] if "rows" in method.units else []
+    words += [f"of a decoder's tokens {' or '.join(KINDS[1:])}"] if "tokens" in method.units else []
+    sub.add_argument("--task", metavar="TASK", help="; ".join(words))
+    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder to write; must not be there")
+    sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
+    usual = method.defaults.get(method.units[0], {})
+    add_options(sub.add_argument_group(name), method.config, usual)
+    add_options(sub.add_argument_group("training"), TrainOptions, usual)
+    add_options(sub.add_argument_group("common"), CommonOptions, usual)
+    if "tokens" in method.units:
+        about = "on a decoder, where --task is no folder" if "rows" in method.units else None
+        add_options(sub.add_argument_group("tokens", about), TextOptions, usual)
+
+
+def method_doc(name: str) -> str | None:
+    """The docstring of a method's file."""
+    from importlib import import_module
+
+    return import_module(METHODS[name]).__doc__
+
+
+def run(args, say) -> dict:
+    """Train, and say what came out."""
+    from mini_ee.data.files import read_json
+    from mini_ee.measure.tables import stages_table
+    from mini_ee.training.method import load_method
+    from mini_ee.training.options import CommonOptions, TextOptions, TrainOptions
+    from mini_ee.training.train import train
+
+    begin, settings = time.perf_counter(), load_method(args.method).config
+    given = given_options(args, settings, TrainOptions, CommonOptions, TextOptions) | {"seed": args.seed}
+    trained = train(args.method, args.model, args.task, args.out, args.resume, say, **given)
+    metrics = read_json(args.out / "metrics.json")
+    if metrics.get("epochs"):
+        say(stages_table(metrics["epochs"]))
+    answer = {"method": args.method, "unit": trained.unit, "exits": list(trained.exits)}
+    answer |= {"rule": trained.rule.to_dict(), "promise": trained.config["promise"], "run": str(args.out)}
+    told = (_of_tokens if trained.unit == "tokens" else _of_rows)(trained, metrics, say)
+    say(f"Run: {args.out}")
+    return answer | told | {"seconds": time.perf_counter() - begin}
+
+
+def _of_rows(trained, metrics: dict, say) -> dict:
+    told = {"task": trained.config["task"]["name"], "split": "hold-out"}
+    told |= {"per_exit_accuracy": metrics["per_exit_accuracy"], "rows": metrics["rows"]}
+    if "hold_out" not in metrics:  # raee
+        say(
+            f"Collected {metrics['rows']} rows that the exits were not trained on; "
+            f"alone, the exit after layer {metrics['best_single_exit']} is right most often."
+        )
+        size = sum(path.stat().st_size for path in (trained.folder / "datastore").iterdir())
+        prompt = {"prompt": trained.config["prompt"]} if "prompt" in trained.config else {}
+        return told | prompt | {"shots": trained.config["training"].get("shots", 0), "datastore_bytes": size}
+    held = metrics["hold_out"]
+    say(
+        f"Trained on {metrics['rows']} rows, "
+        f"{metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens."
+    )
+    say(
+        f"On {metrics['rows_held']} rows held out: score {held['score']:.3f}, "
+        f"{held['layers_saved']:.0%} of the layers saved."
+    )
+    say(promise_line(trained.config["promise"], metrics.get("rows_needed")))
+    return told | held | {name: metrics[name] for name in ("rows_truncated", "rows_held", "rows_needed")}
+
+
+def promise_line(promise: dict | None, rows_needed: int | None) -> str:
+    """What the default rule promises, in words."""
+    if promise is not None:
+        return (
+            f"Promise: with confidence {promise['confidence']:g} the rule loses at most {promise['max_loss']:g} of the "
+            f"score against the last exit, on rows like the {promise['rows']} held-out ones."
+        )
+    needed = f"; about {rows_needed} held-out rows would do" if rows_needed else ""
+    return f"No promise: the hold-out is too small{needed}. The rule loses nothing on it."
+
+
+def _of_tokens(trained, metrics: dict, say) -> dict:
+    calibration = metrics.get("calibration")
+    if calibration:
+        say(
+            f"Rule: thresholds on {calibration['measure']} at which {calibration['epsilon']:.0%} agree with the full "
+            f"model; of other text {calibration['end_to_end']:.1%} agree, after {calibration['mean_layers']:.2f} "
+            f"layers of {trained.exits[-1]}. `mini-ee calibrate` chooses another."
+        )
+    last = metrics["history"][-1] if metrics["history"] else {}
+    told = {name: last[name] for name in ("loss", "agreement", "entropy") if name in last}
+    told |= {name: metrics[name] for name in ("calibration", "own", "sweep", "texts", "tokens") if name in metrics}
+    return told | {"model": trained.config["backbone"]["folder"], "history": metrics["history"] or metrics["epochs"]}

@@ -1,0 +1,206 @@
+"""Several runs on one task and one clock, and what their figures say side by side."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mini_ee import WrongArguments
+from mini_ee.data.files import read_json
+from mini_ee.data.tasks import Split, Task, holdout
+from mini_ee.measure.evaluate import (
+    LOSSES,
+    RANGES,
+    best_within,
+    by_exit,
+    curve,
+    measure_seconds,
+    most_saved,
+    timed_batches,
+)
+from mini_ee.measure.texts import (
+    LEVEL,
+    at_equal_agreement,
+    decoded,
+    measure_speed,
+    quality,
+    written_texts,
+)
+from mini_ee.registry import METHODS
+from mini_ee.rules import NeverExit, rule_from_dict
+from mini_ee.training.method import load_method
+from mini_ee.training.rule import patiences, thresholds
+from mini_ee.training.run import Run
+from mini_ee.training.texts import Source, TextOptions, texts_to_test
+from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
+from mini_ee.units.tokens import record_texts
+
+TESTED_TEXTS, TIMED_TEXTS = 100, 2
+
+
+class Compared(NamedTuple):
+    """A run or an exported folder, as it was named, and how it is called in a table."""
+
+    name: str
+    one: object  # Run or Runtime
+    how: str
+
+
+# ---- Rows ----
+
+
+def compare_rows(
+    compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool, seed: int
+) -> dict:
+    """Each under its own rule, all timed in turns; with `swept` also the curve of each, and what it saves at no and
+    little loss: rules are then chosen on the rows held out in training, and a loss is counted from the best full model
+    of all that are compared.
+    """
+    told, timed = [], []
+    for name, one, how in compared:
+        encoded, segments, whole = one.encode(rows.texts), one.segments(), one.whole_model()
+        recorded = record(segments, encoded, batch_size, "reading", whole)
+        rule = plan_rows(one.rule, encoded, batch_size) if one.rule.plans_from_texts else one.rule
+        row = {"run": name, "how": how} | _row(one, recorded, rule, task, rows.labels)
+        row["rows_truncated"] = encoded.truncated
+        timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
+        if swept:
+            row["curve"] = curve(recorded, _rules(one, recorded, task), task, rows.labels)
+        told.append((row, recorded, (segments, encoded)))
+    if swept:
+        timed += _picked([one for _, one, _ in compared], told, task, rows.labels, batch_size)
+    order = timed_batches(timed[0][2][2], batch_size, seed)
+    for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
+        row[key] = float(seconds)
+    for row, *_ in told:
+        for point in [row, *(row[name] for name in (*LOSSES, *RANGES) if row.get(name))]:
+            point["speedup"] = row["full_seconds"] / point["seconds"]
+    return {"rows": [row for row, *_ in told], "timed_rows": sum(map(len, order))}
+
+
+def _row(one, recorded: Record, rule, task: Task, labels: np.ndarray) -> dict:
+    result, settings = recorded.replay(rule), one.config.get("settings", {})
+    scores = exit_scores(recorded, task, labels)
+    return {
+        "method": one.config["method"],
+        **summary(result, recorded, task, labels),
+        **{name: settings[name] for name in ("alpha", "reward") if "reward" in settings},
+        "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
+        "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
+        "per_exit_score": scores,
+        "full_score": scores[-1],
+        "megabytes": one.weight_bytes / 1e6,
+        "engine": one.segments().engine,
+        "exits": list(one.exits),
+        "rule": one.rule.to_dict(),
+        "pool": one.config["pool"],
+    }
+
+
+def _rules(one, recorded: Record, task: Task) -> list:
+    """The rules of a method's curve; none where the run's own rule plans."""
+    if one.rule.plans_from_texts:
+        return []
+    method = one.config["method"]
+    candidates = (load_method(method).candidates if method in METHODS else None) or (
+        patiences if task.regression else thresholds
+    )
+    return [NeverExit(), *candidates(recorded)]
+
+
+def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_size: int) -> list:
+    """What each run saves at no and little loss, and its best for a share of the operations, put into its row.
+
+    The rule is chosen on rows held out in training where the run knows them, else on these; returns what to time.
+    """
+    chosen_on = []
+    for one, (_, recorded, _) in zip(ones, told):
+        held = _held_out(one, task)
+        if held is None or one.rule.plans_from_texts:
+            chosen_on.append((recorded, labels))
+        else:
+            chosen_on.append((record(one.segments(), one.encode(held.texts), batch_size, "hold-out"), held.labels))
+    points = [curve(each, _rules(one, each, task), task, some) for one, (each, some) in zip(ones, chosen_on)]
+    full = [point["score"] for some in points for point in some if point["rule"]["name"] == "never"]
+    reference = max(full, default=0.0)
+    timed = []
+    for (row, recorded, (segments, encoded)), some in zip(told, points):
+        picks = {name: most_saved(some, reference - loss - 1e-9) for name, loss in LOSSES.items()}
+        picks |= {name: best_within(some, share) for name, share in RANGES.items()}
+        for name, found in picks.items():
+            row[name] = {}
+            if found:
+                rule = rule_from_dict(found["rule"])
+                row[name] = {"rule": found["rule"]} | summary(recorded.replay(rule), recorded, task, labels)
+                timed.append((row[name], "seconds", (segments, rule, encoded)))
+    return timed
+
+
+def _held_out(one, task: Task) -> Split | None:
+    """The rows that a run held out in training; None of an exported folder, and of a run on another task."""
+    if not isinstance(one, Run) or one.unit != "rows" or one.config["task"]["name"] != task.name:
+        return None
+    return holdout(task.split("train"), one.config["seed"])[1]
+
+
+# ---- Tokens ----
+
+
+def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sampling, swept: bool, seed: int) -> dict:
+    """How well and how fast runs write, each under its own rules, with `swept` also under stricter and looser ones;
+    of runs with one decoder the layers that each takes at one end-to-end agreement, and how its heads learned.
+    """
+    kinds = {run.config.get("text", {}).get("kind") for run in runs}
+    if None in kinds or len(kinds) > 1:
+        found = " and ".join(sorted(str(kind) for kind in kinds))
+        raise WrongArguments(f"these runs learned different things, {found}: compare like with like")
+    rows, timed = [], []
+    for run in runs:
+        some, settings = _cases(run, texts, count or TESTED_TEXTS, sampling, seed)
+        references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in some]
+        full = decoded(run, run.model.write(some, NeverExit(), seed=seed, **settings))
+        metrics = read_json(run.folder / "metrics.json")
+        own = metrics.get("own") or {run.rule.name: run.rule.to_dict()}
+        for measure, rule in {"full model": NeverExit().to_dict(), **own}.items():
+            others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
+            for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):
+                written = run.model.write(some, rule_from_dict(each), seed=seed, **settings)
+                points.append({"rule": each} | quality(run, written, full, references))
+            about = {"run": str(run.folder), "method": run.config["method"], "measure": measure}
+            rows.append(about | points[0] | {"exits": list(run.exits), "curve": points[1:]})
+            timed += [(point, _timed(run, some, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
+    measure_speed(timed)
+    answer = {"task": kinds.pop(), "rows": rows, "texts": len(some), "timed_texts": TIMED_TEXTS}
+    return answer | {"heads": _heads(runs, seed), "level": LEVEL}
+
+
+def _cases(run: Run, texts: str | None, count: int, sampling, seed: int):
+    """Texts that the run was not trained on, and how it writes behind what they give."""
+    about = run.config["text"] | ({"text": texts} if texts else {})
+    kept = {name: about[name] for name in ("text", "kind", "new_tokens") if about[name] is not None}
+    source = Source(run.model.backbone, run.tokenizer, TextOptions(**kept), run.config["seed"])
+    found = source.pieces()[:count] if about["kind"] == "pieces" and about["text"] else texts_to_test(source, count)
+    stop = run.model.backbone.config.stop_tokens
+    return found, {"max_new_tokens": source.follow, "stop": stop, "sampling": sampling}
+
+
+def _timed(run: Run, texts, rule: dict, settings: dict, seed: int):
+    few = texts[:TIMED_TEXTS]
+    return lambda: run.model.write(few, rule_from_dict(rule), batch_size=1, seed=seed, **settings | {"stop": ()})
+
+
+def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
+    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; of runs on different decoders nothing."""
+    if len({run.config["backbone"]["sha256"] for run in runs}) > 1:
+        return []
+    _, calibration, fresh = written_texts(runs[0], seed)
+    rows = []
+    for run in runs:
+        recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, fresh)]
+        (found,) = at_equal_agreement(*recorded, ("breaking_ties",), (LEVEL,))
+        settings, history = run.config["settings"], read_json(run.folder / "metrics.json").get("history", [])
+        row = {"run": str(run.folder), "init": settings.get("init"), "penalty": settings.get("penalty")}
+        row |= {key: history[-1][key] for key in ("step", "loss", "agreement", "entropy") if history}
+        rows.append(row | {"exits": list(run.exits), "equal": found, "history": history})
+    return rows

@@ -1,0 +1,75 @@
+"""Settings of every training, whatever the method. No torch here: the command line's options are made from them."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mini_ee.data.options import check_options, option
+
+POOLS = ("mean", "first")
+KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/texts.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Steps and rates of a training. Raises ValueError on a value that makes no sense."""
+
+    epochs: int = option(3, "passes over the rows or texts, of a stage that names none of its own", least=1)
+    lr: float = option(5e-5, "learning rate of the backbone, or of its adapters", least=0)
+    head_lr: float = option(5e-4, "learning rate of what is new: heads, policies", least=0)
+    batch_size: int = option(32, "rows or texts of a step", least=1)
+    warmup: float = option(0.1, "share of a stage's steps in which the rate rises", least=0, most=1)
+    weight_decay: float = option(0.01, "of matrices", least=0)
+    clip: float = option(1.0, "largest norm of the gradient", above=0)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainOptions):
+    """The same with the seed, which every command has."""
+
+    seed: int = option(0, "of all that is drawn", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What every training takes, whatever the method."""
+
+    exits: tuple[int, ...] | None = option(None, "layers to leave at, 2,4,6; else the method's own", least=1)
+    pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
+    max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
+    max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
+    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, most=1)
+    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, most=1)
+    device: str = option("cpu", "cpu, cuda, cuda:1, ...")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
+
+    text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
+    prompt: tuple[str, ...] | None = option(None, "it goes on from this; may be repeated", metavar="TEXT")
+    greedy: bool = option(False, "with its likeliest tokens, once from each prompt")
+    texts: int | None = option(None, "how many; 512 pieces or 1500 stories, of a file all", least=1, metavar="N")
+    new_tokens: int | None = option(None, "of each text; 64, behind the beginning of a story 40", least=1, metavar="N")
+    rank: int | None = option(8, "of the adapters with which the decoder is fine-tuned", least=1)
+    kind: str = "continue"
+
+    def __post_init__(self):
+        check_options(self)
+        if self.kind not in KINDS:
+            raise ValueError(f"a decoder learns from text that is one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.text is not None and (self.prompt or self.greedy):
+            given = "prompt" if self.prompt else "greedy"
+            raise ValueError(f"--{given} is for text that the model writes: leave it out, or --text")
+        if self.kind == "copy" and self.text is None:
+            raise ValueError("--task copy: its sentences come from a text; give it with --text FILE")
+
+    def to_dict(self) -> dict:
+        """As a run's config.json has it."""
+        return asdict(self) | {"text": self.text and str(Path(self.text).resolve())}
