@@ -35,6 +35,7 @@ from mini_ee.cli.decoder_commands import (
     holds_writer,
     refuse_text,
     train_exits,
+    with_intervals,
     write_text,
 )
 from mini_ee.cli.demo import demo
@@ -498,18 +499,19 @@ def run_calibrate(args, say) -> dict:
     measure = args.measure or "max_probability"
     rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
     write_rule(args.run, rule, answer["exit_counts"])
-    intervals = ((f"{float(low):.3f}", f"{float(high):.3f}") for low, high in answer["tau_intervals"])
     rows = [
         {
             "layer": layer,
             "threshold": f"{float(threshold):.3f}",
-            "interval": " to ".join(ends),
             "agreement": "-" if share is None else f"{share:.3f}",
+            "left": left,
         }
-        for layer, threshold, ends, share in zip(trained.exits, answer["thresholds"], intervals, answer["agreement"])
+        for layer, threshold, share, left in zip(
+            trained.exits, answer["thresholds"], answer["agreement"], answer["exit_counts"]
+        )
     ]
-    headings = {"layer": "layer", "threshold": "threshold", "interval": "95 % of bootstraps", "agreement": "agreement"}
-    say(table(rows, headings))
+    headings = {"layer": "layer", "threshold": "threshold", "agreement": "agreement", "left": "rows left here"}
+    say(table(*with_intervals(rows, headings, answer)))
     say(
         f"On {answer['rows_fresh']} held-out rows that the thresholds were not taken from, {answer['end_to_end']:.1%} "
         f"get the full model's answer, after {answer['mean_layers']:.2f} layers of {trained.exits[-1]}."

@@ -261,21 +261,19 @@ def calibrate_exits(args, say) -> dict:
     measure = args.measure or MEASURE
     rule, answer = calibrate_heads(opened.model, texts, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
     write_rule(args.run, rule, answer["exit_counts"])
-    intervals = (" to ".join(f"{float(end):.3g}" for end in ends) for ends in answer["tau_intervals"])
     rows = [
-        {"layer": layer, "threshold": f"{float(tau):.3g}", "interval": ends, "agreement": _share(share), "left": left}
-        for layer, tau, ends, share, left in zip(
-            opened.model.exits, answer["thresholds"], intervals, answer["agreement"], answer["exit_counts"]
+        {"layer": layer, "threshold": f"{float(tau):.3g}", "agreement": _share(share), "left": left}
+        for layer, tau, share, left in zip(
+            opened.model.exits, answer["thresholds"], answer["agreement"], answer["exit_counts"]
         )
     ]
     headings = {
         "layer": "exit",
         "threshold": "threshold",
-        "interval": "95 % of bootstraps",
         "agreement": "agreement",
         "left": "tokens left here",
     }
-    say(table(rows, headings))
+    say(table(*with_intervals(rows, headings, answer)))
     source = args.text or "text that the model wrote"
     say(
         f"Thresholds on {measure} from {answer['rows_calibration']} tokens of {source}; of {answer['rows_fresh']} "
@@ -286,6 +284,15 @@ def calibrate_exits(args, say) -> dict:
         say(broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
     return {"method": opened.method, "run": str(args.run), "exits": list(opened.model.exits), **answer}
+
+
+def with_intervals(rows: list[dict], headings: dict, answer: dict) -> tuple[list[dict], dict]:
+    """A calibration's table with how far chance moves its thresholds, which is told of the paper's alone."""
+    if answer["tau_intervals"] is None:
+        return rows, headings
+    ends = (" to ".join(f"{float(end):.3g}" for end in ends) for ends in answer["tau_intervals"])
+    rows = [row | {"interval": each} for row, each in zip(rows, ends)]
+    return rows, headings | {"interval": "95 % of bootstraps"}
 
 
 def broken_line(answer: dict) -> str:

@@ -361,7 +361,7 @@ def train_run(
     recorded = record(model.segments(), held.encoded, config.batch_size, whole=model.whole())
     if not np.isfinite(recorded.logits).all():
         raise ValueError("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
-    rule = rule or default_rule(recorded, task, held.labels, max_loss, candidates)
+    rule = rule or default_rule(recorded, task, held.labels, max_loss, candidates=candidates).rule
     metrics = {
         "epochs": history,
         "exits": list(model.exits),
