@@ -6,11 +6,13 @@ One training of `joint` on MiniLM for each task; every exit is recorded once on 
 the training never saw. Then, for each draw, a hold-out chooses the rule, and all other recorded rows say what it loses.
 Where these are few, chance moves what they say by the printed standard error, and the more the hold-out was lucky the
 less they can be: so it is also said how often the loss over all recorded rows is more than was promised. Recordings are
-kept in the work folder, so that a second run only draws.
+kept in the work folder, so that a second run only draws. `--bounds` compares the test with other bounds instead, by how
+many rows each needs to promise a rule of known chances.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from mini_ee.data.tasks import Task, load_task
 from mini_ee.early_exit import Recorded
 from mini_ee.measure.figures import table
 from mini_ee.rules import NeverExit, Rule
+from mini_ee.training.promise import POWER, paired_p_values
 from mini_ee.training.rule import default_rule, thresholds
 from mini_ee.training.run import load_run
 from mini_ee.units.recording import Record, predictions, record
@@ -132,11 +135,58 @@ def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int, draws
     )
 
 
+# ---- Other bounds ----
+ALPHA = 0.05
+
+SIZES = (300, 350, 400, 500, 600, 800, 1000, 1250, 1500, 2000, 2500, 3000, 4000, 5000, 6000, 8000, 10000, 14000)
+
+
+def exact(losses: np.ndarray) -> np.ndarray:
+    return paired_p_values(losses, MAX_LOSS) <= ALPHA
+
+
+def betting(losses: np.ndarray) -> np.ndarray:
+    """Waudby-Smith & Ramdas 2024: plug-in bets against a loss of MAX_LOSS, won at a capital of 1 / ALPHA."""
+    seen = np.arange(1, losses.shape[1] + 1)
+    mean = np.cumsum(losses, axis=1) / (seen + 1)
+    variance = (0.01 + np.cumsum((losses - mean) ** 2, axis=1)) / (seen + 1)
+    before = np.concatenate((np.full((len(losses), 1), 0.02), variance[:, :-1]), axis=1)
+    bets = np.minimum(np.sqrt(2 * math.log(1 / ALPHA) / (losses.shape[1] * before)), 0.9 / (1 - MAX_LOSS))
+    return np.cumsum(np.log1p(bets * (MAX_LOSS - losses)), axis=1).max(axis=1) >= math.log(1 / ALPHA)
+
+
+def empirical_bernstein(losses: np.ndarray) -> np.ndarray:
+    """Maurer & Pontil 2009, for losses of range 2."""
+    rows, log = losses.shape[1], math.log(2 / ALPHA)
+    bound = np.sqrt(2 * losses.var(axis=1, ddof=1) * log / rows) + 7 * 2 * log / (3 * (rows - 1))
+    return losses.mean(axis=1) + bound <= MAX_LOSS
+
+
+def compare_bounds(draws: int) -> None:
+    """The fewest of SIZES with which a promise is made for POWER of the hold-outs."""
+    rows, random = [], np.random.default_rng(SEED)
+    for worse, better in ((0, 0), (0.005, 0.005), (0.01, 0.01), (0.02, 0.02), (0.03, 0.03), (0.007, 0.002)):
+        row = {"worse": worse, "better": better}
+        for bound in (exact, betting, empirical_bernstein):
+            for size in SIZES:
+                chances = [worse, better, 1 - worse - better]
+                losses = random.choice(np.array([1, -1, 0], np.int8), size=(draws, size), p=chances)
+                if bound(losses).mean() >= POWER:
+                    break
+            row[bound.__name__] = size if size < SIZES[-1] else f"{size} or more"
+        rows.append(row)
+    print(table(rows, {key: key for key in rows[0]}))
+    print(json.dumps(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("/tmp/promise"))
     parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--bounds", action="store_true", help="compare bounds on drawn losses instead")
     args = parser.parse_args()
+    if args.bounds:
+        return compare_bounds(args.draws)
     rows = []
     for name, (trained, most, sizes) in TASKS.items():
         with np.load(record_unseen(args.work, Path(os.environ["MINI_EE_SHARED"]), name, trained, most)) as saved:

@@ -281,7 +281,7 @@ def test_where_none_can_be_promised_the_rule_loses_nothing_and_enough_rows_are_n
     for rule in thresholds(record.logits, None):
         assert loss_of(rule, record, labels) > 0 or record.replay(rule).layers_run.mean() >= layers
     assert 300 < chosen.rows_needed < 20_000
-    assert f"about {chosen.rows_needed} held-out rows would do" in chosen.sentence()
+    assert chosen.sentence().endswith(f"too few to promise it for others; about {chosen.rows_needed} would do.")
     made = [
         default_rule(record, CLASSES, labels).promise
         for record, labels in (population(chosen.rows_needed, seed) for seed in range(100, 110))
@@ -294,6 +294,7 @@ def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
     right = np.eye(2)[labels] * 5
     chosen = default_rule(recorded(np.stack([-right, -right, right], 1), (2, 4, 6)), CLASSES, labels, MAX_LOSS)
     assert chosen.rule == NeverExit() and chosen.promise is None
+    assert chosen.sentence().startswith("The default rule is the full model")
 
 
 def test_a_promise_that_fails_by_bad_luck_names_more_rows_than_there_are(monkeypatch):

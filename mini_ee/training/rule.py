@@ -108,8 +108,10 @@ class Chosen(NamedTuple):
                 f"default rule loses at most {of['max_loss']:g} of {of['of']} against the last exit. For other rows: "
                 f"mini-ee calibrate RUN --task DIR."
             )
-        more = f"; about {self.rows_needed} held-out rows would do" if self.rows_needed else ""
-        return f"No loss is promised of the default rule, it only lost nothing on the held-out rows{more}."
+        more = f"; about {self.rows_needed} would do" if self.rows_needed else ""
+        if self.rule == NeverExit():
+            return f"The default rule is the full model: every other lost something on the held-out rows{more}."
+        return f"The default rule lost nothing on the held-out rows, which are too few to promise it for others{more}."
 
 
 class Replay(NamedTuple):
