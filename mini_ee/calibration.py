@@ -135,9 +135,19 @@ def tau_with_confidence(
     best = p_values(np.ones_like(agrees), groups, epsilon)
     roomy = cuts & (best <= delta**2)
     cuts = np.flatnonzero(roomy if roomy.any() else cuts & (best <= delta))
-    passes = p_values(agrees, groups, epsilon)[cuts] <= delta
-    passed = len(cuts) if passes.all() else passes.argmin()
+    passed = fixed_sequence(p_values(agrees, groups, epsilon)[cuts], delta)
     return float(confidence[cuts[passed - 1]]) if passed else math.inf
+
+
+def fixed_sequence(p_values: np.ndarray, level: float) -> int:
+    """How many hypotheses are rejected, one after the other up to the first whose p-value is above the level.
+
+    With probability 1 - level all of them are rejected rightly (Learn then Test, fixed sequence testing): a wrong
+    rejection takes that of the first true hypothesis, which is a single test. So the order must not depend on the rows
+    tested.
+    """
+    passes = np.asarray(p_values) <= level
+    return len(passes) if passes.all() else int(passes.argmin())
 
 
 def p_values(agrees: np.ndarray, groups: np.ndarray, epsilon: float) -> np.ndarray:
@@ -298,14 +308,17 @@ def broken_promises(
 
 
 def report(calibration: Observed, fresh: Observed, rule: Threshold, epsilon: float, delta: float | None) -> dict:
-    """The JSON answer: thresholds, and what is kept of the promise on rows that they were not taken from."""
+    """The JSON answer: thresholds, and what is kept of the promise on rows that they were not taken from.
+
+    tau_intervals: how far chance moves the paper's thresholds. None with delta, whose thresholds allow for chance.
+    """
     counts = np.bincount(exit_indices(fresh, rule), minlength=len(rule.threshold))
     return {
         "epsilon": epsilon,
         "delta": delta,
         "measure": rule.measure,
         "thresholds": rule.to_dict()["threshold"][:-1],
-        "tau_intervals": [[_json(end) for end in ends] for ends in intervals(calibration, epsilon)],
+        "tau_intervals": _intervals(calibration, epsilon) if delta is None else None,
         "agreement": agreement(fresh, rule),
         "end_to_end": end_to_end(fresh, rule),
         "exit_counts": counts.tolist(),
@@ -314,6 +327,7 @@ def report(calibration: Observed, fresh: Observed, rule: Threshold, epsilon: flo
     }
 
 
-def _json(value: float) -> float | str:
-    """JSON has no inf."""
-    return float(value) if np.isfinite(value) else str(value)
+def _intervals(calibration: Observed, epsilon: float) -> list[list[float | str]]:
+    """As JSON, which has no inf."""
+    ends = intervals(calibration, epsilon).tolist()
+    return [[end if np.isfinite(end) else str(end) for end in pair] for pair in ends]

@@ -204,6 +204,11 @@ class Recorded(Segments):
         self.exits, self.logits, self.measures = exits, logits, measures or {}
         self._flops, self._layer_passes = flops, layer_passes
 
+    def take(self, units: np.ndarray) -> "Recorded":
+        """Some of the units: an index or a mask (N,)."""
+        measures = {name: values[units] for name, values in self.measures.items()}
+        return Recorded(self.exits, self.logits[units], self._flops[units], self._layer_passes, measures)
+
     @property
     def exit_logits(self) -> np.ndarray | None:
         """(N, K - 1), what a policy said; None where the model has none."""

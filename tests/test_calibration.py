@@ -459,3 +459,10 @@ def test_the_answer_is_json_where_an_exit_takes_no_row():
     read = json.loads(json.dumps(answer, allow_nan=False))
     assert read["thresholds"][0] == "inf" and read["agreement"][0] is None
     assert read["tau_intervals"][0] == ["inf", "inf"]
+
+
+def test_intervals_are_told_of_the_papers_thresholds_alone():
+    """With delta they would be another rule's: thresholds outside their own intervals."""
+    rule, answer = calibrate_record(recorded_rows(), 0.85)
+    assert all(float(low) <= tau <= float(high) for tau, (low, high) in zip(rule.threshold, answer["tau_intervals"]))
+    assert calibrate_record(recorded_rows(), 0.85, DELTA)[1]["tau_intervals"] is None

@@ -606,6 +606,17 @@ def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, 
     assert said["broken"]["sets"] == 5 and 0 <= said["broken"]["paper"] <= 1
 
 
+def test_calibrate_prints_where_rows_left_and_how_far_chance_moves_the_papers_thresholds(
+    capsys, run_folder, task_folder, tmp_path
+):
+    copy = shutil.copytree(run_folder, tmp_path / "run")
+    argv = ["calibrate", str(copy), "--task", str(task_folder), "--epsilon", ".5"]
+    for options, bootstrapped in (([], True), (["--delta", ".9"], False)):
+        assert main([*argv, *options]) == 0
+        shown = capsys.readouterr().out
+        assert "rows left here" in shown and ("bootstraps" in shown) == bootstrapped
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -429,7 +429,7 @@ def test_calibrate_reads_a_text_file_and_prints_its_table(capsys, run_folder, tm
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
     assert main(["calibrate", str(run_folder), "--epsilon", ".5", "--text", str(tmp_path / "text.txt")]) == 0
     shown = capsys.readouterr().out
-    assert "agreement" in shown and "text.txt" in shown and "The rule of" in shown
+    assert "agreement" in shown and "text.txt" in shown and "The rule of" in shown and "bootstraps" in shown
 
 
 def test_calibrate_tells_how_often_sets_break_the_promise(capsys, run_folder):

@@ -58,7 +58,7 @@ def run(args, say) -> dict:
         for layer, tau, share, left in columns
     ]
     headings = {"layer": "layer", "threshold": "threshold", "agreement": "agreement", "left": "left here"}
-    if "tau_intervals" in answer and answer["tau_intervals"] is not None:
+    if answer["tau_intervals"] is not None:
         headings["interval"] = "95 % of bootstraps"
         for row, ends in zip(rows, answer["tau_intervals"]):
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)

@@ -39,7 +39,7 @@ def run(args, say) -> dict:
     import torch
 
     import mini_ee
-    from mini_ee.data.files import atomic_folder, write_bytes, write_json
+    from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
     from mini_ee.measure.evaluate import evaluate, rows_of
     from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
     from mini_ee.training.options import CommonOptions, TrainOptions
@@ -61,6 +61,7 @@ def run(args, say) -> dict:
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         measured = evaluate(trained, trained.rule, task, rows.labels, encoded, batch_size, CURVE_POINTS, seed)
         answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
+        answer["promised"] = read_json(trained.folder / "metrics.json")["promised"]
         answer["curve"] = answer.pop("rows")
         answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
         answer["rows"] = _exit_rows(segments, encoded, answer, seed)
@@ -156,7 +157,6 @@ def _hardness_rows(run, task, data, encoded, batch_size: int) -> list[dict]:
 
 
 def _report(answer: dict, regression: bool) -> str:
-    from mini_ee.cli.train import promise_line
     from mini_ee.measure.tables import table
 
     best = max(
@@ -178,7 +178,7 @@ def _report(answer: dict, regression: bool) -> str:
         f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
         f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, "
         f"{answer['speedup']:.2f} times as fast ({answer['latency_speedup']:.2f} times one by one).",
-        promise_line(answer["promise"], None),
+        answer["promised"],
     ]
     if best:
         parts.append(

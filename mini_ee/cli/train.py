@@ -93,19 +93,8 @@ def _of_rows(trained, metrics: dict, say) -> dict:
         f"On {metrics['rows_held']} rows held out: score {held['score']:.3f}, "
         f"{held['layers_saved']:.0%} of the layers saved."
     )
-    say(promise_line(trained.config["promise"], metrics.get("rows_needed")))
+    say(metrics["promised"])
     return told | held | {name: metrics[name] for name in ("rows_truncated", "rows_held", "rows_needed")}
-
-
-def promise_line(promise: dict | None, rows_needed: int | None) -> str:
-    """What the default rule promises, in words."""
-    if promise is not None:
-        return (
-            f"Promise: with confidence {promise['confidence']:g} the rule loses at most {promise['max_loss']:g} of the "
-            f"score against the last exit, on rows like the {promise['rows']} held-out ones."
-        )
-    needed = f"; about {rows_needed} held-out rows would do" if rows_needed else ""
-    return f"No promise: the hold-out is too small{needed}. The rule loses nothing on it."
 
 
 def _of_tokens(trained, metrics: dict, say) -> dict:

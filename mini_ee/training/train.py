@@ -218,7 +218,8 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     recorded = record(model.segments(), held.encoded, request.train.batch_size, whole=model.whole())
     if not np.isfinite(recorded.logits).all():
         raise ValueError("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
-    chosen = default_rule(recorded, task, held.labels, common.max_loss, common.confidence, request.method.candidates)
+    promise = {"max_loss": common.max_loss, "confidence": common.confidence}
+    chosen = default_rule(recorded, task, held.labels, **promise, candidates=request.method.candidates)
     metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, held.labels)
     metrics |= {
         "rows": len(train),
@@ -237,6 +238,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
         "hold_out": summary(recorded.replay(chosen.rule), recorded, task, labels),
         "promise": chosen.promise,
         "rows_needed": chosen.rows_needed,
+        "promised": chosen.sentence(),
     }
 
 

@@ -20,6 +20,11 @@ class Record(NamedTuple):
     full_flops: float  # mean over units: all layers, last head only
     groups: np.ndarray | None = None  # (N,), which text a token belongs to; None: each row is drawn on its own
 
+    def take(self, units: np.ndarray) -> "Record":
+        """Some of the units: an index or a mask (N,)."""
+        some = self.segments.take(units)
+        return Record(some, some.logits, self.full_flops, None if self.groups is None else self.groups[units])
+
     @property
     def predictions(self) -> np.ndarray:
         """(N, K), the class or token that each exit says; of a regression its number."""
