@@ -7,20 +7,33 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mini_ee import WrongArguments
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
+
+def check_file(path: Path, pipe: bool = False) -> None:
+    """Raise ValueError unless the path leads to a regular file, or to a pipe where that will do.
+
+    To be asked before a file is read: a device such as /dev/zero never ends.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode) or pipe and stat.S_ISFIFO(mode):
+        return
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    found = next((kind for is_kind, kind in kinds if is_kind(mode)), "a device")
+    raise ValueError(f"{path}: expected a file, found {found}; name a file")
 
 
 def read_text(path: Path) -> str:
-    """A text file that the command line names. Raises WrongArguments where it is not UTF-8."""
+    """A text file that the command line names. Raises WrongArguments where it is no file or not UTF-8."""
+    try:
+        check_file(path, pipe=True)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -31,6 +44,7 @@ def read_json(path: Path, signed: str | None = None) -> dict:
     """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
+    check_file(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -57,7 +71,8 @@ def json_sha256(content: dict | Sequence) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """The digest of a file's content, read in pieces."""
+    """The digest of a file's content, read in pieces. Raises ValueError where the path leads to no regular file."""
+    check_file(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -81,38 +96,56 @@ def write_bytes(path: Path, *content: bytes | memoryview) -> None:
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Held by the one process that writes `path`, whose parent is made; a lock stands beside it, which a kill lets go.
+    """Only one process at a time enters this block for a path. The path's parent is made.
 
-    Raises FileExistsError where another process holds it.
+    A lock file stands beside the path; a killed process leaves the file, but not the lock.
+    Raises FileExistsError where another process is in the block.
     """
+    from filelock import FileLock, Timeout  # takes longer to import than all else that a runtime without torch needs
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    lock = path.with_name(f".{path.name}.lock")
+    file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(file)
     try:
-        file = open(lock, "w")
-    except OSError as error:  # of the name that was given, not of a hidden one
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise FileExistsError(f"{path}: another process is writing it; wait for it or name another") from None
+    except OSError as error:  # name the path that was given, not the hidden file
         raise OSError(error.errno, error.strerror, str(path)) from None
-    with file:
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes the file when the lock is released
+            file.unlink()
+        lock.release()
+
+
+def copy_folder(source: Path, target: Path, without: Sequence[str] = ()) -> None:
+    """Copy the files and folders of `source` into `target`, which is there; names in `without` stay behind.
+
+    Raises OSError that names the file that could not be written, ValueError for a device or a pipe in `source`.
+    """
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        if path.name in without:
+            continue
+        if path.is_dir():
+            copy.mkdir()
+            copy_folder(path, copy)
+            continue
+        check_file(path)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(file.fileno()).st_nlink:  # taken away by its holder, who has just ended
-                raise BlockingIOError
-        except BlockingIOError:
-            raise FileExistsError(f"{path}: another process is writing it; wait for it or name another") from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+            shutil.copy2(path, copy)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(copy)) from None
 
 
 @contextmanager
 def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes its name only when the block ends well; of a link, what it leads to.
+    """A new folder to write into. It takes its name when the block ends without an error, else it is removed.
 
-    Raises FileExistsError where the name is taken, unless by a folder that may be replaced, and where another process
-    is writing it.
+    Where the name is a link, the folder that the link leads to is written. replace: a folder of that name is replaced.
+    Raises FileExistsError where the name is taken, or another process is writing it.
     """
     folder = Path(os.path.realpath(folder))
     partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))

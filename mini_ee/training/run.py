@@ -36,7 +36,7 @@ from mini_ee.backbones.hub import (
 )
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.baselines.multi_model import MultiModel
-from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
+from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import Prompt, PromptTokenizer, check_prompt
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Encoded, Tokenizer
@@ -424,7 +424,7 @@ def collect_run(
         "seconds": time.perf_counter() - begin,
     }
     with atomic_folder(out) as partial:
-        shutil.copytree(base_folder, partial, ignore=shutil.ignore_patterns("datastore"), dirs_exist_ok=True)
+        copy_folder(base_folder, partial, without=("datastore",))
         (unfinished / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
         config = base.config | {"method": "raee", "rule": rule.to_dict(), "retrieval": source, "versions": versions()}
