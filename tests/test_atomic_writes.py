@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mini_ee.backbones.hub import read_tensors, write_tensors
 from mini_ee import WrongArguments
+from mini_ee.backbones.hub import read_tensors, write_tensors
 from mini_ee.data.files import (
     atomic_folder,
     copy_folder,

@@ -24,6 +24,7 @@ WITHOUT_TORCH = (
     "confidence",
     "calibration",
     "data.files",
+    "data.glue",
     "data.metrics",
     "data.multiple_choice",
     "data.prompts",
