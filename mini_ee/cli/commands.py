@@ -240,8 +240,8 @@ def choose_prompt(args, task: Task, model_folder: Path) -> Prompt:
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:
         if args.template is None:
-            return prompt_of(task.name, kind, args.prompts or PROMPTS)
-        return Prompt.from_dict({"template": args.template, "words": args.words})
+            return prompt_of(task, kind, args.prompts or PROMPTS)
+        return Prompt.from_dict({"template": args.template, "words": args.words}, task.label_names)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 

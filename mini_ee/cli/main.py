@@ -115,7 +115,7 @@ def parser() -> Parser:
     where.add_argument("--encoder", type=Path, metavar="DIR", help="a sentence encoder for the queries instead")
     retrieval.add_argument("--shots", type=_positive, metavar="N", help="fine-tune on N rows a class first, 8 a step")
     retrieval.add_argument("--template", metavar="TEXT", help='such as "{text} It was {mask}."; decoders: no {mask}')
-    retrieval.add_argument("--words", type=_words, help="label words by class: 0=terrible,1=great")
+    retrieval.add_argument("--words", type=_words, help="label words by class number or label name: 0=terrible,1=great")
     retrieval.add_argument("--prompts", type=Path, metavar="FILE", help="JSON laid out as the built-in prompts.json")
     retrieval.add_argument("--include-embeddings", action="store_true", help="layer 0 is an exit too")
     policy = sub.add_argument_group(
@@ -401,9 +401,9 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def _words(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(number.strip().isdecimal() and equals and word.strip() for number, equals, word in pairs):
+    if not all(label.strip() and equals and word.strip() for label, equals, word in pairs):
         raise argparse.ArgumentTypeError(f"expected a word for each class, as 0=terrible,1=great, found {text!r}")
-    return {number.strip(): word.strip() for number, _, word in pairs}
+    return {label.strip(): word.strip() for label, _, word in pairs}
 
 
 def main(argv: list[str] | None = None) -> int:
