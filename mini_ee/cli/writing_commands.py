@@ -25,7 +25,7 @@ from mini_ee.cli.decoder_commands import WRITERS, holds_writer, open_decoder, un
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.tasks import TOY
-from mini_ee.data.texts import Text, continuations, copies, read_stories
+from mini_ee.data.texts import BETWEEN_TEXTS, Text, continuations, copies, read_stories
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.measure.figures import draw_writing, table
 from mini_ee.measure.texts import refuse
@@ -166,7 +166,7 @@ def texts_to_learn(writing: dict, decoder, tokenizer, count: int, seed: int) -> 
     if len(found) < 2 * HELD_TEXTS:
         raise ValueError(
             f"{writing['text'] or '--texts'}: expected at least {2 * HELD_TEXTS} texts, half of them to hold out, "
-            f"found {len(found)}; give more"
+            f"found {len(found)}; give more ({BETWEEN_TEXTS})"
         )
     order = np.random.default_rng(seed).permutation(len(found))
     shuffled = [found[row] for row in order]
@@ -180,7 +180,8 @@ def texts_to_test(writing: dict, decoder, tokenizer, count: int, seed: int) -> l
     found = file_texts(writing, decoder, tokenizer)
     if len(found) < 10:
         raise ValueError(
-            f"{writing['text']}: expected at least 10 texts, the last tenth to test on, found {len(found)}"
+            f"{writing['text']}: expected at least 10 texts, the last tenth to test on, found {len(found)}; "
+            f"{BETWEEN_TEXTS}"
         )
     return found[len(found) * 9 // 10 :][:count]
 
