@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "units.decoding",
     "units.recording",
     "methods.datastore",
+    "methods.index_file",
     "methods.raee",
     "export.runtime",
     "export.decoder_runtime",

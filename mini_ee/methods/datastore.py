@@ -1,6 +1,7 @@
 """RAEE's datastore: collected values beside an hnswlib index of the rows' embeddings; on disk whole or not there.
 
-No torch here: the runtime without torch retrieves with this file. The embedder is a callable, Inputs -> (B, D).
+No torch here: the runtime without torch retrieves with this file. hnswlib is imported where a datastore is made or
+opened, since it may have to be compiled; all else runs without it. The embedder is a callable, Inputs -> (B, D).
 """
 
 import hashlib
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import hnswlib
 import numpy as np
 from tqdm import tqdm
 
 from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
-from mini_ee.data.tokens import Encoded, Inputs, batches
+from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
+from mini_ee.methods.index_file import CAPACITY, check_index
 
 FORMAT_VERSION = 1
 
@@ -68,8 +69,8 @@ class Datastore:
         self.labels = np.empty(0, np.int64)  # (N,)
         self.texts: list[tuple[str, ...]] = []
         self._ids = np.empty(0, np.int64)  # (N,) ascending: the rows' names in the index
-        self._index = hnswlib.Index("l2", dimension)
-        self._index.init_index(1024, M=m, ef_construction=ef_construction, random_seed=SEED)
+        self._index = _new_index(dimension)
+        self._index.init_index(CAPACITY, M=m, ef_construction=ef_construction, random_seed=SEED)
         self._index.set_ef(ef)
 
     def __len__(self) -> int:
@@ -124,12 +125,6 @@ class Datastore:
         )
         gone = set(rows.tolist())
         self.texts = [text for row, text in enumerate(self.texts) if row not in gone]
-
-    def merge(self, other: "Datastore", threads: int = 1) -> None:
-        """Add all rows of another datastore, of the same encoder and exits."""
-        _same("encoder", self.encoder, other.encoder, "embed the rows again with the same encoder")
-        _same("exits", self.exits, other.exits, "collect the rows again with the same exits")
-        self.add(other.embeddings, other.values, other.labels, other.texts, threads)
 
     def take(self, rows: np.ndarray, threads: int = 1) -> "Datastore":
         """A new datastore with the given rows (indices, a mask or a slice), in the given order."""
@@ -210,8 +205,11 @@ class Datastore:
         self._index.save_index(str(path))
         if not path.exists() or path.stat().st_size != self._index.index_file_size():
             raise OSError(f"{path}: could not be written whole; make room on the disk")
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
+        try:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        except OSError as error:  # fsync does not say which file
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def _save_entries(self, path: Path) -> None:
         from safetensors.numpy import save
@@ -226,29 +224,56 @@ class Datastore:
         Raises FileNotFoundError where there is none, ValueError where it is damaged, of another format, of another
         encoder, or put together from parts of different ones.
         """
-        from safetensors.numpy import load
-
         folder = Path(folder)
         manifest = read_manifest(folder)
-        _same(f"{folder}: encoder", encoder, manifest["encoder"], "give that encoder, or build the datastore again")
+        if manifest["encoder"] != encoder:
+            raise ValueError(
+                f"{folder}: encoder: expected {encoder}, found {manifest['encoder']}; "
+                f"give that encoder, or build the datastore again"
+            )
         if set(manifest["files"]) != {INDEX, ENTRIES}:
             raise ValueError(f"{folder}: an older mini_ee built it, which gave its files other names; build it again")
         index, entries = (_find(folder, name, manifest["files"][name]) for name in (INDEX, ENTRIES))
-        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=manifest["index"]["ef"])
-        store._index = hnswlib.Index("l2", store.dimension)
+        parameters = manifest["index"]
+        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=parameters["ef"])
+        store._load_entries(entries, manifest["rows"])
+        numbers = store.dimension, parameters["M"], parameters["ef_construction"], manifest["vectors"]
+        check_index(index, *numbers, store._ids)
+        store._index = _new_index(store.dimension)
         store._index.load_index(str(index))
         store._index.set_ef(store.ef)
-        arrays = load(entries.read_bytes())
-        store.values, store.labels, store._ids = (arrays[name] for name in ("values", "labels", "ids"))
-        store.texts = list(map(tuple, json.loads(arrays["texts"].tobytes())))
-        counts = {len(store.values), len(store.labels), len(store._ids), len(store.texts), manifest["rows"]}
-        if len(counts) > 1 or store._index.get_current_count() != manifest["vectors"]:
-            raise ValueError(f"{folder}: index and values do not belong together; build the datastore again")
         return store
+
+    def _load_entries(self, path: Path, rows: int) -> None:
+        """Raises ValueError where the file does not hold the entries of so many rows."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        expected = {
+            "values": (np.float32, (rows, len(self.exits))),
+            "labels": (np.int64, (rows,)),
+            "ids": (np.int64, (rows,)),
+        }
+        try:
+            arrays = load(path.read_bytes())
+            self.texts = list(text_rows(json.loads(arrays["texts"].tobytes())))
+            self.values, self.labels, self._ids = (arrays[name] for name in expected)
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}; build the datastore again") from None
+        found = {name: (arrays[name].dtype, arrays[name].shape) for name in expected}
+        if found != expected or len(self.texts) != rows or not np.isfinite(self.values).all():
+            shapes = ", ".join(f"{name} {arrays[name].dtype} {arrays[name].shape}" for name in expected)
+            raise ValueError(
+                f"{path}: expected finite values, labels, ids and texts of {rows} rows, as {MANIFEST} says, "
+                f"found {shapes} and {len(self.texts)} texts; build the datastore again"
+            )
 
 
 def read_manifest(folder: str | Path) -> dict:
-    """What a datastore says of itself, such as the encoder that it needs."""
+    """What a datastore says of itself, such as the encoder that it needs.
+
+    Raises FileNotFoundError where there is none, ValueError for a manifest of another format or with wrong values.
+    """
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(f"{folder}: no datastore here; expected a folder with {MANIFEST}, index and entries")
@@ -258,7 +283,32 @@ def read_manifest(folder: str | Path) -> dict:
             f"{folder}: expected a datastore of format_version {FORMAT_VERSION}, "
             f"found {manifest.get('format_version')!r}; build it again with this version of mini_ee"
         )
+    _check_manifest(folder / MANIFEST, manifest)
     return manifest
+
+
+def _check_manifest(path: Path, manifest: dict) -> None:
+    """Raise ValueError unless all values are of their types and in their ranges."""
+    exits, index, files = (manifest.get(key) for key in ("exits", "index", "files"))
+    about = index if isinstance(index, dict) else {}
+    numbers = {  # name: (value, least, most)
+        "dimension": (manifest.get("dimension"), 1, 2**20),
+        "rows": (manifest.get("rows"), 0, 2**31 - 1),
+        "vectors": (manifest.get("vectors"), manifest.get("rows"), 2**31 - 1),
+        "index.M": (about.get("M"), 2, 10_000),
+        "index.ef_construction": (about.get("ef_construction"), about.get("M"), 2**31 - 1),
+        "index.ef": (about.get("ef"), 1, 2**31 - 1),
+    }
+    for name, (value, least, most) in numbers.items():
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{path}: expected in {name} a whole number from {least} to {most}, found {value!r}")
+    if not isinstance(manifest.get("encoder"), str):
+        raise ValueError(f"{path}: expected in encoder a text, found {manifest.get('encoder')!r}")
+    ascending = isinstance(exits, list) and all(type(layer) is int for layer in exits) and sorted(set(exits)) == exits
+    if not ascending or not exits or exits[0] < 0:
+        raise ValueError(f"{path}: expected in exits ascending layers from 0, found {exits!r}")
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise ValueError(f"{path}: expected in files the sha256 of each, found {files!r}")
 
 
 def _find(folder: Path, name: str, digest: str) -> Path:
@@ -275,9 +325,15 @@ def _find(folder: Path, name: str, digest: str) -> Path:
     )
 
 
-def _same(what: str, expected, found, advice: str) -> None:
-    if expected != found:
-        raise ValueError(f"{what}: expected {expected}, found {found}; {advice}")
+def _new_index(dimension: int):
+    """An hnswlib.Index of squared L2 distances. Raises ValueError where hnswlib is not installed."""
+    try:
+        import hnswlib
+    except ModuleNotFoundError:
+        raise ValueError(
+            "a datastore needs hnswlib, which is not installed: pip install hnswlib (it may need a C++ compiler)"
+        ) from None
+    return hnswlib.Index("l2", dimension)
 
 
 def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbours:
