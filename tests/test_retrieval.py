@@ -19,6 +19,7 @@ from safetensors.numpy import save
 import mini_ee.methods.datastore as datastore_module
 import mini_ee.methods.raee as retrieval
 from mini_ee.data.files import file_sha256, read_json, write_json
+from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.datastore import Datastore, build, exact_search, read_manifest
@@ -1032,6 +1033,59 @@ def test_a_shuffled_plan_has_the_same_exits_in_another_order():
 def test_the_oracle_is_the_first_exit_that_is_right_and_the_last_where_none_is():
     values = np.array([[0.0, 0.4, 0.99], [0.3, 0.0, 0.9], [0.0, 0.0, 0.0]])
     assert earliest_right_exit(values).tolist() == [1, 0, 2]
+
+
+# The tables
+
+
+def ablation_of(random_model, monkeypatch, seed):
+    """The points of `ablation` on 24 rows, and which collected rows each database was made of."""
+    store, texts, made = filled(60), [f"query {i}" for i in range(24)], {}
+    recorded = record(random_model().segments(), sentences(texts), 8)
+    recorded.logits[:] = np.random.default_rng(7).normal(size=recorded.logits.shape)
+    labels = np.random.default_rng(8).integers(0, 3, 24)
+    take = Datastore.take
+    with monkeypatch.context() as patch:
+        patch.setattr(Datastore, "take", lambda self, rows: made.setdefault(len(rows), (rows, take(self, rows)))[1])
+        task = Task("t", ("a", "b", "c"), ("accuracy",), {})
+        points = retrieval.ablation(bound(store, tau=0.5), recorded, sentences(texts), task, labels, 8, seed)
+    return store, recorded.logits, labels, texts, points, {count: rows for count, (rows, _) in made.items()}
+
+
+def test_the_parts_of_the_datastore_are_drawn_and_without_are_the_rows_that_the_full_model_gets_right(
+    random_model, monkeypatch
+):
+    store, *_, points, made = ablation_of(random_model, monkeypatch, seed=0)
+    right = np.flatnonzero(store.values[:, -1] > 0)
+    assert [*dict.fromkeys((point["database"], point["rows"]) for point in points)] == [
+        ("20%", 12),
+        ("50%", 30),
+        ("100%", 60),
+        ("w/o", len(right)),
+    ]
+    np.testing.assert_array_equal(made[len(right)], right)
+    for share in (12, 30):
+        assert len(set(made[share])) == share and not np.array_equal(np.sort(made[share]), np.arange(share))
+    again, other = (ablation_of(random_model, monkeypatch, seed)[-1] for seed in (0, 1))
+    np.testing.assert_array_equal(made[30], again[30])
+    assert set(made[30]) != set(other[30])
+
+
+def test_each_figure_of_the_tables_is_the_rule_on_its_part_of_the_datastore(random_model, monkeypatch):
+    store, logits, labels, texts, points, made = ablation_of(random_model, monkeypatch, seed=0)
+    assert len(points) == 4 * len(retrieval.KS)
+    for point in points:
+        rows = made.get(point["rows"], np.arange(60))
+        exits = []
+        for text in texts:
+            query = embedding_of(text) / np.linalg.norm(embedding_of(text))
+            distances = [math.dist(query, store.embeddings[row]) ** 2 for row in rows]
+            nearest = np.argsort(distances)[: point["k"]]
+            values = passing_values(store.values[None, rows[nearest]], 0.5)[0]
+            exits.append(loops_of_eq_4_to_6(values.tolist(), [distances[each] for each in nearest], 1e-9)[0])
+        said = logits[np.arange(24), exits].argmax(axis=1)
+        assert point["accuracy"] == pytest.approx(np.mean(said == labels))
+        assert point["mean_layers"] == pytest.approx(np.mean(np.array([1, 2, 4, 6])[exits]))
 
 
 # Each claim can fail
