@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import read_tensors, write_tensors
+from mini_ee.cli.run import _output
 from mini_ee.data.files import (
     atomic_folder,
     copy_folder,
@@ -158,8 +159,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         write_bytes(path, b"new")
+    assert error.value.filename == str(path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -185,6 +187,13 @@ def test_a_copy_that_the_disk_has_no_room_for_names_the_file(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space left on device") as error:
         copy_folder(tmp_path / "a", tmp_path / "b")
     assert error.value.filename == str(tmp_path / "b" / "file")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is always full")
+def test_answers_that_a_full_disk_does_not_take_name_the_file():
+    with pytest.raises(OSError, match="No space left on device") as error, _output(Path("/dev/full")) as file:
+        file.write("x" * 10**6)
+    assert error.value.filename == "/dev/full"
 
 
 @pytest.mark.parametrize("read", [read_json, file_sha256, read_text])

@@ -77,18 +77,26 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """The system's errors in this block name the path: that of a full disk does not say which file was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def write_bytes(path: Path, *content: bytes | memoryview) -> None:
     """The content, in pieces, to a temporary name, then renamed: a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "wb") as file:
+        with errors_name(path), open(partial, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:  # a full disk does not say which file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -134,10 +142,8 @@ def copy_folder(source: Path, target: Path, without: Sequence[str] = ()) -> None
             copy_folder(path, copy)
             continue
         check_file(path)
-        try:
+        with errors_name(copy):
             shutil.copy2(path, copy)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(copy)) from None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.files import errors_name, file_sha256, read_json, write_bytes, write_json
 from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
 from mini_ee.methods.index_file import CAPACITY, check_index
 
@@ -205,11 +205,8 @@ class Datastore:
         self._index.save_index(str(path))
         if not path.exists() or path.stat().st_size != self._index.index_file_size():
             raise OSError(f"{path}: could not be written whole; make room on the disk")
-        try:
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        except OSError as error:  # fsync does not say which file
-            raise OSError(error.errno, error.strerror, str(path)) from None
+        with errors_name(path), open(path, "rb+") as file:
+            os.fsync(file.fileno())
 
     def _save_entries(self, path: Path) -> None:
         from safetensors.numpy import save
