@@ -1,7 +1,4 @@
-"""Files on disk, whole or not there: JSON with a checksum of its own, bytes and folders that appear at once.
-
-No torch here: the ONNX runtime reads its folder with this file.
-"""
+"""Files and folders that are written whole or not at all, and JSON that carries its own checksum. No torch here."""
 
 import hashlib
 import json
@@ -41,7 +38,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, signed: str | None = None) -> dict:
-    """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""
+    """A JSON object. Where it carries a checksum, the checksum has to be right.
+
+    signed: a key that only files with a checksum have. Raises FileNotFoundError, or ValueError for anything wrong.
+    """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     check_file(path)
@@ -60,7 +60,7 @@ def read_json(path: Path, signed: str | None = None) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """A JSON object with a checksum of its own content, written whole or not at all."""
+    """Write a JSON object with the checksum of its content; a kill leaves the old file or the new one."""
     text = json.dumps(content | {"sha256": json_sha256(content)}, indent=2)
     write_bytes(path, (text + "\n").encode())
 
@@ -89,7 +89,7 @@ def errors_name(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, *content: bytes | memoryview) -> None:
-    """The content, in pieces, to a temporary name, then renamed: a kill leaves the old file or the new one."""
+    """Write the pieces of content to a temporary file, then rename it: a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with errors_name(path), open(partial, "wb") as file:
@@ -176,6 +176,6 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
 
 
 def _restore(outgoing: Path, folder: Path) -> None:
-    """Undo half a replacement: the old folder is out of the way, and the new one did not get its name."""
+    """Give the old folder its name back, where a replacement stopped between the two renames."""
     if outgoing.exists() and not folder.exists():
         os.rename(outgoing, folder)

@@ -1,10 +1,10 @@
-"""Prompts: a sentence around a text, and a word for each class that could stand in it. No torch here.
+"""Prompts: a template around a text, and a label word for each class. No torch here.
 
-Prompt            a template and a word for each class; prompts.json holds those of RAEE's tasks
-PromptTokenizer   texts in their template; what is too long loses text, never template
+Prompt            a template and its label words; prompts.json holds those of RAEE's tasks
+PromptTokenizer   puts texts into a template; of a prompt that is too long the text is cut, never the template
 
-prompts.json has Table 6 of RAEE for encoders, but for decoders short sentences of our own: several of Table 7's words
-are no single token of a small vocabulary.
+prompts.json has the prompts of RAEE's Table 6 for encoders. Those for decoders are our own: several label words of
+Table 7 are more than one token of a small vocabulary.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class Prompt:
 
     @property
     def kind(self) -> str:
-        """Who can read it: "encoder" where there is a mask, else "decoder"."""
+        """Which models can read it: "encoder" where there is a mask, else "decoder"."""
         return ENCODER if "mask" in self._fields else DECODER
 
     @property
@@ -169,7 +169,7 @@ def check_prompt(prompt: Prompt, task: Task) -> None:
 
 # ---- Tokens ----
 class PromptTokenizer(Tokenizer):
-    """A tokenizer that puts every row into its template. What is too long is cut at the end of its longest text."""
+    """A tokenizer that puts each row into a template. Of a prompt that is too long the longest text loses its end."""
 
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int, prompt: Prompt):
         """Raises ValueError where a label word is several tokens, or the template leaves no room for a text."""
@@ -194,7 +194,7 @@ class PromptTokenizer(Tokenizer):
             )
 
     def _label_token(self, word: str) -> int:
-        """The token of a label word, as inside a sentence or, where that is none, as it stands alone."""
+        """The token of a label word inside a sentence, else of the word alone; ValueError where both are several."""
         for form in (f" {word}", word):
             if (token := self.token_id(form)) is not None:
                 return token
@@ -205,7 +205,10 @@ class PromptTokenizer(Tokenizer):
         )
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
-        """Rows of as many texts as the template has, each in the template, and with no more than one mask."""
+        """Token ids of each row in the template. A mask token that a text itself contains is dropped.
+
+        Raises ValueError for a row with another number of texts than the template has.
+        """
         rows = text_rows(texts)
         for number, row in enumerate(rows):
             if len(row) != self.prompt.texts:
@@ -216,7 +219,7 @@ class PromptTokenizer(Tokenizer):
         return Encoded(ids, types, rows, sum(truncated for _, truncated in cut), self.pad_token_id)
 
     def _tokens(self, row: tuple[str, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The token ids of one row in its template, all of them, and which of them are of each text."""
+        """All token ids of one row in the template, and for each of its texts the positions of its tokens."""
         filled, spans = self.prompt.fill(row, self.mask)
         (encoding,) = self._encode_batch([filled])
         ends = np.array([end for _, end in encoding.offsets])
@@ -225,7 +228,7 @@ class PromptTokenizer(Tokenizer):
         ]
 
     def _cut(self, row: tuple[str, ...]) -> tuple[np.ndarray, bool]:
-        """The token ids of one row in its template that there is room for, and whether text had to go."""
+        """The token ids of one row in the template, at most max_length, and whether a text was cut."""
         ids, texts = self._tokens(row)
         keep = np.ones(len(ids), bool)
         for tokens in texts if self.mask else ():  # a mask that a text writes out would be a second one

@@ -31,7 +31,7 @@ class Inputs:
     @property
     def padded(self) -> bool:
         """Whether a row is shorter than T."""
-        return np.count_nonzero(self.attention_mask) < self.attention_mask.size  # after a model quicker than all()
+        return np.count_nonzero(self.attention_mask) < self.attention_mask.size  # all() is slower after a model ran
 
     def take(self, rows: np.ndarray) -> "Inputs":
         """The given rows (indices, a mask or a slice) at the same width T."""

@@ -1,7 +1,7 @@
-"""RAEE's datastore: collected values beside an hnswlib index of the rows' embeddings; on disk whole or not there.
+"""RAEE's datastore: for each collected row its values, label and text, and an hnswlib index of the embeddings.
 
-No torch here: the runtime without torch retrieves with this file. hnswlib is imported where a datastore is made or
-opened, since it may have to be compiled; all else runs without it. The embedder is a callable, Inputs -> (B, D).
+No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be compiled, is imported
+when a datastore is made or opened; everything else runs without it.
 """
 
 import hashlib
@@ -26,10 +26,12 @@ SEED = 0  # of hnswlib's levels
 
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 
+SHORTEST = 1e-15  # length of an embedding that still has a direction: squares of float32 lose digits below 1e-38
+
 MANIFEST, INDEX, ENTRIES, NEXT = "manifest.json", "index.hnsw", "entries.safetensors", ".next"
 
 Embed = Callable[[Inputs], np.ndarray]
-"""(B, D) float32; with a method flops(inputs), what that costs a row, where the cost is to be counted (encoders.py)."""
+"""Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), its cost a row; see encoders.py."""
 
 
 # The datastore
@@ -41,17 +43,17 @@ class Neighbours(NamedTuple):
 
 
 class Datastore:
-    """N collected rows: an index of their embeddings, and beside it values, labels and texts.
+    """N collected rows: an index of their embeddings, their values (N, K), labels (N,) and texts.
 
-    encoder: who made the embeddings, a text that only the same encoder has; exits: in layers run, 0 the embeddings.
-    Embeddings are scaled to length 1. On disk:
+    encoder: a name that tells the encoder of the embeddings from all others. exits: the layer of each exit; 0 is the
+    embedding layer. Embeddings are scaled to length 1. On disk:
 
-    index.hnsw             the index, as hnswlib writes it, with the vectors
+    index.hnsw             the index with the vectors, as hnswlib writes it (index_file.py)
     entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
     manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of both
 
-    Both are written as NAME.next; with the manifest, renamed into place, the new ones count, and take their names then.
-    So a kill leaves the old or the new: what a manifest's sha256 does not name is passed over.
+    `save` writes the first two as NAME.next, then the manifest, which makes them valid, then renames them. A kill
+    leaves the old datastore or the new one: a file whose sha256 is not in the manifest is ignored.
     """
 
     def __init__(
@@ -89,9 +91,9 @@ class Datastore:
         texts: Iterable[tuple[str, ...]],
         threads: int = 1,
     ) -> None:
-        """More rows, after those that are there: embeddings (n, D), values (n, K), labels (n,), n texts.
+        """Append n rows: embeddings (n, D), values (n, K), labels (n,) and n texts.
 
-        threads: more than one is faster, but then no two indexes are the same.
+        threads: with more than one it is faster, but the index differs each time.
         Raises ValueError where the parts do not fit each other or the datastore.
         """
         unit, texts = self._unit(embeddings), list(map(tuple, texts))
@@ -111,9 +113,10 @@ class Datastore:
         self._ids = np.concatenate([self._ids, ids])
 
     def delete(self, rows: Iterable[int]) -> None:
-        """Drop rows; later ones move up.
+        """Drop rows; later ones move up. Raises ValueError for a row that is not there.
 
-        Their vectors stay in the index as ways to the others, never found; `take` makes an index without them.
+        Their vectors stay in the index, which leads over them to others, but are never found. `take` makes an index
+        without them.
         """
         rows = np.unique(np.asarray(list(rows), np.int64))
         if not np.isin(rows, range(len(self))).all():
@@ -162,14 +165,15 @@ class Datastore:
                 f"found {embeddings.shape}; give the encoder that the datastore was built with"
             )
         length = np.linalg.norm(embeddings, axis=1, keepdims=True)
-        if not (np.isfinite(length) & (length > 0)).all():
+        if not (np.isfinite(length) & (length > SHORTEST)).all():
             raise ValueError("expected embeddings that are finite and not zero, found others; correct the encoder")
         return embeddings / length
 
     def save(self, folder: str | Path, built_from: str | None = None) -> None:
         """Write the datastore, in the place of one that is there; a kill leaves the old one or the new one.
 
-        built_from: what an unfinished `build` is recognised by.
+        built_from: a digest of the rows that an unfinished `build` collects, by which it finds itself again.
+        Raises OSError that names the file where the disk is full.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
