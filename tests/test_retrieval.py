@@ -22,7 +22,7 @@ from mini_ee.data.files import file_sha256, read_json, write_json
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.methods.datastore import Datastore, build, exact_search, read_manifest
+from mini_ee.methods.datastore import Collected, Datastore, build, exact_search, read_manifest
 from mini_ee.methods.index_file import HEADER, Header
 from mini_ee.methods.raee import (
     Retrieval,
@@ -752,9 +752,8 @@ def test_only_a_datastore_needs_hnswlib(tmp_path, monkeypatch):
 
 def built(folder, texts, **options):
     values, labels = np.linspace(0, 1, 4 * len(texts)).reshape(-1, 4), np.arange(len(texts)) % 3
-    return build(
-        folder, ENCODER, options.pop("embed", embed), sentences(texts), values, labels, (1, 2, 4, 6), **options
-    )
+    collected = Collected(sentences(texts), values, labels, (1, 2, 4, 6))
+    return build(folder, ENCODER, options.pop("embed", embed), collected, **options)
 
 
 TEXTS = [f"row {i}" for i in range(50)]
@@ -803,7 +802,8 @@ def test_a_build_does_not_write_over_anything(tmp_path):
 
 def test_a_build_without_rows_or_with_fewer_values_is_refused(tmp_path):
     with pytest.raises(ValueError, match="found 2 rows, 1 values and 2 labels"):
-        build(tmp_path / "a", ENCODER, embed, sentences(["a", "b"]), np.zeros((1, 4)), np.zeros(2), (1, 2, 4, 6))
+        collected = Collected(sentences(["a", "b"]), np.zeros((1, 4)), np.zeros(2), (1, 2, 4, 6))
+        build(tmp_path / "a", ENCODER, embed, collected)
     with pytest.raises(ValueError, match="at least one row and as many"):
         built(tmp_path / "a", [])
 

@@ -344,25 +344,38 @@ def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbo
     return Neighbours(rows, np.take_along_axis(distances, rows, axis=1))
 
 
+class Collected(NamedTuple):
+    """N rows for a datastore, encoded for the embedder, with what each of K exits is worth on them."""
+
+    encoded: Encoded
+    values: np.ndarray  # (N, K)
+    labels: np.ndarray  # (N,)
+    exits: tuple[int, ...]  # (K,) layers
+
+    def sha256(self, encoder: str) -> str:
+        """One digest over all that a datastore is built from, by which a resumed build knows its rows again."""
+        digest = hashlib.sha256(json.dumps([encoder, list(self.exits), list(self.encoded.texts)]).encode())
+        digest.update(np.asarray(self.values, np.float32).tobytes() + np.asarray(self.labels, np.int64).tobytes())
+        return digest.hexdigest()
+
+
 def build(
     folder: str | Path,
     encoder: str,
     embed: Embed,
-    encoded: Encoded,
-    values: np.ndarray,
-    labels: np.ndarray,
-    exits: tuple[int, ...],
+    collected: Collected,
     *,
     batch_size: int = 64,
     save_every: int = 10_000,
     progress: str | None = None,
 ) -> Datastore:
-    """Embed N rows, index them in batches and write the datastore. Rows stand from short to long.
+    """Embed N rows, index them in batches and write the datastore. Its rows stand from short to long.
 
-    Every so many rows the state is saved in `folder`.building, from which the same call goes on after a kill.
+    Every `save_every` rows what is done is saved in `folder`.building. After a kill the same call goes on from there.
     Raises FileExistsError where `folder` is there, ValueError where `folder`.building is of other rows.
     """
     folder = Path(folder)
+    encoded, values, labels, exits = collected
     if not len(encoded) == len(values) == len(labels) > 0:
         raise ValueError(
             f"expected at least one row and as many values and labels, "
@@ -371,7 +384,7 @@ def build(
     if folder.exists():
         raise FileExistsError(f"{folder}: is there already; name another folder, remove it, or add to it")
     unfinished = folder.with_name(f"{folder.name}.building")
-    source = _source_sha256(encoder, encoded.texts, values, labels, exits)
+    source = collected.sha256(encoder)
     store = None
     if (unfinished / MANIFEST).exists():
         if read_manifest(unfinished).get("built_from") != source:
@@ -393,10 +406,3 @@ def build(
     store.save(unfinished, built_from=source)
     os.rename(unfinished, folder)
     return store
-
-
-def _source_sha256(encoder: str, texts: Iterable, values: np.ndarray, labels: np.ndarray, exits: Iterable) -> str:
-    """One digest over what a datastore is built from, so that a resumed build knows its rows again."""
-    digest = hashlib.sha256(json.dumps([encoder, list(exits), list(texts)]).encode())
-    digest.update(np.asarray(values, np.float32).tobytes() + np.asarray(labels, np.int64).tobytes())
-    return digest.hexdigest()

@@ -41,7 +41,7 @@ from mini_ee.data.prompts import Prompt, PromptTokenizer, check_prompt
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Encoded, Tokenizer
 from mini_ee.early_exit import Segments
-from mini_ee.methods.datastore import Datastore, build
+from mini_ee.methods.datastore import Collected, Datastore, build
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.methods.lora_exits import LoRAExits, load_adapters, save_adapters
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
@@ -414,8 +414,8 @@ def collect_run(
     values = collect(base.segments(), encoded, rows.labels, batch_size, progress="collecting")
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
-    arguments = encoded, values, rows.labels, base.exits
-    store = build(unfinished / "datastore", embed.name, embed, *arguments, progress="indexing")
+    collected = Collected(encoded, values, rows.labels, base.exits)
+    store = build(unfinished / "datastore", embed.name, embed, collected, progress="indexing")
     metrics = {
         "epochs": read_json(base_folder / "metrics.json").get("epochs", []),
         "rows": len(store),
