@@ -561,7 +561,7 @@ def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
         (("--template", "{text} {mask}", "--words", "0=bad,2=good"), "expected words by class"),
         (
             ("--template", "{text} {mask}", "--words", "bad=awful,up=great"),
-            "or by label name (bad, good), found words fo",
+            "or by label name (bad, good), found words",
         ),
         (("--template", "{text} {mask}", "--words", "good=nasty,bad=bad"), "the label word 'nasty' must be one token"),
         (("--template", "{text} {mask}", "--words", "0=bad,1=nasty"), "the label word 'nasty' must be one token"),
