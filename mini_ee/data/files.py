@@ -12,12 +12,14 @@ from pathlib import Path
 from mini_ee import WrongArguments
 
 
-def check_file(path: Path, pipe: bool = False) -> None:
-    """Raise ValueError unless the path leads to a regular file, or to a pipe where that will do.
+def check_regular(path: Path, pipe: bool = False) -> None:
+    """Raise ValueError where the path leads to a folder, a device or a pipe. A path to nothing passes.
 
-    To be asked before a file is read: a device such as /dev/zero never ends.
+    To be called before a file is read: a device such as /dev/zero never ends. pipe: a pipe passes too.
     """
-    mode = os.stat(path).st_mode
+    if not path.exists():
+        return
+    mode = path.stat().st_mode
     if stat.S_ISREG(mode) or pipe and stat.S_ISFIFO(mode):
         return
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
@@ -28,7 +30,7 @@ def check_file(path: Path, pipe: bool = False) -> None:
 def read_text(path: Path) -> str:
     """A text file that the command line names. Raises WrongArguments where it is no file or not UTF-8."""
     try:
-        check_file(path, pipe=True)
+        check_regular(path, pipe=True)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     try:
@@ -44,7 +46,7 @@ def read_json(path: Path, signed: str | None = None) -> dict:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    check_file(path)
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -72,7 +74,7 @@ def json_sha256(content: dict | Sequence) -> str:
 
 def file_sha256(path: Path) -> str:
     """The digest of a file's content, read in pieces. Raises ValueError where the path leads to no regular file."""
-    check_file(path)
+    check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -141,7 +143,7 @@ def copy_folder(source: Path, target: Path, without: Sequence[str] = ()) -> None
             copy.mkdir()
             copy_folder(path, copy)
             continue
-        check_file(path)
+        check_regular(path)
         with errors_name(copy):
             shutil.copy2(path, copy)
 

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.data.files import check_file
+from mini_ee.data.files import check_regular
 from mini_ee.data.texts import END
 
 LETTERS = "ABCD"
@@ -341,7 +341,7 @@ EXPECTED = f"a .jsonl file ({'; '.join(', '.join(layout.types) for layout in LAY
 
 
 def _read(path: Path) -> str:
-    check_file(path)
+    check_regular(path)
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
