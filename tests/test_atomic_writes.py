@@ -1,16 +1,30 @@
 """Files and folders are written whole or not at all, carry a checksum, and the same content is the same bytes."""
 
 import errno
-import fcntl
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mini_ee import WrongArguments
 from mini_ee.backbones.hub import read_tensors, write_tensors
-from mini_ee.data.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
+from mini_ee.cli.run import _output
+from mini_ee.data.files import (
+    atomic_folder,
+    copy_folder,
+    file_sha256,
+    read_json,
+    read_text,
+    sole_writer,
+    write_bytes,
+    write_json,
+)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -73,20 +87,44 @@ def test_a_second_writer_is_refused_and_the_first_ends_well(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_a_lock_that_its_holder_has_taken_away_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / ".out.lock").unlink())
-    with pytest.raises(FileExistsError, match="another process is writing it"), sole_writer(tmp_path / "out"):
+HOLDER = """
+import sys, time
+from pathlib import Path
+from mini_ee.data.files import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_another_process_is_kept_out_until_it_is_killed(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(FileExistsError, match="out: another process is writing it; wait for it or name another"):
+            with sole_writer(tmp_path / "out"):
+                pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
+    with sole_writer(tmp_path / "out"):
         pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_place_that_cannot_be_written_is_told_by_the_name_that_was_given(tmp_path, monkeypatch):
-    def refusing(path, *mode):
+    def refusing(path, *flags):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("builtins.open", refusing)
-    with pytest.raises(PermissionError) as error, atomic_folder(tmp_path / "out"):
-        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        with pytest.raises(PermissionError) as error, atomic_folder(tmp_path / "out"):
+            pass
     assert error.value.filename == str(tmp_path / "out") and not list(tmp_path.iterdir())
+    name = tmp_path / ("x" * 252)  # with a dot before it and .lock behind it longer than a name may be
+    with pytest.raises(OSError, match="File name too long") as error, atomic_folder(name):
+        pass
+    assert error.value.filename == str(name) and not list(tmp_path.iterdir())
 
 
 def test_of_a_link_what_it_leads_to_is_written(tmp_path):
@@ -121,9 +159,69 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         write_bytes(path, b"new")
+    assert error.value.filename == str(path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_copied_but_for_what_is_left_out(tmp_path):
+    for name in ("a/deep/one", "a/two", "a/left/three"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "b").mkdir()
+    copy_folder(tmp_path / "a", tmp_path / "b", without=("left",))
+    copied = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "b").rglob("*") if path.is_file())
+    assert copied == ["b/deep/one", "b/two"] and (tmp_path / "b" / "deep" / "one").read_text() == "a/deep/one"
+
+
+def test_a_copy_that_the_disk_has_no_room_for_names_the_file(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "file").write_text("x")
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        copy_folder(tmp_path / "a", tmp_path / "b")
+    assert error.value.filename == str(tmp_path / "b" / "file")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is always full")
+def test_answers_that_a_full_disk_does_not_take_name_the_file():
+    with pytest.raises(OSError, match="No space left on device") as error, _output(Path("/dev/full")) as file:
+        file.write("x" * 10**6)
+    assert error.value.filename == "/dev/full"
+
+
+@pytest.mark.parametrize("read", [read_json, file_sha256, read_text])
+def test_what_is_no_file_is_told_before_it_is_read(tmp_path, read):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name, found in (("folder", "a folder"), ("zero", "a device")):
+        with pytest.raises(ValueError, match=f"{name}: expected a file, found {found}; name a file") as error:
+            read(tmp_path / name)
+        assert isinstance(error.value, WrongArguments) == (read is read_text)
+
+
+def test_a_run_with_a_link_to_a_device_in_it_is_not_copied(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "model").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="model: expected a file, found a device"):
+        copy_folder(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_pipe_serves_as_text_and_not_as_a_file(tmp_path):
+    read_end, write_end = os.pipe()
+    os.write(write_end, "é".encode())
+    os.close(write_end)
+    with pytest.raises(ValueError, match="expected a file, found a pipe"):
+        read_json(Path(f"/dev/fd/{read_end}"))
+    assert read_text(Path(f"/dev/fd/{read_end}")) == "é"
+    os.close(read_end)
 
 
 def test_json_is_read_back_as_it_was_and_an_edit_is_told(tmp_path):

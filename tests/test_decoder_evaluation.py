@@ -462,8 +462,8 @@ def test_compare_refuses_what_is_no_run_on_the_same_decoder(capsys, tmp_path, ru
     [
         (["RUN"], 2, "without --task a decoder's run goes with --sweep"),
         (["RUN", "--task", "DATA", "--picture", "a.png"], 2, "--text and --picture go with --sweep: add it"),
-        (["RUN", "--task", "nowhere"], 2, "nowhere: no such folder; expected one that holds hellaswag"),
-        (["RUN", "--task", "."], 1, "expected a folder that holds hellaswag*.jsonl or"),
+        (["RUN", "--task", "nowhere"], 2, "nowhere: no such folder; expected one that holds a .jsonl"),
+        (["RUN", "--task", "."], 1, "expected a folder that holds a .jsonl file (ctx, "),
         (["RUN", "--task", "DATA", "--layer", "4"], 2, "--layer must be one of the exits 1,2,3, got 4"),
         (["RUN", "--task", "DATA", "--rule", "threshold"], 2, "the rule threshold needs --threshold"),
         (["RUN", "--task", "DATA", "--threshold", ".1,.2"], 2, "expected one threshold or 3"),

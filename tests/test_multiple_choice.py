@@ -87,6 +87,61 @@ def test_held_out_are_whole_stories_of_the_last_tenth_that_are_not_before_it(tmp
     assert held_out_stories(path) == ["new", "b" * 30]
 
 
+OFFICIAL = {"sentence": "Ann met Bo so _ smiled.", "option1": "Ann", "option2": "Bo", "answer": "1", "qID": "x"}
+
+
+def test_winogrande_as_it_is_distributed_asks_the_same(tmp_path):
+    prepared = load_benchmark(json_lines(tmp_path / "a", "winogrande_val.jsonl", WINOGRANDE))
+    official = load_benchmark(json_lines(tmp_path / "b", "dev.jsonl", OFFICIAL))
+    assert official == prepared and official.split == "validation"
+
+
+QUESTION = {"context": "The sky is", "choices": ["blue", "a dog"], "answer": 0}
+
+
+@pytest.mark.parametrize("answer", [1, "a dog"])
+def test_any_other_file_has_a_context_choices_and_the_answer(tmp_path, answer):
+    rows = QUESTION | {"answer": answer}, QUESTION | {"context": "Say:\n", "choices": ["x", "y", "z"]}
+    found = load_benchmark(json_lines(tmp_path / "mine", "questions.jsonl", *rows))
+    first, second = found.questions
+    assert (found.name, found.split, found.choice) == ("mine", "questions", "log_p a character")
+    assert first == Question(("The sky is",) * 2, (" blue", " a dog"), 1, 0)
+    assert second == Question(("Say:\n",) * 3, ("x", "y", "z"), 0, 1)
+
+
+def test_lambada_asks_for_the_last_word_of_a_passage(tmp_path):
+    passages = "He saw the dog . The dog saw him", "two\u2028words \n"
+    asked = [(("He saw the dog . The dog saw",), (" him",)), (("two",), ("\u2028words",))]
+    as_json = json_lines(tmp_path / "a", "lambada_test.jsonl", *({"text": text} for text in passages))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "lambada_test_plain_text.txt").write_text("\n".join(map(str.strip, passages)) + "\n")
+    for folder in (as_json, tmp_path / "b"):
+        found = load_benchmark(folder)
+        assert [(question.contexts, question.options) for question in found.questions] == asked
+        assert (found.name, found.split, found.choice) == ("LAMBADA", "test", "greedy")
+
+
+def test_of_several_files_the_validation_file_is_read_then_the_test_file_and_never_train(tmp_path):
+    for number, name in enumerate(("train", "hellaswag_train", "test", "val")):
+        json_lines(tmp_path, f"{name}.jsonl", *[QUESTION] * (number + 1))
+    found = load_benchmark(tmp_path)
+    assert (len(found.questions), found.split) == (4, "validation")
+    (tmp_path / "val.jsonl").unlink()
+    found = load_benchmark(tmp_path)
+    assert (len(found.questions), found.split) == (3, "test")
+    json_lines(tmp_path, "other_test.jsonl", QUESTION)
+    message = "expected one .jsonl file, found other_test.jsonl, test.jsonl; call the one to read dev.jsonl"
+    with pytest.raises(ValueError, match=message):
+        load_benchmark(tmp_path)
+
+
+def test_only_a_line_feed_ends_a_line_of_json(tmp_path):
+    text = "one\u2028two\x85three"
+    content = "".join(json.dumps(QUESTION | {"context": text}, ensure_ascii=False) + "\r\n" for _ in range(2))
+    (tmp_path / "dev.jsonl").write_bytes(content.encode())
+    assert [question.contexts[0] for question in load_benchmark(tmp_path).questions] == [text] * 2
+
+
 # ---- As which tokens ----
 
 
@@ -185,12 +240,24 @@ def test_rows_of_one_source_count_together():
     "name, content, message",
     [
         ("hellaswag.jsonl", "", "expected a JSON object in each line, found an empty file"),
-        ("hellaswag.jsonl", json.dumps(HELLASWAG) + "\n{", "hellaswag.jsonl:2: expected a JSON object with ctx, end"),
+        ("hellaswag.jsonl", json.dumps(HELLASWAG) + "\n{", "hellaswag.jsonl:2: expected a JSON object, found {; cor"),
         ("hellaswag.jsonl", json.dumps(HELLASWAG | {"label": True}), ":1: expected a JSON object with ctx, endings, l"),
         ("hellaswag.jsonl", json.dumps(HELLASWAG | {"label": 4}), "in label the number of an option, from 0 to 3, fou"),
         ("hellaswag.jsonl", json.dumps(HELLASWAG | {"endings": ["a"]}), "at least two texts in endings"),
         ("winogrande.jsonl", json.dumps(WINOGRANDE | {"gold": -1}), "in gold the number of an option, from 0 to 1"),
-        ("winogrande.jsonl", json.dumps({"gold": 1}), ":1: expected a JSON object with context_options, continuation"),
+        (
+            "winogrande.jsonl",
+            json.dumps({"gold": 1}),
+            ":1: expected a JSON object with ctx, endings, label or context",
+        ),
+        ("dev.jsonl", json.dumps({"text": "a b"}), ":1: expected a JSON object with ctx, endings, label or context_op"),
+        ("dev.jsonl", json.dumps(OFFICIAL | {"sentence": "no blank"}), "in sentence the blank _ and text behind it, f"),
+        ("dev.jsonl", json.dumps(OFFICIAL | {"answer": ""}), 'dev.jsonl:1: expected in answer "1" or "2", found'),
+        ("dev.jsonl", json.dumps(QUESTION | {"answer": "red"}), "in answer one of the choices, or its number from 0, "),
+        ("dev.jsonl", json.dumps(QUESTION | {"answer": 2}), "in answer the number of an option, from 0 to 1, found 2"),
+        ("dev.jsonl", json.dumps(QUESTION | {"answer": 0.0}), "expected a JSON object with context, choices, answer"),
+        ("lambada.jsonl", json.dumps({"text": "word"}), ":1: expected a text of at least two words, found word"),
+        ("lambada.jsonl", json.dumps(QUESTION), "lambada.jsonl:1: expected a JSON object with text, found"),
         ("tinystories.txt", "One day. The end.", "expected stories of several sentences"),
     ],
 )
@@ -223,7 +290,7 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path, name):
 
 
 def test_a_folder_without_a_benchmark_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"expected a folder that holds hellaswag\*.jsonl or .*, found none of them"):
+    with pytest.raises(ValueError, match=r"holds a .jsonl file \(.*; context, choices, answer\) or test/.*, found n"):
         load_benchmark(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         load_benchmark(tmp_path / "missing")

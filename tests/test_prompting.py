@@ -1,7 +1,9 @@
 """Prompt mode: what is read where, as which probabilities, after which layer; and what is refused."""
 
 import json
+import os
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import mini_ee.units.prompts as prompting
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.glue import GLUE
 from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
-from mini_ee.data.tasks import Split, Task
+from mini_ee.data.tasks import Split, Task, load_task, toy_task
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.methods.encoders import OwnStates
@@ -24,6 +27,8 @@ from mini_ee.methods.raee_prompts import few_shot
 from mini_ee.rules import FixedExit, NeverExit, Planned
 from mini_ee.training.fit import Batch
 from mini_ee.units.prompts import PromptModel, draw_shots
+
+SHARED = os.environ.get("MINI_EE_SHARED")
 
 ATOL = 1e-5  # float32 logits of a row alone against padded batches; measured max 2.4e-7, torch 2.13 on CPU
 
@@ -340,6 +345,70 @@ def test_a_template_with_other_places_is_refused(template):
 # The file
 
 
+WORDS_OF_LABELS = {  # RAEE's Table 6 under "encoder", our own under "decoder"; labels by their meaning
+    "encoder": {
+        "SST-2": {"negative": "terrible", "positive": "great"},
+        "SST-5": dict(
+            zip(
+                ("very negative", "negative", "neutral", "positive", "very positive"),
+                ("terrible", "bad", "okay", "good", "great"),
+            )
+        ),
+        "MR": {"negative": "terrible", "positive": "great"},
+        "CR": {"negative": "terrible", "positive": "great"},
+        "MPQA": {"negative": "terrible", "positive": "great"},
+        "Subj": {"subjective": "subjective", "objective": "objective"},
+        "TREC": {
+            "description": "Description",
+            "entity": "Entity",
+            "abbreviation": "Expression",
+            "human": "Human",
+            "location": "Location",
+            "number": "Number",
+        },
+        "CoLA": {"unacceptable": "incorrect", "acceptable": "correct"},
+        "MRPC": {"not_equivalent": "no", "equivalent": "yes"},
+        "RTE": {"entailment": "yes", "not_entailment": "no"},
+        "reviews": {"negative": "terrible", "positive": "great"},
+    },
+    "decoder": {
+        "Subj": {"subjective": "feeling", "objective": "fact"},
+        "TREC": {
+            "description": "reason",
+            "entity": "thing",
+            "abbreviation": "word",
+            "human": "person",
+            "location": "place",
+            "number": "number",
+        },
+        "CoLA": {"unacceptable": "wrong", "acceptable": "right"},
+        "MRPC": {"not_equivalent": "different", "equivalent": "same"},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_every_built_in_label_word_stands_for_its_class(kind):
+    expected = {name: WORDS_OF_LABELS[kind].get(name, words) for name, words in WORDS_OF_LABELS["encoder"].items()}
+    orders = {glue.name: glue.label_names for glue in GLUE} | {"reviews": toy_task().label_names}
+    prompts = read_prompts()[kind]
+    assert prompts.keys() == expected.keys()
+    for name, prompt in prompts.items():
+        labels = orders.get(name, tuple(expected[name]))  # the others have numbers, in the order above
+        assert dict(zip(labels, prompt.words)) == expected[name], name
+
+
+@pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
+@pytest.mark.parametrize(
+    "task, word, label",
+    [("TREC", "Who", 3), ("TREC", "Where", 4), ("TREC", "How many", 5), ("SST-5", "bad", 1), ("MR", "dull", 0)],
+)
+def test_the_real_labels_have_the_meaning_that_the_label_words_say(task, word, label):
+    split = load_task(Path(SHARED) / "data" / task).split("train")
+    rows = [row for row, (text,) in enumerate(split.texts) if re.search(rf"\b{word}\b", text)]
+    assert np.bincount(split.labels[rows]).argmax() == label
+
+
 def test_every_prompt_that_is_built_in_fits_the_built_in_models():
     from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
 
@@ -352,12 +421,44 @@ def test_every_prompt_that_is_built_in_fits_the_built_in_models():
 
 
 def test_a_task_is_found_however_it_is_spelled():
-    assert prompt_of("sst2", "encoder") == prompt_of("SST-2", "encoder") == prompt_of("SST_2", "encoder")
-    assert prompt_of("SST-2", "encoder").texts == 1 and prompt_of("MRPC", "decoder").texts == 2
+    assert prompt_of(named("sst2"), "encoder") == prompt_of(named("SST-2"), "encoder")
+    assert prompt_of(named("SST_2"), "encoder") == prompt_of(named("SST-2"), "encoder")
+    assert prompt_of(named("SST-2"), "encoder").texts == 1 and prompt_of(named("MRPC"), "decoder").texts == 2
     with pytest.raises(
         ValueError, match="expected a prompt for weather under decoder, found those for SST-2, .*; give"
     ):
-        prompt_of("weather", "decoder")
+        prompt_of(named("weather"), "decoder")
+
+
+def named(name, *labels):
+    return Task(name, labels or ("negative", "positive"), ("accuracy",), {})
+
+
+def test_label_words_stand_by_number_or_by_label_name(tmp_path):
+    words, names = {"positive": "great", "negative": "bad"}, ("negative", "positive")
+    assert Prompt.from_dict({"template": "{text}", "words": words}, names).words == ("bad", "great")
+    assert Prompt.from_dict({"template": "{text}", "words": {"1": "great", "0": "bad"}}, names).words == (
+        "bad",
+        "great",
+    )
+    assert Prompt.from_dict({"template": "{text}", "words": {"2": "b", "1": "a"}}, ("1", "2")).words == ("a", "b")
+    message = r"expected words by class number \(0 to 1\), or by label name \(negative, positive\), found words for a"
+    with pytest.raises(ValueError, match=message):
+        Prompt.from_dict({"template": "{text}", "words": {"a": "x"}}, names)
+    entry = {"template": "{text}", "words": words}
+    (tmp_path / "prompts.json").write_text(json.dumps({"decoder": {"mine": entry, "yours": entry}}))
+    for order, expected in ((names, ("bad", "great")), (names[::-1], ("great", "bad"))):
+        assert prompt_of(named("mine", *order), "decoder", tmp_path / "prompts.json").words == expected
+    with pytest.raises(ValueError, match="decoder, mine: expected words by class number .* found words for positive"):
+        prompt_of(named("mine", "up", "down"), "decoder", tmp_path / "prompts.json")
+
+
+@pytest.mark.parametrize("words", [("bad", "\ud800"), ("bad", " "), ("bad", "good")])
+def test_half_a_character_in_a_prompt_is_told_where_it_stands(words):
+    template = "{text} \ud800" if words[1] == "good" else "{text}"
+    message = "found an empty text: ' '" if words[1] == " " else r"found half of a surrogate pair.*: '.*ud800"
+    with pytest.raises(ValueError, match=f"expected a template and label words that are text, {message}"):
+        Prompt(template, words)
 
 
 GOOD_ENTRY = {"template": "{text} {mask}", "words": {"0": "bad", "1": "good"}}
@@ -375,9 +476,12 @@ GOOD_ENTRY = {"template": "{text} {mask}", "words": {"0": "bad", "1": "good"}}
         ),
         ({"encoder": {"a": []}}, "encoder, a: expected the keys template and words, found list"),
         ({"encoder": {"a": GOOD_ENTRY | {"template": 3}}}, "encoder, a: expected a template that is text, found 3"),
-        ({"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad", "2": "good"}}}}, "encoder, a: expected words by class"),
+        (
+            {"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad", "2": "good"}}}},
+            "expected words by class number .*for 0, 2",
+        ),
         ({"encoder": {"a": GOOD_ENTRY | {"words": ["bad", "good"]}}}, "encoder, a: expected words by class"),
-        ({"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad", "1": 1}}}}, "encoder, a: expected words that are text"),
+        ({"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad", "1": 1}}}}, "encoder, a: expected words by class, as"),
         ({"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad"}}}}, "encoder, a: expected a label word for each of two"),
         ({"encoder": {"a": GOOD_ENTRY | {"template": "{text}"}}}, "encoder, a: template .* expected {mask} where"),
         ({"decoder": {"a": GOOD_ENTRY}}, "decoder, a: template .* expected no {mask}"),
@@ -390,7 +494,7 @@ def test_a_wrong_key_or_value_in_the_file_is_one_clear_line(tmp_path, content, m
         read_prompts(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     path.write_text(json.dumps({"encoder": {"a": GOOD_ENTRY}}))
-    assert prompt_of("a", "encoder", path).to_dict() == GOOD_ENTRY
+    assert prompt_of(named("a"), "encoder", path).to_dict() == GOOD_ENTRY
 
 
 def test_a_wheel_carries_the_prompts():

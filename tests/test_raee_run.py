@@ -559,6 +559,11 @@ def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
         (("--template", "{text} {mask}"), "give --template and --words together, or --prompts alone"),
         (("--template", "{text}", "--words", "0=bad,1=good"), "expected {mask} where an encoder reads"),
         (("--template", "{text} {mask}", "--words", "0=bad,2=good"), "expected words by class"),
+        (
+            ("--template", "{text} {mask}", "--words", "bad=awful,up=great"),
+            "or by label name (bad, good), found words",
+        ),
+        (("--template", "{text} {mask}", "--words", "good=nasty,bad=bad"), "the label word 'nasty' must be one token"),
         (("--template", "{text} {mask}", "--words", "0=bad,1=nasty"), "the label word 'nasty' must be one token"),
         ((*TERRIBLE, "--shots", "40"), "expected 80 rows of class 0 for 40 shots, found 3"),
         ((*TERRIBLE, "--layer", "9"), "the layer must be from 0 to 3, got 9"),

@@ -14,13 +14,16 @@ from pathlib import Path
 import hnswlib
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 import mini_ee.methods.datastore as datastore_module
 import mini_ee.methods.raee as retrieval
-from mini_ee.data.files import read_json, write_json
+from mini_ee.data.files import file_sha256, read_json, write_json
+from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.methods.datastore import Datastore, build, exact_search, read_manifest
+from mini_ee.methods.datastore import Collected, Datastore, build, exact_search, read_manifest
+from mini_ee.methods.index_file import HEADER, Header
 from mini_ee.methods.raee import (
     Retrieval,
     best_single_exit,
@@ -61,6 +64,10 @@ def filled(count=60, exits=(1, 2, 4, 6), name="row", encoder=ENCODER):
     values = random.uniform(0, 1, (count, len(exits))) * random.integers(0, 2, (count, len(exits)))
     store.add(np.stack([embedding_of(text) for (text,) in texts]), values, random.integers(0, 3, count), texts)
     return store
+
+
+def add_all(store, other, threads=1):
+    store.add(other.embeddings, other.values, other.labels, other.texts, threads)
 
 
 def sentences(texts):
@@ -253,7 +260,7 @@ def test_k_of_the_database_and_larger_finds_every_row_once(k):
 
 def test_rows_that_the_graph_does_not_lead_to_are_found_by_looking_at_all():
     store, copy, count = Datastore(ENCODER, 8, (1, 2, 4, 6), m=4, ef_construction=20), embedding_of("copy"), 3000
-    store.merge(filled(20))
+    add_all(store, filled(20))
     store.add(np.tile(copy, (count, 1)), np.zeros((count, 4)), np.zeros(count, int), [("copy",)] * count)
     with pytest.raises(RuntimeError, match="contiguous"):  # or this test would show nothing
         store._index.knn_query(copy[None], len(store))
@@ -279,7 +286,7 @@ def test_embeddings_of_another_dimension_are_refused(bad):
         filled().add(bad, np.zeros((2, 4)), [0, 0], [("a",), ("b",)])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 1e-20])
 def test_embeddings_without_a_direction_are_refused(value):
     with pytest.raises(ValueError, match="finite and not zero"):
         filled().search(np.full((1, 8), value), 2)
@@ -296,7 +303,7 @@ def test_an_empty_datastore_cannot_be_searched():
 def test_added_rows_are_found_beside_the_old_ones():
     store, more = filled(50), filled(1100, name="more")
     before = store.values.copy()
-    store.add(more.embeddings, more.values, more.labels, more.texts, threads=2)
+    add_all(store, more, threads=2)
     assert len(store) == 1150 and store.texts[50] == ("more 0",)
     np.testing.assert_array_equal(store.values, np.concatenate([before, more.values]))
     assert_whole(store)
@@ -329,7 +336,7 @@ def test_deleted_rows_are_never_found_and_the_others_keep_their_values():
     np.testing.assert_array_equal(np.sort(everything.rows[0]), np.arange(57))
     store.delete([56])
     more = filled(5, name="more")
-    store.merge(more)
+    add_all(store, more)
     assert len(store) == 61 and store.texts[-5:] == more.texts
     assert_whole(store)
 
@@ -350,21 +357,6 @@ def test_taken_rows_make_a_datastore_of_their_own():
     assert part._index.get_current_count() == len(rows)
     assert_whole(part)
     assert_whole(store)
-
-
-def test_merged_datastores_answer_like_one_built_from_all_rows():
-    first, second = filled(30), filled(40, name="other")
-    first.merge(second)
-    assert first.texts == filled(30).texts + second.texts
-    np.testing.assert_array_equal(first.values, np.concatenate([filled(30).values, second.values]))
-    assert_whole(first)
-
-
-def test_datastores_of_other_encoders_or_exits_do_not_merge():
-    with pytest.raises(ValueError, match="encoder: expected a test's encoder, found another; embed the rows again"):
-        filled().merge(filled(encoder="another"))
-    with pytest.raises(ValueError, match=r"exits: expected \(1, 2, 4, 6\), found \(2, 4\); collect the rows again"):
-        filled().merge(filled(exits=(2, 4)))
 
 
 # The datastore: on disk
@@ -389,7 +381,7 @@ def test_a_saved_datastore_is_read_back_deletions_and_unicode_too(tmp_path):
     store.save(tmp_path / "store")
     loaded = Datastore.load(tmp_path / "store", ENCODER)
     assert equal(store, loaded) and loaded.values.dtype == np.float32
-    loaded.merge(filled(5, name="more"))
+    add_all(loaded, filled(5, name="more"))
     loaded.delete([0])
     loaded.save(tmp_path / "store")
     assert equal(loaded, Datastore.load(tmp_path / "store", ENCODER))
@@ -477,7 +469,7 @@ def test_index_and_values_of_two_datastores_are_told(tmp_path, name):
     manifest = read_json(tmp_path / "a" / "manifest.json")
     manifest["files"][name] = read_json(tmp_path / "b" / "manifest.json")["files"][name]
     write_json(tmp_path / "a" / "manifest.json", manifest)
-    with pytest.raises(ValueError, match="index and values do not belong together"):
+    with pytest.raises(ValueError, match=f"{name}: (damaged index: expected|expected .* of 60 rows).*; build"):
         Datastore.load(tmp_path / "a", ENCODER)
 
 
@@ -524,14 +516,244 @@ def test_an_index_that_the_disk_has_no_room_for_is_told_and_the_old_datastore_st
     assert equal(Datastore.load(tmp_path, ENCODER), filled(60))
 
 
+def forged(folder, name, content):
+    """Write a file of a datastore, and its checksum into the manifest."""
+    (folder / name).write_bytes(content)
+    manifest = read_json(folder / "manifest.json")
+    manifest["files"][name] = file_sha256(folder / name)
+    write_json(folder / "manifest.json", manifest)
+
+
+def deep_store(count=120, deleted=(3, 17)):
+    """Few links an element, so that there are several upper layers; some rows deleted."""
+    store = Datastore(ENCODER, 8, (1, 2, 4, 6), m=3, ef_construction=20)
+    add_all(store, filled(count))
+    store.delete(deleted)
+    return store
+
+
+def index_fields(content):
+    header = Header(*HEADER.unpack(content[: HEADER.size]))
+    return header, HEADER.size + header.cur_element_count * header.size_data_per_element
+
+
+def in_header(**change):
+    def damaged(content):
+        header, _ = index_fields(content)
+        return HEADER.pack(*header._replace(**change)) + content[HEADER.size :]
+
+    return damaged
+
+
+def at(place, number, size=4):
+    """place(header, where the upper layers begin) -> where in the file the number is written."""
+
+    def damaged(content):
+        where = place(*index_fields(content))
+        return content[:where] + number.to_bytes(size, "little") + content[where + size :]
+
+    return damaged
+
+
+def first_link(header, upper):
+    return HEADER.size + 4
+
+
+def first_size(header, upper):
+    return upper
+
+
+def link_of_the_entry_point(content):
+    """Onto its highest layer, an element that is on layer 0 alone: hnswlib would follow a null pointer."""
+    header, where = index_fields(content)
+    levels, lists = [], []
+    for _ in range(header.cur_element_count):
+        size = int.from_bytes(content[where : where + 4], "little")
+        levels.append(size // (4 + 4 * header.m))
+        lists.append(where + 4)
+        where += 4 + size
+    assert max(levels) > 1  # or this would be a poor test
+    start = lists[header.enterpoint_node]
+    number = (1).to_bytes(4, "little") + levels.index(0).to_bytes(4, "little")
+    return content[:start] + number + content[start + 8 :]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        (lambda content: content[:50], "expected at least"),
+        (lambda content: content[:-1], "bytes of upper layers|the size of an upper layer"),
+        (lambda content: content + b"x", "bytes of upper layers, found"),
+        (in_header(max_m=4), "its header does not agree with the manifest"),
+        (in_header(mult=1e-300), "its header does not agree with the manifest"),
+        (in_header(mult=float("nan")), "its header does not agree with the manifest"),
+        (in_header(cur_element_count=2**40), "its header does not agree with the manifest"),
+        (in_header(max_elements=119), "it asks for room for 119 vectors"),
+        (in_header(max_elements=2**40), "it asks for room for"),
+        (in_header(maxlevel=30), r"expected \d as its highest layer, found 30"),
+        (in_header(enterpoint_node=2**31), "a search would begin at an element that is not on the highest layer"),
+        (at(first_link, 120), "a link leads to an element that is not there"),
+        (at(first_link, 2**32 - 1), "a link leads to an element that is not there"),
+        (at(lambda *_: HEADER.size, 7, 2), "an element has more links than there is room for"),
+        (at(lambda *_: HEADER.size + 2, 1, 1), "it marks other vectors as deleted than the entries do"),
+        (at(lambda *_: HEADER.size + 2, 2, 1), "a deletion mark is neither 0 nor 1"),
+        (at(lambda header, _: HEADER.size + header.offset_data + 3, 0x7F, 1), "a vector is not of length 1"),
+        (
+            at(lambda header, _: HEADER.size + header.label_offset, 1, 8),
+            "its labels are not the numbers of its vectors",
+        ),
+        (at(first_size, 2**32 - 16), "the size of an upper layer is wrong"),
+        (at(first_size, 3), "the size of an upper layer is wrong"),
+        (link_of_the_entry_point, "a link leads to an element that is not there"),
+    ],
+)
+def test_an_index_that_hnswlib_would_crash_on_is_told_although_its_checksum_is_right(tmp_path, damaged, message):
+    deep_store().save(tmp_path)
+    forged(tmp_path, "index.hnsw", damaged((tmp_path / "index.hnsw").read_bytes()))
+    with pytest.raises(ValueError, match=f"index.hnsw: damaged index: .*({message}).*; build the datastore again"):
+        Datastore.load(tmp_path, ENCODER)
+
+
+def test_every_index_that_is_made_here_passes_the_check(tmp_path):
+    grown = filled(1000)
+    add_all(grown, filled(1100, name="more"), threads=2)
+    part = deep_store().take(slice(50))
+    for number, store in enumerate(
+        (Datastore(ENCODER, 8, (1, 2)), filled(1), deep_store(120, range(120)), grown, part)
+    ):
+        store.save(tmp_path / str(number))
+        assert len(Datastore.load(tmp_path / str(number), ENCODER)) == len(store)
+
+
+FUZZ = """
+random, original, told = np.random.default_rng(0), (folder / "index.hnsw").read_bytes(), 0
+manifest = read_json(folder / "manifest.json")
+for number in range({cases}):
+    content = bytearray(original)
+    where, bits = int(random.integers(len(content))), int(random.integers(1, 256))
+    if number % 2:  # numbers rather than vectors
+        where = int(random.choice([*range(96), *range(96, 124), *range(len(content) - 400, len(content))]))
+    content[where] ^= bits if number % 3 else 1 << number % 8
+    forged(folder, "index.hnsw", bytes(content))
+    try:
+        store = Datastore.load(folder, ENCODER)
+        store.search(np.random.default_rng(1).normal(size=(4, 8)), 12)
+        add_all(store, filled(30, name="more"))
+        store.search(np.random.default_rng(1).normal(size=(4, 8)), 150)
+        store.take(slice(10))
+    except ValueError as error:
+        assert "damaged" in str(error) and "\\n" not in str(error), error
+        told += 1
+print(told, flush=True)
+"""
+
+
+@pytest.mark.parametrize("cases", [int(os.environ.get("MINI_EE_FLIPS", "150"))])
+def test_no_changed_byte_of_an_index_crashes_the_process(tmp_path, cases):
+    deep_store().save(tmp_path)
+    code = WRITER.format(root=str(Path(__file__).parent.parent), tests=str(Path(__file__).parent))
+    command = [sys.executable, "-c", code + FUZZ.format(cases=cases), str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout.split()[-1]) > cases // 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dimension": "8"}, "expected in dimension a whole number from 1 to 1048576, found '8'"),
+        ({"dimension": 0}, "expected in dimension a whole number from 1 to 1048576, found 0"),
+        ({"rows": None}, "expected in rows a whole number"),
+        ({"rows": -1}, "expected in rows a whole number"),
+        ({"rows": True}, "expected in rows a whole number from 0 to 2147483647, found True"),
+        ({"vectors": 59}, "expected in vectors a whole number from 60 to 2147483647, found 59"),
+        ({"index": []}, "expected in index.M a whole number from 2 to 10000, found None"),
+        ({"index": {"M": 16, "ef_construction": 400, "ef": 0}}, "expected in index.ef a whole number from 1"),
+        ({"encoder": 3}, "expected in encoder a text, found 3"),
+        ({"exits": [2, 1]}, r"expected in exits ascending layers from 0, found \[2, 1\]"),
+        ({"exits": []}, "expected in exits ascending layers"),
+        ({"exits": 4}, "expected in exits ascending layers"),
+        ({"files": ["index.hnsw"]}, "expected in files the sha256 of each"),
+        ({"files": {"index.hnsw": 1, "entries.safetensors": 2}}, "expected in files the sha256 of each"),
+    ],
+)
+def test_wrong_values_in_a_manifest_with_a_right_checksum_are_one_line(tmp_path, change, message):
+    filled(60).save(tmp_path)
+    write_json(tmp_path / "manifest.json", read_json(tmp_path / "manifest.json") | change)
+    with pytest.raises(ValueError, match=f"manifest.json: {message}") as error:
+        Datastore.load(tmp_path, change.get("encoder", ENCODER))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["dimension", "rows", "vectors", "index", "encoder", "exits", "files"])
+def test_a_manifest_that_lacks_a_key_is_one_line(tmp_path, name):
+    filled(60).save(tmp_path)
+    manifest = read_json(tmp_path / "manifest.json")
+    del manifest[name]
+    write_json(tmp_path / "manifest.json", manifest)
+    with pytest.raises(ValueError, match=f"manifest.json: expected in {name}"):
+        Datastore.load(tmp_path, ENCODER)
+
+
+ENTRIES = {
+    "values": np.zeros((60, 4), np.float32),
+    "labels": np.zeros(60, np.int64),
+    "ids": np.arange(60),
+    "texts": np.frombuffer(json.dumps([["a"]] * 60).encode(), np.uint8),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": np.zeros((60, 3), np.float32)}, r"found values float32 \(60, 3\)"),
+        ({"values": np.full((60, 4), np.nan, np.float32)}, "expected finite values"),
+        ({"labels": np.zeros(60, np.float32)}, "found .* labels float32"),
+        ({"ids": np.arange(59)}, r"ids int64 \(59,\)"),
+        ({"ids": np.arange(60)[::-1].copy()}, "it marks other vectors as deleted than the entries do"),
+        ({"texts": np.frombuffer(b"[3]", np.uint8)}, "entries.safetensors: damaged: TypeError"),
+        ({"texts": np.frombuffer(b"[[", np.uint8)}, "entries.safetensors: damaged: JSONDecodeError"),
+        ({"texts": np.frombuffer(b'[["a"]]', np.uint8)}, "and 1 texts"),
+    ],
+)
+def test_wrong_entries_with_a_right_checksum_are_one_line(tmp_path, change, message):
+    filled(60).save(tmp_path)
+    forged(tmp_path, "entries.safetensors", save(ENTRIES | change))
+    with pytest.raises(ValueError, match=message) as error:
+        Datastore.load(tmp_path, ENCODER)
+    assert "\n" not in str(error.value) and str(error.value).endswith("; build the datastore again")
+
+
+def test_entries_that_are_no_tensors_or_lack_one_are_one_line(tmp_path):
+    filled(60).save(tmp_path)
+    without = save({name: array for name, array in ENTRIES.items() if name != "ids"})
+    for content, message in ((b"no tensors", "SafetensorError"), (without, "KeyError: 'ids'")):
+        forged(tmp_path, "entries.safetensors", content)
+        with pytest.raises(ValueError, match=f"entries.safetensors: damaged: {message}"):
+            Datastore.load(tmp_path, ENCODER)
+
+
+def test_only_a_datastore_needs_hnswlib(tmp_path, monkeypatch):
+    filled().save(tmp_path)
+    code = "import sys; sys.modules['hnswlib'] = None; import mini_ee.methods.raee, mini_ee.methods.datastore"
+    root = str(Path(__file__).parent.parent)
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{root!r}]; {code}"], capture_output=True
+    )
+    assert found.returncode == 0, found.stderr
+    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    for opened in (lambda: Datastore(ENCODER, 8, (1, 2)), lambda: Datastore.load(tmp_path, ENCODER)):
+        with pytest.raises(ValueError, match="a datastore needs hnswlib, which is not installed: pip install hnswlib"):
+            opened()
+
+
 # Building
 
 
 def built(folder, texts, **options):
     values, labels = np.linspace(0, 1, 4 * len(texts)).reshape(-1, 4), np.arange(len(texts)) % 3
-    return build(
-        folder, ENCODER, options.pop("embed", embed), sentences(texts), values, labels, (1, 2, 4, 6), **options
-    )
+    collected = Collected(sentences(texts), values, labels, (1, 2, 4, 6))
+    return build(folder, ENCODER, options.pop("embed", embed), collected, **options)
 
 
 TEXTS = [f"row {i}" for i in range(50)]
@@ -580,7 +802,8 @@ def test_a_build_does_not_write_over_anything(tmp_path):
 
 def test_a_build_without_rows_or_with_fewer_values_is_refused(tmp_path):
     with pytest.raises(ValueError, match="found 2 rows, 1 values and 2 labels"):
-        build(tmp_path / "a", ENCODER, embed, sentences(["a", "b"]), np.zeros((1, 4)), np.zeros(2), (1, 2, 4, 6))
+        collected = Collected(sentences(["a", "b"]), np.zeros((1, 4)), np.zeros(2), (1, 2, 4, 6))
+        build(tmp_path / "a", ENCODER, embed, collected)
     with pytest.raises(ValueError, match="at least one row and as many"):
         built(tmp_path / "a", [])
 
@@ -595,7 +818,7 @@ print("ready", flush=True)
 ADDING = """
 store = Datastore.load(folder, ENCODER)
 for number in range(1, 10**6):
-    store.merge(filled(40, name=f"part {number}"))
+    add_all(store, filled(40, name=f"part {number}"))
     store.delete(range(10))
     store.save(folder)
     print(number, flush=True)
@@ -810,6 +1033,59 @@ def test_a_shuffled_plan_has_the_same_exits_in_another_order():
 def test_the_oracle_is_the_first_exit_that_is_right_and_the_last_where_none_is():
     values = np.array([[0.0, 0.4, 0.99], [0.3, 0.0, 0.9], [0.0, 0.0, 0.0]])
     assert earliest_right_exit(values).tolist() == [1, 0, 2]
+
+
+# The tables
+
+
+def ablation_of(random_model, monkeypatch, seed):
+    """The points of `ablation` on 24 rows, and which collected rows each database was made of."""
+    store, texts, made = filled(60), [f"query {i}" for i in range(24)], {}
+    recorded = record(random_model().segments(), sentences(texts), 8)
+    recorded.logits[:] = np.random.default_rng(7).normal(size=recorded.logits.shape)
+    labels = np.random.default_rng(8).integers(0, 3, 24)
+    take = Datastore.take
+    with monkeypatch.context() as patch:
+        patch.setattr(Datastore, "take", lambda self, rows: made.setdefault(len(rows), (rows, take(self, rows)))[1])
+        task = Task("t", ("a", "b", "c"), ("accuracy",), {})
+        points = retrieval.ablation(bound(store, tau=0.5), recorded, sentences(texts), task, labels, 8, seed)
+    return store, recorded.logits, labels, texts, points, {count: rows for count, (rows, _) in made.items()}
+
+
+def test_the_parts_of_the_datastore_are_drawn_and_without_are_the_rows_that_the_full_model_gets_right(
+    random_model, monkeypatch
+):
+    store, *_, points, made = ablation_of(random_model, monkeypatch, seed=0)
+    right = np.flatnonzero(store.values[:, -1] > 0)
+    assert [*dict.fromkeys((point["database"], point["rows"]) for point in points)] == [
+        ("20%", 12),
+        ("50%", 30),
+        ("100%", 60),
+        ("w/o", len(right)),
+    ]
+    np.testing.assert_array_equal(made[len(right)], right)
+    for share in (12, 30):
+        assert len(set(made[share])) == share and not np.array_equal(np.sort(made[share]), np.arange(share))
+    again, other = (ablation_of(random_model, monkeypatch, seed)[-1] for seed in (0, 1))
+    np.testing.assert_array_equal(made[30], again[30])
+    assert set(made[30]) != set(other[30])
+
+
+def test_each_figure_of_the_tables_is_the_rule_on_its_part_of_the_datastore(random_model, monkeypatch):
+    store, logits, labels, texts, points, made = ablation_of(random_model, monkeypatch, seed=0)
+    assert len(points) == 4 * len(retrieval.KS)
+    for point in points:
+        rows = made.get(point["rows"], np.arange(60))
+        exits = []
+        for text in texts:
+            query = embedding_of(text) / np.linalg.norm(embedding_of(text))
+            distances = [math.dist(query, store.embeddings[row]) ** 2 for row in rows]
+            nearest = np.argsort(distances)[: point["k"]]
+            values = passing_values(store.values[None, rows[nearest]], 0.5)[0]
+            exits.append(loops_of_eq_4_to_6(values.tolist(), [distances[each] for each in nearest], 1e-9)[0])
+        said = logits[np.arange(24), exits].argmax(axis=1)
+        assert point["accuracy"] == pytest.approx(np.mean(said == labels))
+        assert point["mean_layers"] == pytest.approx(np.mean(np.array([1, 2, 4, 6])[exits]))
 
 
 # Each claim can fail

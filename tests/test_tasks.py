@@ -1,4 +1,4 @@
-"""mini_ee/tasks.py: GLUE's layouts, plain files, every error of one line, tokenizers, and batches."""
+"""Tasks and tokens: GLUE's layouts, plain files, every error of one line, tokenizers, and batches."""
 
 import json
 import os
@@ -275,6 +275,12 @@ def test_a_test_file_may_lack_the_label_column(tmp_path):
     assert task.split("test").take(np.array([0])).labels is None
 
 
+def test_labels_may_be_true_and_false(tmp_path):
+    rows = [{"text": "a", "label": True}, {"text": "b", "label": False}, {"text": "c", "label": True}]
+    task = load_task(folder(tmp_path, "mine", train_jsonl="\n".join(map(json.dumps, rows))))
+    assert task.label_names == ("false", "true") and task.split("train").labels.tolist() == [1, 0, 1]
+
+
 # Errors: one line that says where, what was expected, what was found and what to do
 
 JSON_ROW = '{"text": "a", "label": 1}\n'
@@ -386,9 +392,9 @@ ERRORS = {
         {"train_jsonl": '{"text": "a", "label": null}\n'},
         "train.jsonl:1: expected a label in label, found None; fill it in",
     ),
-    "truth as label": (
-        {"train_jsonl": '{"text": "a", "label": true}\n'},
-        "train.jsonl:1: expected a label in label, found True; fill it in",
+    "list as label": (
+        {"train_jsonl": '{"text": "a", "label": [1]}\n'},
+        "train.jsonl:1: expected a label in label, found [1]; fill it in",
     ),
     "score no number": (
         {"train_tsv": table("sentence1|sentence2|score", "a|b|nan")},
@@ -424,6 +430,13 @@ def test_an_unknown_split_lists_those_there_are(tmp_path):
         task.split("dev")
 
 
+def test_a_task_of_train_alone_says_what_it_lacks(tmp_path):
+    task = load_task(folder(tmp_path, "mine", train_tsv=PLAIN))
+    message = "task mine: expected a dev or a test file, whose rows are reported, found train alone; add dev.tsv or"
+    with pytest.raises(ValueError, match=f"{message} test.tsv, or give --split train"):
+        task.default_split  # noqa: B018
+
+
 # Scores and parts of a split
 
 
@@ -435,6 +448,13 @@ def test_score_is_the_mean_of_the_tasks_metrics_and_accuracy_is_always_there():
     assert mrpc == pytest.approx({"accuracy": 0.75, "f1": 2 / 3, "score": (0.75 + 2 / 3) / 2})
     sts = Task("STS-B", (), ("pearson", "spearman"), {}).score(labels * 2.5, labels * 1.0)
     assert sts == pytest.approx({"pearson": 1, "spearman": 1, "score": 1})
+
+
+def test_the_majority_is_the_share_of_a_splits_most_frequent_class(tmp_path):
+    rows = table("sentence|label", "a|neg", "b|pos", "c|pos", "d|pos")
+    task = load_task(folder(tmp_path, "mine", train_tsv=rows, dev_tsv=PLAIN, test_tsv=table("sentence", "a")))
+    assert (task.majority("train"), task.majority("dev"), task.majority("test")) == (0.75, 0.5, None)
+    assert load_task(folder(tmp_path, "STS-B", **GLUE["STS-B"].files)).majority("train") is None
 
 
 def numbered(count: int) -> Split:
@@ -465,7 +485,9 @@ def test_holdout_refuses_to_leave_a_part_empty(count, share):
 
 
 def test_subset_has_the_count_asked_for_or_all_rows():
-    assert len(set(subset(numbered(50), 20, seed=0).texts)) == 20
+    drawn = subset(numbered(50), 20, seed=0)
+    assert len(set(drawn.texts)) == 20 and drawn.labels.tolist() == sorted(drawn.labels)
+    assert [(f"{row}",) for row in drawn.labels] == list(drawn.texts)
     assert subset(numbered(50), 60, seed=0).texts == numbered(50).texts
     with pytest.raises(ValueError, match="at least one row, found 0"):
         subset(numbered(50), 0, seed=0)
@@ -616,6 +638,45 @@ def test_folders_without_a_readable_tokenizer_and_a_length_of_special_tokens_alo
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ValueError, match=r"tokenizer\.json: expected a tokenizer, found .*; copy the file"):
         Tokenizer.from_folder(tmp_path)
+
+
+PANICKING = {
+    "type": "BPE",
+    "continuing_subword_prefix": "##",
+    "vocab": {"a": 0, "b": 1, "ab": 2, "##b": 3},
+    "merges": [["a", "b"]],
+}
+
+
+def test_a_tokenizer_that_the_library_breaks_on_is_one_line(tmp_path, capfd):
+    """tokenizers raises a PanicException, which is no Exception, after it printed a backtrace."""
+    tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"model": content["model"] | PANICKING}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: expected a tokenizer, found '.*'; copy the file again"):
+        Tokenizer.from_folder(tmp_path)
+    os.write(2, b"heard again\n")
+    assert capfd.readouterr().err == "heard again\n"
+
+
+def test_a_panic_while_a_text_is_read_is_one_line_and_an_interrupt_is_none():
+    class PanicException(BaseException):
+        pass
+
+    class Backend:
+        def __init__(self, error):
+            self.error = error
+
+        def __getattr__(self, name):
+            return getattr(decoder_backend(), name)
+
+        def encode_batch(self, sequences):
+            raise self.error
+
+    with pytest.raises(ValueError, match=r"the tokenizer cannot read a text \(slice index\); copy the model's own"):
+        Tokenizer(Backend(PanicException("slice index"))).encode(["a"])
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer(Backend(KeyboardInterrupt())).encode(["a"])
 
 
 # Batches

@@ -95,11 +95,23 @@ def test_stories_stand_between_end_tokens(tmp_path, text_file):
     (tmp_path / "latin").write_bytes("Märchen".encode("latin-1"))
     for name, error, message in (
         ("none", FileNotFoundError, "No such file or directory"),
-        ("empty", ValueError, "expected text, found none"),
+        (
+            "empty",
+            ValueError,
+            r"expected texts, found none; texts stand apart by <\|endoftext\|> or, in",
+        ),
         ("latin", ValueError, "expected text in UTF-8, found .* at byte 1"),
     ):
         with pytest.raises(error, match=message):
             read_stories(tmp_path / name)
+
+
+def test_without_end_tokens_blank_lines_stand_between_the_texts(tmp_path):
+    path = tmp_path / "paragraphs.txt"
+    path.write_text("\n\nOne\ntext.\n \t\n\nAnother.\r\n\r\nA third.\n", encoding="utf-8")
+    assert read_stories(path) == ["One\ntext.", "Another.", "A third."]
+    path.write_text("One.\n\nStill one.<|endoftext|>Two.", encoding="utf-8")
+    assert read_stories(path) == ["One.\n\nStill one.", "Two."]
 
 
 def test_a_continuation_gives_the_beginning_and_asks_for_what_follows(decoder_folder):
@@ -277,6 +289,7 @@ def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
     shared = ("--model", decoder_folder, "--text", tmp_path / "short.txt", "--out", tmp_path / "run")
     status, line = ask(capsys, "train", "calm", *shared)
     assert status == 1 and "expected at least 24 texts, half of them to hold out, found 0; give more" in line
+    assert "texts stand apart by <|endoftext|> or, in a file without it, by blank lines" in line
 
 
 # ---- Real data ----

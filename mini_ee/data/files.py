@@ -1,26 +1,38 @@
-"""Files on disk, whole or not there: JSON with a checksum of its own, bytes and folders that appear at once.
-
-No torch here: the ONNX runtime reads its folder with this file.
-"""
+"""Files and folders that are written whole or not at all, and JSON that carries its own checksum. No torch here."""
 
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mini_ee import WrongArguments
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
+
+def check_regular(path: Path, pipe: bool = False) -> None:
+    """Raise ValueError where the path leads to a folder, a device or a pipe. A path to nothing passes.
+
+    To be called before a file is read: a device such as /dev/zero never ends. pipe: a pipe passes too.
+    """
+    if not path.exists():
+        return
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) or pipe and stat.S_ISFIFO(mode):
+        return
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    found = next((kind for is_kind, kind in kinds if is_kind(mode)), "a device")
+    raise ValueError(f"{path}: expected a file, found {found}; name a file")
 
 
 def read_text(path: Path) -> str:
-    """A text file that the command line names. Raises WrongArguments where it is not UTF-8."""
+    """A text file that the command line names. Raises WrongArguments where it is no file or not UTF-8."""
+    try:
+        check_regular(path, pipe=True)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -28,9 +40,13 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, signed: str | None = None) -> dict:
-    """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""
+    """A JSON object. Where it carries a checksum, the checksum has to be right.
+
+    signed: a key that only files with a checksum have. Raises FileNotFoundError, or ValueError for anything wrong.
+    """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -46,7 +62,7 @@ def read_json(path: Path, signed: str | None = None) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """A JSON object with a checksum of its own content, written whole or not at all."""
+    """Write a JSON object with the checksum of its content; a kill leaves the old file or the new one."""
     text = json.dumps(content | {"sha256": json_sha256(content)}, indent=2)
     write_bytes(path, (text + "\n").encode())
 
@@ -57,23 +73,32 @@ def json_sha256(content: dict | Sequence) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """The digest of a file's content, read in pieces."""
+    """The digest of a file's content, read in pieces. Raises ValueError where the path leads to no regular file."""
+    check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """The system's errors in this block name the path: that of a full disk does not say which file was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def write_bytes(path: Path, *content: bytes | memoryview) -> None:
-    """The content, in pieces, to a temporary name, then renamed: a kill leaves the old file or the new one."""
+    """Write the pieces of content to a temporary file, then rename it: a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "wb") as file:
+        with errors_name(path), open(partial, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:  # a full disk does not say which file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -81,38 +106,54 @@ def write_bytes(path: Path, *content: bytes | memoryview) -> None:
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Held by the one process that writes `path`, whose parent is made; a lock stands beside it, which a kill lets go.
+    """Only one process at a time enters this block for a path. The path's parent is made.
 
-    Raises FileExistsError where another process holds it.
+    A lock file stands beside the path; a killed process leaves the file, but not the lock.
+    Raises FileExistsError where another process is in the block.
     """
+    from filelock import FileLock, Timeout  # takes longer to import than all else that a runtime without torch needs
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    lock = path.with_name(f".{path.name}.lock")
+    file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(file)
     try:
-        file = open(lock, "w")
-    except OSError as error:  # of the name that was given, not of a hidden one
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise FileExistsError(f"{path}: another process is writing it; wait for it or name another") from None
+    except OSError as error:  # name the path that was given, not the hidden file
         raise OSError(error.errno, error.strerror, str(path)) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(file.fileno()).st_nlink:  # taken away by its holder, who has just ended
-                raise BlockingIOError
-        except BlockingIOError:
-            raise FileExistsError(f"{path}: another process is writing it; wait for it or name another") from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes the file when the lock is released
+            file.unlink()
+        lock.release()
+
+
+def copy_folder(source: Path, target: Path, without: Sequence[str] = ()) -> None:
+    """Copy the files and folders of `source` into `target`, which is there; names in `without` stay behind.
+
+    Raises OSError that names the file that could not be written, ValueError for a device or a pipe in `source`.
+    """
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        if path.name in without:
+            continue
+        if path.is_dir():
+            copy.mkdir()
+            copy_folder(path, copy)
+            continue
+        check_regular(path)
+        with errors_name(copy):
+            shutil.copy2(path, copy)
 
 
 @contextmanager
 def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes its name only when the block ends well; of a link, what it leads to.
+    """A new folder to write into. It takes its name when the block ends without an error, else it is removed.
 
-    Raises FileExistsError where the name is taken, unless by a folder that may be replaced, and where another process
-    is writing it.
+    Where the name is a link, the folder that the link leads to is written. replace: a folder of that name is replaced.
+    Raises FileExistsError where the name is taken, or another process is writing it.
     """
     folder = Path(os.path.realpath(folder))
     partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
@@ -137,6 +178,6 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
 
 
 def _restore(outgoing: Path, folder: Path) -> None:
-    """Undo half a replacement: the old folder is out of the way, and the new one did not get its name."""
+    """Give the old folder its name back, where a replacement stopped between the two renames."""
     if outgoing.exists() and not folder.exists():
         os.rename(outgoing, folder)

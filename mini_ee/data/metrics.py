@@ -25,6 +25,16 @@ def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(predictions == labels))
 
 
+def majority(labels: np.ndarray) -> float:
+    """The accuracy of always giving the most frequent of the labels (N,), N >= 1: what a model has to beat.
+
+    >>> majority([0, 1, 1, 2])
+    0.5
+    """
+    _, labels = _pair(labels, labels)
+    return float(np.unique(labels, return_counts=True)[1].max() / len(labels))
+
+
 def f1(predictions: np.ndarray, labels: np.ndarray) -> float:
     """Harmonic mean of class 1's precision and recall, in [0, 1]; 0.0 where nothing is or is called positive.
 

@@ -6,11 +6,23 @@
                                             Sakaguchi et al. 2019)
     MMLU          the letters A to D        log p(letter) is largest, after up to five answered questions of the same
                                             subject (Hendrycks et al. 2021): as many as the context takes
-    TinyStories   none: a cloze             right where greedy decoding writes the last word of the sentence, the story
-                                            before it given (as LAMBADA: Paperno et al. 2016)
+    LAMBADA       none: a cloze             right where greedy decoding writes the last word of a passage (Paperno et
+                                            al. 2016)
+    TinyStories   none: a cloze             the same of the last word of a sentence, the story before it given
+    any other     choices after a context   log p(choice) over its length in characters is largest
 
-Prompts and lengths are those of lm-evaluation-harness (`acc_norm` for HellaSwag, `acc` for the others). A folder is
-known by its files. Whatever is wrong with one is one line: file:line, what was expected, what was found, what to do.
+Prompts and lengths are those of lm-evaluation-harness (`acc_norm` for HellaSwag, `acc` for the others).
+
+A folder is known by its files. Of several .jsonl files the one called dev or val is read, else test, never train; its
+benchmark is known by its keys (file lambada*.jsonl: text):
+
+    HellaSwag     ctx, endings, label (the number of the right ending, from 0)
+    Winogrande    sentence (with the blank _), option1, option2, answer ("1" or "2"), as it is distributed; or
+                  context_options, continuation, gold
+    any other     context, choices, answer (the right choice, or its number from 0)
+
+The others are test/*_test.csv beside dev/*_dev.csv (MMLU), tinystories*.txt, and lambada*.txt with a passage in each
+line. Whatever is wrong with a file is one line: file:line, what was expected, what was found, what to do.
 """
 
 import csv
@@ -24,11 +36,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.data.files import check_regular
+from mini_ee.data.texts import END
+
 LETTERS = "ABCD"
 
-END_OF_STORY = "<|endoftext|>"
+VALIDATION = ("dev", "validation", "valid", "val")
 
 LAST_WORD = re.compile(r"(?<=[.!?] )[^.!?]*?(?P<word>\s\w+)[.!?]")
+
+LAST_OF_TEXT = re.compile(r"(?s)(?P<context>.*\S)(?P<word>\s+\S+)\s*")
 
 
 class Question(NamedTuple):
@@ -129,38 +146,143 @@ def standard_error(right: np.ndarray, sources: np.ndarray) -> float:
 
 # ---- Task folders ----
 def load_benchmark(folder: str | Path) -> Benchmark:
-    """The benchmark whose files are in a folder: HellaSwag, Winogrande, MMLU or TinyStories.
+    """The benchmark in a folder; the module's docstring lists the files that it may hold.
 
     Raises FileNotFoundError where there is no such folder, ValueError where none of the files is known or one is wrong.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; expected one that holds {' or '.join(READERS)}")
+        raise FileNotFoundError(f"{folder}: no such folder; expected one that holds {EXPECTED}")
+    if paths := [path for path in sorted(folder.glob("*.jsonl")) if "train" not in _words_of(path)]:
+        return _json_benchmark(_reported(paths))
     for pattern, read in READERS.items():
         if paths := sorted(folder.glob(pattern)):
             return read(paths)
-    raise ValueError(f"{folder}: expected a folder that holds {' or '.join(READERS)}, found none of them")
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
+    raise ValueError(f"{folder}: expected a folder that holds {EXPECTED}, found {found or 'nothing'}")
 
 
-def _hellaswag(paths: list[Path]) -> Benchmark:
+# ---- JSON Lines ----
+Asking = tuple[tuple[str, ...], tuple[str, ...], int]
+"""The contexts, options and answer of a Question."""
+
+
+def _hellaswag(where: str, row: dict) -> Asking:
+    endings = tuple(f" {ending}" for ending in _texts(where, "endings", row["endings"]))
+    return (row["ctx"],) * len(endings), endings, _index(where, "label", row["label"], endings)
+
+
+def _winogrande_contexts(where: str, row: dict) -> Asking:
+    contexts = _texts(where, "context_options", row["context_options"])
+    return contexts, (f" {row['continuation']}",) * len(contexts), _index(where, "gold", row["gold"], contexts)
+
+
+def _winogrande(where: str, row: dict) -> Asking:
+    before, _, after = row["sentence"].partition("_")
+    if not after.strip():
+        raise _error(where, "in sentence the blank _ and text behind it", row["sentence"])
+    if row["answer"] not in ("1", "2"):
+        raise _error(where, 'in answer "1" or "2"', row["answer"])
+    contexts = before + row["option1"], before + row["option2"]
+    return contexts, (f" {after.strip()}",) * 2, int(row["answer"]) - 1
+
+
+def _context_and_choices(where: str, row: dict) -> Asking:
+    context, choices, answer = row["context"], _texts(where, "choices", row["choices"]), row["answer"]
+    if isinstance(answer, str):
+        if choices.count(answer) != 1:
+            raise _error(where, "in answer one of the choices, or its number from 0", answer)
+        answer = choices.index(answer)
+    space = "" if context[-1:].isspace() else " "
+    options = tuple(space + choice.strip() for choice in choices)
+    return (context,) * len(options), options, _index(where, "answer", answer, options)
+
+
+def _last_word(where: str, row: dict) -> Asking:
+    found = LAST_OF_TEXT.fullmatch(row["text"])
+    if not found:
+        raise _error(where, "a text of at least two words", row["text"])
+    return (found["context"],), (found["word"],), 0
+
+
+class _Layout(NamedTuple):
+    """Rows of a benchmark in JSON Lines: the types of their keys, and what they ask."""
+
+    name: str | None  # None: the name of the folder
+    types: dict[str, tuple[type, ...]]
+    asking: Callable[[str, dict], Asking]
+    choice: str = "log_p"
+
+
+LAYOUTS = (
+    _Layout("HellaSwag", {"ctx": (str,), "endings": (list,), "label": (int,)}, _hellaswag, "log_p a character"),
+    _Layout("Winogrande", {"context_options": (list,), "continuation": (str,), "gold": (int,)}, _winogrande_contexts),
+    _Layout("Winogrande", dict.fromkeys(("sentence", "option1", "option2", "answer"), (str,)), _winogrande),
+    _Layout(
+        None, {"context": (str,), "choices": (list,), "answer": (int, str)}, _context_and_choices, "log_p a character"
+    ),
+)
+
+LAMBADA = _Layout("LAMBADA", {"text": (str,)}, _last_word, "greedy")
+
+
+def _words_of(path: Path) -> list[str]:
+    return re.split(r"[^a-z0-9]+", path.stem.lower())
+
+
+def _reported(paths: list[Path]) -> Path:
+    """The file that is read of several: the validation file, else the test file, else the only one."""
+    for names in (VALIDATION, ("test",)):
+        if found := [path for path in paths if set(names) & set(_words_of(path))]:
+            paths = found
+            break
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(f"{paths[0].parent}: expected one .jsonl file, found {names}; call the one to read dev.jsonl")
+    return paths[0]
+
+
+def _json_benchmark(path: Path) -> Benchmark:
+    words, rows = _words_of(path), _json_rows(path)
+    layouts = (LAMBADA,) if words[0] == LAMBADA.name.lower() else LAYOUTS
+    where, first = rows[0]
+    layout = next((layout for layout in layouts if layout.types.keys() <= first.keys()), None)
+    if layout is None:
+        expected = " or ".join(", ".join(layout.types) for layout in layouts)
+        raise _error(where, f"a JSON object with {expected}", json.dumps(first, ensure_ascii=False))
     questions = []
-    for where, row in _json_rows(paths[0], ctx=str, endings=list, label=int):
-        endings = tuple(f" {ending}" for ending in _texts(where, "endings", row["endings"]))
-        questions.append(
-            Question(
-                (row["ctx"],) * len(endings), endings, _index(where, "label", row["label"], endings), len(questions)
-            )
-        )
-    return Benchmark("HellaSwag", "validation", tuple(questions), "log_p a character")
+    for where, row in rows:
+        if not all(type(row.get(key)) in types for key, types in layout.types.items()):
+            raise _error(where, f"a JSON object with {', '.join(layout.types)}", json.dumps(row, ensure_ascii=False))
+        questions.append(Question(*layout.asking(where, row), len(questions)))
+    split = "validation" if set(VALIDATION) & set(words) else "test" if "test" in words else path.stem
+    return Benchmark(layout.name or path.resolve().parent.name, split, tuple(questions), layout.choice)
 
 
-def _winogrande(paths: list[Path]) -> Benchmark:
-    questions = []
-    for where, row in _json_rows(paths[0], context_options=list, continuation=str, gold=int):
-        contexts = _texts(where, "context_options", row["context_options"])
-        options = (f" {row['continuation']}",) * len(contexts)
-        questions.append(Question(contexts, options, _index(where, "gold", row["gold"], contexts), len(questions)))
-    return Benchmark("Winogrande", "validation", tuple(questions))
+def _json_rows(path: Path) -> list[tuple[str, dict]]:
+    """("file:line", row) of every line. A line feed, nothing else, ends a line."""
+    rows, text = [], _read(path).removeprefix("\ufeff").rstrip("\r\n")
+    if not text:
+        raise _error(str(path), "a JSON object in each line", "an empty file")
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise _error(where, "a JSON object", line)
+        rows.append((where, row))
+    return rows
+
+
+# ---- Other files ----
+def _lambada(paths: list[Path]) -> Benchmark:
+    """A passage in each line."""
+    rows = _read(paths[0]).rstrip("\r\n").split("\n")
+    asked = [_last_word(f"{paths[0]}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
+    questions = tuple(Question(*asking, source) for source, asking in enumerate(asked))
+    return Benchmark(LAMBADA.name, "test", questions, LAMBADA.choice)
 
 
 def _mmlu(paths: list[Path]) -> Benchmark:
@@ -200,7 +322,7 @@ def _tinystories(paths: list[Path]) -> Benchmark:
             start, end = found.span("word")
             questions.append(Question((story[:start],), (story[start:end],), 0, number))
     if not questions:
-        raise _error(str(paths[0]), f"stories of several sentences with {END_OF_STORY} between them", "none held out")
+        raise _error(str(paths[0]), f"stories of several sentences with {END} between them", "none held out")
     return Benchmark("TinyStories", "held-out", tuple(questions), "greedy")
 
 
@@ -208,41 +330,22 @@ def held_out_stories(path: Path) -> list[str]:
     """The stories that lie whole in the last tenth of a file: what the built-in decoder was not trained on."""
     text = _read(path)
     cut = len(text) * 9 // 10
-    seen, held = text[:cut].split(END_OF_STORY)[:-1], text[cut:].split(END_OF_STORY)[1:-1]
+    seen, held = text[:cut].split(END)[:-1], text[cut:].split(END)[1:-1]
     known = set(map(str.strip, seen))
     return [story for story in map(str.strip, held) if story and story not in known]
 
 
-READERS = {
-    "hellaswag*.jsonl": _hellaswag,
-    "winogrande*.jsonl": _winogrande,
-    "test/*_test.csv": _mmlu,
-    "tinystories*.txt": _tinystories,
-}
+READERS = {"test/*_test.csv": _mmlu, "tinystories*.txt": _tinystories, "lambada*.txt": _lambada}
+
+EXPECTED = f"a .jsonl file ({'; '.join(', '.join(layout.types) for layout in LAYOUTS)}) or {' or '.join(READERS)}"
 
 
 def _read(path: Path) -> str:
+    check_regular(path)
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise _error(str(path), "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
-
-
-def _json_rows(path: Path, **types: type) -> list[tuple[str, dict]]:
-    """("file:line", row) of every line; each of the named keys holds a value of its type."""
-    rows = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        where, expected = f"{path}:{number}", f"a JSON object with {', '.join(types)}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise _error(where, expected, line) from None
-        if not isinstance(row, dict) or not all(type(row.get(key)) is kind for key, kind in types.items()):
-            raise _error(where, expected, line)
-        rows.append((where, row))
-    if not rows:
-        raise _error(str(path), "a JSON object in each line", "an empty file")
-    return rows
 
 
 def _texts(where: str, key: str, values: list) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""Prompts: a sentence around a text, and a word for each class that could stand in it. No torch here.
+"""Prompts: a template around a text, and a label word for each class. No torch here.
 
-Prompt            a template and a word for each class; prompts.json holds those of RAEE's tasks
-PromptTokenizer   texts in their template; what is too long loses text, never template
+Prompt            a template and its label words; prompts.json holds those of RAEE's tasks
+PromptTokenizer   puts texts into a template; of a prompt that is too long the text is cut, never the template
 
-prompts.json has Table 6 of RAEE for encoders, but for decoders short sentences of our own: several of Table 7's words
-are no single token of a small vocabulary.
+prompts.json has the prompts of RAEE's Table 6 for encoders. Those for decoders are our own: several label words of
+Table 7 are more than one token of a small vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Task
+from mini_ee.data.tasks import Task, plain_name, text_flaw
 from mini_ee.data.tokens import Encoded, Tokenizer, text_rows
 
 PROMPTS = Path(__file__).with_name("prompts.json")
@@ -28,16 +28,20 @@ TEXT_FIELDS = (("text",), ("text_a", "text_b"))
 
 @dataclass(frozen=True)
 class Prompt:
-    """A template and the word that stands for each class, in their order.
+    """A template, and a label word for each class in the order of the classes.
 
-    template: {text}, or {text_a} and {text_b}, once each, and {mask} once where an encoder reads; a decoder goes on
-    where the template ends. White space around a text or a whole prompt is dropped. Raises ValueError for another one.
+    template: {text}, or {text_a} and {text_b}, once each; for an encoder {mask} once, where it reads the label word. A
+    decoder reads it after the template. White space around a text or a whole prompt is dropped.
+    Raises ValueError for a template with other fields, or words that are no text.
     """
 
     template: str
     words: tuple[str, ...]
 
     def __post_init__(self):
+        for text in (self.template, *self.words):
+            if flaw := text_flaw(text):
+                raise ValueError(f"expected a template and label words that are text, found {flaw}: {text!r}")
         try:
             fields = [field for _, field, *_ in Formatter().parse(self.template) if field is not None]
         except ValueError as error:
@@ -48,31 +52,38 @@ class Prompt:
                 f"template {self.template!r}: expected {{text}}, or {{text_a}} and {{text_b}}, once each, and {{mask}} "
                 f"at most once, found {', '.join(f'{{{field}}}' for field in fields) or 'none of them'}"
             )
-        if len(self.words) < 2 or not all(word.strip() for word in self.words):
+        if len(self.words) < 2:
             raise ValueError(f"expected a label word for each of two classes or more, found {list(self.words)}")
 
     @classmethod
-    def from_dict(cls, prompt: dict) -> "Prompt":
-        """From `{"template": ..., "words": {"0": ..., "1": ...}}`, the classes by their number."""
+    def from_dict(cls, prompt: dict, label_names: Sequence[str] = ()) -> "Prompt":
+        """From `{"template": ..., "words": {"0": ..., "1": ...}}`, the classes by number or by their label names.
+
+        label_names: those of the task, in the order of its classes. Raises ValueError that says what is wrong.
+        """
         if not isinstance(prompt, dict) or set(prompt) != {"template", "words"}:
             found = ", ".join(prompt) if isinstance(prompt, dict) else type(prompt).__name__
             raise ValueError(f"expected the keys template and words, found {found or 'none'}")
         template, words = prompt["template"], prompt["words"]
         if not isinstance(template, str):
             raise ValueError(f"expected a template that is text, found {template!r}")
-        numbers = [str(number) for number in range(len(words))] if isinstance(words, dict) else None
-        if numbers is None or sorted(words) != sorted(numbers):
+        if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
             raise ValueError(f'expected words by class, as {{"0": "terrible", "1": "great"}}, found {words!r}')
-        if not all(isinstance(word, str) for word in words.values()):
-            raise ValueError(f"expected words that are text, found {list(words.values())}")
-        return cls(template, tuple(words[number] for number in numbers))
+        for classes in (label_names, [str(number) for number in range(len(words))]):
+            if sorted(words) == sorted(classes):
+                return cls(template, tuple(words[name] for name in classes))
+        by_name = f", or by label name ({', '.join(label_names)})" if label_names else ""
+        raise ValueError(
+            f"expected words by class number (0 to {max(len(label_names), len(words), 2) - 1}){by_name}, "
+            f"found words for {', '.join(words) or 'no class'}"
+        )
 
     def to_dict(self) -> dict:
         return {"template": self.template, "words": {str(number): word for number, word in enumerate(self.words)}}
 
     @property
     def kind(self) -> str:
-        """Who can read it: "encoder" where there is a mask, else "decoder"."""
+        """Which models can read it: "encoder" where there is a mask, else "decoder"."""
         return ENCODER if "mask" in self._fields else DECODER
 
     @property
@@ -96,9 +107,11 @@ class Prompt:
         return filled, [spans[field] for field in TEXT_FIELDS[len(texts) - 1]]
 
 
-def read_prompts(path: Path = PROMPTS) -> dict[str, dict[str, Prompt]]:
+def read_prompts(path: Path = PROMPTS, task: Task | None = None) -> dict[str, dict[str, Prompt]]:
     """All prompts of a JSON file: "encoder" or "decoder" -> the task's name -> prompt.
 
+    Words may stand by label name: those of `task` are put in the order of its classes, those of other tasks, whose
+    classes are not known here, stay in the order of the file.
     Raises FileNotFoundError, or ValueError that says what is wrong where.
     """
     prompts: dict[str, dict[str, Prompt]] = {}
@@ -107,27 +120,32 @@ def read_prompts(path: Path = PROMPTS) -> dict[str, dict[str, Prompt]]:
             raise ValueError(f"{path}: expected prompts by task under encoder and decoder, found the key {kind!r}")
         for name, prompt in tasks.items():
             try:
-                prompts.setdefault(kind, {})[name] = made = Prompt.from_dict(prompt)
+                own = task is not None and plain_name(name) == plain_name(task.name)
+                names = task.label_names if own else _names_in_file(prompt)
+                prompts.setdefault(kind, {})[name] = made = Prompt.from_dict(prompt, names)
                 check_kind(made, kind)
             except ValueError as error:
                 raise ValueError(f"{path}: {kind}, {name}: {error}") from None
     return prompts
 
 
-def prompt_of(task: str, kind: str, path: Path = PROMPTS) -> Prompt:
+def _names_in_file(prompt: object) -> tuple[str, ...]:
+    """The classes of an entry whose words stand by label name, in the order of the file; none by number."""
+    words = prompt.get("words") if isinstance(prompt, dict) else None
+    named = isinstance(words, dict) and not any(name.isdecimal() for name in words)
+    return tuple(words) if named else ()
+
+
+def prompt_of(task: Task, kind: str, path: Path = PROMPTS) -> Prompt:
     """The prompt for a task, however its name is spelled. Raises ValueError where the file has none."""
-    prompts = read_prompts(path).get(kind, {})
+    prompts = read_prompts(path, task).get(kind, {})
     for name, prompt in prompts.items():
-        if _plain(name) == _plain(task):
+        if plain_name(name) == plain_name(task.name):
             return prompt
     raise ValueError(
-        f"{path}: expected a prompt for {task} under {kind}, found those for {', '.join(prompts) or 'no task'}; "
+        f"{path}: expected a prompt for {task.name} under {kind}, found those for {', '.join(prompts) or 'no task'}; "
         f"give --template and --words, or --prompts FILE.json"
     )
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
 
 
 def check_kind(prompt: Prompt, kind: str) -> None:
@@ -151,7 +169,7 @@ def check_prompt(prompt: Prompt, task: Task) -> None:
 
 # ---- Tokens ----
 class PromptTokenizer(Tokenizer):
-    """A tokenizer that puts every row into its template. What is too long is cut at the end of its longest text."""
+    """A tokenizer that puts each row into a template. Of a prompt that is too long the longest text loses its end."""
 
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int, prompt: Prompt):
         """Raises ValueError where a label word is several tokens, or the template leaves no room for a text."""
@@ -176,7 +194,7 @@ class PromptTokenizer(Tokenizer):
             )
 
     def _label_token(self, word: str) -> int:
-        """The token of a label word, as inside a sentence or, where that is none, as it stands alone."""
+        """The token of a label word inside a sentence, else of the word alone; ValueError where both are several."""
         for form in (f" {word}", word):
             if (token := self.token_id(form)) is not None:
                 return token
@@ -187,7 +205,10 @@ class PromptTokenizer(Tokenizer):
         )
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
-        """Rows of as many texts as the template has, each in the template, and with no more than one mask."""
+        """Token ids of each row in the template. A mask token that a text itself contains is dropped.
+
+        Raises ValueError for a row with another number of texts than the template has.
+        """
         rows = text_rows(texts)
         for number, row in enumerate(rows):
             if len(row) != self.prompt.texts:
@@ -198,7 +219,7 @@ class PromptTokenizer(Tokenizer):
         return Encoded(ids, types, rows, sum(truncated for _, truncated in cut), self.pad_token_id)
 
     def _tokens(self, row: tuple[str, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The token ids of one row in its template, all of them, and which of them are of each text."""
+        """All token ids of one row in the template, and for each of its texts the positions of its tokens."""
         filled, spans = self.prompt.fill(row, self.mask)
         (encoding,) = self._encode_batch([filled])
         ends = np.array([end for _, end in encoding.offsets])
@@ -207,7 +228,7 @@ class PromptTokenizer(Tokenizer):
         ]
 
     def _cut(self, row: tuple[str, ...]) -> tuple[np.ndarray, bool]:
-        """The token ids of one row in its template that there is room for, and whether text had to go."""
+        """The token ids of one row in the template, at most max_length, and whether a text was cut."""
         ids, texts = self._tokens(row)
         keep = np.ones(len(ids), bool)
         for tokens in texts if self.mask else ():  # a mask that a text writes out would be a second one

@@ -1,10 +1,11 @@
-"""Tasks and tokenizers: from a folder of text files, or from the built-in reviews, to padded integer arrays.
+"""Classification tasks: texts and labels from a folder of files, or the built-in reviews. No torch here.
 
 A task folder holds train, dev (also validation, valid, val) and test files: .tsv, .csv or .jsonl. The nine
 tasks of GLUE are read as they are distributed (Wang et al. 2018, arXiv:1804.07461v3), known by the folder's
 name, however it is spelled, or by their columns; their labels are names, or numbers in Hugging Face's order.
-Anything else is a plain task: its label set is what its train file holds. Whatever is wrong with a file is
-one line: file:line, what was expected, what was found, what to do.
+Anything else is a plain task: its label set is what its train file holds; JSON's true and false are the labels
+"true" and "false". Whatever is wrong with a file is one line: file:line, what was expected, what was found,
+what to do.
 """
 
 import csv
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import mini_ee.data.metrics as metrics
+from mini_ee.data.glue import GLUE, GlueTask
 
 TOY = "reviews"
 
@@ -70,8 +72,14 @@ class Task:
 
     @property
     def default_split(self) -> str:
-        """The split that is reported: dev where there is one, else test."""
-        return "dev" if "dev" in self.splits else "test"
+        """The split that is reported: dev where there is one, else test. Raises: ValueError where there is neither."""
+        for name in ("dev", "test"):
+            if name in self.splits:
+                return name
+        raise ValueError(
+            f"task {self.name}: expected a dev or a test file, whose rows are reported, found {', '.join(self.splits)} "
+            f"alone; add dev.tsv or test.tsv, or give --split {next(iter(self.splits))}"
+        )
 
     def split(self, name: str) -> Split:
         """Raises: ValueError that lists the splits where there is none of this name."""
@@ -81,6 +89,11 @@ class Task:
                 f"found {name!r}; choose another or add the file"
             )
         return self.splits[name]
+
+    def majority(self, split: str) -> float | None:
+        """The accuracy of always giving a split's most frequent class; None for a regression or without labels."""
+        labels = self.split(split).labels
+        return None if self.regression or labels is None else metrics.majority(labels)
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """The task's metrics, "accuracy" for any classification, and "score", the mean of the task's metrics.
@@ -121,32 +134,16 @@ def holdout(split: Split, seed: int, share: float = 0.1) -> tuple[Split, Split]:
 
 
 def subset(split: Split, count: int, seed: int) -> Split:
-    """A seeded choice of `count` rows in the order of the file; all of them where there are no more."""
+    """A seeded choice of `count` rows in the order of the file; all of them where there are no more.
+
+    Raises: ValueError for a count below 1.
+    """
     if count < 1:
         raise ValueError(f"expected at least one row, found {count}")
     return split.take(np.sort(np.random.default_rng(seed).permutation(len(split))[:count]))
 
 
 # Task folders
-class _Glue(NamedTuple):
-    name: str
-    label_names: tuple[str, ...]
-    metrics: tuple[str, ...] = ("accuracy",)
-    columns: tuple[str, str] | None = None  # one of its own and the label's; None: known by name alone
-
-
-_GLUE = (
-    _Glue("CoLA", ("unacceptable", "acceptable"), ("matthews",), ("star", "label")),
-    _Glue("SST-2", ("negative", "positive")),
-    _Glue("MRPC", ("not_equivalent", "equivalent"), ("accuracy", "f1"), ("#1 String", "Quality")),
-    _Glue("QQP", ("not_duplicate", "duplicate"), ("accuracy", "f1"), ("question1", "is_duplicate")),
-    _Glue("STS-B", (), ("pearson", "spearman"), ("sentence1", "score")),
-    _Glue("MNLI", ("entailment", "neutral", "contradiction"), columns=("label1", "gold_label")),
-    _Glue("QNLI", ("entailment", "not_entailment")),
-    _Glue("RTE", ("entailment", "not_entailment")),
-    _Glue("WNLI", ("not_entailment", "entailment")),
-)
-
 _TEXT_COLUMNS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -180,7 +177,7 @@ class _File(NamedTuple):
     """What one file of a task says, before labels become numbers."""
 
     path: Path
-    glue: _Glue | None
+    glue: GlueTask | None
     lines: list[int]
     texts: list[tuple[str, ...]]
     labels: list[str] | None
@@ -198,11 +195,11 @@ def load_task(folder: str | os.PathLike) -> Task:
             f"found {'a file' if folder.exists() else 'nothing'}; "
             "name the folder that holds train.tsv, dev.tsv or test.tsv"
         )
-    named = next((glue for glue in _GLUE if _plain(glue.name) == _plain(folder.name)), None)
+    named = next((glue for glue in GLUE if plain_name(glue.name) == plain_name(folder.name)), None)
     files = {split: _read(path, split, named) for split, path in _split_files(folder).items()}
     glue = next((file.glue for file in files.values() if file.glue), None)
     if glue is None:
-        glue = _Glue(folder.name, _labels_of_train(folder, files.get("train")))
+        glue = GlueTask(folder.name, _labels_of_train(folder, files.get("train")))
     return Task(
         glue.name,
         glue.label_names,
@@ -211,7 +208,8 @@ def load_task(folder: str | os.PathLike) -> Task:
     )
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A task's name in the spelling by which names are compared: lower case, without dashes and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
@@ -237,7 +235,7 @@ def _split_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _read(path: Path, split: str, named: _Glue | None) -> _File:
+def _read(path: Path, split: str, named: GlueTask | None) -> _File:
     """Texts and labels of one file. Raises: ValueError for all that is wrong in it, except unknown labels."""
     rows = _rows(path)
     _, header = next(rows)
@@ -247,20 +245,19 @@ def _read(path: Path, split: str, named: _Glue | None) -> _File:
             path,
             1,
             "a text column (sentence, text) or two (sentence1 and sentence2, ...)",
-            f"columns {_short(header)}",
+            f"columns {shortened(header)}",
             "rename the columns",
         )
     label_column = next((name for name in _LABEL_COLUMNS if name in header), None)
     glue = named or next(
-        (glue for glue in _GLUE if glue.columns and glue.columns[0] in header and glue.columns[1] == label_column),
-        None,
+        (glue for glue in GLUE if glue.columns and glue.columns[0] in header and glue.columns[1] == label_column), None
     )
     if label_column is None and not split.startswith("test"):
         raise _error(
             path,
             1,
             f"a label column ({', '.join(_LABEL_COLUMNS)})",
-            f"columns {_short(header)}",
+            f"columns {shortened(header)}",
             "rename the column; only test files go without",
         )
 
@@ -283,16 +280,16 @@ def _read(path: Path, split: str, named: _Glue | None) -> _File:
                 "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab",
             )
         texts = tuple(fields[at] for at in text_at)
-        flaw = next(filter(None, map(_text_flaw, texts)), None)
+        flaw = next(filter(None, map(text_flaw, texts)), None)
         if flaw:
             raise _error(path, line, f"text in {' and '.join(text_columns)}", flaw, "correct or drop the row")
         file.lines.append(line)
         file.texts.append(texts)
         if label_column is not None:
             label = fields[header.index(label_column)]
-            if isinstance(label, bool) or not isinstance(label, (str, int, float)) or label == "":
-                raise _error(path, line, f"a label in {label_column}", _short(label), "fill it in")
-            file.labels.append(str(label))
+            if not isinstance(label, (str, int, float)) or label == "":
+                raise _error(path, line, f"a label in {label_column}", shortened(label), "fill it in")
+            file.labels.append(json.dumps(label) if isinstance(label, bool) else str(label))
     if not file.texts:
         raise _error(path, 1, "rows below the header", "none", "add rows or remove the file")
     return file
@@ -348,9 +345,9 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
         try:
             row = json.loads(source)
         except (ValueError, RecursionError) as error:
-            raise _error(path, line, "one JSON object", f"{_short(source)}: {error}", "correct the line") from None
+            raise _error(path, line, "one JSON object", f"{shortened(source)}: {error}", "correct the line") from None
         if not isinstance(row, dict):
-            raise _error(path, line, "one JSON object", _short(source), 'write {"text": ..., "label": ...}')
+            raise _error(path, line, "one JSON object", shortened(source), 'write {"text": ..., "label": ...}')
         if not header:
             header = list(row)
             yield 0, header
@@ -358,8 +355,8 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
             raise _error(
                 path,
                 line,
-                f"the keys {_short(header)} of the first line",
-                _short(list(row)),
+                f"the keys {shortened(header)} of the first line",
+                shortened(list(row)),
                 "write every key in each line",
             )
         yield line, [row[name] for name in header]
@@ -377,21 +374,21 @@ def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
             train.path,
             train.lines[0],
             "at least two labels in the file",
-            f"only {_short(train.labels[0])}",
+            f"only {shortened(train.labels[0])}",
             "add rows with another label",
         )
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return tuple(sorted(names, key=int if numeric else str))
 
 
-def _numbers(file: _File, glue: _Glue) -> np.ndarray | None:
+def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:
     """Labels (N,): int64 class indices, float32 for regression."""
     if file.labels is None:
         return None
     if not glue.label_names:
         return np.array([_finite(file, row) for row in range(len(file.labels))], np.float32)
     index = {name: number for number, name in enumerate(glue.label_names)}
-    if glue in _GLUE:
+    if glue in GLUE:
         index |= {str(number): number for number in index.values()}
     numbers = [index.get(label) for label in file.labels]
     if None in numbers:
@@ -400,9 +397,9 @@ def _numbers(file: _File, glue: _Glue) -> np.ndarray | None:
             file.path,
             file.lines[row],
             f"one of the labels {', '.join(glue.label_names)}",
-            _short(file.labels[row]),
+            shortened(file.labels[row]),
             "correct it, or remove the label column of a test file that has no labels"
-            if glue in _GLUE
+            if glue in GLUE
             else "correct it, or add rows with this label to the train file",
         )
     return np.array(numbers, np.int64)
@@ -414,14 +411,14 @@ def _finite(file: _File, row: int) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise _error(file.path, file.lines[row], "a finite number as label", _short(file.labels[row]), "correct it")
+        raise _error(file.path, file.lines[row], "a finite number as label", shortened(file.labels[row]), "correct it")
     return number
 
 
-def _text_flaw(text: object) -> str | None:
+def text_flaw(text: object) -> str | None:
     """What is wrong with a text, or None: it has to be a string, not blank, and writable as UTF-8."""
     if not isinstance(text, str):
-        return f"{_short(text)}, which is no string"
+        return f"{shortened(text)}, which is no string"
     if not text.strip():
         return "an empty text"
     try:
@@ -435,6 +432,7 @@ def _error(path: Path, line: int, expected: str, found: str, advice: str) -> Val
     return ValueError(f"{path}:{line}: expected {expected}, found {found}; {advice}")
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value as an error shows it, in at most 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,7 +1,7 @@
-"""Texts as tokens: stories, continuations and copies. No torch here.
+"""Texts for a decoder: a file's texts, continuations and copies as token ids. No torch here.
 
-A text is its tokens and the position of the last that is given: what stands behind it is learned in training, and is
-the reference in a test.
+A text is its token ids and the position of the last given one. What follows that position is learned in training, and
+is the reference in a test.
 """
 
 import re
@@ -25,14 +25,17 @@ CALIBRATION_PROMPTS = (
 
 
 class Text(NamedTuple):
-    """A text as token ids. What counts, in calibration, learning or as a reference, follows position `start`."""
+    """A text as token ids. What is learned, calibrated on or compared with follows position `start`."""
 
     ids: list[int]
     start: int = 0
 
 
 def cut_text(ids: Sequence[int], tokens: int, first: Sequence[int] = ()) -> list[Text]:
-    """One long text in pieces of `tokens`, each after `first` (the bos token); what is left at the end is dropped."""
+    """A long text cut into pieces of `tokens`, with `first` (the bos token) before each; a shorter rest is dropped.
+
+    Raises ValueError for fewer than `tokens` ids.
+    """
     if len(ids) < tokens:
         raise ValueError(f"expected a text of at least {tokens} tokens, got {len(ids)}; give a longer one")
     return [Text([*first, *ids[at : at + tokens]]) for at in range(0, len(ids) - tokens + 1, tokens)]
@@ -40,23 +43,33 @@ def cut_text(ids: Sequence[int], tokens: int, first: Sequence[int] = ()) -> list
 
 END = "<|endoftext|>"
 
+BETWEEN_TEXTS = f"texts stand apart by {END} or, in a file without it, by blank lines"
+
 
 def read_stories(path: str | Path) -> list[str]:
-    """The stories of a file of text, which <|endoftext|> parts. Raises ValueError where there is none to be read."""
-    stories = [story.strip() for story in read_text(Path(path)).split(END) if story.strip()]
+    """The texts of a file, which stand apart by <|endoftext|>; in a file without it, by blank lines.
+
+    Raises WrongArguments where the file is not UTF-8, ValueError where it holds no text.
+    """
+    content = read_text(Path(path))
+    parts = content.split(END) if END in content else re.split(r"\n\s*\n", content)
+    stories = [part.strip() for part in parts if part.strip()]
     if not stories:
-        raise ValueError(f"{path}: expected text, found none")
+        raise ValueError(f"{path}: expected texts, found none; {BETWEEN_TEXTS}")
     return stories
 
 
 def continuations(tokenizer: Backend, stories: Sequence[str], given: int, follow: int) -> list[Text]:
-    """The beginnings of the stories that are long enough: `given` tokens, and as reference the `follow` after them."""
+    """The first `given` tokens of each story, and as reference the `follow` after them; shorter stories are dropped."""
     ids = (encoding.ids[: given + follow] for encoding in tokenizer.encode_batch(list(stories)))
     return [Text(each, given - 1) for each in ids if len(each) == given + follow]
 
 
 def copies(tokenizer: Backend, stories: Sequence[str], end: int, words: tuple[int, int] = (4, 10)) -> list[Text]:
-    """A sentence, a new line, the sentence again and the end token; sentences of so many words, each but once."""
+    """A sentence, a new line, the sentence again and the end token.
+
+    words: how many words a sentence may have, from and to. A sentence that occurs twice is taken once.
+    """
     sentences = dict.fromkeys(
         sentence
         for story in stories

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.files import write_bytes
-from mini_ee.data.tasks import _short, _text_flaw
+from mini_ee.data.tasks import shortened, text_flaw
 
 
 # Tokens
@@ -30,7 +31,7 @@ class Inputs:
     @property
     def padded(self) -> bool:
         """Whether a row is shorter than T."""
-        return np.count_nonzero(self.attention_mask) < self.attention_mask.size  # after a model quicker than all()
+        return np.count_nonzero(self.attention_mask) < self.attention_mask.size  # all() is slower after a model ran
 
     def take(self, rows: np.ndarray) -> "Inputs":
         """The given rows (indices, a mask or a slice) at the same width T."""
@@ -77,7 +78,7 @@ def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
     """Rows of one text or two. Raises: ValueError for a text that is empty or no string."""
     rows = tuple((row,) if isinstance(row, str) else tuple(row) for row in texts)
     for number, row in enumerate(rows):
-        flaw = next(filter(None, map(_text_flaw, row)), None if len(row) in (1, 2) else len(row))
+        flaw = next(filter(None, map(text_flaw, row)), None if len(row) in (1, 2) else len(row))
         if flaw is not None:
             raise ValueError(f"row {number}: expected one text or two, found {flaw}; correct or drop the row")
     return rows
@@ -107,10 +108,11 @@ class Tokenizer:
             path = folder / name
             if path.is_file():
                 try:
-                    backend = read(str(path))
-                except Exception as error:  # the type that the library raises
+                    with _errors_of_tokenizers(), _without_panic_messages():
+                        backend = read(str(path))
+                except ValueError as error:
                     raise ValueError(
-                        f"{path}: expected a tokenizer, found {_short(str(error))}; copy the file again"
+                        f"{path}: expected a tokenizer, found {shortened(str(error))}; copy the file again"
                     ) from None
                 return cls(backend, max_length)
         raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one beside the model")
@@ -149,8 +151,9 @@ class Tokenizer:
 
     def _encode_batch(self, sequences: list) -> list[tokenizers.Encoding]:
         try:
-            return self.backend.encode_batch(sequences)
-        except Exception as error:  # the type that the library raises
+            with _errors_of_tokenizers():
+                return self.backend.encode_batch(sequences)
+        except ValueError as error:
             raise ValueError(
                 f"the tokenizer cannot read a text ({error}); copy the model's own tokenizer again"
             ) from None
@@ -176,6 +179,34 @@ class Tokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json; a kill leaves the old file or the new one."""
         write_bytes(Path(path), self.backend.to_str().encode())
+
+
+@contextmanager
+def _errors_of_tokenizers() -> Iterator[None]:
+    """Turn what the library raises into ValueError: mere Exception, and for its own bugs a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(str(error)) from None
+        raise
+
+
+@contextmanager
+def _without_panic_messages() -> Iterator[None]:
+    """Drop what is written to file descriptor 2: before the library raises a PanicException it prints a backtrace."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # standard error is closed
+        yield
+        return
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _bert_wordpiece(vocab: str) -> tokenizers.Tokenizer:

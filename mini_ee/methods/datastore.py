@@ -1,6 +1,7 @@
-"""RAEE's datastore: collected values beside an hnswlib index of the rows' embeddings; on disk whole or not there.
+"""RAEE's datastore: for each collected row its values, label and text, and an hnswlib index of the embeddings.
 
-No torch here: the runtime without torch retrieves with this file. The embedder is a callable, Inputs -> (B, D).
+No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be compiled, is imported
+when a datastore is made or opened; everything else runs without it.
 """
 
 import hashlib
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import hnswlib
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
-from mini_ee.data.tokens import Encoded, Inputs, batches
+from mini_ee.data.files import errors_name, file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
+from mini_ee.methods.index_file import CAPACITY, check_index
 
 FORMAT_VERSION = 1
 
@@ -25,10 +26,12 @@ SEED = 0  # of hnswlib's levels
 
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 
+SHORTEST = 1e-15  # length of an embedding that still has a direction: squares of float32 lose digits below 1e-38
+
 MANIFEST, INDEX, ENTRIES, NEXT = "manifest.json", "index.hnsw", "entries.safetensors", ".next"
 
 Embed = Callable[[Inputs], np.ndarray]
-"""(B, D) float32; with a method flops(inputs), what that costs a row, where the cost is to be counted (encoders.py)."""
+"""Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), its cost a row; see encoders.py."""
 
 
 # The datastore
@@ -40,17 +43,17 @@ class Neighbours(NamedTuple):
 
 
 class Datastore:
-    """N collected rows: an index of their embeddings, and beside it values, labels and texts.
+    """N collected rows: an index of their embeddings, their values (N, K), labels (N,) and texts.
 
-    encoder: who made the embeddings, a text that only the same encoder has; exits: in layers run, 0 the embeddings.
-    Embeddings are scaled to length 1. On disk:
+    encoder: a name that tells the encoder of the embeddings from all others. exits: the layer of each exit; 0 is the
+    embedding layer. Embeddings are scaled to length 1. On disk:
 
-    index.hnsw             the index, as hnswlib writes it, with the vectors
+    index.hnsw             the index with the vectors, as hnswlib writes it (index_file.py)
     entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
     manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of both
 
-    Both are written as NAME.next; with the manifest, renamed into place, the new ones count, and take their names then.
-    So a kill leaves the old or the new: what a manifest's sha256 does not name is passed over.
+    `save` writes the first two as NAME.next, then the manifest, which makes them valid, then renames them. A kill
+    leaves the old datastore or the new one: a file whose sha256 is not in the manifest is ignored.
     """
 
     def __init__(
@@ -68,8 +71,8 @@ class Datastore:
         self.labels = np.empty(0, np.int64)  # (N,)
         self.texts: list[tuple[str, ...]] = []
         self._ids = np.empty(0, np.int64)  # (N,) ascending: the rows' names in the index
-        self._index = hnswlib.Index("l2", dimension)
-        self._index.init_index(1024, M=m, ef_construction=ef_construction, random_seed=SEED)
+        self._index = _new_index(dimension)
+        self._index.init_index(CAPACITY, M=m, ef_construction=ef_construction, random_seed=SEED)
         self._index.set_ef(ef)
 
     def __len__(self) -> int:
@@ -88,9 +91,9 @@ class Datastore:
         texts: Iterable[tuple[str, ...]],
         threads: int = 1,
     ) -> None:
-        """More rows, after those that are there: embeddings (n, D), values (n, K), labels (n,), n texts.
+        """Append n rows: embeddings (n, D), values (n, K), labels (n,) and n texts.
 
-        threads: more than one is faster, but then no two indexes are the same.
+        threads: with more than one it is faster, but the index differs each time.
         Raises ValueError where the parts do not fit each other or the datastore.
         """
         unit, texts = self._unit(embeddings), list(map(tuple, texts))
@@ -110,9 +113,10 @@ class Datastore:
         self._ids = np.concatenate([self._ids, ids])
 
     def delete(self, rows: Iterable[int]) -> None:
-        """Drop rows; later ones move up.
+        """Drop rows; later ones move up. Raises ValueError for a row that is not there.
 
-        Their vectors stay in the index as ways to the others, never found; `take` makes an index without them.
+        Their vectors stay in the index, which leads over them to others, but are never found. `take` makes an index
+        without them.
         """
         rows = np.unique(np.asarray(list(rows), np.int64))
         if not np.isin(rows, range(len(self))).all():
@@ -124,12 +128,6 @@ class Datastore:
         )
         gone = set(rows.tolist())
         self.texts = [text for row, text in enumerate(self.texts) if row not in gone]
-
-    def merge(self, other: "Datastore", threads: int = 1) -> None:
-        """Add all rows of another datastore, of the same encoder and exits."""
-        _same("encoder", self.encoder, other.encoder, "embed the rows again with the same encoder")
-        _same("exits", self.exits, other.exits, "collect the rows again with the same exits")
-        self.add(other.embeddings, other.values, other.labels, other.texts, threads)
 
     def take(self, rows: np.ndarray, threads: int = 1) -> "Datastore":
         """A new datastore with the given rows (indices, a mask or a slice), in the given order."""
@@ -167,14 +165,15 @@ class Datastore:
                 f"found {embeddings.shape}; give the encoder that the datastore was built with"
             )
         length = np.linalg.norm(embeddings, axis=1, keepdims=True)
-        if not (np.isfinite(length) & (length > 0)).all():
+        if not (np.isfinite(length) & (length > SHORTEST)).all():
             raise ValueError("expected embeddings that are finite and not zero, found others; correct the encoder")
         return embeddings / length
 
     def save(self, folder: str | Path, built_from: str | None = None) -> None:
         """Write the datastore, in the place of one that is there; a kill leaves the old one or the new one.
 
-        built_from: what an unfinished `build` is recognised by.
+        built_from: a digest of the rows that an unfinished `build` collects, by which it finds itself again.
+        Raises OSError that names the file where the disk is full.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +209,7 @@ class Datastore:
         self._index.save_index(str(path))
         if not path.exists() or path.stat().st_size != self._index.index_file_size():
             raise OSError(f"{path}: could not be written whole; make room on the disk")
-        with open(path, "rb+") as file:
+        with errors_name(path), open(path, "rb+") as file:
             os.fsync(file.fileno())
 
     def _save_entries(self, path: Path) -> None:
@@ -226,29 +225,56 @@ class Datastore:
         Raises FileNotFoundError where there is none, ValueError where it is damaged, of another format, of another
         encoder, or put together from parts of different ones.
         """
-        from safetensors.numpy import load
-
         folder = Path(folder)
         manifest = read_manifest(folder)
-        _same(f"{folder}: encoder", encoder, manifest["encoder"], "give that encoder, or build the datastore again")
+        if manifest["encoder"] != encoder:
+            raise ValueError(
+                f"{folder}: encoder: expected {encoder}, found {manifest['encoder']}; "
+                f"give that encoder, or build the datastore again"
+            )
         if set(manifest["files"]) != {INDEX, ENTRIES}:
             raise ValueError(f"{folder}: an older mini_ee built it, which gave its files other names; build it again")
         index, entries = (_find(folder, name, manifest["files"][name]) for name in (INDEX, ENTRIES))
-        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=manifest["index"]["ef"])
-        store._index = hnswlib.Index("l2", store.dimension)
+        parameters = manifest["index"]
+        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=parameters["ef"])
+        store._load_entries(entries, manifest["rows"])
+        numbers = store.dimension, parameters["M"], parameters["ef_construction"], manifest["vectors"]
+        check_index(index, *numbers, store._ids)
+        store._index = _new_index(store.dimension)
         store._index.load_index(str(index))
         store._index.set_ef(store.ef)
-        arrays = load(entries.read_bytes())
-        store.values, store.labels, store._ids = (arrays[name] for name in ("values", "labels", "ids"))
-        store.texts = list(map(tuple, json.loads(arrays["texts"].tobytes())))
-        counts = {len(store.values), len(store.labels), len(store._ids), len(store.texts), manifest["rows"]}
-        if len(counts) > 1 or store._index.get_current_count() != manifest["vectors"]:
-            raise ValueError(f"{folder}: index and values do not belong together; build the datastore again")
         return store
+
+    def _load_entries(self, path: Path, rows: int) -> None:
+        """Raises ValueError where the file does not hold the entries of so many rows."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        expected = {
+            "values": (np.float32, (rows, len(self.exits))),
+            "labels": (np.int64, (rows,)),
+            "ids": (np.int64, (rows,)),
+        }
+        try:
+            arrays = load(path.read_bytes())
+            self.texts = list(text_rows(json.loads(arrays["texts"].tobytes())))
+            self.values, self.labels, self._ids = (arrays[name] for name in expected)
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}; build the datastore again") from None
+        found = {name: (arrays[name].dtype, arrays[name].shape) for name in expected}
+        if found != expected or len(self.texts) != rows or not np.isfinite(self.values).all():
+            shapes = ", ".join(f"{name} {arrays[name].dtype} {arrays[name].shape}" for name in expected)
+            raise ValueError(
+                f"{path}: expected finite values, labels, ids and texts of {rows} rows, as {MANIFEST} says, "
+                f"found {shapes} and {len(self.texts)} texts; build the datastore again"
+            )
 
 
 def read_manifest(folder: str | Path) -> dict:
-    """What a datastore says of itself, such as the encoder that it needs."""
+    """What a datastore says of itself, such as the encoder that it needs.
+
+    Raises FileNotFoundError where there is none, ValueError for a manifest of another format or with wrong values.
+    """
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(f"{folder}: no datastore here; expected a folder with {MANIFEST}, index and entries")
@@ -258,7 +284,32 @@ def read_manifest(folder: str | Path) -> dict:
             f"{folder}: expected a datastore of format_version {FORMAT_VERSION}, "
             f"found {manifest.get('format_version')!r}; build it again with this version of mini_ee"
         )
+    _check_manifest(folder / MANIFEST, manifest)
     return manifest
+
+
+def _check_manifest(path: Path, manifest: dict) -> None:
+    """Raise ValueError unless all values are of their types and in their ranges."""
+    exits, index, files = (manifest.get(key) for key in ("exits", "index", "files"))
+    about = index if isinstance(index, dict) else {}
+    numbers = {  # name: (value, least, most)
+        "dimension": (manifest.get("dimension"), 1, 2**20),
+        "rows": (manifest.get("rows"), 0, 2**31 - 1),
+        "vectors": (manifest.get("vectors"), manifest.get("rows"), 2**31 - 1),
+        "index.M": (about.get("M"), 2, 10_000),
+        "index.ef_construction": (about.get("ef_construction"), about.get("M"), 2**31 - 1),
+        "index.ef": (about.get("ef"), 1, 2**31 - 1),
+    }
+    for name, (value, least, most) in numbers.items():
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{path}: expected in {name} a whole number from {least} to {most}, found {value!r}")
+    if not isinstance(manifest.get("encoder"), str):
+        raise ValueError(f"{path}: expected in encoder a text, found {manifest.get('encoder')!r}")
+    ascending = isinstance(exits, list) and all(type(layer) is int for layer in exits) and sorted(set(exits)) == exits
+    if not ascending or not exits or exits[0] < 0:
+        raise ValueError(f"{path}: expected in exits ascending layers from 0, found {exits!r}")
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise ValueError(f"{path}: expected in files the sha256 of each, found {files!r}")
 
 
 def _find(folder: Path, name: str, digest: str) -> Path:
@@ -275,9 +326,15 @@ def _find(folder: Path, name: str, digest: str) -> Path:
     )
 
 
-def _same(what: str, expected, found, advice: str) -> None:
-    if expected != found:
-        raise ValueError(f"{what}: expected {expected}, found {found}; {advice}")
+def _new_index(dimension: int):
+    """An hnswlib.Index of squared L2 distances. Raises ValueError where hnswlib is not installed."""
+    try:
+        import hnswlib
+    except ModuleNotFoundError:
+        raise ValueError(
+            "a datastore needs hnswlib, which is not installed: pip install hnswlib (it may need a C++ compiler)"
+        ) from None
+    return hnswlib.Index("l2", dimension)
 
 
 def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbours:
@@ -287,25 +344,38 @@ def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbo
     return Neighbours(rows, np.take_along_axis(distances, rows, axis=1))
 
 
+class Collected(NamedTuple):
+    """N rows for a datastore, encoded for the embedder, with what each of K exits is worth on them."""
+
+    encoded: Encoded
+    values: np.ndarray  # (N, K)
+    labels: np.ndarray  # (N,)
+    exits: tuple[int, ...]  # (K,) layers
+
+    def sha256(self, encoder: str) -> str:
+        """One digest over all that a datastore is built from, by which a resumed build knows its rows again."""
+        digest = hashlib.sha256(json.dumps([encoder, list(self.exits), list(self.encoded.texts)]).encode())
+        digest.update(np.asarray(self.values, np.float32).tobytes() + np.asarray(self.labels, np.int64).tobytes())
+        return digest.hexdigest()
+
+
 def build(
     folder: str | Path,
     encoder: str,
     embed: Embed,
-    encoded: Encoded,
-    values: np.ndarray,
-    labels: np.ndarray,
-    exits: tuple[int, ...],
+    collected: Collected,
     *,
     batch_size: int = 64,
     save_every: int = 10_000,
     progress: str | None = None,
 ) -> Datastore:
-    """Embed N rows, index them in batches and write the datastore. Rows stand from short to long.
+    """Embed N rows, index them in batches and write the datastore. Its rows stand from short to long.
 
-    Every so many rows the state is saved in `folder`.building, from which the same call goes on after a kill.
+    Every `save_every` rows what is done is saved in `folder`.building. After a kill the same call goes on from there.
     Raises FileExistsError where `folder` is there, ValueError where `folder`.building is of other rows.
     """
     folder = Path(folder)
+    encoded, values, labels, exits = collected
     if not len(encoded) == len(values) == len(labels) > 0:
         raise ValueError(
             f"expected at least one row and as many values and labels, "
@@ -314,7 +384,7 @@ def build(
     if folder.exists():
         raise FileExistsError(f"{folder}: is there already; name another folder, remove it, or add to it")
     unfinished = folder.with_name(f"{folder.name}.building")
-    source = _source_sha256(encoder, encoded.texts, values, labels, exits)
+    source = collected.sha256(encoder)
     store = None
     if (unfinished / MANIFEST).exists():
         if read_manifest(unfinished).get("built_from") != source:
@@ -336,10 +406,3 @@ def build(
     store.save(unfinished, built_from=source)
     os.rename(unfinished, folder)
     return store
-
-
-def _source_sha256(encoder: str, texts: Iterable, values: np.ndarray, labels: np.ndarray, exits: Iterable) -> str:
-    """One digest over what a datastore is built from, so that a resumed build knows its rows again."""
-    digest = hashlib.sha256(json.dumps([encoder, list(exits), list(texts)]).encode())
-    digest.update(np.asarray(values, np.float32).tobytes() + np.asarray(labels, np.int64).tobytes())
-    return digest.hexdigest()

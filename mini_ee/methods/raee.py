@@ -187,7 +187,7 @@ class Config:
     encoder: Path | None = option(None, "a sentence encoder for the queries instead", metavar="DIR")
     shots: int | None = option(None, "fine-tune a checkpoint on so many rows a class first", least=1, metavar="N")
     template: str | None = option(None, 'such as "{text} It was {mask}."; decoders: no {mask}', metavar="TEXT")
-    words: tuple[str, ...] | None = option(None, "label words by class: 0=terrible,1=great")
+    words: tuple[str, ...] | None = option(None, "label words by class: negative=terrible,positive=great")
     prompts: Path | None = option(None, "JSON laid out as the built-in prompts.json", metavar="FILE")
 
     def __post_init__(self):

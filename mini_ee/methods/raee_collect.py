@@ -13,11 +13,11 @@ import torch
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, read_config
-from mini_ee.data.files import atomic_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
+from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import DECODER, ENCODER, PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.methods.datastore import build
+from mini_ee.methods.datastore import Collected, build
 from mini_ee.methods.encoders import open_encoder
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
 from mini_ee.rules import NeverExit
@@ -66,8 +66,8 @@ def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
     values = collect(run.segments(), encoded, rows.labels, request.train.batch_size, progress="collecting")
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
-    arguments = encoded, values, rows.labels, run.exits
-    store = build(unfinished / "datastore", embed.name, embed, *arguments, progress="indexing")
+    collected = Collected(encoded, values, rows.labels, run.exits)
+    store = build(unfinished / "datastore", embed.name, embed, collected, progress="indexing")
     metrics = {
         "epochs": read_json(run.folder / "metrics.json").get("epochs", []),
         "rows": len(store),
@@ -78,7 +78,7 @@ def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
     }
     base = {"method": run.config["method"], "settings": run.config["settings"]}
     with atomic_folder(request.out) as partial:
-        shutil.copytree(run.folder, partial, ignore=shutil.ignore_patterns("datastore"), dirs_exist_ok=True)
+        copy_folder(run.folder, partial, without=("datastore",))
         (unfinished / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
         config = run.config | {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
@@ -171,11 +171,10 @@ def prompt_asked(request: Request) -> Prompt:
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:
         if how.template is None:
-            return prompt_of(request.task.name, kind, how.prompts or PROMPTS)
+            return prompt_of(request.task, kind, how.prompts or PROMPTS)
         pairs = [word.partition("=") for word in how.words]
-        return Prompt.from_dict(
-            {"template": how.template, "words": {key.strip(): word.strip() for key, _, word in pairs}}
-        )
+        words = {key.strip(): word.strip() for key, _, word in pairs}
+        return Prompt.from_dict({"template": how.template, "words": words}, request.task.label_names)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 
