@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import positive
-from mini_ee.data.files import read_json, sole_writer
+from mini_ee.data.files import errors_name, read_json, sole_writer
 from mini_ee.export.decoder_runtime import DecoderRuntime
 from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, blaming_manifest, read_manifest
 from mini_ee.units.decoding import FILLS
@@ -209,7 +209,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     if path.exists() and not path.is_file() and not path.is_dir():
-        with open(path, "w", encoding="utf-8") as file:
+        with errors_name(path), open(path, "w", encoding="utf-8") as file:
             yield file
         return
     path = path.resolve()
@@ -218,7 +218,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
     partial = path.with_name(f".{path.name}.partial")
     with sole_writer(path):
         try:
-            with open(partial, "w", encoding="utf-8") as file:
+            with errors_name(path), open(partial, "w", encoding="utf-8") as file:
                 yield file
             os.replace(partial, path)
         finally:
