@@ -7,8 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 import mini_ee.methods.consistent as reinforce
-import mini_ee.methods.lora_exits as segd
-from mini_ee.backbones.lora import check_lora
+import mini_ee.methods.lora_exits as loraexit
 from mini_ee.baselines.berxit import BerxitExits, berxit
 from mini_ee.baselines.fastbert import fastbert
 from mini_ee.baselines.joint import joint
@@ -17,7 +16,7 @@ from mini_ee.baselines.right_tool import right_tool
 from mini_ee.baselines.sweet import sweet
 from mini_ee.baselines.two_stage import two_stage
 from mini_ee.methods.consistent import ConsistentEE, ConsistentExits
-from mini_ee.methods.lora_exits import Distillation, LoRAExits
+from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import Policy, Rule
 from mini_ee.training.fit import Stage
 from mini_ee.training.rule import Candidates, confident_patiences, cuts, patiences, thresholds
@@ -70,11 +69,11 @@ METHODS["multi-model"] = Method(multi_model, build=MultiModel)
 
 
 def lora_exits(**settings) -> Method:
-    """LoRAExit. settings: those of segd.Distillation, and rank, alpha, targets of LoRAExits."""
-    shape = {name: settings.pop(name) for name in LORA_SHAPE if name in settings}
-    check_lora(**shape)
-    how = Distillation(**settings)
-    return Method(partial(segd.recipe, how=how), None, partial(LoRAExits, **shape), vars(how) | shape)
+    """LoRAExit. settings: those of its Config."""
+    config = loraexit.Config(**settings)
+    shape = {name: getattr(config, name) for name in LORA_SHAPE}
+    shape["targets"] = list(config.targets)  # as JSON has it
+    return Method(partial(loraexit.recipe, config=config), None, partial(LoRAExits, **shape), vars(config) | shape)
 
 
 def consistent(**settings) -> Method:

@@ -35,6 +35,7 @@ from mini_ee.backbones.hub import (
     write_tensors,
 )
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.lora import load_adapters, save_adapters
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import Prompt, PromptTokenizer, check_prompt
@@ -43,7 +44,7 @@ from mini_ee.data.tokens import Encoded, Tokenizer
 from mini_ee.early_exit import Segments
 from mini_ee.methods.datastore import Datastore, build
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
-from mini_ee.methods.lora_exits import LoRAExits, load_adapters, save_adapters
+from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
 from mini_ee.methods.raee_prompts import few_shot
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
