@@ -385,6 +385,10 @@ def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
             assert (costs.fresh[k, n - 1], costs.onward[k, n - 1]) == (n * 10 * stop, n * (10 * stop + before))
 
 
+def test_heads_read_the_mean_by_default():
+    assert LoRAExits(lora_model().backbone, EXITS, 3).pool == "mean"
+
+
 def test_what_a_speed_up_is_measured_against_draws_no_random_number_and_has_the_models_type():
     model = lora_model().double()
     before = torch.get_rng_state()
@@ -485,6 +489,34 @@ def test_a_flipped_bit_in_an_adapter_is_found(lora_run, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="damaged"):
         load_run(copy)
+
+
+def test_a_missing_or_edited_adapter_config_is_said(lora_run, tmp_path):
+    copy = copied(lora_run, tmp_path)
+    path = copy / "exit_3" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.5'))
+    with pytest.raises(ValueError, match="exit_3/adapter_config.json: damaged or edited"):
+        load_run(copy)
+    path.write_text("")
+    with pytest.raises(ValueError, match="exit_3/adapter_config.json: expected a JSON object"):
+        load_run(copy)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="exit_3/adapter_config.json: no such file"):
+        load_run(copy)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("r", 2), ("lora_alpha", 8.0), ("target_modules", ["encoder.layer.0.output.dense"]), ("bias", "all")]
+)
+def test_an_adapter_config_that_says_other_than_the_run_is_refused(key, value, tmp_path):
+    model = lora_model()
+    save_adapters(model, tmp_path, "base")
+    path = tmp_path / "exit_2" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(
+        ValueError, match=f"exit_2/adapter_config.json: expected {key} .* found .*{value!r}".replace("[", r"\[")
+    ):
+        load_adapters(model, tmp_path, {})
 
 
 def test_adapters_of_another_backbone_are_refused(lora_run, tmp_path, checkpoint_folder):
