@@ -226,7 +226,7 @@ def test_rows_of_a_ragged_batch_go_no_deeper_than_their_exit(exit_of_row, passes
     assert seen == passes
 
 
-@pytest.mark.parametrize("exit_of_row", [(0, 1), (0, 1, 2, 3, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("exit_of_row", [(0, 1), (0, 1, 2, 3, 0, 0, 0), (0, 1, 2, -1, 0, 0, 0)], ids=str)
 def test_a_ragged_batch_of_other_exits_or_rows_is_refused(exit_of_row, padded_inputs):
     with pytest.raises(ValueError, match="expected exits from 0 to 2 of 7 rows"):
         ragged(lora_model(), padded_inputs, exit_of_row)

@@ -4,26 +4,23 @@ Source: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit
 in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 in the ACL
 Anthology (it is not on arXiv). Equations 2 to 6 are below in this order; 1 is the backbone's layer.
 
-Symbols    W (d, d)           a projection of the backbone (below: its weight, (O, I) as torch keeps it)
+Symbols    W (d, d)            a projection of the backbone; below its weight, (O, I) as torch keeps it
            A (d, m), B (m, d)  an adapter's two factors; m is `rank`
-           k = 1 .. N         exits; here k = 0 .. K - 1, and exit k sits after layer e_k = exits[k]
-           z^k, y^k           logits and answer of exit k; y bar^k its soft label at temperature T
-           lambda             share of the distillation loss (`weight`)
+           k = 1 .. N          exits; here k = 0 .. K - 1, and exit k sits after layer e_k = exits[k]
+           z^k                 logits of exit k; T their temperature
+           lambda              share of the distillation loss (`weight`)
 
 A stream is the computation of one exit: it has adapters in the layers 1 .. e_k.
 
 Deviations, each from a point that the paper leaves open, with the test that pins it:
-1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank.    test_eq2_an_exit_computes_with_w_plus_ab
-2. The last exit has adapters too: the backbone is as it was pretrained, for all exits, and has no dropout.
-                                                                                test_the_backbone_is_never_trained
-3. ALBERT's layers share one set of weights, and so one set of adapters an exit, as in PEFT.
-                                                                                test_every_schedule_gives_every_exit_...
-4. Heads read the mean over tokens by default; the paper's read the first (`pool`).
-                                                                                test_heads_read_the_mean_by_default
-5. Decoders, which the paper leaves to later work, are classifiers over the mean of their normed states. DeBERTa, its
-   third backbone, is not here.                                                 test_eq2_holds_for_the_exits_of_decoders
-6. A regression, which has no soft labels, follows its teacher's value by a squared error.
-                                                                                test_a_regression_follows_its_teachers_value
+1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank (test_eq2_an_exit_computes_with_w_plus_ab).
+2. The last exit has adapters too: the backbone is as it was pretrained, for all exits, and learns without dropout
+   (test_the_backbone_is_never_trained).
+3. ALBERT's layers share one set of weights, and so one set of adapters an exit, as in PEFT (test_peft.py).
+4. Heads read the mean over tokens by default; the paper's read the first (test_heads_read_the_mean_by_default).
+5. Decoders, which the paper leaves to later work, are classifiers over the mean of their normed states
+   (test_eq2_holds_for_the_exits_of_decoders). DeBERTa, its third backbone, is not here.
+6. A regression, which has no soft labels, learns its teacher's value (test_a_regression_follows_its_teachers_value).
 
 Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
 of exit k. Streams run side by side through one shared product (Eq. 6; `parallel`), or the next one starts anew from the
@@ -41,6 +38,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -161,10 +159,7 @@ def low_rank(y: Tensor, x: Tensor, stacked: Stacked, starts: Sequence[int], scal
 
 
 class Streams:
-    """The adapters of the exits first .. stop - 1, stacked once; those of a single exit are the parameters themselves.
-
-    tensors: all that is held.
-    """
+    """The adapters of the exits first .. stop - 1, stacked; of a single exit, the parameters themselves."""
 
     def __init__(self, model: "LoRAExits", first: int, stop: int):
         self.scale = model.scale
@@ -180,6 +175,7 @@ class Streams:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All that is held."""
         return [each for maps in self.layers for parts in maps.values() for part in parts for each in part[1:]]
 
     def adapt(self, live: int, starts: Sequence[int] | None = None) -> Callable[[int, str, Tensor, Tensor], Tensor]:
@@ -273,24 +269,20 @@ class LoRAExits(nn.Module):
         This is what a server runs whose requests have reached different exits. Rows are sorted by exit, so that the
         segments of Eq. 6 are of unequal length, and go no deeper than their exit.
         """
-        K = len(self.exits)
-        order = np.argsort(exit_of_row, kind="stable")
-        ends = np.bincount(exit_of_row, minlength=K).cumsum().tolist()  # where in that order the rows of an exit end
-        if len(ends) > K or ends[-1] != len(input_ids):
-            raise ValueError(f"expected exits from 0 to {K - 1} of {len(input_ids)} rows, got {list(exit_of_row)}")
-        rows = torch.from_numpy(order).to(input_ids.device)
-        mask, streams = padding_mask(attention_mask[rows]), self.streams(0, K)
-        hidden, logits, start = self.backbone.embed(input_ids[rows], token_type_ids[rows]), [], 0
-        for k, (layer, head, stop) in enumerate(zip(self.exits, self.heads, ends)):
-            segments = [0, *(end - start for end in ends[k:])]
-            hidden = self.run_layers(hidden, mask, self.starts[k], layer, streams.adapt(K - k, segments))
-            leave, stay = hidden.tensor_split([stop - start])
-            leave_mask, mask = (None, None) if mask is None else mask.tensor_split([stop - start])
-            logits.append(head(leave, leave_mask))
-            hidden, start = stay, stop
-            if stop == len(rows):
-                break
-        return torch.cat(logits)[rows.argsort()]
+        K, exit_of_row = len(self.exits), np.asarray(exit_of_row)
+        if exit_of_row.shape != (len(input_ids),) or exit_of_row.min() < 0 or exit_of_row.max() >= K:
+            raise ValueError(f"expected exits from 0 to {K - 1} of {len(input_ids)} rows, got {exit_of_row.tolist()}")
+        order = torch.from_numpy(exit_of_row.argsort(kind="stable")).to(input_ids.device)
+        counts = np.bincount(exit_of_row, minlength=K).tolist()
+        streams, logits = self.streams(0, K), []
+        hidden, mask = self.backbone.embed(input_ids[order], token_type_ids[order]), padding_mask(attention_mask[order])
+        for k in range(exit_of_row.max() + 1):
+            adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
+            hidden = self.run_layers(hidden, mask, self.starts[k], self.exits[k], adapt)
+            leave = slice(counts[k])
+            logits.append(self.heads[k](hidden[leave], None if mask is None else mask[leave]))
+            hidden, mask = hidden[counts[k] :], None if mask is None else mask[counts[k] :]
+        return torch.cat(logits)[order.argsort()]
 
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:
         """What early_exit drives; restart by default."""
@@ -343,5 +335,6 @@ def teach(model: LoRAExits, encoded: Encoded, k: int) -> np.ndarray:
         for rows in batches(encoded, TEACHER_BATCH):
             inputs = encoded.batch(rows)
             arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-            logits[rows] = model.exit_logits(k, *(torch.from_numpy(array).to(device) for array in arrays)).float().cpu()
+            inputs = (torch.from_numpy(array).to(device) for array in arrays)
+            logits[rows] = model.exit_logits(k, *inputs).float().numpy(force=True)
     return logits
