@@ -341,6 +341,7 @@ def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
     printed = capsys.readouterr()
     rows = {row["case"]: row for row in json.loads(printed.out)["rows"]}
     assert {"bert-base b1 t16 loop", "bert-base b1 t128 backbone", "operator r8 ragged gather"} <= rows.keys()
+    assert {"bert-base b1 t16 adapters", "bert-base b8 t16 ragged"} <= rows.keys()
     memory, models = rows["bert-base memory"], rows["bert-base b1 t16 multi-model"]
     assert 0 < memory["ratio"] < 1 and models["bytes"] < models["against_bytes"]
     assert main(["bench", "sgmv"]) == 0

@@ -1,8 +1,10 @@
 """LoRAExit: Eq. 2, Eq. 6, both schedules and what they cost, merged weights, PEFT's layout."""
 
+import gc
 import json
 from copy import deepcopy
 from functools import partial
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ from safetensors.torch import load_file, save_file
 import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.units.streams as streams_module
 from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.lora import load_adapters, save_adapters
 from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.measure.bench import BERT_BASE
-from mini_ee.methods.lora_exits import Distillation, LoRAExits, load_adapters, recipe, save_adapters
+from mini_ee.methods.lora_exits import Config, LoRAExits, recipe
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.training.fit import TrainConfig
 from mini_ee.training.run import load_run, train_run
@@ -24,6 +27,7 @@ from mini_ee.units.rows import without_heads
 from mini_ee.units.streams import Costs, cheapest_schedule, expected_seconds, measure_costs, parallel, restart
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
+RAGGED_ATOL = 1e-5  # between a ragged batch and its rows apart
 EXITS = (1, 2, 4)
 TARGETS = ("query", "key", "value", "attention_output", "up", "down")
 DECODERS = ("llama", "gemma", "phi")
@@ -123,8 +127,12 @@ def test_adapters_matter_and_begin_as_nothing(padded_inputs):
 @pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
 def test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(schedule, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
-    found, *_ = read_every_exit(model.segments(schedule), padded_inputs)
-    np.testing.assert_allclose(found, logits_of(model, padded_inputs), rtol=0, atol=ATOL)
+    same_as_alone(model, schedule, padded_inputs, logits_of(model, padded_inputs))
+
+
+def same_as_alone(model, schedule, inputs, expected):
+    found, *_ = read_every_exit(model.segments(schedule), inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
@@ -157,13 +165,109 @@ def test_layer_passes_are_the_rows_that_layers_see(schedule, padded_inputs, monk
     model, seen = lora_model(), []
     run_layers = Bert.run_layers
 
-    def watched(self, hidden, mask, start, stop, adapters=None):
+    def watched(self, hidden, mask, start, stop, **adapters):
         seen.append(len(hidden) * (stop - start))
-        return run_layers(self, hidden, mask, start, stop, adapters)
+        return run_layers(self, hidden, mask, start, stop, **adapters)
 
     monkeypatch.setattr(Bert, "run_layers", watched)
     result = early_exit(model.segments(schedule), Threshold(0.7), padded_inputs)
     assert sum(seen) == result.cost.layer_passes.sum()
+
+
+# Rows at different exits in one batch
+
+
+def ragged(model, inputs, exit_of_row):
+    with torch.no_grad():
+        return model.ragged(exit_of_row, *tensors(inputs)).numpy()
+
+
+def apart(model, inputs, exit_of_row):
+    """Each exit's rows, run as a batch of their own."""
+    logits = np.empty((len(inputs), model.num_labels), np.float32)
+    for k in set(exit_of_row):
+        rows = np.flatnonzero(np.array(exit_of_row) == k)
+        with torch.no_grad():
+            logits[rows] = model.exit_logits(k, *tensors(inputs.take(rows))).numpy()
+    return logits
+
+
+RAGGED = [
+    (0, 1, 2, 0, 1, 2, 2),
+    (2, 0, 0, 2, 2, 0, 2),
+    (1, 1, 0, 0, 1, 0, 1),
+    (2,) * 7,
+    (0,) * 7,
+    (1, 2, 0, 0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("exit_of_row", RAGGED, ids=str)
+@pytest.mark.parametrize("model_type", ["bert", "albert", "llama", "phi"])
+@pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
+def test_a_ragged_batch_equals_each_exits_rows_apart(exit_of_row, model_type, targets, padded_inputs):
+    model = lora_model(model_type, targets)
+    found = ragged(model, padded_inputs, exit_of_row)
+    np.testing.assert_allclose(found, apart(model, padded_inputs, exit_of_row), rtol=0, atol=RAGGED_ATOL)
+
+
+@pytest.mark.parametrize(
+    "exit_of_row, passes",
+    [((2, 0, 1, 1, 0, 0, 1), [(7, 0, 1), (4, 1, 2), (1, 2, 4)]), ((1, 0, 1, 1, 0, 0, 1), [(7, 0, 1), (4, 1, 2)])],
+    ids=str,
+)
+def test_rows_of_a_ragged_batch_go_no_deeper_than_their_exit(exit_of_row, passes, padded_inputs):
+    model, seen = lora_model(), []
+    run_layers = model.run_layers
+    model.run_layers = lambda hidden, mask, start, stop, adapt: (
+        seen.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapt)
+    )
+    ragged(model, padded_inputs, exit_of_row)
+    assert seen == passes
+
+
+@pytest.mark.parametrize("exit_of_row", [(0, 1), (0, 1, 2, 3, 0, 0, 0), (0, 1, 2, -1, 0, 0, 0)], ids=str)
+def test_a_ragged_batch_of_other_exits_or_rows_is_refused(exit_of_row, padded_inputs):
+    with pytest.raises(ValueError, match="expected exits from 0 to 2 of 7 rows"):
+        ragged(lora_model(), padded_inputs, exit_of_row)
+
+
+# What is held in memory
+
+
+def storages(root):
+    """Bytes of the storages of all tensors that can be reached from an object, by address."""
+    todo, seen, found = [root], {}, {}
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, type | ModuleType):
+            continue
+        seen[id(thing)] = thing
+        if torch.is_tensor(thing):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, FunctionType):
+            todo += [cell.cell_contents for cell in thing.__closure__ or ()]
+        else:
+            todo += gc.get_referents(thing)
+    return found
+
+
+@pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
+@pytest.mark.parametrize("model_type", ["bert", "albert", "llama"])
+@pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
+def test_bytes_held_are_those_of_the_weights_that_can_be_reached(schedule, model_type, targets, padded_inputs):
+    model = lora_model(model_type, targets)
+    segments = model.segments(schedule)
+    early_exit(segments, NeverExit(), padded_inputs)
+    found = storages(segments)
+    tables = sum(found[buffer.untyped_storage().data_ptr()] for buffer in model.buffers())  # of a decoder's positions
+    assert segments.bytes_held == sum(found.values()) - tables
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    adapters = sum(parameter.nbytes for parameter in model.adapters.parameters())
+    if schedule == restart(3):
+        assert segments.bytes_held == parameters  # no copies
+    else:
+        assert parameters < segments.bytes_held <= parameters + adapters  # those of streams side by side, once
 
 
 def test_training_one_exit_changes_no_other_exits_logits(padded_inputs):
@@ -253,9 +357,9 @@ def test_the_cheapest_schedule_is_that_of_an_enumeration(count):
 
 def test_measured_costs_are_those_of_the_layers_that_run():
     model, ran = lora_model(), []
-    run_layers = model.backbone.run_layers
-    model.backbone.run_layers = lambda hidden, mask, start, stop, adapters: (
-        ran.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapters=adapters)
+    run_layers = model.run_layers
+    model.run_layers = lambda hidden, mask, start, stop, adapt: (
+        ran.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapt)
     )
     costs = measure_costs(model, batch_size=2, tokens=5, rounds=1)
     expected = [(2 * n, start, EXITS[k]) for k in range(3) for n in range(1, 4 - k) for start in (0, (0, 1, 2)[k])]
@@ -267,18 +371,22 @@ def test_measured_costs_are_those_of_the_layers_that_run():
 def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
     model, clock, ran = lora_model(), [0.0], []
 
-    def run_layers(hidden, mask, start, stop, adapters):
+    def run_layers(hidden, mask, start, stop, adapt):
         ran.append((len(hidden), start, stop))
         turn = (len(ran) - 1) // 12  # of twelve runs each: the first is slow, and so is one of the other three
         clock[0] += len(hidden) * (10 * stop + start) + 1000 * (turn in (0, 2))
         return hidden
 
-    model.backbone.run_layers = run_layers
+    model.run_layers = run_layers
     monkeypatch.setattr(streams_module.time, "perf_counter", lambda: clock[0])
     costs = measure_costs(model, batch_size=1, tokens=2, rounds=3)
     for k, (before, stop) in enumerate(zip((0, *EXITS), EXITS)):
         for n in range(1, 4 - k):
             assert (costs.fresh[k, n - 1], costs.onward[k, n - 1]) == (n * 10 * stop, n * (10 * stop + before))
+
+
+def test_heads_read_the_mean_by_default():
+    assert LoRAExits(lora_model().backbone, EXITS, 3).pool == "mean"
 
 
 def test_what_a_speed_up_is_measured_against_draws_no_random_number_and_has_the_models_type():
@@ -335,11 +443,10 @@ def test_adapters_in_float16_are_computed_in_float32(tmp_path, padded_inputs):
 def lora_run(tmp_path_factory, checkpoint_folder, task_folder):
     out = tmp_path_factory.mktemp("lora") / "run"
     config = TrainConfig(epochs=1, lr=1e-2, head_lr=1e-2, batch_size=8)
-    how = Distillation()
     train_run(
         out,
         "lora-exits",
-        partial(recipe, how=how),
+        partial(recipe, config=Config()),
         checkpoint_folder,
         load_task(task_folder),
         config,
@@ -384,6 +491,34 @@ def test_a_flipped_bit_in_an_adapter_is_found(lora_run, tmp_path):
         load_run(copy)
 
 
+def test_a_missing_or_edited_adapter_config_is_said(lora_run, tmp_path):
+    copy = copied(lora_run, tmp_path)
+    path = copy / "exit_3" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.5'))
+    with pytest.raises(ValueError, match="exit_3/adapter_config.json: damaged or edited"):
+        load_run(copy)
+    path.write_text("")
+    with pytest.raises(ValueError, match="exit_3/adapter_config.json: expected a JSON object"):
+        load_run(copy)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="exit_3/adapter_config.json: no such file"):
+        load_run(copy)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("r", 2), ("lora_alpha", 8.0), ("target_modules", ["encoder.layer.0.output.dense"]), ("bias", "all")]
+)
+def test_an_adapter_config_that_says_other_than_the_run_is_refused(key, value, tmp_path):
+    model = lora_model()
+    save_adapters(model, tmp_path, "base")
+    path = tmp_path / "exit_2" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(
+        ValueError, match=f"exit_2/adapter_config.json: expected {key} .* found .*{value!r}".replace("[", r"\[")
+    ):
+        load_adapters(model, tmp_path, {})
+
+
 def test_adapters_of_another_backbone_are_refused(lora_run, tmp_path, checkpoint_folder):
     import shutil
 
@@ -421,28 +556,28 @@ def test_adapters_that_cannot_be_are_refused(options, message):
 # These tests can fail: planted bugs
 
 
+def stacked_wrongly(monkeypatch, bug):
+    stacked = lora_exits._stacked
+    monkeypatch.setattr(lora_exits, "_stacked", lambda parts: bug(stacked(parts)))
+
+
 @pytest.mark.parametrize(
-    "bug", [lambda A: A.roll(1, 0), lambda A: A * 0, lambda A: -A], ids=["wrong stream", "no adapter", "sign"]
+    "bug", [lambda A: A.roll(1, 0), lambda A: A * 0, lambda A: 2 * A], ids=["wrong stream", "no adapter", "twice"]
 )
 def test_the_tests_of_the_streams_can_fail(monkeypatch, padded_inputs, bug):
-    stack = streams_module.LoRASegments._stack
-
-    def wrong(self, first, stop):
-        original = lora_exits.low_rank
-        monkeypatch.setattr(
-            lora_exits,
-            "low_rank",
-            lambda stacked, scale: original({t: each._replace(A=bug(each.A)) for t, each in stacked.items()}, scale),
-        )
-        made = stack(self, first, stop)
-        monkeypatch.setattr(lora_exits, "low_rank", original)
-        return made
-
-    monkeypatch.setattr(streams_module.LoRASegments, "_stack", wrong)
+    model = lora_model()
+    expected = logits_of(model, padded_inputs)
+    stacked_wrongly(monkeypatch, bug)
     with pytest.raises(AssertionError):
-        test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(
-            parallel(3), "bert", ("query", "value"), padded_inputs
-        )
+        same_as_alone(model, parallel(3), padded_inputs, expected)
+
+
+def test_the_test_of_ragged_batches_can_fail(monkeypatch, padded_inputs):
+    """Planted bug: streams take each other's adapters."""
+    model = lora_model()
+    expected = apart(model, padded_inputs, RAGGED[0])
+    stacked_wrongly(monkeypatch, lambda A: A.roll(1, 0))
+    assert abs(ragged(model, padded_inputs, RAGGED[0]) - expected).max() > 0.1
 
 
 def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):

@@ -1,15 +1,16 @@
 """SEGD (LoRAExit, section 3.2): Eq. 3 to 5, the chain of teachers, the three ways of Table 4."""
 
+from dataclasses import fields
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-import mini_ee.methods.lora_exits as segd
 from mini_ee.data.tasks import load_task
 from mini_ee.methods.lora_exits import (
-    Distillation,
+    DISTILL,
+    Config,
     LoRAExits,
     distillation_loss,
     exit_loss,
@@ -71,25 +72,26 @@ def test_eq4_weighs_labels_and_teacher_with_lambda(model, weight):
     logits = model.exit_logits(1, *batch_of().inputs)
     hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
     soft = distillation_loss(logits, taught, 10.0)
-    found = exit_loss(model, batch_of(taught), 1, Distillation(weight=weight, temperature=10.0))
+    found = exit_loss(logits, batch_of().labels, taught, Config(weight=weight, temperature=10.0))
     torch.testing.assert_close(found, (1 - weight) * hard + weight * soft)
 
 
 def test_without_a_teacher_it_is_eq3(model):
-    hard = torch.nn.functional.cross_entropy(model.exit_logits(2, *batch_of().inputs), batch_of().labels)
-    torch.testing.assert_close(exit_loss(model, batch_of(), 2, Distillation()), hard)
+    logits = model.exit_logits(2, *batch_of().inputs)
+    hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
+    torch.testing.assert_close(exit_loss(logits, batch_of().labels, None, Config()), hard)
 
 
 @pytest.mark.parametrize(
     "distill, teachers", [("vanilla", [None] * 4), ("kd", [3, 3, 3, None]), ("segd", [1, 2, 3, None])]
 )
 def test_who_teaches_whom(distill, teachers):
-    how = Distillation(distill=distill)
-    assert [how.teacher_of(k, 3) for k in range(4)] == teachers
+    config = Config(distill=distill)
+    assert [config.teacher_of(k, 3) for k in range(4)] == teachers
 
 
 def test_the_last_exit_learns_first_and_each_stage_one_exit_alone(model):
-    stages = recipe(model, Distillation())
+    stages = recipe(model, Config())
     assert [stage.name for stage in stages] == ["exit 3", "exit 2", "exit 1"]
     names = [name for name, _ in model.named_parameters()]
     learned = [{name for name in names if stage.learns(name)} for stage in stages]
@@ -112,17 +114,31 @@ def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
 
 
 @pytest.mark.parametrize(
-    "options", [{"distill": "kl"}, {"temperature": 0.0}, {"weight": 1.5}, {"weight": -0.1}], ids=str
+    "options",
+    [
+        {"distill": "kl"},
+        {"temperature": 0.0},
+        {"temperature": float("inf")},
+        {"weight": 1.5},
+        {"weight": -0.1},
+        {"rank": 0},
+        {"alpha": -1.0},
+        {"targets": ("pooler",)},
+    ],
+    ids=str,
 )
 def test_what_makes_no_sense_is_refused(options):
     with pytest.raises(ValueError, match="must be"):
-        Distillation(**options)
+        Config(**options)
+
+
+def test_every_setting_says_what_it_is():
+    assert all(field.metadata["help"] for field in fields(Config))
 
 
 def trained(out, checkpoint_folder, task_folder, distill, epochs=1):
-    how = Distillation(distill=distill)
     config = TrainConfig(epochs=epochs, lr=1e-2, head_lr=1e-2, batch_size=8)
-    recipe_of, build = partial(recipe, how=how), partial(LoRAExits, rank=2)
+    recipe_of, build = partial(recipe, config=Config(distill=distill)), partial(LoRAExits, rank=2)
     return train_run(
         out, "lora-exits", recipe_of, checkpoint_folder, load_task(task_folder), config, exits=EXITS, build=build
     )
@@ -131,9 +147,7 @@ def trained(out, checkpoint_folder, task_folder, distill, epochs=1):
 @pytest.fixture(scope="module")
 def three_ways(tmp_path_factory, checkpoint_folder, task_folder):
     folder = tmp_path_factory.mktemp("ways")
-    return {
-        name: trained(folder / name, checkpoint_folder, task_folder, name).model.state_dict() for name in segd.TEACHERS
-    }
+    return {name: trained(folder / name, checkpoint_folder, task_folder, name).model.state_dict() for name in DISTILL}
 
 
 def same(a, b, k):
@@ -164,7 +178,7 @@ def test_the_backbone_is_never_trained(three_ways, checkpoint_folder):
 def test_the_comparison_of_kd_and_segd_can_fail(tmp_path, checkpoint_folder, task_folder, three_ways, monkeypatch):
     """Planted bug: the teacher is taken one exit too low, the student itself."""
     monkeypatch.setattr(
-        Distillation, "teacher_of", lambda self, k, last: None if k == last else last if self.distill == "kd" else k
+        Config, "teacher_of", lambda self, k, last: None if k == last else last if self.distill == "kd" else k
     )
     wrong = trained(tmp_path / "run", checkpoint_folder, task_folder, "segd").model.state_dict()
     assert not same(three_ways["kd"], wrong, 1)

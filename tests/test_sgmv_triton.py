@@ -11,8 +11,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="torch's build for CUDA brings triton; `pip install triton` runs it without a GPU")
 
-from test_sgmv import SEGMENTS, parts  # noqa: E402
+from test_lora_exits import apart, lora_model, tensors  # noqa: E402
+from test_sgmv import SEGMENTS, parts, zeros  # noqa: E402
 
+import mini_ee.backbones.sgmv as sgmv
 import mini_ee.backbones.sgmv_triton as sgmv_triton
 from mini_ee.backbones.sgmv import sgmv_loop
 from mini_ee.backbones.sgmv_triton import segmented_product
@@ -32,7 +34,7 @@ def shrink_and_expand(x, A, B, starts):
 def test_the_kernel_twice_equals_the_loop(lengths, sizes, rank):
     x, A, B, starts = parts(lengths, rank, *sizes, dtype=torch.float32)
     y = shrink_and_expand(x.to(DEVICE), A.to(DEVICE) / rank**0.5, B.to(DEVICE), starts).cpu()
-    torch.testing.assert_close(y, sgmv_loop(x, A / rank**0.5, B, starts), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(y, sgmv_loop(zeros(x, B), x, A / rank**0.5, B, starts), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -52,9 +54,27 @@ def test_gradients_are_those_of_the_loop(lengths):
     found, expected = ([part.clone().to(device).requires_grad_() for part in tensors] for device in (DEVICE, "cpu"))
     weights = torch.randn(sum(lengths), 10, generator=torch.Generator().manual_seed(1))
     (shrink_and_expand(*found, starts) * weights.to(DEVICE)).sum().backward()
-    (sgmv_loop(*expected, starts) * weights).sum().backward()
+    (sgmv_loop(zeros(expected[0], expected[2]), *expected, starts) * weights).sum().backward()
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_models_ragged_batch_goes_through_the_kernel(monkeypatch, padded_inputs):
+    """As on a GPU; without one, the kernel is put in the place of the loop that a processor takes."""
+    model, exit_of_row, launched = lora_model(), (2, 0, 1, 2, 0, 0, 2), []
+    expected, launch = apart(model, padded_inputs, exit_of_row), sgmv_triton._launch
+    monkeypatch.setattr(sgmv_triton, "_launch", lambda *args: launched.append(args[2]) or launch(*args))
+    if DEVICE == "cpu":
+
+        def through_the_kernel(y, x, A, B, starts, scale):
+            return y.add_(shrink_and_expand(x, A, B, starts), alpha=scale)
+
+        monkeypatch.setattr(sgmv, "sgmv_loop", through_the_kernel)
+    with torch.no_grad():
+        found = model.to(DEVICE).ragged(exit_of_row, *(tensor.to(DEVICE) for tensor in tensors(padded_inputs)))
+    tokens = padded_inputs.input_ids.shape[1]
+    assert (0, 3 * tokens, 4 * tokens, 7 * tokens) in launched
+    torch.testing.assert_close(found.cpu(), torch.from_numpy(expected), rtol=0, atol=1e-4)
 
 
 COMPILE = """

@@ -5,7 +5,8 @@ exit-tax    a run forced out at layer e, every head on the way read and judged, 
             without heads
 batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
 onnx        exported segments over the whole graph, over torch, and int8 over float32
-sgmv        LoRA streams side by side over one pass a stream, over the bare backbone, and over independent models
+sgmv        LoRA streams side by side over one pass a stream, over a loop over adapters, over the bare backbone, and
+            over independent models; rows at different exits in one batch over each exit's rows apart
 decode      our cached greedy decoding over that of transformers; tokens forced out at layer e over the sum of the
             parts; lossless over full decoding; all in seconds a token
 retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
@@ -24,10 +25,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import mini_ee.methods.lora_exits as loraexit
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import BUILT_IN_DECODER, DECODERS, load_backbone, read_config, save_backbone
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig
-from mini_ee.backbones.sgmv import sgmv
+from mini_ee.backbones.sgmv import sgmv, sgmv_loop
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
@@ -285,10 +287,16 @@ def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
 
 
 def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
-    """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass: streams side by side over one pass a
-    stream, over the same rows without adapters, and over as many independent models, with the bytes of both (Table 2);
-    the operator over gather and product; the adaptive schedule over the better of the other two.
-    `memory`: the bytes of adapters and heads over those of the backbone (Table 10), beside times as in `multi-model`.
+    """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass. Streams side by side over
+
+    loop           one pass a stream
+    adapters       one shared product and a loop over the adapters (ForLoop of Table 5)
+    backbone       the same rows without adapters
+    multi-model    as many independent models, with the bytes of both (Table 2)
+    memory         bytes: those of adapters and heads over those of the backbone (Table 10), times as in multi-model
+
+    and `ragged`: rows at four exits in one batch over each exit's rows apart; `operator`: SGMV over gather and product;
+    `adaptive`: the adaptive schedule over the better of restart and parallel.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -299,10 +307,12 @@ def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
         inputs, case = _inputs(BERT_BASE, batch, tokens, seed), f"bert-base b{batch} t{tokens}"
         side_by_side = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
         one_by_one = partial(early_exit, lora.segments(restart(4)), NeverExit(), inputs)
-        bare = partial(_bare_streams, lora, inputs)
-        own, loop, floor = medians([side_by_side, one_by_one, bare], f"sgmv {case}")
+        bare, over_adapters = partial(_bare_streams, lora, inputs), partial(_over_adapters, side_by_side)
+        own, loop, floor, adapters = medians([side_by_side, one_by_one, bare, over_adapters], f"sgmv {case}")
         yield _row(f"{case} loop", own, loop, bar=bar or 1.0)
+        yield _row(f"{case} adapters", own, adapters, bar=1.03)
         yield _row(f"{case} backbone", own, floor, bar=1.08)
+    yield _ragged("bert-base b8 t16 ragged", lora, _inputs(BERT_BASE, 8, 16, seed))
     yield from _memory(lora, seed)
     for rank in (1, 8, 64, 128):
         for layout, lengths in (("equal", [128] * 4), ("ragged", [16, 200, 40, 256]), ("short", [1] * 4)):
@@ -314,13 +324,43 @@ def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
 def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
     models = MultiModel(lora.backbone, lora.exits, num_labels=2, pool="first").eval()
     inputs = _inputs(BERT_BASE, 1, 16, seed)
-    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (lora.segments(parallel(4)), models.segments())]
+    side_by_side = lora.segments(parallel(4))
+    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (side_by_side, models.segments())]
     own, other = medians(runs, "sgmv multi-model")
-    held, theirs, bare = (sum(p.nbytes for p in each.parameters()) for each in (lora, models, lora.backbone))
+    held = side_by_side.bytes_held
+    theirs, bare = (sum(p.nbytes for p in each.parameters()) for each in (models, lora.backbone))
     sizes = {"bytes": held, "against_bytes": theirs}
     yield _row("bert-base b1 t16 multi-model", own, other, bar=1.0) | sizes
     share = (held - bare) / bare
     yield _row("bert-base memory", own, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
+
+
+def _over_adapters(run: Callable) -> None:
+    """A run in which SGMV is the loop over segments."""
+    loraexit.sgmv = sgmv_loop
+    try:
+        run()
+    finally:
+        loraexit.sgmv = sgmv
+
+
+def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
+    """Two rows at each of four exits."""
+    tensors, exit_of_row = _tensors(inputs), np.arange(len(inputs)) % len(lora.exits)
+    rows = [torch.from_numpy(np.flatnonzero(exit_of_row == k)) for k in range(len(lora.exits))]
+    parts = [[tensor[some] for tensor in tensors] for some in rows]
+
+    @torch.inference_mode()
+    def together() -> torch.Tensor:
+        return lora.ragged(exit_of_row, *tensors)
+
+    @torch.inference_mode()
+    def apart() -> list[torch.Tensor]:
+        return [lora.exit_logits(k, *part) for k, part in enumerate(parts)]
+
+    for some, expected in zip(rows, apart()):
+        torch.testing.assert_close(together()[some], expected, rtol=0, atol=1e-5)
+    return _row(case, *medians([together, apart], f"sgmv {case}"), bar=0.90)
 
 
 @torch.inference_mode()
@@ -334,18 +374,21 @@ def _bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
 
 def _operator(case: str, rank: int, lengths: list[int], seed: int) -> dict:
     random, width, n = torch.Generator().manual_seed(seed), BERT_BASE.hidden_size, len(lengths)
-    x, A, B = (
-        torch.randn(*shape, generator=random) for shape in ((sum(lengths), width), (n, width, rank), (n, rank, width))
-    )
+    shapes = (sum(lengths), width), (n, width, rank), (n, rank, width)
+    x, A, B = (torch.randn(*shape, generator=random) for shape in shapes)
     starts = [0, *np.cumsum(lengths).tolist()]
     adapter = torch.repeat_interleave(torch.arange(n), torch.tensor(lengths))
+    ours, theirs = torch.zeros_like(x), torch.zeros_like(x)
 
-    def gather():
-        return torch.bmm(torch.bmm(x[:, None], A[adapter]), B[adapter])[:, 0]
+    def segments() -> torch.Tensor:
+        return sgmv(ours, x, A, B, starts)
+
+    def gather() -> torch.Tensor:
+        return theirs[:, None].baddbmm_(torch.bmm(x[:, None], A[adapter]), B[adapter])[:, 0]
 
     with torch.inference_mode():
-        torch.testing.assert_close(sgmv(x, A, B, starts), gather(), rtol=1e-4, atol=1e-3)
-        own, other = medians([lambda: sgmv(x, A, B, starts), gather], case, seconds_a_case=2.0)
+        torch.testing.assert_close(segments(), gather(), rtol=1e-4, atol=1e-3)
+        own, other = medians([segments, gather], case, seconds_a_case=2.0)
     return _row(case, own, other, bar=1.05)
 
 

@@ -1,37 +1,44 @@
 """LoRAExit: each exit is a low-rank adaptation of its own of one frozen backbone.
 
-Source: Liu et al., LoRAExit: Empowering Dynamic Modulation of LLMs in Resource-limited Settings using Low-rank
-Adapters. Section 3.1 (Eq. 1, 2) and 3.3 (Eq. 6) are here; 3.2, the distillation (Eq. 3 to 5), is segd.py.
+Source: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit: Empowering Dynamic Modulation of LLMs
+in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 in the ACL
+Anthology (it is not on arXiv). Equations 2 to 6 are below in this order; 1 is the backbone's layer.
 
-Symbols:   targets: the projections that are adapted; rank = m, A (d, m), B (m, d) as in Eq. 2; exit k sits after layer
-           e_k and has adapters in the layers 1 .. e_k. A stream is the computation of one exit.
+Symbols    W (d, d)            a projection of the backbone; below its weight, (O, I) as torch keeps it
+           A (d, m), B (m, d)  an adapter's two factors; m is `rank`
+           k = 1 .. N          exits; here k = 0 .. K - 1, and exit k sits after layer e_k = exits[k]
+           z^k                 logits of exit k; T their temperature
+           lambda              share of the distillation loss (`weight`)
 
-Deviations, each from a point that the paper leaves open (see the tests of the same names):
-1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank.
-2. The last exit has adapters too: the backbone is as it was pretrained, for all exits. Frozen, it has no dropout.
-3. ALBERT's layers share one set of weights, and so one set of adapters an exit: what PEFT does.
-4. Heads may read the mean over tokens, and do by default; the paper reads the first (`pool`).
-5. DeBERTa, the paper's third backbone, is not here. Decoders, which the paper leaves to later work, are: as
-   classifiers, over the mean of their normed states.
+A stream is the computation of one exit: it has adapters in the layers 1 .. e_k.
+
+Deviations, each from a point that the paper leaves open, with the test that pins it:
+1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank (test_eq2_an_exit_computes_with_w_plus_ab).
+2. The last exit has adapters too: the backbone is as it was pretrained, for all exits, and learns without dropout
+   (test_the_backbone_is_never_trained).
+3. ALBERT's layers share one set of weights, and so one set of adapters an exit, as in PEFT (test_peft.py).
+4. Heads read the mean over tokens by default; the paper's read the first (test_heads_read_the_mean_by_default).
+5. Decoders, which the paper leaves to later work, are classifiers over the mean of their normed states
+   (test_eq2_holds_for_the_exits_of_decoders). DeBERTa, its third backbone, is not here.
+6. A regression, which has no soft labels, learns its teacher's value (test_a_regression_follows_its_teachers_value).
 
 Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
-of exit k. Streams either run side by side through one shared product (Eq. 6), or the next one starts anew from the
-embeddings when an exit refuses. In layer passes for exits 3, 6, 9, 12:
+of exit k. Streams run side by side through one shared product (Eq. 6; `parallel`), or the next one starts anew from the
+embeddings when an exit refuses (`restart`, the default here: a processor is bound by arithmetic). In layer passes:
 
     stops at           3    6    9   12
     parallel          12   21   27   30
     restart            3    9   18   30
 
-A schedule says which streams start together: groups of consecutive exits. One group is parallel, as in the paper,
-groups of one are restart, the default here, since a processor is bound by arithmetic. `cheapest_schedule` chooses among
-all of them from measured costs and the chance of a refusal.
+Schedules, their costs and the segments that the loop drives are in units/streams.py; adapters on disk are in
+backbones/lora.py, SGMV in backbones/sgmv.py.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,11 +47,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Adapt, padding_mask
-from mini_ee.backbones.hub import hugging_face_names, read_tensors, write_tensors
-from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of
-from mini_ee.backbones.sgmv import expand_, shrink
-from mini_ee.data.files import write_bytes
+from mini_ee.backbones.bert import padding_mask
+from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of, load_adapters, save_adapters
+from mini_ee.backbones.sgmv import sgmv
 from mini_ee.data.options import check_options, option
 from mini_ee.data.tokens import batches
 from mini_ee.early_exit import Segments
@@ -54,7 +59,129 @@ from mini_ee.units.heads import exit_heads
 from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits, first_layers
 from mini_ee.units.streams import LoRASegments, restart
 
+DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
 
+TEACHER_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The method's own settings. Raises ValueError on a value that makes no sense."""
+
+    distill: str = option("segd", "what teaches an exit: nothing, the last exit or the next one", choices=DISTILL)
+    temperature: float = option(2.0, "T of Eq. 5; the paper tries 2, 10 and 20", above=0)
+    weight: float = option(0.95, "share of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1)
+    t_squared: bool = option(False, "multiply the distillation loss by T squared, which the paper does not")
+    rank: int = option(8, "of the adapters", least=1)
+    alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
+    targets: tuple[str, ...] = option(("query", "value"), "projections that have adapters", choices=tuple(TARGETS))
+
+    def __post_init__(self):
+        check_options(self)
+        check_lora(self.rank, self.alpha, self.targets)
+
+    def teacher_of(self, k: int, last: int) -> int | None:
+        """The exit that teaches exit k, or None."""
+        if self.distill == "vanilla" or k == last:
+            return None
+        return last if self.distill == "kd" else k + 1
+
+
+# ---- Equations ----
+def adapted_weight(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """Eq. 2, W + A B in one weight: weight (O, I), A (I, m), B (m, O) -> (O, I)."""
+    return weight + scale * (A @ B).T
+
+
+def exit_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, config: Config) -> Tensor:
+    """Eq. 3 where there is no teacher, else Eq. 4: the loss of one exit, the mean over rows.
+
+    logits (B, C), labels (B,), teacher (B, C): the logits of the exit that teaches.
+    """
+    hard = task_loss(logits, labels)
+    if teacher is None:
+        return hard
+    soft = distillation_loss(logits, teacher, config.temperature, config.t_squared)
+    return (1 - config.weight) * hard + config.weight * soft
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_squared: bool = False) -> Tensor:
+    """KL(teacher, student) of Eq. 4, the mean over rows; logits (B, C). A squared error where C = 1."""
+    if student.shape[1] == 1:
+        return F.mse_loss(student.float(), teacher.float())
+    teacher, student = log_soft_label(teacher, temperature), log_soft_label(student, temperature)
+    loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return loss * temperature**2 if t_squared else loss
+
+
+def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
+    """Eq. 5, its logarithm: (B, C) -> (B, C), in float32."""
+    return F.log_softmax(logits.float() / temperature, dim=-1)
+
+
+class Stacked(NamedTuple):
+    """The adapters of n streams on one projection of one layer."""
+
+    columns: slice  # of the output of the linear map that holds the projection, as `columns_of` says
+    A: Tensor  # (n, I, m)
+    B: Tensor  # (n, m, O)
+
+    def last(self, n: int) -> "Stacked":
+        """Those of the last n streams."""
+        return Stacked(self.columns, self.A[-n:], self.B[-n:])
+
+
+def low_rank(y: Tensor, x: Tensor, stacked: Stacked, starts: Sequence[int], scale: float) -> None:
+    """Eq. 6, the second term on one projection, added in place to the first: y_i += scale x_i A_i B_i.
+
+    x (N, T, I), y (N, T, all outputs of the linear map); rows starts[i] .. starts[i + 1] - 1 are those of stream i.
+    """
+    tokens = x.shape[1]
+    part = y.view(-1, y.shape[2])[:, stacked.columns]
+    sgmv(part, x.reshape(-1, x.shape[2]), stacked.A, stacked.B, [row * tokens for row in starts], scale)
+
+
+class Streams:
+    """The adapters of the exits first .. stop - 1, stacked; of a single exit, the parameters themselves."""
+
+    def __init__(self, model: "LoRAExits", first: int, stop: int):
+        self.scale = model.scale
+        self.layers: list[dict[str, list[Stacked]]] = []  # of each stored layer: linear map -> projections
+        for stored in range(len(model.adapters[stop - 1])):
+            exits = [adapters[stored] for adapters in model.adapters[first:stop] if len(adapters) > stored]
+            maps = {}
+            for target in model.targets:
+                columns = columns_of(model.backbone.layers[stored], target)
+                A, B = (_stacked([getattr(exit[target], part) for exit in exits]) for part in "AB")
+                maps.setdefault(TARGETS[target][0], []).append(Stacked(columns, A, B))
+            self.layers.append(maps)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [each for maps in self.layers for parts in maps.values() for part in parts for each in part[1:]]
+
+    def adapt(self, live: int, starts: Sequence[int] | None = None) -> Callable[[int, str, Tensor, Tensor], Tensor]:
+        """What the last `live` streams add to a linear map: (stored layer, its name, input, output) -> output.
+
+        starts (live + 1): where in the batch the rows of each begin, and the end; None: each has as many.
+        """
+
+        def adapt(stored: int, name: str, x: Tensor, y: Tensor) -> Tensor:
+            if name in self.layers[stored]:
+                rows = starts or range(0, len(x) + 1, len(x) // live)
+                for part in self.layers[stored][name]:
+                    low_rank(y, x, part.last(live), rows, self.scale)
+            return y
+
+        return adapt
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
+# ---- Model ----
 class LoRAExits(ExitModel):
     """A frozen backbone; for each exit adapters in the layers up to it, and a head."""
 
@@ -100,36 +227,49 @@ class LoRAExits(ExitModel):
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    def streams(self, first: int, stop: int) -> Streams:
+        """The streams of the exits first .. stop - 1."""
+        return Streams(self, first, stop)
+
+    def run_layers(self, hidden: Tensor, mask: Tensor | None, start: int, stop: int, adapt: Callable) -> Tensor:
+        """hidden[start] -> hidden[stop], both (N, T, D), with what `adapt` (Streams.adapt) adds; mask (N, 1, 1, T)."""
+        return self.backbone.run_layers(hidden, mask, start, stop, adapters=lambda stored: partial(adapt, stored))
+
     def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
         mask = padding_mask(attention_mask)
         hidden = self.backbone.embed(input_ids, token_type_ids)
-        hidden = self.backbone.run_layers(hidden, mask, 0, self.exits[k], adapters=self.streams(k, k + 1))
+        hidden = self.run_layers(hidden, mask, 0, self.exits[k], self.streams(k, k + 1).adapt(1))
         return self.heads[k](hidden, mask)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """Logits (B, C) of every exit."""
         return [self.exit_logits(k, input_ids, attention_mask, token_type_ids) for k in range(len(self.exits))]
 
-    def streams(self, first: int, stop: int) -> Callable[[int], Adapt]:
-        """Eq. 6 for the streams of the exits first .. stop - 1, which stand one after the other in the batch."""
+    def ragged(
+        self, exit_of_row: Sequence[int], input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
+    ) -> Tensor:
+        """Logits (B, C) of each row at an exit of its own, exit_of_row (B,) from 0, in one pass through the layers.
 
-        def adapters(layer: int) -> Adapt:
-            stacked = {
-                target: Stacked(
-                    columns_of(self.backbone.layers[layer], target),
-                    *(
-                        torch.stack([getattr(self.adapters[k][layer][target], part) for k in range(first, stop)])
-                        for part in "AB"
-                    ),
-                )
-                for target in self.targets
-            }
-            return low_rank(stacked, self.scale)
+        This is what a server runs whose requests have reached different exits. Rows are sorted by exit, so that the
+        segments of Eq. 6 are of unequal length, and go no deeper than their exit.
+        """
+        K, exit_of_row = len(self.exits), np.asarray(exit_of_row)
+        if exit_of_row.shape != (len(input_ids),) or exit_of_row.min() < 0 or exit_of_row.max() >= K:
+            raise ValueError(f"expected exits from 0 to {K - 1} of {len(input_ids)} rows, got {exit_of_row.tolist()}")
+        order = torch.from_numpy(exit_of_row.argsort(kind="stable")).to(input_ids.device)
+        counts = np.bincount(exit_of_row, minlength=K).tolist()
+        streams, logits = self.streams(0, K), []
+        hidden, mask = self.backbone.embed(input_ids[order], token_type_ids[order]), padding_mask(attention_mask[order])
+        for k in range(exit_of_row.max() + 1):
+            adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
+            hidden = self.run_layers(hidden, mask, self.starts[k], self.exits[k], adapt)
+            leave = slice(counts[k])
+            logits.append(self.heads[k](hidden[leave], None if mask is None else mask[leave]))
+            hidden, mask = hidden[counts[k] :], None if mask is None else mask[counts[k] :]
+        return torch.cat(logits)[order.argsort()]
 
-        return adapters
-
-    def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> "LoRASegments":
+    def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:
         """What early_exit drives; restart by default."""
         return LoRASegments(self, schedule or restart(len(self.exits)))
 
@@ -154,196 +294,47 @@ class LoRAExits(ExitModel):
             for layer, adapters in zip(small.layers, self.adapters[k]):
                 for target, pair in adapters.items():
                     weight = getattr(layer, TARGETS[target][0]).weight[columns_of(layer, target)]
-                    weight += self.scale * (pair.A @ pair.B).T
+                    weight.copy_(adapted_weight(weight, pair.A, pair.B, self.scale))
         with torch.random.fork_rng():  # what is drawn is overwritten
             model = RowExits(small, (self.exits[k],), self.num_labels, self.pool)
         model.heads[0] = deepcopy(self.heads[k])
         return model.eval()
 
 
-class Stacked(NamedTuple):
-    """A projection's adapters of n streams."""
-
-    columns: slice  # as `columns_of` says
-    A: Tensor  # (n, I, r)
-    B: Tensor  # (n, r, O)
-
-
-def low_rank(stacked: dict[str, Stacked], scale: float) -> Adapt:
-    """The second term of Eq. 6 in one layer, of n streams. stacked: by target.
-
-    Streams carry the same tokens: the segments of SGMV are equal. Projections of one linear map shrink together.
-    """
-    maps: dict[str, list[Stacked]] = {}
-    for target, adapters in stacked.items():
-        maps.setdefault(TARGETS[target][0], []).append(adapters)
-    shrinks = {linear: torch.cat([part.A for part in parts], dim=2) for linear, parts in maps.items()}
-
-    def adapt(name: str, x: Tensor, y: Tensor) -> Tensor:
-        if name not in maps:
-            return y
-        n, rank = len(shrinks[name]), maps[name][0].A.shape[2]
-        shrunk = shrink(x.reshape(n, -1, x.shape[-1]), shrinks[name])  # (n, B T, r x projections)
-        out = y.view(n, -1, y.shape[-1])
-        for number, (columns, _, B) in enumerate(maps[name]):
-            expand_(out[..., columns], shrunk[..., number * rank : (number + 1) * rank], B, scale)
-        return y
-
-    return adapt
-
-
-# ---- On disk: PEFT's layout, one folder an exit ----
-def save_adapters(model: LoRAExits, folder: Path, base: str) -> dict[str, str]:
-    """Write exit_{e}/adapter_model.safetensors and adapter_config.json; returns the tensors' checksums by file."""
-    digests = {}
-    for k, layer in enumerate(model.exits):
-        exit_folder = folder / f"exit_{layer}"
-        exit_folder.mkdir()
-        tensors = {}
-        for ours, theirs in _peft_names(model, k).items():
-            stored, target, part = ours
-            tensors[theirs] = getattr(model.adapters[k][stored][target], part).T  # PEFT keeps A and B transposed
-        name = f"exit_{layer}/adapter_model.safetensors"
-        digests[name] = write_tensors(folder / name, tensors)
-        config = {
-            "peft_type": "LORA",
-            "base_model_name_or_path": base,
-            "r": model.rank,
-            "lora_alpha": model.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "target_modules": sorted(
-                {_peft_module(model, stored, target) for stored, target, _ in _peft_names(model, k)}
-            ),
-            "task_type": None,
-        }
-        write_bytes(exit_folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
-    return digests
-
-
-def load_adapters(model: LoRAExits, folder: Path, digests: dict[str, str]) -> None:
-    """Read what save_adapters wrote. Raises FileNotFoundError for a missing exit, ValueError for what does not fit."""
-    for k, layer in enumerate(model.exits):
-        path = folder / f"exit_{layer}" / "adapter_model.safetensors"
-        tensors = read_tensors(path, digests.get(f"exit_{layer}/{path.name}"))
-        names = _peft_names(model, k)
-        if set(tensors) != set(names.values()):
-            raise ValueError(f"{path}: the tensors do not fit exit {layer} with targets {', '.join(model.targets)}")
-        for (stored, target, part), theirs in names.items():
-            parameter = getattr(model.adapters[k][stored][target], part)
-            if tensors[theirs].shape != parameter.T.shape:
-                found, wanted = tuple(tensors[theirs].shape), tuple(parameter.T.shape)
-                raise ValueError(f"{path}: {theirs} must have shape {wanted}, found {found}: another backbone or rank")
-            parameter.data = tensors[theirs].float().T.contiguous()  # adapters in float16 are computed in float32
-
-
-def _peft_names(model: LoRAExits, k: int) -> dict[tuple[int, str, str], str]:
-    """(stored layer, target, A or B) -> the tensor's name in PEFT."""
-    return {
-        (stored, target, part): f"base_model.model.{_peft_module(model, stored, target)}.lora_{part}.weight"
-        for stored in range(len(model.adapters[k]))
-        for target in model.targets
-        for part in "AB"
-    }
-
-
-def _peft_module(model: LoRAExits, stored: int, target: str) -> str:
-    linear, part = TARGETS[target]
-    names = hugging_face_names(model.backbone.config.model_type, f"layers.{stored}.{linear}.weight")
-    return names[part].removesuffix(".weight")
-
-
-TEACHERS = ("vanilla", "kd", "segd")
-
-TEACHER_BATCH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of the method."""
-
-    distill: str = option("segd", "who teaches an exit; segd: the next one", choices=TEACHERS)
-    temperature: float = option(2.0, "T of the soft labels, Eq. 5; the paper tries 2, 10, 20", above=0)
-    weight: float = option(0.95, "share of the distillation loss, Eq. 4", flag="--lambda", least=0, most=1)
-    t_squared: bool = option(False, "times the temperature squared, which the paper has not")
-    rank: int = option(8, "of the adapters", least=1)
-    alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
-    targets: tuple[str, ...] = option(("query", "value"), "projections with adapters", choices=tuple(TARGETS))
-
-    def __post_init__(self):
-        check_options(self)
-        check_lora(self.rank, self.alpha, self.targets)
-
-    def teacher_of(self, k: int, last: int) -> int | None:
-        """The exit that teaches exit k, or None."""
-        if self.distill == "vanilla" or k == last:
-            return None
-        return last if self.distill == "kd" else k + 1
-
-
-def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
-    """Eq. 5, its logarithm: (B, C) -> (B, C), in float32."""
-    return F.log_softmax(logits.float() / temperature, dim=-1)
-
-
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_squared: bool = False) -> Tensor:
-    """KL(teacher, student) of Eq. 4, the mean over rows; logits (B, C). A squared error where C = 1."""
-    if student.shape[1] == 1:
-        return F.mse_loss(student.float(), teacher.float())
-    teacher, student = log_soft_label(teacher, temperature), log_soft_label(student, temperature)
-    loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    return loss * temperature**2 if t_squared else loss
-
-
-def exit_loss(model: LoRAExits, batch: Batch, k: int, how: Config) -> Tensor:
-    """Eq. 3 where there is no teacher, else Eq. 4."""
-    logits = model.exit_logits(k, *batch.inputs)
-    hard = task_loss(logits, batch.labels)
-    if batch.taught is None:
-        return hard
-    soft = distillation_loss(logits, batch.taught, how.temperature, how.t_squared)
-    return (1 - how.weight) * hard + how.weight * soft
-
-
-def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
-    """What exit k, frozen, says of all rows: (N, C). Asked once: it does not change while its student learns."""
-    encoded, device, said = data.encoded, next(model.parameters()).device, None
-    model.eval()
-    with torch.no_grad():
-        for rows in batches(encoded, TEACHER_BATCH):
-            inputs = encoded.batch(rows)
-            arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-            logits = model.exit_logits(k, *(torch.from_numpy(array).to(device) for array in arrays))
-            if said is None:
-                said = np.empty((len(encoded), logits.shape[1]), np.float32)
-            said[rows] = logits.float().cpu().numpy()
-    return said
-
-
-def recipe(model: LoRAExits, how: Config) -> list[Stage]:
+# ---- Recipe ----
+def recipe(model: LoRAExits, config: Config) -> list[Stage]:
     """One stage an exit, the last one first."""
     last = len(model.exits) - 1
-    stages = []
-    for k in range(last, -1, -1):
-        teacher = how.teacher_of(k, last)
-        own = (f"adapters.{k}.", f"heads.{k}.")
-        stages.append(
-            Stage(
-                name=f"exit {model.exits[k]}",
-                learns=lambda name, own=own: name.startswith(own),
-                loss=partial(exit_loss, k=k, how=how),
-                score=lambda scores, k=k: float(scores[k]),
-                teacher=None if teacher is None else partial(teach, k=teacher),
-            )
-        )
-    return stages
+    return [_stage(model.exits[k], k, config.teacher_of(k, last), config) for k in range(last, -1, -1)]
 
 
-def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, how: Config) -> LoRAExits:
+def _stage(layer: int, k: int, teacher: int | None, config: Config) -> Stage:
+    def loss(model: LoRAExits, batch: Batch) -> Tensor:
+        return exit_loss(model.exit_logits(k, *batch.inputs), batch.labels, batch.taught, config)
+
+    return Stage(
+        name=f"exit {layer}",
+        learns=lambda name: name.startswith((f"adapters.{k}.", f"heads.{k}.")),
+        loss=loss,
+        score=lambda scores: float(scores[k]),
+        teacher=None if teacher is None else partial(teach, k=teacher),
+    )
+
+
+@torch.no_grad()
+def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
+    """The logits of exit k, frozen, on all rows: (N, C). Computed once: they stay while the student learns."""
+    device = next(model.parameters()).device
+    logits = np.empty((len(data), model.num_labels), np.float32)
+    for rows in batches(data.encoded, TEACHER_BATCH):
+        inputs, _ = data.batch(rows, device)
+        logits[rows] = model.exit_logits(k, *inputs).float().numpy(force=True)
+    return logits
+
+
+def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> LoRAExits:
     """The model with the adapters that the settings ask for."""
-    shape = {"rank": how.rank, "alpha": how.alpha, "targets": how.targets}
+    shape = {"rank": config.rank, "alpha": config.alpha, "targets": config.targets}
     return LoRAExits(backbone, exits, num_labels, pool, **shape)
 
 

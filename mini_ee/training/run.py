@@ -92,8 +92,9 @@ class Run(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all that the model holds in memory: backbone, adapters, heads. LoRAExit, Tables 2 and 10."""
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+        """Of all that is held in memory, stacked copies of adapters too. LoRAExit, Tables 2 and 10."""
+        segments = self.segments()
+        return getattr(segments, "bytes_held", sum(parameter.nbytes for parameter in self.model.parameters()))
 
     def encode(self, texts) -> Encoded:
         """Tokenize texts of one sentence or two, checked against the backbone."""

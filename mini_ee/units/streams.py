@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Adapt, padding_mask
+from mini_ee.backbones.bert import padding_mask
 from mini_ee.backbones.flops import backbone_layer_flops, head_flops
 from mini_ee.early_exit import Reading, Segments
 
@@ -67,13 +67,10 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
         runs = {}
         for k in range(K):
             for n in range(1, K - k + 1):
-                adapters = model.streams(k, k + n)
-                stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
+                adapt = model.streams(k, k + n).adapt(n)
                 hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
                 for place, start in enumerate((0, model.starts[k])):
-                    layers = start, model.exits[k]
-                    run = partial(model.backbone.run_layers, hidden, None, *layers, adapters=stacked.__getitem__)
-                    runs[place, k, n - 1] = run
+                    runs[place, k, n - 1] = partial(model.run_layers, hidden, None, start, model.exits[k], adapt)
         for turn in seconds:
             for place, run in runs.items():
                 begin = time.perf_counter()
@@ -107,15 +104,15 @@ class LoRASegments(Segments):
         self.model, self.exits, self.schedule = model.eval(), model.exits, schedule
         self.device = next(model.parameters()).device
         self._group = {k: group for group in schedule for k in group}
-        self._streams = {}
-        for k, group in self._group.items():
-            self._streams[k] = self._stack(k, group[-1] + 1)
+        with torch.no_grad():
+            self._streams = {group[0]: model.streams(group[0], group[-1] + 1) for group in schedule}
 
-    def _stack(self, first: int, stop: int) -> list[Adapt]:
-        """What the streams first .. stop - 1 add in each stored layer of segment `first`; stacked once, not a batch."""
-        with torch.inference_mode():
-            adapters = self.model.streams(first, stop)
-            return [adapters(layer) for layer in range(len(self.model.adapters[first]))]
+    @property
+    def bytes_held(self) -> int:
+        """Of all weights in memory: the model's parameters, and adapters that are stacked for streams side by side."""
+        stacked = (tensor for streams in self._streams.values() for tensor in streams.tensors)
+        storages = [tensor.untyped_storage() for tensor in (*self.model.parameters(), *stacked)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def running(self) -> torch.inference_mode:
         return torch.inference_mode()
@@ -133,9 +130,8 @@ class LoRASegments(Segments):
         hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
         mask = None if state.mask is None else state.mask.repeat(len(hidden), 1, 1, 1)
         start = 0 if begins else self.exits[k - 1]
-        flat = self.model.backbone.run_layers(
-            hidden.flatten(0, 1), mask, start, self.exits[k], adapters=self._streams[k].__getitem__
-        )
+        adapt = self._streams[group[0]].adapt(len(hidden))
+        flat = self.model.run_layers(hidden.flatten(0, 1), mask, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
 
     def read(self, k: int, state: LoRAState) -> Reading:
