@@ -221,7 +221,7 @@ def test_every_activation_is_exported(activation, tmp_path):
     config = read_json(GOLDEN / "llama" / "config.json") | {"hidden_act": activation, "initializer_range": 0.3}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        decoder = Decoder(DecoderConfig.from_dict(config)).eval()
+        decoder = Decoder(DecoderConfig.from_hugging_face(config)).eval()
     manifest = plain(decoder).export(tmp_path / "exported")
     assert manifest["verified"]["max_logit_difference"] < ATOL
 

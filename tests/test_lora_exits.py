@@ -20,7 +20,6 @@ from mini_ee.methods.lora_exits import Distillation, LoRAExits, load_adapters, r
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.training.fit import TrainConfig
 from mini_ee.training.run import load_run, train_run
-from mini_ee.units.rows import without_heads
 from mini_ee.units.streams import Costs, cheapest_schedule, expected_seconds, measure_costs, parallel, restart
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
@@ -35,7 +34,7 @@ def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=
         torch.manual_seed(4)
         decoder = model_type in DECODERS
         backbone = (random_decoder if decoder else random_bert)(model_type, exits[-1])
-        model = LoRAExits(without_heads(backbone), exits, 3, pool, rank=rank, targets=targets).eval()
+        model = LoRAExits(backbone.without_heads(), exits, 3, pool, rank=rank, targets=targets).eval()
         for parameter in model.adapters.parameters():
             torch.nn.init.normal_(parameter, std=0.15)
         for head in model.heads:

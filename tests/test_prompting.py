@@ -212,13 +212,13 @@ def test_with_embeddings_layer_0_is_an_exit_that_costs_no_layer(pair):
     assert (ends[0].cost.layer_passes == 3).all() and (ends[0].cost.flops == ends[1].cost.flops).all()
 
 
-def test_operations_are_counted_once_a_layer_and_once_the_vocabulary():
+def test_operations_are_counted_once_a_layer_and_once_the_label_words():
     model, tokenizer = encoder_model()
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
-    tokens, vocabulary = inputs.input_ids.shape[1], model.backbone.config.vocab_size
+    tokens, words = inputs.input_ids.shape[1], len(tokenizer.label_tokens)
     layer = 2 * tokens * (4 * 16 * 16 + 2 * 16 * 32) + 4 * tokens * tokens * 16
     result = early_exit(model.segments(), FixedExit(1), inputs)
-    assert (result.cost.flops == 2 * layer + 2 * 16 * vocabulary).all()
+    assert (result.cost.flops == 2 * layer + 2 * 16 * 16 + 2 * 16 * words).all()
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -324,7 +324,7 @@ def test_an_encoder_without_its_head_a_tokenizer_without_mask_and_the_wrong_kind
     with pytest.raises(ValueError, match="the tokenizer has no mask token"):
         PromptTokenizer(bytelevel(), 24, IT_WAS)
     model.backbone.lm_head = None
-    with pytest.raises(ValueError, match="this encoder has no masked-LM head"):
+    with pytest.raises(ValueError, match="this bert has no masked-LM head"):
         PromptModel(model.backbone, tokenizer)
 
 

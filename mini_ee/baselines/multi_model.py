@@ -10,26 +10,25 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.backbones.llama import Decoder
+from mini_ee.backbones.backbone import Backbone
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.training.fit import Stage, task_loss
-from mini_ee.units.rows import MultiExit, TorchState, check_exits, first_layers
+from mini_ee.units.rows import MultiExit, TorchState, check_exits
 
 
 class MultiModel(nn.Module):
     """One model for each depth in `exits`, each a MultiExit with its last exit only."""
 
-    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__()
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.models = nn.ModuleList(
-            MultiExit(first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
+            MultiExit(backbone.first_layers(layer), (layer,), num_labels, pool) for layer in self.exits
         )
 
     @property
-    def backbone(self) -> Bert | Decoder:
+    def backbone(self) -> Backbone:
         """That of the deepest model."""
         return self.models[-1].backbone
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import DECODERS, read_config
+from mini_ee.backbones.hub import backbone_class, read_config
 from mini_ee.calibration import check_promise
 from mini_ee.cli.arguments import (
     check_device,
@@ -42,7 +42,7 @@ from mini_ee.cli.writing_commands import is_for_decoders, train_writer
 from mini_ee.confidence import log_softmax, max_probability
 from mini_ee.data.files import read_json
 from mini_ee.data.metrics import spearman
-from mini_ee.data.prompts import DECODER, ENCODER, PROMPTS, Prompt, prompt_of
+from mini_ee.data.prompts import PROMPTS, Prompt, prompt_of
 from mini_ee.data.tasks import Task, holdout, load_task, toy_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.export.runtime import MANIFEST, Runtime, share_threads
@@ -57,6 +57,7 @@ from mini_ee.training.fit import TrainConfig
 from mini_ee.training.methods import CONFIGURED, OF_CLASSES
 from mini_ee.training.rule import calibrate_record
 from mini_ee.training.run import Run, collect_run, load_run, prompt_run, split_rows, train_run, versions, write_rule
+from mini_ee.units.prompts import KIND_READ_AT
 from mini_ee.units.recording import record
 
 FEW_SHOT_LR, FEW_SHOT_EPOCHS, FEW_SHOT_BATCH = 3e-4, 15, 8  # of the built-in models; LM-BFF's are larger, lr 1e-5
@@ -235,7 +236,7 @@ def refuse_prompt(args, instead: str) -> None:
 
 def choose_prompt(args, task: Task, model_folder: Path) -> Prompt:
     """The prompt that the command line gives, or the one of prompts.json or of --prompts for this task."""
-    kind = DECODER if read_config(model_folder / "config.json").model_type in DECODERS else ENCODER
+    kind = KIND_READ_AT[backbone_class(read_config(model_folder / "config.json").model_type).reads_prompt_at]
     if (args.template is None) != (args.words is None) or (args.template and args.prompts):
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:

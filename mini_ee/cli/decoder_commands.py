@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import BUILT_IN_DECODER, DECODERS, backbone_sha256, load_backbone, read_config
+from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, generates, load_backbone, read_config
 from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines.calm import CalmDecoder
 from mini_ee.data.files import read_json, read_text, sole_writer
@@ -485,8 +485,8 @@ def check_decoder(folder: Path) -> None:
     found = read_json(folder / "config.json")
     if "method" in found:
         raise WrongArguments(f"{folder}: holds a run of {found['method']}; give a decoder's checkpoint")
-    if (kind := read_config(folder / "config.json").model_type) not in DECODERS:
-        raise WrongArguments(f"{folder}: holds a {kind}, which writes no text; give one of {', '.join(DECODERS)}")
+    if not generates(kind := read_config(folder / "config.json").model_type):
+        raise WrongArguments(f"{folder}: holds a {kind}, which writes no text; give a decoder's checkpoint")
 
 
 def holds_writer(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import mini_ee.baselines.calm as calm
 import mini_ee.methods.consistent_tokens as decoder_policies
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import BUILT_IN_DECODER, DECODERS, backbone_sha256
+from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, generates
 from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines.calm import calibrate, learn_classifier
 from mini_ee.cli.decoder_commands import WRITERS, holds_writer, open_decoder, unfinished_training
@@ -63,7 +63,7 @@ def is_for_decoders(args) -> bool:
     config = args.model and args.model / "config.json"
     kind = read_json(config).get("model_type") if config and config.is_file() else None
     classifies = args.task is not None and Path(args.task).is_dir()
-    return args.method == "calm" or (args.method == "consistent" and kind in DECODERS and not classifies)
+    return args.method == "calm" or (args.method == "consistent" and generates(kind) and not classifies)
 
 
 # ---- train ----

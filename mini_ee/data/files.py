@@ -27,10 +27,17 @@ def read_text(path: Path) -> str:
         raise WrongArguments(f"{path}: expected text in UTF-8, found {error.reason} at byte {error.start}") from None
 
 
+def check_regular(path: Path) -> None:
+    """Raise ValueError where something else than a file stands: reading a device or a pipe would never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'a device or a pipe'}")
+
+
 def read_json(path: Path, signed: str | None = None) -> dict:
     """A JSON object; its checksum is compared where it carries one, and must be there beside the key `signed`."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -58,6 +65,7 @@ def json_sha256(content: dict | Sequence) -> str:
 
 def file_sha256(path: Path) -> str:
     """The digest of a file's content, read in pieces."""
+    check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

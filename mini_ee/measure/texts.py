@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import DECODERS, load_backbone
+from mini_ee.backbones.hub import generates, load_backbone
 from mini_ee.backbones.llama import Decoder
 from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, exit_indices
 from mini_ee.confidence import MEASURES
@@ -363,7 +363,7 @@ def holds_decoder(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     config = read_json(folder / "config.json")
-    return config.get("method") == "self-supervised" or config.get("model_type") in DECODERS
+    return config.get("method") == "self-supervised" or generates(config.get("model_type"))
 
 
 def open_decoder_run(folder: Path, backbone_folder: Path | None, device: str) -> Opened:

@@ -28,7 +28,7 @@ all of them from measured costs and the chance of a refusal.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -40,9 +40,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Adapt, Bert, padding_mask
+from mini_ee.backbones.backbone import Adapt, Backbone, Tensors
+from mini_ee.backbones.bert import AdaptLayer
 from mini_ee.backbones.hub import hugging_face_names, read_tensors, write_tensors
-from mini_ee.backbones.llama import Decoder
 from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of
 from mini_ee.backbones.sgmv import expand_, shrink
 from mini_ee.data.files import write_bytes
@@ -50,7 +50,7 @@ from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Segments
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.units.heads import exit_heads
-from mini_ee.units.rows import MultiExit, check_exits, first_layers
+from mini_ee.units.rows import MultiExit, check_exits
 from mini_ee.units.streams import LoRASegments, restart
 
 
@@ -59,7 +59,7 @@ class LoRAExits(nn.Module):
 
     def __init__(
         self,
-        backbone: Bert | Decoder,
+        backbone: Backbone,
         exits: tuple[int, ...],
         num_labels: int,
         pool: str = "mean",
@@ -70,10 +70,9 @@ class LoRAExits(nn.Module):
     ):
         super().__init__()
         check_lora(rank, alpha, targets)
-        there = [target for target, (linear, _) in TARGETS.items() if hasattr(backbone.layers[0], linear)]
-        if strange := [target for target in targets if target not in there]:
-            kind = backbone.config.model_type
-            raise ValueError(f"targets of a {kind} must be some of {', '.join(there)}, got {', '.join(strange)}")
+        if strange := [target for target in targets if target not in backbone.projections]:
+            kind, there = backbone.config.model_type, ", ".join(backbone.projections)
+            raise ValueError(f"targets of a {kind} must be some of {there}, got {', '.join(strange)}")
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)
@@ -99,19 +98,19 @@ class LoRAExits(nn.Module):
 
     def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
-        mask = padding_mask(attention_mask)
-        hidden = self.backbone.embed(input_ids, token_type_ids)
-        hidden = self.backbone.run_layers(hidden, mask, 0, self.exits[k], adapters=self.streams(k, k + 1))
-        return self.heads[k](hidden, mask)
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, hidden = self.backbone.around(inputs), self.backbone.embed(inputs)
+        hidden = self.backbone.run_layers(hidden, around, 0, self.exits[k], self.streams(k, k + 1))
+        return self.heads[k](hidden, around.padding)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """Logits (B, C) of every exit."""
         return [self.exit_logits(k, input_ids, attention_mask, token_type_ids) for k in range(len(self.exits))]
 
-    def streams(self, first: int, stop: int) -> Callable[[int], Adapt]:
+    def streams(self, first: int, stop: int) -> Adapt:
         """Eq. 6 for the streams of the exits first .. stop - 1, which stand one after the other in the batch."""
 
-        def adapters(layer: int) -> Adapt:
+        def adapter(layer: int) -> AdaptLayer:
             stacked = {
                 target: Stacked(
                     columns_of(self.backbone.layers[layer], target),
@@ -124,7 +123,8 @@ class LoRAExits(nn.Module):
             }
             return low_rank(stacked, self.scale)
 
-        return adapters
+        adapters = [adapter(layer) for layer in range(len(self.adapters[first]))]
+        return lambda layer, name, x, y: adapters[layer](name, x, y)
 
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> "LoRASegments":
         """What early_exit drives; restart by default."""
@@ -136,7 +136,7 @@ class LoRAExits(nn.Module):
 
     def merged(self, k: int) -> MultiExit:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
-        small = first_layers(self.backbone, self.exits[k])
+        small = self.backbone.first_layers(self.exits[k])
         with torch.no_grad():
             for layer, adapters in zip(small.layers, self.adapters[k]):
                 for target, pair in adapters.items():
@@ -156,7 +156,7 @@ class Stacked(NamedTuple):
     B: Tensor  # (n, r, O)
 
 
-def low_rank(stacked: dict[str, Stacked], scale: float) -> Adapt:
+def low_rank(stacked: dict[str, Stacked], scale: float) -> AdaptLayer:
     """The second term of Eq. 6 in one layer, of n streams. stacked: by target.
 
     Streams carry the same tokens: the segments of SGMV are equal. Projections of one linear map shrink together.

@@ -24,17 +24,16 @@ import torch
 from torch import nn
 
 from mini_ee import __version__
-from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import (
-    DECODERS,
     backbone_sha256,
+    empty_backbone,
     load_backbone,
     load_strict,
     read_tensors,
     save_backbone,
     write_tensors,
 )
-from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import Prompt, PromptTokenizer, check_prompt
@@ -52,7 +51,7 @@ from mini_ee.training.methods import MODELS
 from mini_ee.training.rule import Candidates, default_rule
 from mini_ee.units.prompts import PromptModel, draw_shots
 from mini_ee.units.recording import exit_scores, record, summary
-from mini_ee.units.rows import MultiExit, without_heads
+from mini_ee.units.rows import MultiExit
 
 FORMAT_VERSION = 1
 
@@ -95,12 +94,12 @@ class Run(NamedTuple):
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
-def encode(tokenizer: Tokenizer, texts, config: BertConfig | DecoderConfig) -> Encoded:
+def encode(tokenizer: Tokenizer, texts, config) -> Encoded:
     """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
     encoded = tokenizer.encode(texts)
     kinds = [("token", encoded.ids, config.vocab_size)]
-    if isinstance(config, BertConfig):  # a decoder has no use for types
-        kinds.append(("type", encoded.type_ids, config.type_vocab_size))
+    if config.token_types is not None:
+        kinds.append(("type", encoded.type_ids, config.token_types))
     for kind, rows, size in kinds:
         largest = max(int(row.max()) for row in rows)
         if largest >= size:
@@ -234,7 +233,7 @@ def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Modul
     tensors = read_tensors(folder / "model.safetensors", config["files"]["model.safetensors"])
     build = MODELS[config["model"]]
     if build is LoRAExits:
-        backbone = without_heads(_backbone_of(source, folder, backbone_folder))
+        backbone = _backbone_of(source, folder, backbone_folder).without_heads()
         model = LoRAExits(backbone, *shape, **config["lora"])
         load_adapters(model, folder, config["files"])
         trained, prefix = model.heads, "heads."
@@ -247,14 +246,6 @@ def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Modul
     return model, Tokenizer.from_folder(folder, config["max_length"])
 
 
-def empty_backbone(config: dict, lm_head: bool = False) -> Bert | Decoder:
-    """A backbone with weights yet to come, from what its config's to_dict gave; with its head to words or without."""
-    if config["model_type"] in DECODERS:
-        decoder = Decoder(DecoderConfig.from_dict(config))
-        return decoder if lm_head else without_heads(decoder)
-    return Bert(BertConfig(**config), pooler=False, lm_head=lm_head)
-
-
 def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptModel, PromptTokenizer]:
     """A backbone through its own head, which no training of ours has touched but that of a few shots."""
     backend = Tokenizer.from_folder(folder).backend
@@ -263,14 +254,14 @@ def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptM
     return PromptModel(backbone, tokenizer, tuple(config["exits"])), tokenizer
 
 
-def open_encoder(source: dict, backbone: Bert | Decoder) -> OwnStates | SentenceEncoder:
+def open_encoder(source: dict, backbone: Backbone) -> OwnStates | SentenceEncoder:
     """The encoder of a datastore's queries: a layer of the model itself, or a checkpoint in a folder."""
     if source["encoder"] is None:
         return OwnStates(backbone, source["layer"])
     return SentenceEncoder(source["encoder"])
 
 
-def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Bert | Decoder:
+def _backbone_of(source: dict, run: Path, folder: str | Path | None) -> Backbone:
     """The backbone that a run was made with, or an error: adapters and values fit one backbone only."""
     folder = Path(folder or run / source["folder"])  # an absolute path stands for itself
     if not folder.is_dir():
@@ -335,7 +326,7 @@ def train_run(
     state_folder = training_folder(out)
     if not resume:
         _refuse_state(state_folder)
-    backbone = without_heads(load_backbone(model_folder))
+    backbone = load_backbone(model_folder).without_heads()
     tokenizer = Tokenizer.from_folder(model_folder, min(max_length, backbone.config.max_tokens))
     train, held = (
         Data(encode(tokenizer, part.texts, backbone.config), part.labels)

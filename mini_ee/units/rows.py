@@ -6,37 +6,16 @@ PolicyExits         the same, whose exits say themselves when to leave: an exit_
 TorchSegments       the model as segments for early_exit
 """
 
-from copy import deepcopy
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert, padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops, head_flops
-from mini_ee.backbones.llama import Decoder
+from mini_ee.backbones.backbone import Around, Backbone, Tensors
+from mini_ee.backbones.flops import head_flops
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.units.heads import exit_heads
-
-
-def without_heads(backbone: Bert | Decoder) -> Bert | Decoder:
-    """The same backbone, without what exits do not read: poolers, the head to words and, in a decoder, its norm."""
-    backbone.lm_head = None
-    if isinstance(backbone, Bert):
-        backbone.poolers = nn.ModuleDict()
-    else:
-        backbone.norm = None
-    return backbone
-
-
-def first_layers(backbone: Bert | Decoder, layers: int) -> Bert | Decoder:
-    """A copy of the embeddings and the layers 1 .. layers."""
-    kept = deepcopy(backbone.layers[:layers])
-    small = without_heads(deepcopy(backbone, {id(backbone.layers): kept}))  # the other layers are not copied
-    small.config = replace(backbone.config, num_hidden_layers=layers)
-    return small
 
 
 def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
@@ -63,7 +42,7 @@ def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 class MultiExit(nn.Module):
     """A backbone with a head after each layer in `exits`. num_labels is 1 for regression."""
 
-    def __init__(self, backbone: Bert | Decoder, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str = "mean"):
         super().__init__()
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
@@ -77,11 +56,11 @@ class MultiExit(nn.Module):
 
         detach: no gradient flows from an exit past the one before it (SWEET).
         """
-        mask = padding_mask(attention_mask)
-        hidden, depth, logits = self.backbone.embed(input_ids, token_type_ids), 0, []
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, hidden, depth, logits = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
         for layer, head in zip(self.exits, self.heads):
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            logits.append(head(hidden, mask))
+            hidden, depth = self.backbone.run_layers(hidden, around, depth, layer), layer
+            logits.append(head(hidden, around.padding))
             hidden = hidden.detach() if detach else hidden
         return logits
 
@@ -98,11 +77,11 @@ class TorchState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
-    mask: Tensor | None  # (B, 1, 1, T)
+    around: Around
 
     def keep(self, rows: np.ndarray) -> "TorchState":
         index = torch.from_numpy(rows).to(self.hidden.device)
-        return TorchState(self.hidden[index], None if self.mask is None else self.mask[index])
+        return TorchState(self.hidden[index], self.around.keep(index))
 
 
 class TorchSegments(Segments):
@@ -113,7 +92,6 @@ class TorchSegments(Segments):
     def __init__(self, model: MultiExit):
         self.model = model.eval()
         self.exits = model.exits
-        self.device = next(model.parameters()).device
         self.starts = (0, *model.exits)
 
     def running(self) -> torch.inference_mode:
@@ -121,25 +99,20 @@ class TorchSegments(Segments):
         return torch.inference_mode()
 
     def start(self, inputs) -> TorchState:
-        hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
-        # Asked of the inputs: on a GPU the question to a tensor would wait for the device.
-        return TorchState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return TorchState(self.model.backbone.embed(inputs), self.model.backbone.around(inputs))
 
     def advance(self, k: int, state: TorchState) -> TorchState:
-        hidden = self.model.backbone.run_layers(state.hidden, state.mask, self.starts[k], self.exits[k])
-        return TorchState(hidden, state.mask)
+        hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
+        return TorchState(hidden, state.around)
 
     def read(self, k: int, state: TorchState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden, state.mask).float().numpy(force=True))
+        return Reading(self.model.heads[k](state.hidden, state.around.padding).float().numpy(force=True))
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
         averaged = tokens if self.model.pool == "mean" else 0
         head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
-        return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head
+        return self.layer_passes(k) * backbone.layer_flops(tokens), head
 
 
 class PolicyExits(MultiExit):
@@ -153,11 +126,11 @@ class PolicyExits(MultiExit):
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """The pooled state of every exit, (B, D) each. The three inputs are (B, T) int64."""
-        mask = padding_mask(attention_mask)
-        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
         for layer, head in zip(self.exits, self.heads):
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            states.append(head.state(hidden, mask))
+            hidden, depth = self.backbone.run_layers(hidden, around, depth, layer), layer
+            states.append(head.state(hidden, around.padding))
         return states
 
     def classify(self, k: int, state: Tensor) -> Tensor:
@@ -182,7 +155,7 @@ class PolicySegments(TorchSegments):
     """The segments of a PolicyExits in eval mode."""
 
     def read(self, k: int, state: TorchState) -> Reading:
-        s = self.model.heads[k].state(state.hidden, state.mask)
+        s = self.model.heads[k].state(state.hidden, state.around.padding)
         logits = self.model.classify(k, s).float().numpy(force=True)
         if k == len(self.exits) - 1:
             return Reading(logits)

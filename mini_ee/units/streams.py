@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Adapt, padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops, head_flops
+from mini_ee.backbones.backbone import Adapt, Around, Tensors
+from mini_ee.backbones.flops import head_flops
 from mini_ee.early_exit import Reading, Segments
 
 
@@ -67,12 +67,11 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
         runs = {}
         for k in range(K):
             for n in range(1, K - k + 1):
-                adapters = model.streams(k, k + n)
-                stacked = [adapters(layer) for layer in range(len(model.adapters[k]))]
-                hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
+                hidden = torch.randn(n * batch_size, tokens, width, device=model.backbone.device)
+                around = model.backbone.around(Tensors(hidden[..., 0].long()))
                 for place, start in enumerate((0, model.starts[k])):
                     layers = start, model.exits[k]
-                    run = partial(model.backbone.run_layers, hidden, None, *layers, adapters=stacked.__getitem__)
+                    run = partial(model.backbone.run_layers, hidden, around, *layers, model.streams(k, k + n))
                     runs[place, k, n - 1] = run
         for turn in seconds:
             for place, run in runs.items():
@@ -88,12 +87,12 @@ class LoRAState(NamedTuple):
 
     embedded: Tensor  # (B, T, D), for streams that have not begun
     hidden: Tensor | None  # (n, B, T, D), the streams that are under way, the next exit's first
-    mask: Tensor | None  # (B, 1, 1, T)
+    around: Around
 
     def keep(self, rows: np.ndarray) -> "LoRAState":
         index = torch.from_numpy(rows).to(self.embedded.device)
         hidden = None if self.hidden is None else self.hidden[:, index]
-        return LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+        return LoRAState(self.embedded[index], hidden, self.around.keep(index))
 
 
 class LoRASegments(Segments):
@@ -105,41 +104,33 @@ class LoRASegments(Segments):
         if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
             raise ValueError(f"a schedule must cut the exits 0..{len(model.exits) - 1} into groups, got {schedule}")
         self.model, self.exits, self.schedule = model.eval(), model.exits, schedule
-        self.device = next(model.parameters()).device
         self._group = {k: group for group in schedule for k in group}
         self._streams = {}
         for k, group in self._group.items():
             self._streams[k] = self._stack(k, group[-1] + 1)
 
-    def _stack(self, first: int, stop: int) -> list[Adapt]:
-        """What the streams first .. stop - 1 add in each stored layer of segment `first`; stacked once, not a batch."""
+    def _stack(self, first: int, stop: int) -> Adapt:
+        """What the streams first .. stop - 1 add in the layers of segment `first`; stacked once, not once a batch."""
         with torch.inference_mode():
-            adapters = self.model.streams(first, stop)
-            return [adapters(layer) for layer in range(len(self.model.adapters[first]))]
+            return self.model.streams(first, stop)
 
     def running(self) -> torch.inference_mode:
         return torch.inference_mode()
 
     def start(self, inputs) -> LoRAState:
-        embedded = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
-        return LoRAState(embedded, None, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.around(inputs))
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         group = self._group[k]
         begins = k == group[0]
         hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
-        mask = None if state.mask is None else state.mask.repeat(len(hidden), 1, 1, 1)
+        around = state.around.repeat(len(hidden))
         start = 0 if begins else self.exits[k - 1]
-        flat = self.model.backbone.run_layers(
-            hidden.flatten(0, 1), mask, start, self.exits[k], adapters=self._streams[k].__getitem__
-        )
-        return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
+        flat = self.model.backbone.run_layers(hidden.flatten(0, 1), around, start, self.exits[k], self._streams[k])
+        return LoRAState(state.embedded, flat.view(hidden.shape), state.around)
 
     def read(self, k: int, state: LoRAState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden[0], state.mask).float().numpy(force=True))
+        return Reading(self.model.heads[k](state.hidden[0], state.around.padding).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:
         group = self._group[k]
@@ -148,7 +139,7 @@ class LoRASegments(Segments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
-        layer = backbone_layer_flops(backbone, tokens)
+        layer = backbone.layer_flops(tokens)
         pairs = self.model.adapters[k][0].values()
         layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
         averaged = tokens if self.model.pool == "mean" else 0
