@@ -9,7 +9,7 @@ import torch
 from conftest import random_decoder
 
 import mini_ee.units.heads as heads
-from mini_ee.backbones.bert import padding_mask
+from mini_ee.backbones.backbone import padding_mask
 from mini_ee.baselines.berxit import BerxitExits
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
@@ -96,7 +96,10 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
         np.testing.assert_allclose(torch.stack(model(*inputs), 1), found, rtol=0, atol=ATOL)
         said = [
             model.heads[k].state(
-                model.backbone.run_layers(model.backbone.embed(inputs[0]), None, 0, k + 1), padding_mask(inputs[1])
+                model.backbone.run_layers(
+                    model.backbone.embed(padded_inputs), model.backbone.around(padded_inputs), 0, k + 1
+                ),
+                padding_mask(inputs[1]),
             )
             for k in range(3)
         ]

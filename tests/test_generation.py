@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import mini_ee.backbones.llama as llama_module
 import mini_ee.units.generation as generation
+from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
@@ -263,7 +264,7 @@ def defined(model, prompt, rule, fill, new):
 
     def run(token, left_at):
         """Hidden state 1 .. `left_at` of a token, each layer reading what came before."""
-        states = [model.embed(torch.tensor([[token]]))]
+        states = [model.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(left_at):
             read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
             block = model.block(torch.arange(read.shape[1])[None])
