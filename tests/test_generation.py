@@ -482,3 +482,16 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers():
     assert in_full(model, prompts, new=200)[0].tokens == text
     steps = generate_lossless(model, prompts, max_new_tokens=200, exit_layer=3, head=model.lm_logits)
     assert gather(steps, 1)[0].tokens == text
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_weights_that_are_too_large_are_told_and_no_text_is_written(lossless):
+    model, prompts, _ = golden("llama")
+    with torch.no_grad():
+        model.layers[-1].up.weight.fill_(3e38)
+    head = model.lm_logits
+    with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity: the weights are damaged"):
+        if lossless:
+            next(generate_lossless(model, prompts, max_new_tokens=4, exit_layer=1, head=head))
+        else:
+            next(generate(model, prompts, max_new_tokens=4))

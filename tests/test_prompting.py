@@ -453,3 +453,18 @@ def test_a_checkpoint_on_disk_reads_as_its_backbone_does(checkpoint_folder):
     found, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
     for row, ids in enumerate(encoded.ids):
         np.testing.assert_allclose(found[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
+
+
+def test_logits_that_are_no_numbers_are_told_in_one_line(pair):
+    model, tokenizer = pair
+    inputs = tokenizer.encode(TEXTS).batch(slice(None))
+    with torch.no_grad():
+        model.backbone.layers[1].up.weight.fill_(3e38)
+    with pytest.raises(
+        ValueError, match="the logits of the label words must be finite, found NaN or infinity: "
+    ) as info:
+        read_every_exit(model.segments(), inputs)
+    assert "\n" not in str(info.value)
+    assert np.isfinite(OwnStates(model.backbone, 1)(inputs)).all()
+    with pytest.raises(ValueError, match="the mean of the states must be finite, found NaN or infinity: "):
+        OwnStates(model.backbone, 2)(inputs)

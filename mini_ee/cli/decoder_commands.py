@@ -38,6 +38,7 @@ from mini_ee.methods.self_supervised import (
     save_heads,
     train_heads,
 )
+from mini_ee.registry import BACKBONES
 from mini_ee.rules import Policy
 from mini_ee.training.fit import STATE, NothingToResume
 from mini_ee.training.methods import CONFIGURED
@@ -486,7 +487,8 @@ def check_decoder(folder: Path) -> None:
     if "method" in found:
         raise WrongArguments(f"{folder}: holds a run of {found['method']}; give a decoder's checkpoint")
     if not generates(kind := read_config(folder / "config.json").model_type):
-        raise WrongArguments(f"{folder}: holds a {kind}, which writes no text; give a decoder's checkpoint")
+        written = ", ".join(filter(generates, BACKBONES))
+        raise WrongArguments(f"{folder}: holds a {kind}, which writes no text; give one of {written}")
 
 
 def holds_writer(folder: Path) -> bool:

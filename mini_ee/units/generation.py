@@ -309,7 +309,8 @@ def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head
         block = segments.block(rows, [list(range(position, position + width + 1)) for position in positions])
     hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last)
     drafts = torch.stack(drafted, dim=1).tolist() if width else [[] for _ in rows]
-    return drafts, decoder.lm_logits(hidden).argmax(-1).tolist()
+    logits = check_finite(decoder.lm_logits(hidden).numpy(force=True))
+    return drafts, logits.argmax(-1).tolist()
 
 
 def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
