@@ -116,7 +116,7 @@ def torch_token_segments(
     """The same folder through torch: (number of rows, capacity in tokens) -> segments. ValueError for int8."""
     check_torch_runs(folder, manifest)
     with torch.device("meta"):
-        decoder = Decoder(DecoderConfig.from_dict(manifest["backbone"]))
+        decoder = Decoder(DecoderConfig.from_hugging_face(manifest["backbone"]))
         heads = nn.ModuleList(VocabularyHead(decoder, "scratch") for _ in manifest["exits"][1:])
         decides = {
             "networks": nn.ModuleList(policy_network(decoder.config.hidden_size, 0.5) for _ in heads),

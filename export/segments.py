@@ -20,8 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mini_ee.export.graphs as graphs
 from mini_ee.backbones.bert import Bert
-from mini_ee.backbones.flops import layer_weights
-from mini_ee.backbones.hub import load_strict, read_tensors, tensor_places, write_tensors
+from mini_ee.backbones.hub import empty_backbone, load_strict, read_tensors, tensor_places, write_tensors
 from mini_ee.backbones.llama import Decoder
 from mini_ee.backbones.lora import columns_of
 from mini_ee.baselines.multi_model import MultiModel
@@ -34,7 +33,7 @@ from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import Rule
 from mini_ee.training.methods import MODELS
-from mini_ee.training.run import Run, empty_backbone, versions
+from mini_ee.training.run import Run, versions
 from mini_ee.units.prompts import PromptModel
 from mini_ee.units.recording import plan_rows, predictions, record
 from mini_ee.units.rows import MultiExit, PolicyExits
@@ -131,7 +130,7 @@ def write_segments(
         "model": type(model).__name__,
         "backbone": config.to_dict(),
         "exits": list(model.exits),
-        "layer": layer_weights(model.backbone),
+        "layer": model.backbone.layer_weights(),
         "layer_passes": passes,
         "adapter_parameters": adapter_parameters,
         "policy_flops": model.policy_flops if isinstance(model, PolicyExits) else 0.0,
@@ -249,7 +248,7 @@ def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
     return {
         "name": encoder.name,
         "layers": encoder.states.layer,
-        "layer": layer_weights(encoder.states.backbone),
+        "layer": encoder.states.backbone.layer_weights(),
         "max_length": None if tokenizer is None else tokenizer.max_length,
     }
 

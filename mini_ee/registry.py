@@ -1,6 +1,6 @@
 """What there is, by name: one line a method, one line a backbone.
 
-Strings only: nothing is imported until it is used.
+Strings only: nothing is imported before its use.
 """
 
 METHODS = {  # name on the command line -> the module that ends with METHOD
@@ -19,4 +19,14 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "berxit": "mini_ee.baselines.berxit",
     "multi-model": "mini_ee.baselines.multi_model",
     "calm": "mini_ee.baselines.calm",
+}
+
+BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
+    "bert": "mini_ee.backbones.bert",
+    "roberta": "mini_ee.backbones.bert",
+    "albert": "mini_ee.backbones.bert",
+    "elasticbert": "mini_ee.backbones.bert",
+    "llama": "mini_ee.backbones.llama",
+    "gemma": "mini_ee.backbones.llama",
+    "phi": "mini_ee.backbones.llama",
 }

@@ -53,7 +53,7 @@ def random_decoder(kind, num_layers):
         "max_position_embeddings": 40,
         "initializer_range": 0.3,
     }
-    return Decoder(DecoderConfig.from_dict(config)).eval()
+    return Decoder(DecoderConfig.from_hugging_face(config)).eval()
 
 
 @pytest.fixture(scope="session")

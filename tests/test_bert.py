@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import mini_ee.backbones.bert as bert
-from mini_ee.backbones.bert import Bert, BertConfig, Embeddings, padding_mask
+from mini_ee.backbones.backbone import Tensors, padding_mask
+from mini_ee.backbones.bert import Bert, BertConfig, Embeddings
 from mini_ee.backbones.hub import load_backbone, read_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -223,11 +224,11 @@ def test_what_stands_in_the_padding_changes_no_real_position(kind):
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 def test_layers_run_in_two_pieces_equal_the_whole(kind, cut):
     model, inputs, _ = golden(kind)
-    mask, states = padding_mask(inputs[1]), model.hidden_states(*inputs)
-    hidden = model.embed(inputs[0], inputs[2])
-    half = model.run_layers(hidden, mask, 0, cut)
+    inputs = Tensors(*inputs)
+    around, states, hidden = model.around(inputs), model.hidden_states(*inputs), model.embed(inputs)
+    half = model.run_layers(hidden, around, 0, cut)
     assert torch.equal(half, states[cut])
-    assert torch.equal(model.run_layers(half, mask, cut, 3), states[-1]) and torch.equal(model(*inputs), states[-1])
+    assert torch.equal(model.run_layers(half, around, cut, 3), states[-1]) and torch.equal(model(*inputs), states[-1])
 
 
 def test_a_mask_of_ones_is_no_mask():
@@ -237,15 +238,15 @@ def test_a_mask_of_ones_is_no_mask():
 
 def test_token_types_left_out_are_zeros():
     model, (ids, _, types), _ = golden("bert")
-    assert torch.equal(model.embed(ids), model.embed(ids, torch.zeros_like(types)))
-    assert not torch.equal(model.embed(ids), model.embed(ids, types))
+    assert torch.equal(model.embed(Tensors(ids)), model.embed(Tensors(ids, None, torch.zeros_like(types))))
+    assert not torch.equal(model.embed(Tensors(ids)), model.embed(Tensors(ids, None, types)))
 
 
 def test_roberta_counts_positions_from_pad_token_id_plus_one_and_skips_padding():
     model, _, _ = golden("roberta")
     ids = torch.tensor([[1, 1, 9, 8, 7], [9, 8, 7, 1, 1]])
     model.embeddings.norm = torch.nn.Identity()
-    positions = model.embed(ids) - model.embeddings.word(ids) - model.embeddings.token_type.weight[0]
+    positions = model.embed(Tensors(ids)) - model.embeddings.word(ids) - model.embeddings.token_type.weight[0]
     wanted = model.embeddings.position(torch.tensor([[1, 1, 2, 3, 4], [2, 3, 4, 1, 1]]))
     assert_close(positions, wanted)
     assert model.config.max_tokens == model.config.max_position_embeddings - 2
@@ -269,9 +270,9 @@ def test_dropout_acts_in_train_mode_only(name):
     model = Bert(config(**off | {name: 0.5}, initializer_range=1))
     ids = torch.tensor([[3, 4, 5, 6]])
 
-    hidden = model.eval().embed(ids)
-    parts = [lambda: model.embed(ids)] if name == "hidden_dropout_prob" else []
-    for part in [*parts, lambda: model.run_layers(hidden, None, 0, 2)]:
+    hidden = model.eval().embed(Tensors(ids))
+    parts = [lambda: model.embed(Tensors(ids))] if name == "hidden_dropout_prob" else []
+    for part in [*parts, lambda: model.run_layers(hidden, model.around(Tensors(ids)), 0, 2)]:
         assert torch.equal(model.eval() and part(), part())
         assert not torch.equal(model.train() and part(), part())
 
@@ -289,15 +290,15 @@ def test_gradients_reach_every_parameter():
 
 
 def config(**change):
-    return BertConfig.from_dict({"model_type": "bert"} | TINY | change)
+    return BertConfig.from_hugging_face({"model_type": "bert"} | TINY | change)
 
 
 @pytest.mark.parametrize("kind, most", [("bert", 6), ("roberta", 4)])
 def test_too_many_tokens_are_refused(kind, most):
     model = Bert(config(model_type=kind)).eval()
-    model.embed(torch.full((1, most), 5))
+    model.embed(Tensors(torch.full((1, most), 5)))
     with pytest.raises(ValueError, match=f"at most {most} tokens, got {most + 1}"):
-        model.embed(torch.full((1, most + 1), 5))
+        model.embed(Tensors(torch.full((1, most + 1), 5)))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_keys_that_change_nothing_are_passed_over_and_albert_has_its_own_default
     albert = config(model_type="albert")
     assert (albert.embedding_size, albert.hidden_act, albert.hidden_dropout_prob) == (128, "gelu_new", 0.0)
     assert config(model_type="roberta").pad_token_id == 1
-    assert BertConfig.from_dict(albert.to_dict()) == albert
+    assert BertConfig.from_hugging_face(albert.to_dict()) == albert
 
 
 def test_parts_that_a_checkpoint_lacks_are_told():
@@ -349,4 +350,4 @@ def test_parts_that_a_checkpoint_lacks_are_told():
 @pytest.mark.parametrize("shape", [(4,), (1, 2, 3)])
 def test_input_of_another_rank_is_refused(shape):
     with pytest.raises(ValueError, match="'B T'"):
-        Bert(config()).embed(torch.zeros(shape, dtype=torch.long))
+        Bert(config()).embed(Tensors(torch.zeros(shape, dtype=torch.long)))

@@ -698,7 +698,7 @@ def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_
         (["--max-loss", "2"], "0 to 1"),
         (["--epoch", "3"], "--epoch"),
         (["--model", "/nowhere"], "/nowhere"),
-        (["--model", str(checkpoint.BUILT_IN_DECODER), "--pool", "first"], "pool must be mean for a decoder"),
+        (["--model", str(checkpoint.BUILT_IN_DECODER), "--pool", "first"], "pool must be mean for a llama"),
         (["--task", "/nowhere"], "/nowhere"),
         (["--max-length", "2"], "max_length"),
     ],

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import mini_ee.backbones.bert as bert_module
 import mini_ee.backbones.hub as checkpoint
 import mini_ee.backbones.llama as decoder
+from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import (
     Cache,
@@ -25,6 +26,7 @@ from mini_ee.backbones.llama import (
     rotate,
     token_positions,
 )
+from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")
@@ -67,7 +69,7 @@ def test_hidden_states_and_logits_are_those_of_transformers(kind):
 
 def changed_config(**change):
     init = Decoder.__init__
-    return lambda patch: patch.setattr(Decoder, "__init__", lambda self, c: init(self, replace(c, **change)))
+    return lambda patch: patch.setattr(Decoder, "__init__", lambda self, c, **k: init(self, replace(c, **change), **k))
 
 
 def changed_attention(change):
@@ -133,7 +135,7 @@ def gate_and_up_swapped(patch):
 
 
 def unscaled_embeddings(patch):
-    patch.setattr(Decoder, "embed", lambda self, ids: self.embeddings(ids))
+    patch.setattr(Decoder, "embed", lambda self, inputs: self.embeddings(inputs.input_ids))
 
 
 def groups_in_turn(query, key, value):
@@ -255,7 +257,7 @@ def cached(model, ids, mask, cuts, rows=None):
     states = []
     for start, stop in zip((0, *cuts), (*cuts, ids.shape[1])):
         block = model.block(positions[:, start:stop], cache, rows)
-        states.append(model.run_layers(model.embed(ids[:, start:stop]), block, 0, len(model.layers), cache))
+        states.append(model.run_layers(model.embed(Tensors(ids[:, start:stop])), block, 0, len(model.layers)))
     return torch.cat(states, dim=1)
 
 
@@ -286,11 +288,11 @@ def test_padding_on_either_side_changes_nothing_and_a_batch_is_its_rows_alone(ki
 def test_rows_are_named_by_index_and_those_that_left_keep_their_cache(kind):
     model, ids, mask, _ = golden(kind)
     layers, cache, positions = len(model.layers), Cache(model, 3, 12), token_positions(mask)
-    model.run_layers(model.embed(ids), model.block(positions, cache), 0, layers, cache)
+    model.run_layers(model.embed(Tensors(ids)), model.block(positions, cache), 0, layers)
     before, place = cache.keys.clone(), cache.keys.data_ptr()
     token, last = torch.tensor([[7], [9]]), positions[[2, 0], -1:]
     block = model.block(last + 1, cache, rows=[2, 0])
-    found = model.run_layers(model.embed(token), block, 0, layers, cache)[:, 0]
+    found = model.run_layers(model.embed(Tensors(token)), block, 0, layers)[:, 0]
     for i, row in enumerate((2, 0)):
         longer = torch.cat((ids[row, mask[row].bool()], token[i]))[None]
         assert_close(found[i], model(longer)[0, -1])
@@ -303,7 +305,7 @@ def test_a_rejected_draft_leaves_nothing_behind():
     ids, layers, cache = ids[:1], len(model.layers), Cache(model, 1, 12)
     for draft, start in ((ids, 0), (torch.tensor([[5, 6]]), 9), (torch.tensor([[8, 3, 2]]), 9)):
         block = model.block(torch.arange(start, start + draft.shape[1])[None], cache)
-        found = model.run_layers(model.embed(draft), block, 0, layers, cache)
+        found = model.run_layers(model.embed(Tensors(draft)), block, 0, layers)
     assert_close(found, model(torch.cat((ids, torch.tensor([[8, 3, 2]])), dim=1))[:, 9:])
 
 
@@ -313,9 +315,9 @@ def test_propagating_the_true_hidden_states_writes_the_true_keys_and_values(kind
     model, ids, mask, _ = golden(kind)
     states, positions = model.hidden_states(ids, mask), token_positions(mask)
     ran, copied = Cache(model, 3, 9), Cache(model, 3, 9)
-    model.run_layers(states[0], model.block(positions, ran, rows), 0, len(model.layers), ran)
+    model.run_layers(states[0], model.block(positions, ran, rows), 0, len(model.layers))
     for depth, state in enumerate(states[:-1]):
-        model.propagate(state, model.block(positions, copied, rows), depth, depth + 1, copied)
+        model.propagate(state, model.block(positions, copied, rows), depth, depth + 1)
     assert_close(copied.keys[..., :-1, :], ran.keys[..., :-1, :])  # the last slot is padding's
     assert_close(copied.values[..., :-1, :], ran.values[..., :-1, :])
     assert copied.keys[..., :-1, :].any()
@@ -325,7 +327,7 @@ def test_propagation_takes_one_state_through_each_layers_own_norm_and_projection
     model = load_backbone(GOLDEN / "phi")
     state = torch.randn(1, 2, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     cache = Cache(model, 1, 4)
-    model.propagate(state, model.block(torch.tensor([[1, 2]]), cache), 1, 3, cache)
+    model.propagate(state, model.block(torch.tensor([[1, 2]]), cache), 1, 3)
     assert not cache.keys[0].any() and not cache.keys[1:, :, :, 0].any()
     for depth in (1, 2):
         layer = model.layers[depth]
@@ -422,6 +424,25 @@ def test_a_head_that_is_not_tied_must_be_there(tmp_path):
         load_backbone(folder)
 
 
+def test_a_decoder_that_was_saved_without_head_is_taken_and_says_so_where_one_is_needed(tmp_path):
+    folder = copy_of("llama", tmp_path)
+
+    def bare(tensors):
+        return {name.removeprefix("model."): t for name, t in tensors.items() if name != "lm_head.weight"}
+
+    rewrite(folder, bare)
+    (folder / "config.json").write_text(json.dumps(config_of("llama", architectures=["LlamaModel"])))
+    model, (whole, ids, mask, _) = load_backbone(folder), golden("llama")
+    assert torch.equal(model(ids, mask), whole(ids, mask)) and not model.has_lm_head and model.left_out == ()
+    for ask in (lambda: model.lm_logits(model(ids)), lambda: VocabularyHead(model, "copy")):
+        with pytest.raises(ValueError, match="this llama has no LM head: load a checkpoint that was saved with one"):
+            ask()
+    save_backbone(model, tmp_path / "saved")
+    assert torch.equal(load_backbone(tmp_path / "saved")(ids, mask), whole(ids, mask))
+    about = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert about["architectures"] == ["LlamaModel"]
+
+
 def test_the_shares_of_a_stack_are_told_apart(tmp_path):
     folder, name = copy_of("llama", tmp_path), "model.layers.1.self_attn.k_proj.weight"
     rewrite(folder, lambda tensors: tensors | {name: tensors[name].repeat(2, 1)})
@@ -450,21 +471,47 @@ def config_of(kind, **change):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_goes_to_a_dict_and_back(kind):
-    config = DecoderConfig.from_dict(config_of(kind))
-    assert DecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    config = DecoderConfig.from_hugging_face(config_of(kind))
+    assert DecoderConfig.from_hugging_face(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_transformers_4_spelt_rotary_settings_apart():
     rope = config_of("llama3")["rope_parameters"]
     old = config_of("llama3", rope_parameters=..., rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
-    assert DecoderConfig.from_dict(old) == DecoderConfig.from_dict(config_of("llama3"))
+    assert DecoderConfig.from_hugging_face(old) == DecoderConfig.from_hugging_face(config_of("llama3"))
     old = config_of("phi", rope_parameters=..., partial_rotary_factor=0.4)
-    assert DecoderConfig.from_dict(old) == DecoderConfig.from_dict(config_of("phi"))
+    assert DecoderConfig.from_hugging_face(old) == DecoderConfig.from_hugging_face(config_of("phi"))
 
 
 def test_an_old_gemma_says_gelu_and_means_the_tanh_form():
     for change in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": None}, {"hidden_act": ...}):
-        assert DecoderConfig.from_dict(config_of("gemma", **change)).hidden_act == "gelu_pytorch_tanh"
+        assert DecoderConfig.from_hugging_face(config_of("gemma", **change)).hidden_act == "gelu_pytorch_tanh"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "swish"},
+        {"sliding_window": 4, "use_sliding_window": False},
+        {"bos_token_id": -1},
+        {"partial_rotary_factor": 1.0},
+        {"rope_scaling": {"type": "default", "rope_theta": 10000.0}},
+    ],
+)
+def test_other_spellings_of_the_same_model_compute_the_same(tmp_path, change):
+    folder = copy_of("llama", tmp_path)
+    (folder / "config.json").write_text(json.dumps(config_of("llama", **change)))
+    model, ids, mask, _ = golden("llama")
+    assert torch.equal(load_backbone(folder)(ids, mask), model(ids, mask))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
 
 
 @pytest.mark.parametrize(
@@ -475,15 +522,34 @@ def test_an_old_gemma_says_gelu_and_means_the_tanh_form():
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
         ("llama", {"hidden_size": 18, "head_dim": ...}, "hidden_size must be a multiple of num_attention_heads"),
         ("llama", {"head_dim": 7}, "must be an even number"),
-        ("llama", {"hidden_act": "swish"}, "hidden_act must be one of"),
+        ("llama", {"hidden_act": "tanh"}, "hidden_act must be one of"),
         ("llama", {"rms_norm_eps": -1}, "norm_eps must be a number from 0 to 1, got -1"),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True: not supported"),
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
-        ("llama", {"eos_token_id": [2, -1]}, "eos_token_id must be an integer of at least 0 or a list"),
+        ("llama", {"eos_token_id": [2, -1]}, "eos_token_id must be an integer of at least 0, got -1"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default' or 'llama3', got 'yarn'"),
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 0"),
         ("llama", {"rope_parameters": [1]}, "rope_parameters must be an object"),
         ("llama", {"rope_parameters": {"type": "llama3"}}, "rope_scaling must hold a number above 0 for factor"),
+        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must be a number above 0, got an integer"),
+        ("llama", {"rope_scaling": LLAMA3}, "rope_parameters and rope_scaling must agree"),
+        ("llama3", {"rope_scaling": {"type": "default"}}, "rope_parameters and rope_scaling must agree"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in llama, got 0.5: not supported"),
+        ("gemma", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in gemma"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1 in llama"),
+        (
+            "gemma",
+            {"hidden_activation": "relu"},
+            "hidden_act and hidden_activation must agree, got",
+        ),
+        ("gemma", {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "relu"}, "must agree, got 'relu'"),
+        ("llama", {"sliding_window": 4}, "sliding_window must be None, got 4"),
+        ("llama", {"sliding_window": 4, "use_sliding_window": True}, "sliding_window must be None, got 4"),
+        ("llama", {"bos_token_id": -2}, "bos_token_id must be an integer of at least 0, got -2"),
+        ("llama", {"eos_token_id": 10**60}, "eos_token_id must be at most 16777216, got an integer of about 10"),
+        ("llama", {"vocab_size": 2**63 - 1}, "vocab_size must be at most 16777216"),
+        ("llama", {"num_key_value_heads": 10**60}, "num_key_value_heads must be at most 1048576"),
+        ("llama", {"max_position_embeddings": 2**22, "head_dim": 1024}, "must be at most 1073741824, got 4194304 and"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings must be false in phi"),
         ("phi", {"model_type": "phi3"}, "model_type must be one of"),
@@ -506,7 +572,7 @@ def test_what_is_too_long_is_told():
     with pytest.raises(ValueError, match="at most 8 tokens, got 9"):
         model.block(torch.arange(9)[None], Cache(model, 1, 8))
     with pytest.raises(ValueError, match="expected 'B T'"):
-        model.embed(torch.ones(3, dtype=torch.long))
+        model.embed(Tensors(torch.ones(3, dtype=torch.long)))
 
 
 @pytest.mark.skipif("MINI_EE_SHARED" not in os.environ, reason="needs the real stories260K (2026-11)")

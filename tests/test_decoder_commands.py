@@ -41,7 +41,7 @@ def decoder_in(folder, seed):
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    config = DecoderConfig.from_dict(
+    config = DecoderConfig.from_hugging_face(
         {
             "model_type": "llama",
             "vocab_size": len(LETTERS) + 1,

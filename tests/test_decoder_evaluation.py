@@ -58,7 +58,7 @@ def decoder_folder(tmp_path_factory):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    config = DecoderConfig.from_dict(
+    config = DecoderConfig.from_hugging_face(
         {
             "model_type": "llama",
             "vocab_size": len(vocabulary),

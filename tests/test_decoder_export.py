@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 import mini_ee.export.decoder_graphs as decoder_graphs
 import mini_ee.export.decoder_segments as decoder_segments
+from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.baselines.calm import CalmDecoder
@@ -151,7 +152,7 @@ def logits_by_definition(model, prompt, tokens, layers, fill):
     heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.decoder.lm_logits])}
     inputs, said, text = [], [], prompt + tokens[:-1]
     for at, token in enumerate(text):
-        states = [model.decoder.embed(torch.tensor([[token]]))]
+        states = [model.decoder.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(3):
             read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
             block = model.decoder.block(torch.arange(at + 1)[None])
@@ -221,7 +222,7 @@ def test_every_activation_is_exported(activation, tmp_path):
     config = read_json(GOLDEN / "llama" / "config.json") | {"hidden_act": activation, "initializer_range": 0.3}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        decoder = Decoder(DecoderConfig.from_dict(config)).eval()
+        decoder = Decoder(DecoderConfig.from_hugging_face(config)).eval()
     manifest = plain(decoder).export(tmp_path / "exported")
     assert manifest["verified"]["max_logit_difference"] < ATOL
 

@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.early_exit as loop
-from mini_ee.backbones.bert import padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops, head_flops
+from mini_ee.backbones.backbone import padding_mask
+from mini_ee.backbones.bert import Around
+from mini_ee.backbones.flops import head_flops
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
@@ -449,10 +450,10 @@ def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens):
     hidden = torch.zeros(2, tokens, 24)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as layer:
-            model.backbone.run_layers(hidden, None, 0, 1)
+            model.backbone.run_layers(hidden, Around(None), 0, 1)
         with FlopCounterMode(display=False) as head:
             model.heads[0](hidden, None)
-    assert layer.get_total_flops() == 2 * backbone_layer_flops(model.backbone, tokens) > 0
+    assert layer.get_total_flops() == 2 * model.backbone.layer_flops(tokens) > 0
     assert head.get_total_flops() == 2 * head_flops(24, C, 0) > 0
 
 
@@ -658,11 +659,11 @@ def test_the_tests_of_the_loop_can_fail(monkeypatch, cases, old, new, caught):
 
 
 def drop_mask(self, rows):
-    return TorchState(self.hidden[torch.from_numpy(rows)], None)
+    return TorchState(self.hidden[torch.from_numpy(rows)], Around(None))
 
 
 def forget_mask(self, rows):
-    return TorchState(self.hidden[torch.from_numpy(rows)], self.mask[: len(rows)])
+    return TorchState(self.hidden[torch.from_numpy(rows)], Around(self.around.padding[: len(rows)]))
 
 
 @pytest.mark.parametrize("pool", ["torch first", "torch mean"])
@@ -705,7 +706,7 @@ def test_the_invariants_can_fail_where_segments_do_not_meet(monkeypatch, cases, 
 
 def test_the_padding_test_can_fail(monkeypatch, cases):
     """Planted bug: padding is read like any token."""
-    monkeypatch.setattr("mini_ee.units.rows.padding_mask", lambda attention_mask: None)
+    monkeypatch.setattr("mini_ee.backbones.bert.padding_mask", lambda attention_mask, device: None)
     with pytest.raises(AssertionError):
         test_padding_does_not_change_the_decision(cases, "never", "torch first")
 

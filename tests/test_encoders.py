@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee.backbones.bert import padding_mask
+from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit

@@ -51,7 +51,7 @@ from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.training.run import Run, versions
 from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import MultiExit, TorchSegments, without_heads
+from mini_ee.units.rows import MultiExit, TorchSegments
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
@@ -401,7 +401,7 @@ def backbone_of(kind):
         return make_model(kind).backbone
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        return without_heads(random_decoder(kind, EXITS[-1]))
+        return random_decoder(kind, EXITS[-1]).without_heads()
 
 
 def lora_model(kind="bert", targets=("query", "value")):

@@ -32,7 +32,7 @@ def decoder_folder(tmp_path_factory):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    config = DecoderConfig.from_dict(
+    config = DecoderConfig.from_hugging_face(
         {
             "model_type": "llama",
             "vocab_size": len(alphabet),
@@ -179,7 +179,7 @@ def test_a_wrong_value_is_refused(capsys, decoder_folder, argv, said):
 
 
 def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
-    config = DecoderConfig.from_dict(bench.STORIES.to_dict() | {"num_hidden_layers": 3})
+    config = DecoderConfig.from_hugging_face(bench.STORIES.to_dict() | {"num_hidden_layers": 3})
     decoder = bench._random_decoder(config, seed=0)
     heads = [VocabularyHead(decoder, "copy")]
     settings = {"exits": (2, 3), "heads": heads, "rule": bench._LastGoesOn(5)}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import mini_ee.backbones.llama as llama_module
 import mini_ee.units.generation as generation
+from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
@@ -263,7 +264,7 @@ def defined(model, prompt, rule, fill, new):
 
     def run(token, left_at):
         """Hidden state 1 .. `left_at` of a token, each layer reading what came before."""
-        states = [model.embed(torch.tensor([[token]]))]
+        states = [model.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(left_at):
             read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
             block = model.block(torch.arange(read.shape[1])[None])
@@ -481,3 +482,16 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers():
     assert in_full(model, prompts, new=200)[0].tokens == text
     steps = generate_lossless(model, prompts, max_new_tokens=200, exit_layer=3, head=model.lm_logits)
     assert gather(steps, 1)[0].tokens == text
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_weights_that_are_too_large_are_told_and_no_text_is_written(lossless):
+    model, prompts, _ = golden("llama")
+    with torch.no_grad():
+        model.layers[-1].up.weight.fill_(3e38)
+    head = model.lm_logits
+    with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity: the weights are damaged"):
+        if lossless:
+            next(generate_lossless(model, prompts, max_new_tokens=4, exit_layer=1, head=head))
+        else:
+            next(generate(model, prompts, max_new_tokens=4))

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # folders and the files at the top; what stands in one line may import each other
     ("__init__",),
-    ("early_exit", "rules", "confidence", "calibration", "data"),
+    ("early_exit", "rules", "confidence", "calibration", "registry", "data"),
     ("backbones",),
     ("units", "training", "methods", "baselines"),
     ("export",),
@@ -23,6 +23,7 @@ WITHOUT_TORCH = (
     "rules",
     "confidence",
     "calibration",
+    "registry",
     "data.files",
     "data.glue",
     "data.metrics",

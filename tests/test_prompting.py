@@ -217,13 +217,13 @@ def test_with_embeddings_layer_0_is_an_exit_that_costs_no_layer(pair):
     assert (ends[0].cost.layer_passes == 3).all() and (ends[0].cost.flops == ends[1].cost.flops).all()
 
 
-def test_operations_are_counted_once_a_layer_and_once_the_vocabulary():
+def test_operations_are_counted_once_a_layer_and_once_the_label_words():
     model, tokenizer = encoder_model()
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
-    tokens, vocabulary = inputs.input_ids.shape[1], model.backbone.config.vocab_size
+    tokens, words = inputs.input_ids.shape[1], len(tokenizer.label_tokens)
     layer = 2 * tokens * (4 * 16 * 16 + 2 * 16 * 32) + 4 * tokens * tokens * 16
     result = early_exit(model.segments(), FixedExit(1), inputs)
-    assert (result.cost.flops == 2 * layer + 2 * 16 * vocabulary).all()
+    assert (result.cost.flops == 2 * layer + 2 * 16 * 16 + 2 * 16 * words).all()
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -329,7 +329,7 @@ def test_an_encoder_without_its_head_a_tokenizer_without_mask_and_the_wrong_kind
     with pytest.raises(ValueError, match="the tokenizer has no mask token"):
         PromptTokenizer(bytelevel(), 24, IT_WAS)
     model.backbone.lm_head = None
-    with pytest.raises(ValueError, match="this encoder has no masked-LM head"):
+    with pytest.raises(ValueError, match="this bert has no masked-LM head"):
         PromptModel(model.backbone, tokenizer)
 
 
@@ -557,3 +557,18 @@ def test_a_checkpoint_on_disk_reads_as_its_backbone_does(checkpoint_folder):
     found, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
     for row, ids in enumerate(encoded.ids):
         np.testing.assert_allclose(found[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
+
+
+def test_logits_that_are_no_numbers_are_told_in_one_line(pair):
+    model, tokenizer = pair
+    inputs = tokenizer.encode(TEXTS).batch(slice(None))
+    with torch.no_grad():
+        model.backbone.layers[1].up.weight.fill_(3e38)
+    with pytest.raises(
+        ValueError, match="the logits of the label words must be finite, found NaN or infinity: "
+    ) as info:
+        read_every_exit(model.segments(), inputs)
+    assert "\n" not in str(info.value)
+    assert np.isfinite(OwnStates(model.backbone, 1)(inputs)).all()
+    with pytest.raises(ValueError, match="the mean of the states must be finite, found NaN or infinity: "):
+        OwnStates(model.backbone, 2)(inputs)

@@ -1130,7 +1130,6 @@ def test_the_tests_of_the_equations_can_fail(monkeypatch, name, wrong, test):
 def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     import torch
 
-    from mini_ee.backbones.bert import padding_mask
     from mini_ee.backbones.hub import load_backbone
     from mini_ee.data.tasks import load_task
     from mini_ee.data.tokens import Tokenizer, batches
@@ -1145,9 +1144,9 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     for rows in batches(encoded, 64):
         inputs = encoded.batch(rows)
         with torch.inference_mode():
-            mask = padding_mask(torch.from_numpy(inputs.attention_mask))
-            hidden = backbone.embed(torch.from_numpy(inputs.input_ids))
-            embeddings[rows] = pooled(backbone.run_layers(hidden, mask, 0, 6), mask, "mean").numpy()
+            around = backbone.around(inputs)
+            hidden = backbone.run_layers(backbone.embed(inputs), around, 0, 6)
+            embeddings[rows] = pooled(hidden, around.padding, "mean").numpy()
     store = Datastore(ENCODER, 384, (1,))
     store.add(embeddings[:3500], np.zeros((3500, 1)), np.zeros(3500), encoded.texts[:3500])
     queries = embeddings[3500:] / np.linalg.norm(embeddings[3500:], axis=1, keepdims=True)

@@ -35,7 +35,7 @@ def decoder_folder(tmp_path_factory):
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    config = DecoderConfig.from_dict(
+    config = DecoderConfig.from_hugging_face(
         {
             "model_type": "llama",
             "vocab_size": len(vocabulary),

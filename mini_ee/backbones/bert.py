@@ -7,21 +7,34 @@ All four are one stack of post-norm layers. They differ here, and nowhere else:
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
     ElasticBERT   every layer has a pooler of its own
 
-Depth is counted in layers run: hidden[0] is the embedding output, hidden[k] the output of the k-th layer, k = 1..L.
 Agreement with transformers, hidden states and logits, is pinned in tests/test_bert.py.
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.backbones.backbone import (
+    Adapt,
+    Backbone,
+    Layout,
+    check_fields,
+    check_fixed,
+    known_fields,
+    padding_mask,
+    shortened,
+    tensors_of,
+)
 from mini_ee.backbones.shapes import check
 
-Adapt = Callable[[str, Tensor, Tensor], Tensor]
-"""(name of a linear map in Layer, its input, its output) -> the output with what an adapter adds."""
+AdaptLayer = Callable[[str, Tensor, Tensor], Tensor]
+"""(name of a linear map in a layer, its input, its output) -> the output with what an adapter adds."""
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -43,14 +56,13 @@ TYPE_DEFAULTS = {
     },
 }
 
-# Keys that would change what is computed, and the only value that this file computes.
+# Keys that would change what is computed, and the only values that this file computes.
 FIXED_KEYS = {
-    "position_embedding_type": "absolute",
-    "num_hidden_groups": 1,
-    "inner_group_num": 1,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
+    "position_embedding_type": ("absolute", None),
+    "num_hidden_groups": (1,),
+    "inner_group_num": (1,),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
 }
 
 
@@ -58,7 +70,8 @@ FIXED_KEYS = {
 class BertConfig:
     """The keys of a Hugging Face config.json that this file reads, under their own names.
 
-    `embedding_size` is E; None means E = hidden_size. Raises ValueError on a value that no model can have.
+    `embedding_size` is E; None means E = hidden_size. Where tie_word_embeddings is false, the masked-LM head is left
+    out: ours is tied. Raises ValueError on a value that no model can have.
     """
 
     model_type: str
@@ -76,52 +89,53 @@ class BertConfig:
     attention_probs_dropout_prob: float = 0.1
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
 
     def __post_init__(self):
         if self.model_type not in TYPE_DEFAULTS:
             raise ValueError(f"model_type must be one of {', '.join(TYPE_DEFAULTS)}, got {self.model_type!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in (int, int | None) and value is not None:
-                least = 0 if field.name == "pad_token_id" else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ValueError(f"{field.name} must be an integer of at least {least}, got {value!r}")
-            if field.type is float and not (
-                isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-            ):
-                raise ValueError(f"{field.name} must be a number from 0 to 1, got {value!r}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads, "
-                f"got {self.hidden_size} and {self.num_attention_heads}"
-            )
+        check_fields(self, from_zero=("pad_token_id",))
         if self.model_type != "albert" and self.embedding_size not in (None, self.hidden_size):
             raise ValueError(f"embedding_size may differ from hidden_size in albert only, got {self.embedding_size}")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {shortened(self.hidden_act)}")
 
     @classmethod
-    def from_dict(cls, config: dict) -> "BertConfig":
+    def from_hugging_face(cls, config: dict) -> "BertConfig":
         """From the content of a config.json. Keys that do not change the forward pass are passed over."""
-        for key, value in FIXED_KEYS.items():
-            if config.get(key, value) != value:
-                raise ValueError(f"{key} must be {value!r}, got {config[key]!r}: not supported")
-        known = {field.name for field in fields(cls)}
-        given = {key: value for key, value in config.items() if key in known and value is not None}
-        given = TYPE_DEFAULTS.get(config.get("model_type"), {}) | given
-        required = [field.name for field in fields(cls) if field.default is MISSING]
-        missing = [name for name in required if name not in given]
-        if missing:
-            raise ValueError(f"missing key {', '.join(missing)}")
-        return cls(**given)
+        check_fixed(config, FIXED_KEYS)
+        return cls(**known_fields(cls, config, TYPE_DEFAULTS.get(config.get("model_type"), {})))
 
     def to_dict(self) -> dict:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def token_types(self) -> int:
+        """How many there are."""
+        return self.type_vocab_size
+
+    @property
     def max_tokens(self) -> int:
         """The longest input, in tokens. RoBERTa spends pad_token_id + 1 of its positions on padding."""
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
+
+
+class Around(NamedTuple):
+    """What all layers need besides the hidden states."""
+
+    padding: Tensor | None  # (B, 1, 1, T), true where a token may be read; None: nothing is padded
+
+    def keep(self, rows: np.ndarray | Tensor) -> "Around":
+        """That of these rows of the batch alone."""
+        return self if self.padding is None else Around(self.padding[torch.as_tensor(rows, device=self.padding.device)])
+
+    def repeat(self, count: int) -> "Around":
+        """That of the batch, `count` times one after the other."""
+        return self if self.padding is None else Around(self.padding.repeat(count, 1, 1, 1))
 
 
 class Embeddings(nn.Module):
@@ -175,7 +189,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.attention_dropout = config.attention_probs_dropout_prob
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, adapt: Adapt | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
         """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D).
 
         adapt: what adapters add to the linear maps of this layer.
@@ -211,12 +225,25 @@ class MaskedLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.activation = F.gelu if config.model_type == "roberta" else ACTIVATIONS[config.hidden_act]
 
-    def forward(self, hidden: Tensor, word_embeddings: Tensor) -> Tensor:
-        return F.linear(self.norm(self.activation(self.dense(hidden))), word_embeddings, self.bias)
+    def forward(self, hidden: Tensor, word_embeddings: Tensor, words: Tensor | None = None) -> Tensor:
+        """(..., D), (V, E) -> (..., V); of `words` alone, (C,), it is (..., C)."""
+        weight, bias = (word_embeddings, self.bias) if words is None else (word_embeddings[words], self.bias[words])
+        return F.linear(self.norm(self.activation(self.dense(hidden))), weight, bias)
 
 
-class Bert(nn.Module):
+class Bert(Backbone):
     """The backbone: embeddings, L layers, and, where the checkpoint has them, poolers and a masked-LM head."""
+
+    Config = BertConfig
+    projections = {
+        "query": ("qkv", 0),
+        "key": ("qkv", 1),
+        "value": ("qkv", 2),
+        "attention_output": ("attention_output", 0),
+        "up": ("up", 0),
+        "down": ("down", 0),
+    }
+    vocabulary = {"weight": "embeddings.word.weight", "bias": "lm_head.bias"}
 
     def __init__(self, config: BertConfig, pooler: bool = True, lm_head: bool = True):
         super().__init__()
@@ -230,60 +257,37 @@ class Bert(nn.Module):
             {str(depth): nn.Linear(config.hidden_size, config.hidden_size) for depth in depths if pooler}
         )
         self.lm_head = MaskedLMHead(config) if lm_head else None
-        self.apply(self._initialise)
+        self.apply(self.initialise)
 
-    def _initialise(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
+    @classmethod
+    def parts(cls, config: BertConfig) -> dict[str, str]:
+        """Poolers and head are there where the file has them."""
+        return {"pooler": f"poolers.{config.num_hidden_layers}", "lm_head": "lm_head"}
 
-    def embed(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """hidden[0]. input_ids, token_type_ids (B, T) int64; returns (B, T, D).
+    @classmethod
+    def tied(cls, config: BertConfig) -> dict[str, str]:
+        """The head's map onto the vocabulary is that of the embeddings, and its bias may have two names."""
+        head = LAYOUTS[config.model_type].names["lm_head"]
+        return {f"{head}.decoder.weight": "embeddings.word_embeddings.weight", f"{head}.decoder.bias": f"{head}.bias"}
 
-        Raises ValueError where T is above config.max_tokens.
-        """
-        tokens = check(input_ids, "B T")["T"]
+    def embed(self, inputs) -> Tensor:
+        """hidden[0], (B, T, D), as `Backbone.embed` says."""
+        ids, _, types = tensors_of(inputs, self.device)
+        tokens = check(ids, "B T")["T"]
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
-        return self.embeddings(input_ids, token_type_ids)
+        return self.embeddings(ids, types)
 
-    def run_layers(
-        self,
-        hidden: Tensor,
-        mask: Tensor | None,
-        start: int,
-        stop: int,
-        adapters: Callable[[int], Adapt] | None = None,
-    ) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop. mask as `padding_mask`.
+    def around(self, inputs) -> Around:
+        """The padding mask."""
+        return Around(padding_mask(inputs.attention_mask, self.device))
 
-        adapters: index of a stored layer -> what is added to its linear maps (lora_exits.py).
-        """
+    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
         for depth in range(start, stop):
             stored = depth % len(self.layers)
-            hidden = self.layers[stored](hidden, mask, adapters and adapters(stored))
+            hidden = self.layers[stored](hidden, around.padding, adapt and partial(adapt, stored))
         return hidden
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> Tensor:
-        """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
-        hidden = self.embed(input_ids, token_type_ids)
-        return self.run_layers(hidden, padding_mask(attention_mask), 0, self.config.num_hidden_layers)
-
-    def hidden_states(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """All L + 1 hidden states, each (B, T, D); [0] is the embedding output.
-
-        input_ids, attention_mask (1 for a token, 0 for padding) and token_type_ids are (B, T) int64.
-        """
-        mask = padding_mask(attention_mask)
-        states = [self.embed(input_ids, token_type_ids)]
-        for depth in range(self.config.num_hidden_layers):
-            states.append(self.run_layers(states[-1], mask, depth, depth + 1))
-        return tuple(states)
 
     def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:
         """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth is L by default."""
@@ -292,15 +296,69 @@ class Bert(nn.Module):
             raise ValueError(f"expected a pooler at layer {depth}, this backbone has them at {list(self.poolers)}")
         return torch.tanh(self.poolers[str(depth)](hidden[:, 0]))
 
-    def lm_logits(self, hidden: Tensor) -> Tensor:
-        """Masked-LM logits, (..., D) -> (..., V). Raises ValueError where the checkpoint has no such head."""
+    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        """Masked-LM logits, (..., D) -> (..., V), as `Backbone.lm_logits` says."""
         if self.lm_head is None:
-            raise ValueError("this backbone has no masked-LM head: load a checkpoint that was saved with one")
-        return self.lm_head(hidden, self.embeddings.word.weight)
+            raise self.no_lm_head()
+        return self.lm_head(hidden, self.embeddings.word.weight, words).float()
+
+    def without_heads(self) -> "Bert":
+        """The same backbone, without poolers and masked-LM head."""
+        self.lm_head, self.poolers = None, nn.ModuleDict()
+        return self
 
 
-def padding_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, T) of 1 and 0 -> (B, 1, 1, T) of true and false, or None where nothing is padded (attention is faster so)."""
-    if attention_mask is None or bool(attention_mask.all()):
-        return None
-    return attention_mask.bool()[:, None, None, :]
+# ---- Hugging Face's names ----
+_NAMES = {
+    "embeddings.word": "embeddings.word_embeddings",
+    "embeddings.position": "embeddings.position_embeddings",
+    "embeddings.token_type": "embeddings.token_type_embeddings",
+    "embeddings.norm": "embeddings.LayerNorm",
+    "layers.{i}.qkv": "encoder.layer.{i}.attention.self.{query|key|value}",
+    "layers.{i}.attention_output": "encoder.layer.{i}.attention.output.dense",
+    "layers.{i}.attention_norm": "encoder.layer.{i}.attention.output.LayerNorm",
+    "layers.{i}.up": "encoder.layer.{i}.intermediate.dense",
+    "layers.{i}.down": "encoder.layer.{i}.output.dense",
+    "layers.{i}.output_norm": "encoder.layer.{i}.output.LayerNorm",
+    "poolers.{i}": "pooler.dense",
+    "lm_head.dense": "cls.predictions.transform.dense",
+    "lm_head.norm": "cls.predictions.transform.LayerNorm",
+    "lm_head": "cls.predictions",
+}
+
+_ALBERT_LAYER = "encoder.albert_layer_groups.0.albert_layers.0"
+
+_ALBERT_NAMES = _NAMES | {
+    "embeddings.to_hidden": "encoder.embedding_hidden_mapping_in",
+    "layers.{i}.qkv": f"{_ALBERT_LAYER}.attention.{{query|key|value}}",
+    "layers.{i}.attention_output": f"{_ALBERT_LAYER}.attention.dense",
+    "layers.{i}.attention_norm": f"{_ALBERT_LAYER}.attention.LayerNorm",
+    "layers.{i}.up": f"{_ALBERT_LAYER}.ffn",
+    "layers.{i}.down": f"{_ALBERT_LAYER}.ffn_output",
+    "layers.{i}.output_norm": f"{_ALBERT_LAYER}.full_layer_layer_norm",
+    "poolers.{i}": "pooler",
+    "lm_head.dense": "predictions.dense",
+    "lm_head.norm": "predictions.LayerNorm",
+    "lm_head": "predictions",
+}
+
+
+def _layout(prefix: str, architecture: str, names: dict[str, str]) -> Layout:
+    return Layout(
+        names=names,
+        prefix=prefix,
+        architecture=architecture,
+        renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+        ignored=r"(.*\.)?position_ids|cls\.seq_relationship\..*|sop_classifier\..*",
+    )
+
+
+_ROBERTA_HEAD = {"lm_head.dense": "lm_head.dense", "lm_head.norm": "lm_head.layer_norm", "lm_head": "lm_head"}
+
+BACKBONE = Bert
+LAYOUTS = {
+    "bert": _layout("bert.", "Bert", _NAMES),
+    "elasticbert": _layout("elasticbert.", "ElasticBert", _NAMES | {"poolers.{i}": "encoder.pooler.{i-1}.dense"}),
+    "roberta": _layout("roberta.", "Roberta", _NAMES | _ROBERTA_HEAD),
+    "albert": _layout("albert.", "Albert", _ALBERT_NAMES),
+}

@@ -2,8 +2,9 @@
 
 A backbone folder is what one downloads: config.json and model.safetensors, or several shards with their index. Tensor
 names may carry the model's prefix (`bert.`, a decoder's `model.`) or not. Every tensor must find its parameter and
-every parameter its tensor; the few that carry no weight of ours (position ids, the next-sentence head) are named in
-IGNORED. Files in half precision are read as float32. Nothing is unpickled.
+every parameter its tensor, but for those that carry no weight of the backbone: what its Layout ignores, and the head
+of a fine-tuned classifier, which is named in `backbone.left_out`. Files in half precision are read as float32. Nothing
+is unpickled. No family is known here: registry.py names the module of each model_type.
 
 What mini_ee writes carries a checksum: safetensors files in their metadata, JSON files (files.py) in a key of theirs.
 """
@@ -11,6 +12,7 @@ What mini_ee writes carries a checksum: safetensors files in their metadata, JSO
 import hashlib
 import json
 import re
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.data.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
+from mini_ee.backbones.backbone import Backbone, Layout, some_of
+from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
+from mini_ee.registry import BACKBONES
 
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
 """The 12-layer BERT that comes with the project (weights/README.md)."""
@@ -29,82 +31,31 @@ BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
 BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-8x192")
 """The 8-layer Llama that comes with the project."""
 
-# ---- Names: ours -> Hugging Face's. {i} is the layer, counted from 0; {a|b} are several tensors that ours stacks. ----
-_BERT_NAMES = {
-    "embeddings.word": "embeddings.word_embeddings",
-    "embeddings.position": "embeddings.position_embeddings",
-    "embeddings.token_type": "embeddings.token_type_embeddings",
-    "embeddings.norm": "embeddings.LayerNorm",
-    "layers.{i}.qkv": "encoder.layer.{i}.attention.self.{query|key|value}",
-    "layers.{i}.attention_output": "encoder.layer.{i}.attention.output.dense",
-    "layers.{i}.attention_norm": "encoder.layer.{i}.attention.output.LayerNorm",
-    "layers.{i}.up": "encoder.layer.{i}.intermediate.dense",
-    "layers.{i}.down": "encoder.layer.{i}.output.dense",
-    "layers.{i}.output_norm": "encoder.layer.{i}.output.LayerNorm",
-    "poolers": "pooler.dense",
-    "lm_head.dense": "cls.predictions.transform.dense",
-    "lm_head.norm": "cls.predictions.transform.LayerNorm",
-    "lm_head": "cls.predictions",
-}
+OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
+"""Tensors that a fine-tuned model has besides its backbone: the head of another task."""
 
-_DECODER_NAMES = {
-    "embeddings": "embed_tokens",
-    "layers.{i}.attention_norm": "layers.{i}.input_layernorm",
-    "layers.{i}.qkv": "layers.{i}.self_attn.{q|k|v}_proj",
-    "layers.{i}.attention_output": "layers.{i}.self_attn.o_proj",
-    "layers.{i}.mlp_norm": "layers.{i}.post_attention_layernorm",
-    "layers.{i}.gate": "layers.{i}.mlp.gate_proj",
-    "layers.{i}.up": "layers.{i}.mlp.up_proj",
-    "layers.{i}.down": "layers.{i}.mlp.down_proj",
-    "norm": "norm",
-    "lm_head": "lm_head",
-}
+LARGEST_WEIGHT = 1e18  # its square is no float32 number; trained weights stay below 1e6
 
-_LAYER = "encoder.albert_layer_groups.0.albert_layers.0"
 
-NAMES = {
-    "bert": _BERT_NAMES,
-    "elasticbert": _BERT_NAMES | {"poolers.{i}": "encoder.pooler.{i}.dense"},
-    "roberta": _BERT_NAMES
-    | {"lm_head.dense": "lm_head.dense", "lm_head.norm": "lm_head.layer_norm", "lm_head": "lm_head"},
-    "albert": _BERT_NAMES
-    | {
-        "embeddings.to_hidden": "encoder.embedding_hidden_mapping_in",
-        "layers.{i}.qkv": f"{_LAYER}.attention.{{query|key|value}}",
-        "layers.{i}.attention_output": f"{_LAYER}.attention.dense",
-        "layers.{i}.attention_norm": f"{_LAYER}.attention.LayerNorm",
-        "layers.{i}.up": f"{_LAYER}.ffn",
-        "layers.{i}.down": f"{_LAYER}.ffn_output",
-        "layers.{i}.output_norm": f"{_LAYER}.full_layer_layer_norm",
-        "poolers": "pooler",
-        "lm_head.dense": "predictions.dense",
-        "lm_head.norm": "predictions.LayerNorm",
-        "lm_head": "predictions",
-    },
-    "llama": _DECODER_NAMES,
-    "gemma": _DECODER_NAMES,
-    "phi": _DECODER_NAMES
-    | {
-        "layers.{i}.attention_output": "layers.{i}.self_attn.dense",
-        "layers.{i}.up": "layers.{i}.mlp.fc1",
-        "layers.{i}.down": "layers.{i}.mlp.fc2",
-        "norm": "final_layernorm",
-    },
-}
+def backbone_class(model_type: str) -> type[Backbone]:
+    """The class for a model_type of config.json. Raises ValueError for one that is not in registry.py."""
+    return _module(model_type).BACKBONE
 
-DECODERS = ("llama", "gemma", "phi")
 
-ARCHITECTURES = {
-    "bert": "Bert",
-    "elasticbert": "ElasticBert",
-    "roberta": "Roberta",
-    "albert": "Albert",
-    "llama": "Llama",
-    "gemma": "Gemma",
-    "phi": "Phi",
-}
+def generates(model_type) -> bool:
+    """Whether this is the model_type of a backbone that writes text; False for what is no backbone's."""
+    return isinstance(model_type, str) and model_type in BACKBONES and backbone_class(model_type).generates
 
-IGNORED = re.compile(r"(.*\.)?(position_ids|cls\.seq_relationship\..*|sop_classifier\..*|rotary_emb\.inv_freq)$")
+
+def layout_of(model_type: str) -> Layout:
+    """How Hugging Face keeps this model_type. Raises ValueError for one that is not in registry.py."""
+    return _module(model_type).LAYOUTS[model_type]
+
+
+def _module(model_type: str):
+    if not isinstance(model_type, str) or model_type not in BACKBONES:
+        raise ValueError(f"model_type must be one of {', '.join(BACKBONES)}, found {model_type!r}")
+    return import_module(BACKBONES[model_type])
 
 
 def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
@@ -114,23 +65,20 @@ def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
     ('encoder.layer.3.intermediate.dense.weight',)
     """
     module, leaf = name.rsplit(".", 1)
-    number = re.search(r"\.(\d+)", module)
-    if module.startswith("poolers"):
-        pattern = NAMES[model_type].get("poolers.{i}", NAMES[model_type]["poolers"])
-        pattern = pattern.replace("{i}", str(int(number[1]) - 1))
-    else:
-        pattern = NAMES[model_type][re.sub(r"\.\d+", ".{i}", module)]
-        pattern = pattern.replace("{i}", number[1]) if number else pattern
+    pattern = layout_of(model_type).names[re.sub(r"\.\d+", ".{i}", module)]
+    if number := re.search(r"\.(\d+)", module):
+        pattern = pattern.replace("{i}", number[1]).replace("{i-1}", str(int(number[1]) - 1))
     before, parts, after = re.fullmatch(r"([^{]*)\{?([^{}]*\|[^{}]*)?\}?([^}]*)", pattern).groups(default="")
     return tuple(f"{before}{part}{after}.{leaf}" for part in parts.split("|"))
 
 
 # ---- A backbone ----
-def load_backbone(folder: str | Path) -> Bert | Decoder:
+def load_backbone(folder: str | Path) -> Backbone:
     """The backbone in a Hugging Face folder, float32, in eval mode, on the CPU, with `backbone.config`.
 
-    The kind is taken from model_type in config.json. Pooler and masked-LM head are there if the file has them; a
-    decoder's head must be, unless config.json ties it to the embeddings.
+    The kind is taken from model_type in config.json. Poolers and the head to words are there if the file has them; the
+    head must be, where config.json names a model that writes (`...ForCausalLM`). `left_out` names the tensors of other
+    heads, and those of a masked-LM head that is not tied to the embeddings, as ours is.
     Raises FileNotFoundError for a missing folder or file, ValueError for a config or tensors that do not fit.
     """
     folder = Path(folder)
@@ -139,32 +87,36 @@ def load_backbone(folder: str | Path) -> Bert | Decoder:
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
     config = read_config(folder / "config.json")
-    tensors = _without_prefix(_read_shards(folder), config.model_type, folder)
+    kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
+    tensors = _plain_names(_read_shards(folder), layout, folder)
+    check_weights(tensors, folder)
+    left_out = [name for name in tensors if OTHER_HEADS.fullmatch(name)]
+    required = kind.generates and _names_its_head(folder, kind)
+    left_out += _fold_tied(tensors, kind, config, folder)
+    for name in left_out:
+        del tensors[name]
+    there = {part: _has(tensors, config.model_type, module) for part, module in kind.parts(config).items()}
+    if required and "lm_head" in there:
+        there["lm_head"] = True
     with torch.device("meta"):  # the weights come from the file: draw none
-        backbone = Decoder(config) if config.model_type in DECODERS else _bert(config, tensors)
-    _fold_tied(tensors, _tied(backbone), folder)
+        backbone = kind(config, **there)
     load_strict(backbone, tensors, _name_map(backbone), folder)
+    backbone.left_out = tuple(sorted(left_out))
     return backbone.eval()
 
 
-def empty_backbone(config: dict, lm_head: bool = False) -> Bert | Decoder:
-    """A backbone with weights yet to come, from what its config's to_dict gave; with its head to words or without."""
-    if config["model_type"] in DECODERS:
-        decoder = Decoder(DecoderConfig.from_dict(config))
-        if not lm_head:
-            decoder.lm_head = decoder.norm = None
-        return decoder
-    return Bert(BertConfig(**config), pooler=False, lm_head=lm_head)
+def empty_backbone(config: dict, lm_head: bool = False) -> Backbone:
+    """A backbone with weights yet to come, from what its config's to_dict gave; with its head to words or without.
+
+    Raises ValueError for a config that no backbone can have.
+    """
+    kind = backbone_class(config.get("model_type"))
+    config = kind.Config.from_hugging_face(config)
+    backbone = kind(config, **{part: part == "lm_head" and lm_head for part in kind.parts(config)})
+    return backbone if lm_head else backbone.without_heads()
 
 
-def _bert(config: BertConfig, tensors: dict[str, Tensor]) -> Bert:
-    """With the parts that the file has."""
-    head = _head_prefix(config.model_type)
-    (pooler,) = hugging_face_names(config.model_type, f"poolers.{config.num_hidden_layers}.weight")
-    return Bert(config, pooler=pooler in tensors, lm_head=any(name.startswith(head) for name in tensors))
-
-
-def save_backbone(backbone: Bert | Decoder, folder: str | Path) -> None:
+def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     """Write the backbone as a Hugging Face folder that `load_backbone` and transformers read.
 
     The folder appears whole or not at all. Raises FileExistsError where it is there already.
@@ -181,37 +133,39 @@ def backbone_sha256(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def write_backbone(backbone: Bert | Decoder, folder: Path) -> None:
+def write_backbone(backbone: Backbone, folder: Path) -> None:
     """config.json and model.safetensors into a folder that is there. Names carry the prefix where there is a head."""
-    config = backbone.config
-    if isinstance(backbone, Decoder):
-        prefix, kind = _prefix(config.model_type), "ForCausalLM"
-    elif backbone.lm_head is not None:
-        prefix, kind = _prefix(config.model_type), "ForMaskedLM"
-    else:
-        prefix, kind = "", "Model"
-    head = _head_prefix(config.model_type)
+    config, layout = backbone.config, layout_of(backbone.config.model_type)
+    prefix, ending = (layout.prefix, backbone.head_architecture) if backbone.has_lm_head else ("", "Model")
+    head = _prefix_of(config.model_type, "lm_head")
     tensors = {
         name if name.startswith(head) else prefix + name: part
         for name, part in _parts(backbone, _name_map(backbone)).items()
     }
-    architecture = ARCHITECTURES[config.model_type] + kind
     write_tensors(folder / "model.safetensors", tensors)
-    write_json(folder / "config.json", config.to_dict() | {"architectures": [architecture], "torch_dtype": "float32"})
+    about = {"architectures": [layout.architecture + ending], "torch_dtype": "float32"}
+    write_json(folder / "config.json", config.to_dict() | about)
 
 
-def read_config(path: Path) -> BertConfig | DecoderConfig:
+def read_config(path: Path):
     """The config of a backbone, from its config.json. Errors name the file."""
     config = read_json(path)
     if "format_version" in config:
         raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in NAMES:
-        raise ValueError(f"{path}: model_type must be one of {', '.join(NAMES)}, found {model_type!r}")
     try:
-        return (DecoderConfig if model_type in DECODERS else BertConfig).from_dict(config)
-    except ValueError as error:
+        return backbone_class(config.get("model_type")).Config.from_hugging_face(config)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def check_weights(tensors: dict[str, Tensor], source: Path) -> None:
+    """Raise ValueError for weights so large that what is computed with them would be no numbers."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel() and float(tensor.float().abs().max()) > LARGEST_WEIGHT:
+            raise ValueError(
+                f"{source}: {name} holds numbers above {LARGEST_WEIGHT:g}, with which nothing can be computed: "
+                f"damaged; fetch the weights again"
+            )
 
 
 def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, tuple[str, ...]], source: Path) -> None:
@@ -221,10 +175,10 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
     """
     wanted = {name: part.shape for name, part in _parts(module, names).items()}
     missing = sorted(wanted.keys() - tensors.keys())
-    unexpected = sorted(name for name in tensors.keys() - wanted.keys() if not IGNORED.match(name))
+    unexpected = sorted(tensors.keys() - wanted.keys())
     if missing or unexpected:
         found = (("missing", missing), ("unexpected", unexpected))
-        parts = [f"{len(some)} {what} ({_some(some)})" for what, some in found if some]
+        parts = [f"{len(some)} {what} ({some_of(some)})" for what, some in found if some]
         raise ValueError(f"{source}: the tensors do not fit this model: {'; '.join(parts)}")
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
@@ -246,47 +200,56 @@ def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Te
     return parts
 
 
-def _name_map(backbone: Bert | Decoder) -> dict[str, tuple[str, ...]]:
+def _name_map(backbone: Backbone) -> dict[str, tuple[str, ...]]:
     return {name: hugging_face_names(backbone.config.model_type, name) for name in backbone.state_dict()}
 
 
-def _head_prefix(model_type: str) -> str:
-    return hugging_face_names(model_type, "lm_head.bias")[0].removesuffix("bias")
+def _prefix_of(model_type: str, module: str) -> str:
+    """What the Hugging Face names of one of our modules begin with."""
+    return hugging_face_names(model_type, f"{module}.bias")[0].removesuffix("bias")
 
 
-def _prefix(model_type: str) -> str:
-    return "model." if model_type in DECODERS else f"{model_type}."
+def _has(tensors: dict[str, Tensor], model_type: str, module: str) -> bool:
+    return any(name.startswith(_prefix_of(model_type, module)) for name in tensors)
 
 
-def _without_prefix(tensors: dict[str, Tensor], model_type: str, folder: Path) -> dict[str, Tensor]:
-    """Names without `bert.` or `model.`, and with weight and bias where the oldest checkpoints say gamma and beta."""
+def _names_its_head(folder: Path, kind: type[Backbone]) -> bool:
+    """Whether config.json names a model with the head to words, not a bare one or a classifier."""
+    named = read_json(folder / "config.json").get("architectures") or []
+    return any(isinstance(name, str) and name.endswith(kind.head_architecture) for name in named)
+
+
+def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> dict[str, Tensor]:
+    """Names without prefix, old ones as they are today, and without what carries no weight of ours."""
     plain = {}
     for name, tensor in tensors.items():
-        name = name.removeprefix(_prefix(model_type))
-        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+        name = name.removeprefix(layout.prefix)
+        for old, new in layout.renamed:
+            name = name.removesuffix(old) + new if name.endswith(old) else name
         if name in plain:
             raise ValueError(f"{folder}: {name} is there twice, under two spellings of its name; keep one")
-        plain[name] = tensor
+        if not re.fullmatch(layout.ignored, name):
+            plain[name] = tensor
     return plain
 
 
-def _tied(backbone: Bert | Decoder) -> dict[str, str]:
-    """Tensors of the head that a file may hold once more -> what they are tied to."""
-    head = _head_prefix(backbone.config.model_type)
-    if isinstance(backbone, Decoder):
-        return {f"{head}weight": "embed_tokens.weight"} if backbone.config.tie_word_embeddings else {}
-    if backbone.lm_head is None:
-        return {}
-    return {f"{head}decoder.weight": "embeddings.word_embeddings.weight", f"{head}decoder.bias": f"{head}bias"}
+def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config, folder: Path) -> list[str]:
+    """Take the copies out, if they are what they are tied to. Where they are not: the names of the head's tensors.
 
-
-def _fold_tied(tensors: dict[str, Tensor], tied: dict[str, str], folder: Path) -> None:
-    """Take the copies out, if they are what they are tied to."""
-    for copy, original in tied.items():
-        if copy in tensors:
-            tensor = tensors.pop(copy)
-            if not torch.equal(tensor, tensors.setdefault(original, tensor)):
-                raise ValueError(f"{folder}: {copy} must be tied to {original}, found other values: not supported")
+    Raises ValueError for such a head in a model that writes.
+    """
+    untied = False
+    for copy, original in kind.tied(config).items():
+        if copy not in tensors:
+            untied |= copy.endswith(".weight") and not config.tie_word_embeddings
+        elif torch.equal(tensors[copy], tensors.setdefault(original, tensors[copy])):
+            del tensors[copy]
+        elif kind.generates:
+            raise ValueError(f"{folder}: {copy} must be tied to {original}, found other values: not supported")
+        else:
+            untied = True
+    head = _prefix_of(config.model_type, "lm_head")
+    return [name for name in tensors if untied and name.startswith(head)]
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
@@ -302,25 +265,22 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         found = read_tensors(folder / shard)
         differ = sorted(found.keys() ^ {name for name, file in weight_map.items() if file == shard})
         if differ:
-            raise ValueError(f"{index}: the index and {shard} name different tensors ({_some(differ)})")
+            raise ValueError(f"{index}: the index and {shard} name different tensors ({some_of(differ)})")
         tensors |= found
     return tensors
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 # ---- Tensors ----
 def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) -> dict[str, Tensor]:
     """All tensors of a safetensors file, which must be finite.
 
-    The checksum is compared with `sha256`, or with the one that the file carries, where there is one; `signed`: there
+    The checksum is compared with `sha256`, or with the one that the file carries, where there is one; signed: there
     must be one.
     """
     if not path.exists():
         hint = "; only safetensors are read, convert the .bin file" if list(path.parent.glob("*.bin")) else ""
         raise FileNotFoundError(f"{path}: no such file{hint}")
+    check_regular(path)
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -1,4 +1,4 @@
-"""Llama, Gemma and Phi, from scratch, with the key/value cache.
+"""Llama, Gemma and Phi, from scratch; their config is llama_config.py, their key/value cache cache.py.
 
 Sources: Touvron et al. 2023 (Llama 1, 2), Llama team 2024 (Llama 3), Gemma team 2024 (Gemma 1), Javaheripi et al. 2023
 (Phi-2). All are one stack of pre-norm layers with rotary positions (Su et al. 2021). They differ here:
@@ -7,217 +7,24 @@ Sources: Touvron et al. 2023 (Llama 1, 2), Llama team 2024 (Llama 3), Gemma team
     Gemma    embeddings times sqrt(D), norms that scale by 1 + w, GeGLU, heads wider than D/H, the head tied
     Phi      attention and MLP side by side on one LayerNorm, biases everywhere, only a part of each head rotates
 
-Depth is counted in layers run: hidden[0] is the embedding output, hidden[k] the output of the k-th layer, k = 1..L; the
-final norm belongs to the head. Agreement with transformers is pinned in tests/test_decoder.py.
-
-The cache is addressed by position, not by column: the key of a row's token at position p stands in slot p, however the
-batch was padded. So one comparison, slot <= position, is the causal mask, and hides padding and whatever a rejected
-draft has left behind. Rows are named by index: who leaves the batch leaves the cache alone.
+The final norm belongs to the head: hidden[L] comes before it. Agreement with transformers is pinned in
+tests/test_decoder.py.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import NamedTuple
+from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import ACTIVATIONS as BERT_ACTIVATIONS
-from mini_ee.backbones.bert import Adapt, StackedLinear
+from mini_ee.backbones.backbone import Adapt, Backbone, Layout, padding_mask
+from mini_ee.backbones.bert import AdaptLayer, StackedLinear
+from mini_ee.backbones.cache import Around, Cache, token_positions
+from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig, rope_frequencies
 from mini_ee.backbones.shapes import check
 
-ACTIVATIONS = BERT_ACTIVATIONS | {"silu": F.silu}
-
 GATED = ("llama", "gemma")  # act(gate) * up; phi has up alone
-
-# What Hugging Face takes for a key that config.json leaves out.
-TYPE_DEFAULTS = {
-    "llama": {"hidden_act": "silu", "norm_eps": 1e-6, "tie_word_embeddings": False},
-    "gemma": {"hidden_act": "gelu_pytorch_tanh", "norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256},
-    "phi": {"hidden_act": "gelu_new", "norm_eps": 1e-5, "tie_word_embeddings": False, "partial_rotary_factor": 0.5},
-}
-
-NORM_EPS = {"llama": "rms_norm_eps", "gemma": "rms_norm_eps", "phi": "layer_norm_eps"}
-
-# Keys that would change what is computed, and the only values that this file computes.
-FIXED_KEYS = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "qk_layernorm": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "sliding_window": (None,),
-}
-
-LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """The keys of a Hugging Face config.json that this file reads, under their own names.
-
-    `norm_eps` is rms_norm_eps, in Phi layer_norm_eps. `rope_scaling` holds the four numbers of Llama 3, None elsewhere.
-    num_key_value_heads is num_attention_heads where it is None, head_dim hidden_size / num_attention_heads.
-    Dropout is not applied. Raises ValueError on a value that no model can have.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    hidden_act: str
-    norm_eps: float
-    tie_word_embeddings: bool
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    partial_rotary_factor: float = 1.0
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-
-    def __post_init__(self):
-        if self.model_type not in TYPE_DEFAULTS:
-            raise ValueError(f"model_type must be one of {', '.join(TYPE_DEFAULTS)}, got {self.model_type!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in (int, int | None) and value is not None:
-                least = 0 if field.name == "bos_token_id" else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ValueError(f"{field.name} must be an integer of at least {least}, got {value!r}")
-            if field.type is float and field.name != "rope_theta" and not (_is_number(value) and 0 <= value <= 1):
-                raise ValueError(f"{field.name} must be a number from 0 to 1, got {value!r}")
-        if not _is_number(self.rope_theta) or not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta must be a number above 0, got {self.rope_theta!r}")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise ValueError(f"tie_word_embeddings must be true or false, got {self.tie_word_embeddings!r}")
-        if self.tie_word_embeddings and self.model_type == "phi":
-            raise ValueError("tie_word_embeddings must be false in phi, whose head has a bias, got True: not supported")
-        stops = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        if self.eos_token_id is not None and not all(type(stop) is int and stop >= 0 for stop in stops):
-            raise ValueError(f"eos_token_id must be an integer of at least 0 or a list of them, got {stops!r}")
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads, "
-                f"got {self.hidden_size} and {self.num_attention_heads}"
-            )
-        if self.num_attention_heads % self.key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-        if self.rotary_width < 2 or self.rotary_width % 2:
-            raise ValueError(
-                f"head_dim * partial_rotary_factor must be an even number of at least 2, got "
-                f"{self.head_width} * {self.partial_rotary_factor}"
-            )
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
-        if self.rope_scaling is not None:
-            numbers = {key: self.rope_scaling.get(key) for key in LLAMA3_SCALING}
-            wrong = [key for key, value in numbers.items() if not (_is_number(value) and 0 < value < math.inf)]
-            if wrong:
-                raise ValueError(f"rope_scaling must hold a number above 0 for {', '.join(wrong)}, got {numbers}")
-            if numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-                raise ValueError(f"rope_scaling: high_freq_factor must be above low_freq_factor, got {numbers}")
-
-    @property
-    def stop_tokens(self) -> list[int]:
-        """Tokens with which a text ends, as eos_token_id names them."""
-        ends = self.eos_token_id
-        return [] if ends is None else list(ends) if isinstance(ends, tuple) else [ends]
-
-    @classmethod
-    def from_dict(cls, config: dict) -> "DecoderConfig":
-        """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""
-        for key, allowed in FIXED_KEYS.items():
-            if config.get(key) not in allowed:
-                raise ValueError(f"{key} must be {allowed[0]!r}, got {config[key]!r}: not supported")
-        model_type = config.get("model_type")
-        given = {key: value for key, value in config.items() if value is not None} | _rope_keys(config)
-        given["norm_eps"] = given.get(NORM_EPS.get(model_type))
-        if model_type == "gemma":  # its oldest files say gelu and mean the tanh form
-            act = given.get("hidden_activation", given.get("hidden_act"))
-            given["hidden_act"] = "gelu_pytorch_tanh" if act == "gelu" else act
-        if isinstance(given.get("eos_token_id"), list):
-            given["eos_token_id"] = tuple(given["eos_token_id"])
-        known = {field.name for field in fields(cls)}
-        given = {key: value for key, value in given.items() if key in known and value is not None}
-        given = TYPE_DEFAULTS.get(model_type, {}) | given
-        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
-        if missing:
-            raise ValueError(f"missing key {', '.join(missing)}")
-        return cls(**given)
-
-    def to_dict(self) -> dict:
-        """As Hugging Face writes it; `from_dict` reads it back."""
-        config = {key: value for key, value in asdict(self).items() if value is not None}
-        config[NORM_EPS[self.model_type]] = config.pop("norm_eps")
-        if self.rope_scaling is not None:
-            config["rope_scaling"] = {"rope_type": "llama3"} | self.rope_scaling
-        return config
-
-    @property
-    def key_value_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_width(self) -> int:
-        """How many of a head's numbers rotate."""
-        return int(self.head_width * self.partial_rotary_factor)
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest text, prompt and continuation together."""
-        return self.max_position_embeddings
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _rope_keys(config: dict) -> dict:
-    """rope_theta, partial_rotary_factor and rope_scaling, which transformers 5 writes as one entry, rope_parameters."""
-    found = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        entry = config.get(name)
-        if entry is None:
-            continue
-        if not isinstance(entry, dict):
-            raise ValueError(f"{name} must be an object, got {entry!r}")
-        kind = entry.get("rope_type", entry.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise ValueError(f"{name}: rope_type must be 'default' or 'llama3', got {kind!r}: not supported")
-        found |= {key: entry[key] for key in ("rope_theta", "partial_rotary_factor") if entry.get(key) is not None}
-        found["rope_scaling"] = {key: entry.get(key) for key in LLAMA3_SCALING} if kind == "llama3" else None
-    return found
-
-
-# ---- Positions ----
-def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """theta_i = rope_theta^(-2i/R), in radians a token, (R/2,) float32, where R numbers of a head rotate.
-
-    Llama 3 divides the slow ones by `factor`: those whose wavelength 2 pi / theta_i is above
-    original_max_position_embeddings / low_freq_factor; the quick ones, below original / high_freq_factor, stay; between
-    the two it goes over linearly in original / wavelength.
-    """
-    width = config.rotary_width
-    frequency = 1.0 / config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
-    if config.rope_scaling is None:
-        return frequency
-    factor, low, high, original = (config.rope_scaling[key] for key in LLAMA3_SCALING)
-    turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -229,42 +36,6 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning = heads[..., :width]
     turned = torch.addcmul(turning * cos, turning.roll(width // 2, -1), sin)
     return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
-
-
-def token_positions(attention_mask: Tensor) -> Tensor:
-    """(B, T) of 1 and 0 -> position of each token in its row, from 0, and -1 for padding, on either side."""
-    real = attention_mask.bool()
-    return (real.cumsum(1) - 1).masked_fill(~real, -1)
-
-
-class Cache:
-    """Keys and values of up to `rows` texts of up to `capacity` tokens, preallocated, written in place.
-
-    keys[layer], values[layer]: (rows, KV heads, capacity + 1, d). Slot p holds position p; the last takes padding.
-    """
-
-    def __init__(self, decoder: "Decoder", rows: int, capacity: int):
-        config, weight = decoder.config, decoder.embeddings.weight
-        if capacity > config.max_tokens:
-            raise ValueError(
-                f"expected at most {config.max_tokens} tokens, prompt and continuation together, got {capacity}: "
-                f"shorten the prompt or ask for fewer tokens"
-            )
-        self.capacity = capacity
-        shape = (config.num_hidden_layers, rows, config.key_value_heads, capacity + 1, config.head_width)
-        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
-
-
-class Block(NamedTuple):
-    """Tokens that run together: (B, T) of them, and what every layer needs to know of where they stand."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None  # (B, 1, T, S), true where a token may be read; None: all of them, or causal
-    causal: bool
-    rows: list[int] | None  # whose cache they read, None: all rows in order
-    write: tuple | None  # where in a layer's cache, (rows, slots, ...), their keys and values go
-    end: int  # slots below it are read
 
 
 # ---- The layers ----
@@ -311,43 +82,53 @@ class Layer(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(
-        self, hidden: Tensor, block: Block, keys: Tensor | None, values: Tensor | None, adapt: Adapt | None = None
+        self,
+        hidden: Tensor,
+        around: Around,
+        keys: Tensor | None,
+        values: Tensor | None,
+        adapt: AdaptLayer | None = None,
     ) -> Tensor:
         """hidden (B, T, D) -> (B, T, D). keys, values: this layer's cache, read and written; None: the block alone.
 
         adapt: what adapters add to the linear maps of this layer.
         """
         normed = self.attention_norm(hidden)
-        attended = self.attention(normed, block, keys, values, adapt)
+        attended = self.attention(normed, around, keys, values, adapt)
         if self.parallel:
             return hidden + attended + self.mlp(normed, adapt)
         hidden = hidden + attended
         return hidden + self.mlp(self.mlp_norm(hidden), adapt)
 
-    def _linear(self, name: str, x: Tensor, adapt: Adapt | None) -> Tensor:
+    def _linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
         y = getattr(self, name)(x)
         return y if adapt is None else adapt(name, x, y)
 
     def attention(
-        self, normed: Tensor, block: Block, keys: Tensor | None, values: Tensor | None, adapt: Adapt | None = None
+        self,
+        normed: Tensor,
+        around: Around,
+        keys: Tensor | None,
+        values: Tensor | None,
+        adapt: AdaptLayer | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D): every token reads the tokens up to itself (grouped queries: Ainslie et al. 2023)."""
         stacked = self._linear("qkv", normed, adapt).view(*normed.shape[:2], -1, self.head_width)  # (B, T, H + 2 KV, d)
         turning = self.heads + self.key_value_heads
-        turned = rotate(stacked[:, :, :turning], block.cos, block.sin)
+        turned = rotate(stacked[:, :, :turning], around.cos, around.sin)
         query, key, value = turned[:, :, : self.heads], turned[:, :, self.heads :], stacked[:, :, turning:]
         if keys is None:
-            attended = self._attend(query, key.transpose(1, 2), value.transpose(1, 2), block.mask, block.causal)
+            attended = self._attend(query, key.transpose(1, 2), value.transpose(1, 2), around.mask, around.causal)
         else:
-            keys.transpose(1, 2)[block.write], values.transpose(1, 2)[block.write] = key, value
-            keys, values = keys[:, :, : block.end], values[:, :, : block.end]
-            if block.rows is None:
-                attended = self._attend(query, keys, values, block.mask, block.causal)
+            keys.transpose(1, 2)[around.write], values.transpose(1, 2)[around.write] = key, value
+            keys, values = keys[:, :, : around.end], values[:, :, : around.end]
+            if around.rows is None:
+                attended = self._attend(query, keys, values, around.mask, around.causal)
             else:  # row by row: a gathered copy of their keys takes longer than attention itself
                 attended = torch.cat(
                     [
-                        self._attend(query[i, None], keys[row, None], values[row, None], block.mask[i, None], False)
-                        for i, row in enumerate(block.rows)
+                        self._attend(query[i, None], keys[row, None], values[row, None], around.mask[i, None], False)
+                        for i, row in enumerate(around.rows)
                     ]
                 )
         return self._linear("attention_output", attended.transpose(1, 2).flatten(2), adapt)
@@ -362,55 +143,113 @@ class Layer(nn.Module):
             enable_gqa=self.key_value_heads < self.heads,
         )
 
-    def write_keys(self, hidden: Tensor, block: Block, keys: Tensor, values: Tensor) -> None:
+    def write_keys(self, hidden: Tensor, around: Around, keys: Tensor, values: Tensor) -> None:
         """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
         query, *_ = self.qkv.sizes
         bias = None if self.qkv.bias is None else self.qkv.bias[query:]
         stacked = F.linear(self.attention_norm(hidden), self.qkv.weight[query:], bias)
         key, value = stacked.view(*hidden.shape[:2], 2, -1, self.head_width).unbind(2)
-        keys.transpose(1, 2)[block.write] = rotate(key, block.cos, block.sin)
-        values.transpose(1, 2)[block.write] = value
+        keys.transpose(1, 2)[around.write] = rotate(key, around.cos, around.sin)
+        values.transpose(1, 2)[around.write] = value
 
-    def mlp(self, normed: Tensor, adapt: Adapt | None = None) -> Tensor:
+    def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """down(act(gate) * up), in Phi down(act(up)): (B, T, D) -> (B, T, D)."""
         inner = self._linear("up", normed, adapt)
         inner = self.activation(self._linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
         return self._linear("down", inner, adapt)
 
 
-class Decoder(nn.Module):
-    """The backbone: embeddings, L layers, the final norm and the vocabulary head."""
+class Decoder(Backbone):
+    """The backbone: embeddings, L layers, the final norm and the head to words.
 
-    def __init__(self, config: DecoderConfig):
+    lm_head is None where it is tied to the embeddings, and where the checkpoint has none.
+    """
+
+    Config = DecoderConfig
+    poolings = ("mean",)  # the first token reads nothing but itself
+    generates = True
+    reads_prompt_at = "last"
+    head_architecture = "ForCausalLM"
+
+    def __init__(self, config: DecoderConfig, lm_head: bool = True):
         super().__init__()
         self.config = config
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = norm_of(config)
-        self.lm_head = None  # tied to the embeddings
-        if not config.tie_word_embeddings:
+        self.lm_head = None
+        if lm_head and not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.model_type == "phi")
         angle = torch.arange(config.max_tokens, dtype=torch.float32, device="cpu")[:, None] * rope_frequencies(config)
         sin = angle.sin()
         self.register_buffer("cos", angle.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
-        self.apply(self._initialise)
+        self.apply(self.initialise)
 
-    def _initialise(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    @classmethod
+    def parts(cls, config: DecoderConfig) -> dict[str, str]:
+        """A head that is tied is always there."""
+        return {} if config.tie_word_embeddings else {"lm_head": "lm_head"}
 
-    def embed(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """hidden[0]: (B, T) int64 -> (B, T, D). token_type_ids: an encoder's, which a decoder has no use for."""
-        check(input_ids, "B T")
-        hidden = self.embeddings(input_ids)
+    @classmethod
+    def tied(cls, config: DecoderConfig) -> dict[str, str]:
+        """The head, where the config says so."""
+        return {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether there is a head to words, with its norm."""
+        return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
+
+    @property
+    def vocabulary(self) -> dict[str, str]:
+        """The linear map onto the vocabulary: weight and bias -> names of parameters."""
+        if not self.has_lm_head:
+            raise self.no_lm_head()
+        if self.lm_head is None:
+            return {"weight": "embeddings.weight"}
+        return {name: f"lm_head.{name}" for name, _ in self.lm_head.named_parameters()}
+
+    @property
+    def projections(self) -> dict[str, tuple[str, int]]:
+        """As `Backbone.projections` says; Phi has no gate."""
+        maps = ("attention_output", *(["gate"] if self.layers[0].gated else []), "up", "down")
+        return {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)} | {name: (name, 0) for name in maps}
+
+    def exit_norm(self) -> nn.Module:
+        """Layers leave the sums that they add to unnormed."""
+        return norm_of(self.config)
+
+    def without_heads(self) -> "Decoder":
+        """The same backbone, without the head to words and its norm."""
+        self.lm_head = self.norm = None
+        return self
+
+    def embed(self, inputs) -> Tensor:
+        """hidden[0], (B, T, D), as `Backbone.embed` says. Token types are passed over."""
+        ids = torch.as_tensor(inputs.input_ids, device=self.embeddings.weight.device)
+        check(ids, "B T")
+        hidden = self.embeddings(ids)
         if self.config.model_type == "gemma":
             hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
         return hidden
 
-    def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> Block:
+    def around(self, inputs) -> Around:
+        """Where the tokens of whole rows stand, padded on either side; padded on the right they are the quickest.
+
+        Raises ValueError where there are more tokens than the model has positions.
+        """
+        tokens, attention_mask = check(inputs.input_ids, "B T")["T"], inputs.attention_mask
+        padding = padding_mask(attention_mask, self.device)
+        if padding is not None and not _padded_on_the_right(attention_mask):
+            positions = token_positions(torch.as_tensor(attention_mask, device=self.device))
+            return self.block(positions)._replace(padding=padding)
+        if tokens > self.config.max_tokens:
+            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        # What is before a token is all that it reads: padding behind it needs no mask.
+        return Around(self.cos[None, :tokens, None], self.sin[None, :tokens, None], None, True, tokens, padding)
+
+    def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> Around:
         """What the layers need to run tokens at these positions, made once for all layers.
 
         positions: (B, T) int64, -1 for padding (`token_positions`). With a cache the tokens read its slots up to their
@@ -435,80 +274,81 @@ class Decoder(nn.Module):
         if cache is None:
             reads, padding = positions[:, None, :], positions < 0
             mask = (reads <= positions[:, :, None]) & (~padding[:, None, :] | padding[:, :, None])
-            return Block(cos, sin, None if aligned else mask[:, None], aligned, None, None, end)
+            return Around(cos, sin, None if aligned else mask[:, None], aligned, end)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         mask = (torch.arange(end, device=at.device) <= at[:, :, None])[:, None]
-        return Block(cos, sin, mask, False, rows, write, end)
+        return Around(cos, sin, mask, False, end, cache=cache, rows=rows, write=write)
 
-    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Block:
+    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
         """`block` where all rows of the cache stand at low .. low + tokens - 1. Asks no tensor anything."""
         end = low + tokens
         if end > cache.capacity:
             raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: shorten the prompt")
         cos, sin, write = self.cos[None, low:end, None], self.sin[None, low:end, None], (slice(None), slice(low, end))
         if tokens == 1 or low == 0:
-            return Block(cos, sin, None, tokens > 1, None, write, end)
+            return Around(cos, sin, None, tokens > 1, end, cache=cache, write=write)
         places = torch.arange(end, device=cos.device)
-        return Block(cos, sin, (places <= places[low:, None])[None, None], False, None, write, end)
+        return Around(cos, sin, (places <= places[low:, None])[None, None], False, end, cache=cache, write=write)
 
-    def whole_rows(self, tokens: int) -> Block:
-        """Whole rows of so many tokens, padded on the right: what is before a token is all that it reads.
-
-        Raises ValueError where there are more tokens than the model has positions.
-        """
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
-        return Block(self.cos[None, :tokens, None], self.sin[None, :tokens, None], None, True, None, None, tokens)
-
-    def run_layers(
-        self,
-        hidden: Tensor,
-        block: Block | Tensor | None,
-        start: int,
-        stop: int,
-        cache: Cache | None = None,
-        adapters: Callable[[int], Adapt] | None = None,
-    ) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop, filling their caches.
-
-        block: where the tokens stand; an encoder's padding mask, or None, for `whole_rows`.
-        adapters: index of a layer -> what is added to its linear maps (lora_exits.py).
-        """
-        if not isinstance(block, Block):
-            block = self.whole_rows(hidden.shape[1])
+    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""
+        cache, keys, values = around.cache, None, None
         for depth in range(start, stop):
-            keys, values = (None, None) if cache is None else (cache.keys[depth], cache.values[depth])
-            hidden = self.layers[depth](hidden, block, keys, values, adapters and adapters(depth))
+            if cache is not None:
+                keys, values = cache.keys[depth], cache.values[depth]
+            hidden = self.layers[depth](hidden, around, keys, values, adapt and partial(adapt, depth))
         return hidden
 
-    def propagate(self, hidden: Tensor, block: Block, start: int, stop: int, cache: Cache) -> None:
+    def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
 
         The layers start + 1 .. stop each write its keys and values, through their own input norm, and compute no more.
         """
         for depth in range(start, stop):
-            self.layers[depth].write_keys(hidden, block, cache.keys[depth], cache.values[depth])
+            self.layers[depth].write_keys(hidden, around, around.cache.keys[depth], around.cache.values[depth])
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
-        return self.run_layers(self.embed(input_ids), self._whole(input_ids, attention_mask), 0, len(self.layers))
+    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        """LM logits, (..., D) -> (..., V) float32, as `Backbone.lm_logits` says: the final norm and the head."""
+        if not self.has_lm_head:
+            raise self.no_lm_head()
+        normed, head = self.norm(hidden), self.lm_head
+        if words is None:
+            return (F.linear(normed, self.embeddings.weight) if head is None else head(normed)).float()
+        weight = (self.embeddings if head is None else head).weight[words]
+        bias = None if head is None or head.bias is None else head.bias[words]
+        return F.linear(normed, weight, bias).float()
 
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, ...]:
-        """All L + 1 hidden states, each (B, T, D); [0] is the embedding output, [L] comes before the final norm.
 
-        input_ids, attention_mask (1 for a token, 0 for padding, on either side) are (B, T) int64.
-        """
-        block = self._whole(input_ids, attention_mask)
-        states = [self.embed(input_ids)]
-        for depth in range(len(self.layers)):
-            states.append(self.run_layers(states[-1], block, depth, depth + 1))
-        return tuple(states)
+def _padded_on_the_right(attention_mask: Tensor | np.ndarray) -> bool:
+    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
-    def _whole(self, input_ids: Tensor, attention_mask: Tensor | None) -> Block:
-        return self.block(token_positions(torch.ones_like(input_ids) if attention_mask is None else attention_mask))
 
-    def lm_logits(self, hidden: Tensor) -> Tensor:
-        """LM logits, (..., D) -> (..., V) float32: the final norm and the vocabulary head."""
-        normed = self.norm(hidden)
-        return (F.linear(normed, self.embeddings.weight) if self.lm_head is None else self.lm_head(normed)).float()
+# ---- Hugging Face's names ----
+_NAMES = {
+    "embeddings": "embed_tokens",
+    "layers.{i}.attention_norm": "layers.{i}.input_layernorm",
+    "layers.{i}.qkv": "layers.{i}.self_attn.{q|k|v}_proj",
+    "layers.{i}.attention_output": "layers.{i}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": "layers.{i}.post_attention_layernorm",
+    "layers.{i}.gate": "layers.{i}.mlp.gate_proj",
+    "layers.{i}.up": "layers.{i}.mlp.up_proj",
+    "layers.{i}.down": "layers.{i}.mlp.down_proj",
+    "norm": "norm",
+    "lm_head": "lm_head",
+}
+
+_PHI_NAMES = _NAMES | {
+    "layers.{i}.attention_output": "layers.{i}.self_attn.dense",
+    "layers.{i}.up": "layers.{i}.mlp.fc1",
+    "layers.{i}.down": "layers.{i}.mlp.fc2",
+    "norm": "final_layernorm",
+}
+
+
+def _layout(architecture: str, names: dict[str, str] = _NAMES) -> Layout:
+    return Layout(names=names, prefix="model.", architecture=architecture, ignored=r"(.*\.)?rotary_emb\.inv_freq")
+
+
+BACKBONE = Decoder
+LAYOUTS = {"llama": _layout("Llama"), "gemma": _layout("Gemma"), "phi": _layout("Phi", _PHI_NAMES)}

@@ -1,4 +1,6 @@
-"""The one shape checker. Letters: B batch, T tokens, D width, H heads, C classes, V vocabulary, K exits, L layers."""
+"""Checks of arrays. Letters: B batch, T tokens, D width, H heads, C classes, V vocabulary, K exits, L layers."""
+
+import numpy as np
 
 
 def check(x, dims: str, **want: int) -> dict[str, int]:
@@ -18,3 +20,13 @@ def check(x, dims: str, **want: int) -> dict[str, int]:
         if want.setdefault(name, size) != size:
             raise ValueError(f"expected {dims!r} with {name}={want[name]}, got shape {shape}")
     return want
+
+
+def check_finite(x: np.ndarray, what: str = "the logits") -> np.ndarray:
+    """The same array, or ValueError where a number in it is NaN or infinite: no rule and no reader can use it."""
+    if not np.isfinite(x).all():
+        raise ValueError(
+            f"{what} must be finite, found NaN or infinity: the weights are damaged, or too large to compute with; "
+            f"fetch or train them again"
+        )
+    return x

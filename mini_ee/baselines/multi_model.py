@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method, NoConfig
-from mini_ee.units.rows import ExitModel, RowExits, RowState, check_exits, first_layers
+from mini_ee.units.rows import ExitModel, RowExits, RowState, check_exits
 
 
 class MultiModel(ExitModel):
@@ -24,7 +24,7 @@ class MultiModel(ExitModel):
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.models = nn.ModuleList(
-            RowExits(first_layers(backbone, layer), (layer,), num_labels, pool) for layer in self.exits
+            RowExits(backbone.first_layers(layer), (layer,), num_labels, pool) for layer in self.exits
         )
 
     @property

@@ -26,8 +26,9 @@ import torch
 from tqdm import tqdm
 
 import mini_ee.methods.lora_exits as loraexit
+from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import BUILT_IN_DECODER, DECODERS, load_backbone, read_config, save_backbone
+from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config, save_backbone
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig
 from mini_ee.backbones.sgmv import sgmv, sgmv_loop
 from mini_ee.baselines.multi_model import MultiModel
@@ -198,13 +199,14 @@ def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
     ids, _, types = _tensors(inputs)
     rule = _AtExit(np.random.default_rng(seed).permutation(np.repeat([0, 1, 2], [12, 10, 10])))
     with torch.inference_mode():
-        hidden = [backbone.embed(ids[:size], types[:size]) for size in (32, 20, 10)]
+        hidden = [backbone.embed(inputs.take(slice(size))) for size in (32, 20, 10)]
+        around = backbone.around(inputs)
 
     @torch.inference_mode()
     def layers_alone():
-        backbone.embed(ids, types)
+        backbone.embed(inputs)
         for states, start, stop in zip(hidden, (0, *exits), exits):
-            backbone.run_layers(states, None, start, stop)
+            backbone.run_layers(states, around, start, stop)
 
     own, ideal = medians([lambda: early_exit(segments, rule, inputs), layers_alone], "batch")
     yield _row("minilm b32 t32 mixed", own, ideal, bar=1.10)
@@ -366,10 +368,9 @@ def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
 @torch.inference_mode()
 def _bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
     """The rows that all streams are, through the layers that each needs, without adapters."""
-    ids, _, types = _tensors(inputs)
-    hidden = lora.backbone.embed(ids, types).repeat(len(lora.exits), 1, 1)
+    hidden, around = lora.backbone.embed(inputs).repeat(len(lora.exits), 1, 1), lora.backbone.around(inputs)
     for start, stop in zip(lora.starts, lora.exits):
-        hidden = lora.backbone.run_layers(hidden, None, start, stop)[len(inputs) :]
+        hidden = lora.backbone.run_layers(hidden, around, start, stop)[len(inputs) :]
 
 
 def _operator(case: str, rank: int, lengths: list[int], seed: int) -> dict:
@@ -520,7 +521,7 @@ def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
 
     stories260k: the decoder in `model`, a random one of its shape where that is none.
     """
-    is_decoder = model is not None and read_config(model / "config.json").model_type in DECODERS
+    is_decoder = model is not None and generates(read_config(model / "config.json").model_type)
     stories, llama = (
         load_backbone(model) if is_decoder else _random_decoder(STORIES, seed),
         _random_decoder(LLAMA, seed),
@@ -579,25 +580,25 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
     with torch.inference_mode():
         blocks = [decoder.block(torch.tensor([[position]]), cache) for position in range(new_tokens)]
         gap = decoder.block(torch.tensor([behind]), cache)
-        hidden = decoder.embed(torch.zeros(1, 1, dtype=torch.int64))
+        hidden = decoder.embed(Tensors(torch.zeros(1, 1, dtype=torch.int64)))
         gaps = hidden.expand(1, len(behind), -1).contiguous()
     heads = [VocabularyHead(decoder, "copy") for _ in blocks]
 
     parts = {
-        "layers": lambda: [decoder.run_layers(hidden, block, 0, layer, cache) for block in blocks],
+        "layers": lambda: [decoder.run_layers(hidden, block, 0, layer) for block in blocks],
         "head": lambda: [head(hidden[:, 0]) for head in heads],
         "fill": lambda: (
-            decoder.propagate(gaps, gap, layer, depth, cache)
+            decoder.propagate(gaps, gap, layer, depth)
             if fill == "propagate"
-            else decoder.run_layers(gaps, gap, layer, depth, cache)
+            else decoder.run_layers(gaps, gap, layer, depth)
         ),
         "eager_fill": lambda: [
-            decoder.propagate(hidden, block, layer, depth, cache)
+            decoder.propagate(hidden, block, layer, depth)
             if fill == "propagate"
-            else decoder.run_layers(hidden, block, layer, depth, cache)
+            else decoder.run_layers(hidden, block, layer, depth)
             for block in blocks[:-1]
         ],
-        "last": lambda: decoder.lm_logits(decoder.run_layers(hidden, blocks[-1], layer, depth, cache)),
+        "last": lambda: decoder.lm_logits(decoder.run_layers(hidden, blocks[-1], layer, depth)),
     }
 
     def forced_out():
@@ -691,7 +692,7 @@ def _row(case: str, seconds: float, against: float, bar: float) -> dict:
 
 
 def _minilm(model: Path | None, seed: int) -> Bert:
-    if model and (kind := read_config(model / "config.json").model_type) in DECODERS:
+    if model and generates(kind := read_config(model / "config.json").model_type):
         raise ValueError(f"{model}: holds a {kind}; this benchmark takes an encoder, or no --model")
     return load_backbone(model) if model else _random(MINILM, seed)
 

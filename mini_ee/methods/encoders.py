@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_ee.backbones.bert import Bert, padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops
+from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
-from mini_ee.backbones.llama import Decoder
+from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.units.heads import pooled
 
@@ -22,7 +21,7 @@ class OwnStates:
 
     tokenizer = None  # the model's
 
-    def __init__(self, backbone: Bert | Decoder, layer: int):
+    def __init__(self, backbone: Backbone, layer: int):
         """Raises ValueError for a layer that the backbone does not have."""
         if not 0 <= layer <= backbone.config.num_hidden_layers:
             raise ValueError(f"the layer must be from 0 to {backbone.config.num_hidden_layers}, got {layer}")
@@ -35,16 +34,14 @@ class OwnStates:
         return self
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
-        device = next(self.backbone.parameters()).device
-        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-        ids, attention, types = (torch.from_numpy(array).to(device) for array in arrays)
         with torch.inference_mode():
-            mask = padding_mask(attention) if inputs.padded else None
-            hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
-            return pooled(hidden, mask, "mean").float().numpy(force=True)
+            around = self.backbone.around(inputs)
+            hidden = self.backbone.run_layers(self.backbone.embed(inputs), around, 0, self.layer)
+            query = pooled(hidden, around.padding, "mean").float().numpy(force=True)
+        return check_finite(query, "the mean of the states")
 
     def flops(self, inputs: Inputs) -> float:
-        return self.layer * backbone_layer_flops(self.backbone, inputs.input_ids.shape[1])
+        return self.layer * self.backbone.layer_flops(inputs.input_ids.shape[1])
 
 
 class SentenceEncoder:

@@ -34,7 +34,7 @@ Schedules, their costs and the segments that the loop drives are in units/stream
 backbones/lora.py, SGMV in backbones/sgmv.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import padding_mask
+from mini_ee.backbones.backbone import Adapt, Backbone, Tensors
 from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of, load_adapters, save_adapters
 from mini_ee.backbones.sgmv import sgmv
 from mini_ee.data.options import check_options, option
@@ -56,7 +56,7 @@ from mini_ee.early_exit import Segments
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.units.heads import exit_heads
-from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits, first_layers
+from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits
 from mini_ee.units.streams import LoRASegments, restart
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
@@ -161,7 +161,7 @@ class Streams:
         """All that is held."""
         return [each for maps in self.layers for parts in maps.values() for part in parts for each in part[1:]]
 
-    def adapt(self, live: int, starts: Sequence[int] | None = None) -> Callable[[int, str, Tensor, Tensor], Tensor]:
+    def adapt(self, live: int, starts: Sequence[int] | None = None) -> Adapt:
         """What the last `live` streams add to a linear map: (stored layer, its name, input, output) -> output.
 
         starts (live + 1): where in the batch the rows of each begin, and the end; None: each has as many.
@@ -189,7 +189,7 @@ class LoRAExits(ExitModel):
 
     def __init__(
         self,
-        backbone: nn.Module,
+        backbone: Backbone,
         exits: tuple[int, ...],
         num_labels: int,
         pool: str = "mean",
@@ -200,10 +200,9 @@ class LoRAExits(ExitModel):
     ):
         super().__init__()
         check_lora(rank, alpha, targets)
-        there = [target for target, (linear, _) in TARGETS.items() if hasattr(backbone.layers[0], linear)]
-        if strange := [target for target in targets if target not in there]:
-            kind = backbone.config.model_type
-            raise ValueError(f"targets of a {kind} must be some of {', '.join(there)}, got {', '.join(strange)}")
+        if strange := [target for target in targets if target not in backbone.projections]:
+            kind, there = backbone.config.model_type, ", ".join(backbone.projections)
+            raise ValueError(f"targets of a {kind} must be some of {there}, got {', '.join(strange)}")
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)
@@ -231,16 +230,12 @@ class LoRAExits(ExitModel):
         """The streams of the exits first .. stop - 1."""
         return Streams(self, first, stop)
 
-    def run_layers(self, hidden: Tensor, mask: Tensor | None, start: int, stop: int, adapt: Callable) -> Tensor:
-        """hidden[start] -> hidden[stop], both (N, T, D), with what `adapt` (Streams.adapt) adds; mask (N, 1, 1, T)."""
-        return self.backbone.run_layers(hidden, mask, start, stop, adapters=lambda stored: partial(adapt, stored))
-
     def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
-        mask = padding_mask(attention_mask)
-        hidden = self.backbone.embed(input_ids, token_type_ids)
-        hidden = self.run_layers(hidden, mask, 0, self.exits[k], self.streams(k, k + 1).adapt(1))
-        return self.heads[k](hidden, mask)
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, hidden = self.backbone.around(inputs), self.backbone.embed(inputs)
+        hidden = self.backbone.run_layers(hidden, around, 0, self.exits[k], self.streams(k, k + 1).adapt(1))
+        return self.heads[k](hidden, around.padding)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """Logits (B, C) of every exit."""
@@ -260,13 +255,14 @@ class LoRAExits(ExitModel):
         order = torch.from_numpy(exit_of_row.argsort(kind="stable")).to(input_ids.device)
         counts = np.bincount(exit_of_row, minlength=K).tolist()
         streams, logits = self.streams(0, K), []
-        hidden, mask = self.backbone.embed(input_ids[order], token_type_ids[order]), padding_mask(attention_mask[order])
+        inputs = Tensors(input_ids[order], attention_mask[order], token_type_ids[order])
+        around, hidden = self.backbone.around(inputs), self.backbone.embed(inputs)
         for k in range(exit_of_row.max() + 1):
             adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
-            hidden = self.run_layers(hidden, mask, self.starts[k], self.exits[k], adapt)
-            leave = slice(counts[k])
-            logits.append(self.heads[k](hidden[leave], None if mask is None else mask[leave]))
-            hidden, mask = hidden[counts[k] :], None if mask is None else mask[counts[k] :]
+            hidden = self.backbone.run_layers(hidden, around, self.starts[k], self.exits[k], adapt)
+            rows = torch.arange(len(hidden), device=hidden.device)
+            logits.append(self.heads[k](hidden[: counts[k]], around.keep(rows[: counts[k]]).padding))
+            hidden, around = hidden[counts[k] :], around.keep(rows[counts[k] :])
         return torch.cat(logits)[order.argsort()]
 
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:
@@ -289,7 +285,7 @@ class LoRAExits(ExitModel):
 
     def merged(self, k: int) -> RowExits:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
-        small = first_layers(self.backbone, self.exits[k])
+        small = self.backbone.first_layers(self.exits[k])
         with torch.no_grad():
             for layer, adapters in zip(small.layers, self.adapters[k]):
                 for target, pair in adapters.items():
@@ -332,7 +328,7 @@ def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
     return logits
 
 
-def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> LoRAExits:
+def build(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> LoRAExits:
     """The model with the adapters that the settings ask for."""
     shape = {"rank": config.rank, "alpha": config.alpha, "targets": config.targets}
     return LoRAExits(backbone, exits, num_labels, pool, **shape)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import backbone_sha256, load_backbone, read_config
+from mini_ee.backbones.hub import backbone_sha256, generates, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import DECODER, ENCODER, PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, holdout, subset
@@ -166,7 +166,7 @@ def few_shot(model: PromptModel) -> list[Stage]:
 def prompt_asked(request: Request) -> Prompt:
     """The prompt that was given, or the one of prompts.json or of `prompts` for this task."""
     how = request.how
-    kind = DECODER if hasattr(read_config(request.model / "config.json"), "stop_tokens") else ENCODER
+    kind = DECODER if generates(read_config(request.model / "config.json").model_type) else ENCODER
     if (how.template is None) != (how.words is None) or (how.template and how.prompts):
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:

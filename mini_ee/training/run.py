@@ -23,6 +23,7 @@ from mini_ee import __version__
 from mini_ee.backbones.hub import (
     backbone_sha256,
     empty_backbone,
+    generates,
     load_backbone,
     load_strict,
     read_config,
@@ -41,7 +42,7 @@ from mini_ee.training.rule import Chosen
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import Sampling
 from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import RowExits, without_heads
+from mini_ee.units.rows import RowExits
 from mini_ee.units.tokens import TokenExits
 
 FORMAT_VERSION = 2
@@ -135,8 +136,8 @@ def encode(tokenizer: Tokenizer, texts, backbone) -> Encoded:
     """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
     encoded, config = tokenizer.encode(texts), backbone.config
     kinds = [("token", encoded.ids, config.vocab_size)]
-    if hasattr(config, "type_vocab_size"):  # a decoder has no use for types
-        kinds.append(("type", encoded.type_ids, config.type_vocab_size))
+    if config.token_types is not None:
+        kinds.append(("type", encoded.type_ids, config.token_types))
     for kind, rows, size in kinds:
         largest = max(int(row.max()) for row in rows)
         if largest >= size:
@@ -265,17 +266,15 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
 
 def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:
     """Exits that were trained, on the backbone that the run holds or names."""
-    source, base = config["backbone"], config.get("base", config)  # RAEE's: the run that it was collected on
-    method, held = load_method(base["method"]), "config" in source
-    if held:
+    source, unit = config["backbone"], config["unit"]
+    base = config | config.get("base", {})  # RAEE's: method and settings of the run that it was collected on
+    method = load_method(base["method"])
+    if "config" in source:
         with torch.device("meta"):
-            model = build_model(
-                method, config["unit"], empty_backbone(source["config"]), base | {"exits": config["exits"]}
-            )
+            model = build_model(method, unit, empty_backbone(source["config"]), base)
     else:
         backbone = _backbone_of(source, folder, backbone_folder)
-        backbone = backbone if config["unit"] == "tokens" else without_heads(backbone)
-        model = build_model(method, config["unit"], backbone, base | {"exits": config["exits"]})
+        model = build_model(method, unit, backbone if unit == "tokens" else backbone.without_heads(), base)
     path = folder / "model.safetensors"
     tensors = read_tensors(path, config["files"]["model.safetensors"])
     load_strict(_Own(model), tensors, {name: (name,) for name in model.own_state()}, path)
@@ -325,7 +324,7 @@ def plain_decoder(folder: str | Path) -> Run:
     """A decoder's checkpoint as a run whose only exit is the last. Raises ValueError for one that writes no text."""
     folder = Path(folder)
     config = read_config(folder / "config.json")
-    if not hasattr(config, "stop_tokens"):
+    if not generates(config.model_type):
         raise ValueError(f"{folder}: holds a {config.model_type}, which writes no text; give a decoder")
     model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
     about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}

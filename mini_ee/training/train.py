@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL, backbone_sha256, load_backbone, read_config
+from mini_ee.backbones.hub import (
+    BUILT_IN_DECODER,
+    BUILT_IN_MODEL,
+    backbone_sha256,
+    generates,
+    load_backbone,
+    read_config,
+)
 from mini_ee.data.files import json_sha256, sole_writer
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
@@ -22,7 +29,7 @@ from mini_ee.training.rule import Chosen, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.texts import Source, agreement_rule, texts_to_learn
 from mini_ee.units.recording import Record, exit_scores, record, summary
-from mini_ee.units.rows import RowData, check_exits, even_exits, without_heads
+from mini_ee.units.rows import RowData, check_exits, even_exits
 
 BUILT_IN = {"lr": 2e-4, "epochs": 5}  # the built-in encoder is small: it wants larger steps, and more of them
 
@@ -129,7 +136,7 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
                 f"{model}: no such folder; expected a checkpoint with config.json and model.safetensors"
             )
         kind = None if is_run(model) else read_config(model / "config.json")
-    writes = hasattr(kind, "stop_tokens")
+    writes = kind is not None and generates(kind.model_type)
     labelled = task is not None and (str(task) == TOY or Path(task).is_dir())
     if "tokens" not in method.units or labelled or (kind is not None and not writes and task not in KINDS):
         if "rows" not in method.units:
@@ -200,7 +207,7 @@ def split_rows(task: Task, seed: int, max_train: int | None) -> tuple[Split, Spl
 def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     """A classifier, or a regression: what save_run takes."""
     common, task = request.common, request.task
-    backbone = without_heads(load_backbone(request.model))
+    backbone = load_backbone(request.model).without_heads()
     tokenizer = Tokenizer.from_folder(request.model, min(common.max_length, backbone.config.max_tokens))
     train, held = (
         RowData(encode(tokenizer, part.texts, backbone), part.labels, task)

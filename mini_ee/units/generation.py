@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mini_ee.backbones.llama import Block, Cache, Decoder
+from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.llama import Around, Cache, Decoder
+from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
 from mini_ee.rules import NeverExit, Rule
@@ -203,22 +205,22 @@ class TokenSegments(CachedSegments):
         return torch.cat((earlier, hidden), dim=1)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.decoder.embed(ids)
+        return self.decoder.embed(Tensors(ids))
 
-    def block(self, rows: list[int], positions: list[list[int]]) -> Block:
+    def block(self, rows: list[int], positions: list[list[int]]) -> Around:
         every = len(rows) == self.num_rows
         if every and aligned(positions):
             return self.decoder.aligned_block(positions[0][0], len(positions[0]), self.cache)
         return self.decoder.block(self.array(positions), self.cache, None if every else rows)
 
-    def run(self, k: int, hidden: Tensor, block: Block) -> Tensor:
-        return self.decoder.run_layers(hidden, block, *self._layers(k), self.cache)
+    def run(self, k: int, hidden: Tensor, block: Around) -> Tensor:
+        return self.decoder.run_layers(hidden, block, *self._layers(k))
 
-    def propagate(self, k: int, hidden: Tensor, block: Block) -> None:
-        self.decoder.propagate(hidden, block, *self._layers(k), self.cache)
+    def propagate(self, k: int, hidden: Tensor, block: Around) -> None:
+        self.decoder.propagate(hidden, block, *self._layers(k))
 
-    def run_all(self, hidden: Tensor, block: Block) -> None:
-        self.decoder.run_layers(hidden, block, 0, self.exits[-1], self.cache)
+    def run_all(self, hidden: Tensor, block: Around) -> None:
+        self.decoder.run_layers(hidden, block, 0, self.exits[-1])
 
     def _layers(self, k: int) -> tuple[int, int]:
         return self.exits[k - 1] if k else 0, self.exits[k]
@@ -226,9 +228,9 @@ class TokenSegments(CachedSegments):
     def read(self, k: int, state: TokenState) -> Reading:
         hidden = state.hidden[:, -1]
         if k == len(self.heads):
-            return Reading(self.decoder.lm_logits(hidden).numpy(force=True))
+            return Reading(check_finite(self.decoder.lm_logits(hidden).numpy(force=True)))
         logits = self.heads[k](hidden).float()
-        return judged(logits.numpy(force=True), logits.softmax(-1).topk(2).values.numpy(force=True))
+        return judged(check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True))
 
     def read_state(self, k: int, state: TokenState) -> Reading:
         """What the policy says, or without one how far the state still moves. No head is read, no vocabulary."""
@@ -293,19 +295,20 @@ def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draf
 
 def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head) -> tuple[list, list]:
     """What the exit drafts, (B, width), and what the full model would have written there and next, (B, width + 1)."""
-    decoder, cache, last = segments.decoder, segments.cache, segments.exits[-1]
+    decoder, last = segments.decoder, segments.exits[-1]
     token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
     for ahead in range(width + 1):
         block = segments.block(rows, [[position + ahead] for position in positions])
-        states.append(decoder.run_layers(decoder.embed(token[:, None]), block, 0, exit_layer, cache))
+        states.append(decoder.run_layers(decoder.embed(Tensors(token[:, None])), block, 0, exit_layer))
         if ahead < width:
             token = head(states[-1][:, 0]).argmax(-1)
             drafted.append(token)
     if width:
         block = segments.block(rows, [list(range(position, position + width + 1)) for position in positions])
-    hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last, cache)
+    hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last)
     drafts = torch.stack(drafted, dim=1).tolist() if width else [[] for _ in rows]
-    return drafts, decoder.lm_logits(hidden).argmax(-1).tolist()
+    logits = check_finite(decoder.lm_logits(hidden).numpy(force=True))
+    return drafts, logits.argmax(-1).tolist()
 
 
 def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:

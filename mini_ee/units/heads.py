@@ -9,10 +9,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.backbones.llama import Decoder, norm_of
-
-POOLS = ("first", "mean")
+from mini_ee.backbones.backbone import Backbone
 
 HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
 
@@ -57,18 +54,16 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
     return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
 
 
-def exit_heads(backbone: Bert | Decoder, count: int, num_labels: int, pool: str) -> nn.ModuleList:
-    """So many heads for a backbone; on a decoder each begins with a norm.
+def exit_heads(backbone: Backbone, count: int, num_labels: int, pool: str) -> nn.ModuleList:
+    """So many heads for a backbone, each with the norm that its states need.
 
-    Raises ValueError for a pool that the backbone does not have.
+    Raises ValueError for a pool that makes no sense for the backbone.
     """
-    decoder = isinstance(backbone, Decoder)
-    if pool not in POOLS:
-        raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
-    if decoder and pool == "first":
-        raise ValueError("pool must be mean for a decoder, got first: no token comes before it, it says nothing")
+    if pool not in backbone.poolings:
+        allowed = " or ".join(backbone.poolings)
+        raise ValueError(f"pool must be {allowed} for a {backbone.config.model_type}, got {pool!r}")
     shape = backbone.config.hidden_size, num_labels, pool
-    return nn.ModuleList(ExitHead(*shape, norm_of(backbone.config) if decoder else None) for _ in range(count))
+    return nn.ModuleList(ExitHead(*shape, backbone.exit_norm()) for _ in range(count))
 
 
 INITS = ("scratch", "copy")  # of a VocabularyHead
@@ -77,28 +72,21 @@ INITS = ("scratch", "copy")  # of a VocabularyHead
 class VocabularyHead(nn.Module):
     """A norm and a linear map to the vocabulary, as the model ends with."""
 
-    def __init__(self, decoder: Decoder, init: str):
+    def __init__(self, decoder: Backbone, init: str):
+        """Raises ValueError for a decoder without head."""
         super().__init__()
         if init not in INITS:
             raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
-        weight = decoder.embeddings.weight
-        self.norm = deepcopy(decoder.norm)
-        self.linear = nn.Linear(
-            decoder.config.hidden_size,
-            decoder.config.vocab_size,
-            bias=decoder.lm_head is not None and decoder.lm_head.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        source = decoder.embeddings if decoder.lm_head is None else decoder.lm_head
+        theirs = {part: decoder.get_parameter(name) for part, name in decoder.vocabulary.items()}
+        weight = theirs["weight"]
+        self.norm = deepcopy(decoder.norm) if init == "copy" else decoder.exit_norm().to(weight)
+        vocabulary, width = weight.shape
+        self.linear = nn.Linear(width, vocabulary, bias="bias" in theirs, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
             if init == "copy":
-                for mine, theirs in zip(self.linear.parameters(), source.parameters(), strict=True):
-                    mine.copy_(theirs)
+                for part, values in theirs.items():
+                    self.linear.get_parameter(part).copy_(values)
             else:
-                nn.init.constant_(self.norm.weight, float(not getattr(self.norm, "offset", False)))
-                if getattr(self.norm, "bias", None) is not None:
-                    nn.init.zeros_(self.norm.bias)
                 nn.init.normal_(self.linear.weight, std=decoder.config.initializer_range)
                 if self.linear.bias is not None:
                     nn.init.zeros_(self.linear.bias)

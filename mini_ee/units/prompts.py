@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.bert import Bert, padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops
-from mini_ee.backbones.llama import Block, Decoder, token_positions
+from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensors_of
+from mini_ee.backbones.flops import head_flops
+from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.units.rows import ExitModel, check_exits
+
+KIND_READ_AT = {"mask": ENCODER, "last": DECODER}  # Backbone.reads_prompt_at -> the kind of prompt
 
 
 # ---- The model ----
@@ -37,34 +39,20 @@ class PromptModel(ExitModel):
         """Nothing: a run holds the backbone in its own layout, or names it."""
         return {}
 
-    def __init__(self, backbone: Bert | Decoder, tokenizer: PromptTokenizer, exits: tuple[int, ...] | None = None):
-        """Raises ValueError for an encoder without masked-LM head, for a prompt of the other kind of model, and for
-        exits that do not ascend to the last layer."""
+    def __init__(self, backbone: Backbone, tokenizer: PromptTokenizer, exits: tuple[int, ...] | None = None):
+        """Raises ValueError for a backbone without head to words, for a prompt that is read elsewhere than the backbone
+        reads one, and for exits that do not ascend to the last layer."""
         super().__init__()
-        check_kind(tokenizer.prompt, DECODER if isinstance(backbone, Decoder) else ENCODER)
-        if isinstance(backbone, Bert) and backbone.lm_head is None:
-            raise ValueError(
-                "this encoder has no masked-LM head, which prompts are read through; give a checkpoint that was saved "
-                "with one, or a trained run"
-            )
+        check_kind(tokenizer.prompt, KIND_READ_AT[backbone.reads_prompt_at])
+        if not backbone.has_lm_head:
+            raise ValueError(f"prompts are read through the head to words, and {backbone.no_lm_head()}")
         self.backbone = backbone
-        self.mask_token_id = tokenizer.mask_token_id if tokenizer.prompt.kind == ENCODER else None
+        self.mask_token_id = tokenizer.mask_token_id if backbone.reads_prompt_at == "mask" else None
         layers = backbone.config.num_hidden_layers
         self.exits = exits = exits or tuple(range(1, layers + 1))
         check_exits(exits[1:] if exits[0] == 0 else exits, layers)
-        self.num_labels, self.pool = len(tokenizer.label_tokens), "last" if self.mask_token_id is None else "mask"
+        self.num_labels, self.pool = len(tokenizer.label_tokens), backbone.reads_prompt_at
         self.register_buffer("label_tokens", torch.tensor(tokenizer.label_tokens), persistent=False)
-
-    def embed(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        """hidden[0]: (B, T) int64 -> (B, T, D)."""
-        decoder = isinstance(self.backbone, Decoder)
-        return self.backbone.embed(input_ids) if decoder else self.backbone.embed(input_ids, token_type_ids)
-
-    def around(self, attention_mask: Tensor) -> Tensor | Block | None:
-        """What the layers must know of (B, T) of 1 and 0: an encoder's padding mask, a decoder's block."""
-        if isinstance(self.backbone, Decoder):
-            return self.backbone.block(token_positions(attention_mask))
-        return padding_mask(attention_mask)
 
     def read_at(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The token of each row that the head reads, (B,): the mask, or the last one that is no padding."""
@@ -78,33 +66,28 @@ class PromptModel(ExitModel):
     def label_logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """hidden (B, T, D) of any layer, read at (B,) -> (B, C) float32: the head's logits of the label words."""
         read = hidden[torch.arange(len(hidden), device=hidden.device), at]
-        return self.backbone.lm_logits(read)[:, self.label_tokens].float()
+        return self.backbone.lm_logits(read, self.label_tokens).float()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
-        hidden, around = self.embed(input_ids, token_type_ids), self.around(attention_mask)
-        hidden = self.backbone.run_layers(hidden, around, 0, self.exits[-1])
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        hidden = self.backbone.run_layers(self.backbone.embed(inputs), self.backbone.around(inputs), 0, self.exits[-1])
         return self.label_logits(hidden, self.read_at(input_ids, attention_mask))
 
     def segments(self) -> "PromptSegments":
-        """What early_exit drives."""
         return PromptSegments(self)
 
 
 class PromptState(NamedTuple):
     """The rows still in the model."""
 
-    model: PromptModel
     hidden: Tensor  # (B, T, D)
-    attention_mask: Tensor  # (B, T)
-    around: Tensor | Block | None
-    at: Tensor  # (B,)
+    around: Around
+    at: Tensor  # (B,), the token that the head reads
 
     def keep(self, rows: np.ndarray) -> "PromptState":
         index = torch.from_numpy(rows).to(self.hidden.device)
-        attention_mask = self.attention_mask[index]
-        around = self.model.around(attention_mask)
-        return PromptState(self.model, self.hidden[index], attention_mask, around, self.at[index])
+        return PromptState(self.hidden[index], self.around.keep(index), self.at[index])
 
 
 class PromptSegments(Segments):
@@ -121,26 +104,24 @@ class PromptSegments(Segments):
         return torch.inference_mode()
 
     def start(self, inputs) -> PromptState:
-        device = self.model.label_tokens.device
-        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-        ids, attention_mask, types = (torch.from_numpy(array).to(device) for array in arrays)
+        backbone = self.model.backbone
+        ids, attention_mask, _ = tensors_of(inputs, backbone.device)
         at = self.model.read_at(ids, attention_mask)
-        return PromptState(
-            self.model, self.model.embed(ids, types), attention_mask, self.model.around(attention_mask), at
-        )
+        return PromptState(backbone.embed(inputs), backbone.around(inputs), at)
 
     def advance(self, k: int, state: PromptState) -> PromptState:
         hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
         return state._replace(hidden=hidden)
 
     def read(self, k: int, state: PromptState) -> Reading:
-        return Reading(self.model.label_logits(state.hidden, state.at).numpy(force=True))
+        logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
+        return Reading(check_finite(logits, "the logits of the label words"))
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
-        """The head is read at one token, and gives the whole vocabulary."""
-        config = self.model.backbone.config
-        layers = self.layer_passes(k) * backbone_layer_flops(self.model.backbone, inputs.input_ids.shape[1])
-        return layers, 2.0 * config.hidden_size * config.vocab_size
+        """The head is read at one token, and gives the label words alone."""
+        backbone = self.model.backbone
+        layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
+        return layers, head_flops(backbone.config.hidden_size, self.model.num_labels, 0)
 
 
 def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:

@@ -7,7 +7,6 @@ States          what the exits make of each unit, computed once: what a stage le
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops, head_flops
+from mini_ee.backbones.backbone import Around, Backbone, Tensors
+from mini_ee.backbones.flops import head_flops
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Reading, Segments
@@ -86,7 +85,7 @@ class RowExits(ExitModel):
 
     def __init__(
         self,
-        backbone,
+        backbone: Backbone,
         exits: tuple[int, ...],
         num_labels: int,
         pool: str = "mean",
@@ -106,11 +105,11 @@ class RowExits(ExitModel):
 
         detach: no gradient flows from an exit past the one before it (SWEET).
         """
-        mask = padding_mask(attention_mask)
-        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
         for layer, head in zip(self.exits, self.heads):
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            states.append(head.state(hidden, mask))
+            hidden, depth = self.backbone.run_layers(hidden, around, depth, layer), layer
+            states.append(head.state(hidden, around.padding))
             hidden = hidden.detach() if detach else hidden
         return states
 
@@ -133,26 +132,6 @@ class RowExits(ExitModel):
         return RowSegments(self)
 
 
-def without_heads(backbone):
-    """The same backbone, without what exits do not read: poolers, the head to words and, in a decoder, its norm."""
-    backbone.lm_head = None
-    if hasattr(backbone, "poolers"):
-        backbone.poolers = nn.ModuleDict()
-    else:
-        backbone.norm = None
-    return backbone
-
-
-def first_layers(backbone, layers: int):
-    """A copy of the embeddings and the layers 1 .. layers."""
-    from copy import deepcopy
-
-    kept = deepcopy(backbone.layers[:layers])
-    small = without_heads(deepcopy(backbone, {id(backbone.layers): kept}))  # the other layers are not copied
-    small.config = replace(backbone.config, num_hidden_layers=layers)
-    return small
-
-
 # ---- Segments ----
 
 
@@ -160,11 +139,11 @@ class RowState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
-    mask: Tensor | None  # (B, 1, 1, T)
+    around: Around
 
     def keep(self, rows: np.ndarray) -> "RowState":
         index = torch.from_numpy(rows).to(self.hidden.device)
-        return RowState(self.hidden[index], None if self.mask is None else self.mask[index])
+        return RowState(self.hidden[index], self.around.keep(index))
 
 
 class RowSegments(Segments):
@@ -175,7 +154,6 @@ class RowSegments(Segments):
     def __init__(self, model: RowExits):
         self.model = model.eval()
         self.exits = model.exits
-        self.device = next(model.parameters()).device
         self.starts = (0, *model.exits)
 
     def running(self) -> torch.inference_mode:
@@ -183,26 +161,21 @@ class RowSegments(Segments):
         return torch.inference_mode()
 
     def start(self, inputs) -> RowState:
-        hidden = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
-        # Asked of the inputs: on a GPU the question to a tensor would wait for the device.
-        return RowState(hidden, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return RowState(self.model.backbone.embed(inputs), self.model.backbone.around(inputs))
 
     def advance(self, k: int, state: RowState) -> RowState:
-        hidden = self.model.backbone.run_layers(state.hidden, state.mask, self.starts[k], self.exits[k])
-        return RowState(hidden, state.mask)
+        hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
+        return RowState(hidden, state.around)
 
     def read(self, k: int, state: RowState) -> Reading:
-        s = self.model.heads[k].state(state.hidden, state.mask)
+        s = self.model.heads[k].state(state.hidden, state.around.padding)
         logits = self.model.heads[k].classify(s).float().numpy(force=True)
         return Reading(logits, self._exit_logit(k, s) if self._decides(k) else None)
 
     def read_state(self, k: int, state: RowState) -> Reading:
         if not self._decides(k):
             return self.read(k, state)
-        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.mask)))
+        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.around.padding)))
 
     def _decides(self, k: int) -> bool:
         return self.model.policy is not None and k < len(self.exits) - 1
@@ -214,7 +187,7 @@ class RowSegments(Segments):
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
         averaged = tokens if self.model.pool == "mean" else 0
         head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
-        return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head + self.state_flops(k)
+        return self.layer_passes(k) * backbone.layer_flops(tokens), head + self.state_flops(k)
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops if self._decides(k) else 0.0

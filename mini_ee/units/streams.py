@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import padding_mask
-from mini_ee.backbones.flops import backbone_layer_flops, head_flops
+from mini_ee.backbones.flops import head_flops
 from mini_ee.early_exit import Reading, Segments
 
 
@@ -68,9 +67,11 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
         for k in range(K):
             for n in range(1, K - k + 1):
                 adapt = model.streams(k, k + n).adapt(n)
-                hidden = torch.randn(n * batch_size, tokens, width, device=next(model.parameters()).device)
+                hidden = torch.randn(n * batch_size, tokens, width, device=model.backbone.device)
+                around = model.backbone.around(Tensors(hidden[..., 0].long()))
                 for place, start in enumerate((0, model.starts[k])):
-                    runs[place, k, n - 1] = partial(model.run_layers, hidden, None, start, model.exits[k], adapt)
+                    layers = start, model.exits[k]
+                    runs[place, k, n - 1] = partial(model.backbone.run_layers, hidden, around, *layers, adapt)
         for turn in seconds:
             for place, run in runs.items():
                 begin = time.perf_counter()
@@ -85,12 +86,12 @@ class LoRAState(NamedTuple):
 
     embedded: Tensor  # (B, T, D), for streams that have not begun
     hidden: Tensor | None  # (n, B, T, D), the streams that are under way, the next exit's first
-    mask: Tensor | None  # (B, 1, 1, T)
+    around: Around
 
     def keep(self, rows: np.ndarray) -> "LoRAState":
         index = torch.from_numpy(rows).to(self.embedded.device)
         hidden = None if self.hidden is None else self.hidden[:, index]
-        return LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+        return LoRAState(self.embedded[index], hidden, self.around.keep(index))
 
 
 class LoRASegments(Segments):
@@ -102,7 +103,6 @@ class LoRASegments(Segments):
         if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
             raise ValueError(f"a schedule must cut the exits 0..{len(model.exits) - 1} into groups, got {schedule}")
         self.model, self.exits, self.schedule = model.eval(), model.exits, schedule
-        self.device = next(model.parameters()).device
         self._group = {k: group for group in schedule for k in group}
         with torch.no_grad():
             self._streams = {group[0]: model.streams(group[0], group[-1] + 1) for group in schedule}
@@ -118,24 +118,20 @@ class LoRASegments(Segments):
         return torch.inference_mode()
 
     def start(self, inputs) -> LoRAState:
-        embedded = self.model.backbone.embed(self._tensor(inputs.input_ids), self._tensor(inputs.token_type_ids))
-        return LoRAState(embedded, None, padding_mask(self._tensor(inputs.attention_mask)) if inputs.padded else None)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.around(inputs))
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         group = self._group[k]
         begins = k == group[0]
         hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
-        mask = None if state.mask is None else state.mask.repeat(len(hidden), 1, 1, 1)
+        around = state.around.repeat(len(hidden))
         start = 0 if begins else self.exits[k - 1]
         adapt = self._streams[group[0]].adapt(len(hidden))
-        flat = self.model.run_layers(hidden.flatten(0, 1), mask, start, self.exits[k], adapt)
-        return LoRAState(state.embedded, flat.view(hidden.shape), state.mask)
+        flat = self.model.backbone.run_layers(hidden.flatten(0, 1), around, start, self.exits[k], adapt)
+        return LoRAState(state.embedded, flat.view(hidden.shape), state.around)
 
     def read(self, k: int, state: LoRAState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden[0], state.mask).float().numpy(force=True))
+        return Reading(self.model.heads[k](state.hidden[0], state.around.padding).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:
         group = self._group[k]
@@ -144,7 +140,7 @@ class LoRASegments(Segments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
-        layer = backbone_layer_flops(backbone, tokens)
+        layer = backbone.layer_flops(tokens)
         pairs = self.model.adapters[k][0].values()
         layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
         averaged = tokens if self.model.pool == "mean" else 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
@@ -45,8 +46,8 @@ class QueryValueAdapter(nn.Module):
         query, value = ((pair.A @ pair.B).T for pair in (self.query, self.value))
         return self.scale * torch.cat((query, query.new_zeros(self.key, query.shape[1]), value))
 
-    def __call__(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """As run_layers takes it: what the projection `name` makes of x, with what the adapter adds."""
+    def adapt(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """What the projection `name` makes of x, with what the adapter adds."""
         return y + x @ self.delta().T if name == "qkv" else y
 
 
@@ -93,10 +94,11 @@ class TokenExits(ExitModel):
 
         input_ids (B, T) int64, counted (B, T) bool. detach: no gradient flows past the exit before (SWEET).
         """
-        hidden, depth, states = self.backbone.embed(input_ids), 0, []
-        adapters = None if self.adapters is None else self.adapters.__getitem__
+        inputs = Tensors(input_ids)
+        around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
+        adapt = None if self.adapters is None else lambda layer, *at: self.adapters[layer].adapt(*at)
         for layer in self.exits:
-            hidden = self.backbone.run_layers(hidden, None, depth, layer, adapters=adapters)
+            hidden = self.backbone.run_layers(hidden, around, depth, layer, adapt)
             depth = layer
             states.append(hidden[counted])
             hidden = hidden.detach() if detach else hidden
@@ -281,10 +283,11 @@ def _said(model: TokenExits, ids: Tensor, places: tuple[Tensor, Tensor], followi
     places: which of the read texts each text is, (B,), and which of its tokens count, (B, T) bool.
     """
     which, counted = (each.to(ids.device) for each in places)
-    hidden = model.backbone.embed(ids)
+    inputs = Tensors(ids)
+    around, hidden = model.backbone.around(inputs), model.backbone.embed(inputs)
     before, columns = hidden[which][counted], {}
     for k, (start, stop) in enumerate(zip((0, *model.exits), model.exits)):
-        hidden = model.backbone.run_layers(hidden, None, start, stop)
+        hidden = model.backbone.run_layers(hidden, around, start, stop)
         state = hidden[which][counted]
         log_p = model.classify(k, state).log_softmax(-1)
         said = log_p.argmax(-1)

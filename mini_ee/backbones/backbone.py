@@ -1,0 +1,288 @@
+"""What every backbone offers, so that nobody asks which one it is.
+
+Backbone    the base class: what differs is a class attribute or a small method
+Tensors     the inputs of a backbone
+Layout      how Hugging Face keeps a model type in a folder
+check_*     what configs have in common
+
+A family is one file: its config, its Backbone, and at the end BACKBONE (the class) and LAYOUTS (model_type -> Layout);
+registry.py names the file.
+
+The config of a backbone is a frozen dataclass with from_hugging_face(dict), to_dict(), and at least model_type,
+vocab_size, hidden_size, num_hidden_layers, num_attention_heads, head_width, max_tokens and token_types: how many token
+types there are, None where the model has no use for them.
+"""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.flops import layer_flops
+
+Adapt = Callable[[int, str, Tensor, Tensor], Tensor]
+"""(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added."""
+
+
+# ---- Inputs ----
+class Tensors(NamedTuple):
+    """The inputs of a backbone, each (B, T) int64. No mask: nothing is padded. No types: all are 0."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None  # 1 at tokens, 0 at padding
+    token_type_ids: Tensor | None = None
+
+
+def tensors_of(inputs, device: torch.device | str) -> Tensors:
+    """What has input_ids, attention_mask and token_type_ids, as arrays or tensors, on a device."""
+    arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+    return Tensors(*(None if array is None else torch.as_tensor(array, device=device) for array in arrays))
+
+
+def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.device | None = None) -> Tensor | None:
+    """(B, T) of 1 and 0 -> (B, 1, 1, T) of true and false, or None where nothing is padded (attention is faster so).
+
+    An array is looked at where it is: on a GPU the question to a tensor waits for the device.
+    """
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return torch.as_tensor(attention_mask, device=device).bool()[:, None, None, :]
+
+
+class Around(Protocol):
+    """What all layers need besides the hidden states, made once a batch: masks, positions, a cache."""
+
+    padding: Tensor | None  # (B, 1, 1, T), true at tokens; None: nothing is padded
+
+    def keep(self, rows: np.ndarray | Tensor) -> "Around":
+        """That of these rows of the batch alone. rows: (N,) int64."""
+
+    def repeat(self, count: int) -> "Around":
+        """That of the batch, `count` times one after the other."""
+
+
+# ---- The backbone ----
+class Backbone(nn.Module):
+    """Embeddings, `layers`, and, where the checkpoint has it, the head to words.
+
+    Depth is counted in layers run: hidden[0] is the embedding output, hidden[k] the output of the k-th layer, k = 1..L.
+    """
+
+    Config: ClassVar[type]
+    poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # of a row's tokens, that make sense
+    generates: ClassVar[bool] = False  # it writes text, token by token
+    reads_prompt_at: ClassVar[str] = "mask"  # or "last": the token through which the head to words is read
+    head_architecture: ClassVar[str] = "ForMaskedLM"  # how Hugging Face ends the name of a model with the head to words
+
+    config: Any
+    layers: nn.ModuleList
+    lm_head: nn.Module | None
+    left_out: tuple[str, ...] = ()  # tensors of the checkpoint that are no part of this, such as a classifier's head
+
+    @classmethod
+    def parts(cls, config) -> dict[str, str]:
+        """Arguments of the class that say whether a part is there -> the module that is that part."""
+        return {"lm_head": "lm_head"}
+
+    @classmethod
+    def tied(cls, config) -> dict[str, str]:
+        """Tensors of the head, under Hugging Face's names, that a file may hold again -> what they are tied to."""
+        return {}
+
+    def embed(self, inputs) -> Tensor:
+        """hidden[0], (B, T, D). inputs: what has input_ids and so on, (B, T) int64, as arrays or tensors.
+
+        Raises ValueError where T is above config.max_tokens.
+        """
+        raise NotImplementedError
+
+    def around(self, inputs) -> Around:
+        """What run_layers needs besides hidden states. inputs as in `embed`."""
+        raise NotImplementedError
+
+    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop.
+
+        adapt: what adapters add to the linear maps of the layers.
+        """
+        raise NotImplementedError
+
+    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        """Logits of the head to words, (..., D) -> (..., V) float32; of these words alone, (C,) int64: (..., C).
+
+        Raises ValueError where the checkpoint has no such head.
+        """
+        raise NotImplementedError
+
+    @property
+    def vocabulary(self) -> dict[str, str]:
+        """The linear map onto the vocabulary that lm_logits ends with: weight and bias -> names of parameters."""
+        raise NotImplementedError
+
+    @property
+    def projections(self) -> dict[str, tuple[str, int]]:
+        """What adapters may be put on -> the linear map of a layer that holds it, and which of its parts."""
+        raise NotImplementedError
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether there is a head to words."""
+        return self.lm_head is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    def exit_norm(self) -> nn.Module | None:
+        """A new norm that an exit's head must begin with, or None where layers end with one."""
+        return None
+
+    def without_heads(self) -> Self:
+        """The same backbone, without what exits do not read."""
+        self.lm_head = None
+        return self
+
+    def first_layers(self, count: int) -> Self:
+        """A copy of the embeddings and the layers 1 .. count."""
+        kept = deepcopy(self.layers[:count])
+        small = deepcopy(self, {id(self.layers): kept}).without_heads()  # the other layers are not copied
+        small.config = replace(self.config, num_hidden_layers=count)
+        return small
+
+    def layer_weights(self) -> dict[str, int]:
+        """What flops.layer_flops asks of one layer."""
+        weights = sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
+        return {"weights": weights, "attention": self.config.head_width * self.config.num_attention_heads}
+
+    def layer_flops(self, tokens: int) -> float:
+        """Floating-point operations of one layer on one row."""
+        return layer_flops(**self.layer_weights(), tokens=tokens)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        return self.run_layers(self.embed(inputs), self.around(inputs), 0, self.config.num_hidden_layers)
+
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """All L + 1 hidden states, each (B, T, D); [0] is the embedding output. Arguments as in `Tensors`."""
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, states = self.around(inputs), [self.embed(inputs)]
+        for depth in range(self.config.num_hidden_layers):
+            states.append(self.run_layers(states[-1], around, depth, depth + 1))
+        return tuple(states)
+
+    def no_lm_head(self) -> ValueError:
+        """The error of whoever needs the head to words where there is none."""
+        kind = {"ForMaskedLM": "masked-LM", "ForCausalLM": "LM"}[self.head_architecture]
+        why = f", the file's was left out ({some_of(self.left_out)})" if self.left_out else ""
+        return ValueError(
+            f"this {self.config.model_type} has no {kind} head{why}: load a checkpoint that was saved with one"
+        )
+
+    def initialise(self, module: nn.Module) -> None:
+        """Draw the weights of a linear map or of embeddings, as Hugging Face does; for nn.Module.apply."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# ---- The folder ----
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How Hugging Face keeps a model type in a folder.
+
+    names: our modules -> theirs. {i} is the layer, counted from 0 in ours, {i-1} one less; {a|b} are several tensors
+    that ours stacks. prefix: before all names but those of the head. architecture: `Bert`, of BertModel. renamed: old
+    endings of names -> today's. ignored: tensors that carry no weight of ours, as a regular expression.
+    """
+
+    names: dict[str, str]
+    prefix: str
+    architecture: str
+    renamed: tuple[tuple[str, str], ...] = ()
+    ignored: str = "(?!)"
+
+
+# ---- Configs ----
+LARGEST = {"vocab_size": 2**24, "max_position_embeddings": 2**22, "num_hidden_layers": 1000}
+LARGEST_SIZE = 2**20  # of the other integers: a size above is a typing error or damage, and no memory holds it
+LARGEST_NUMBER = 1e12
+
+
+def is_number(value) -> bool:
+    """Whether a value of a JSON file is a number that float32 can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
+
+
+def check_integer(name: str, value, least: int = 1, most: int | None = None) -> None:
+    """Raise ValueError unless the value is an integer from `least` to `most`, by default what LARGEST says."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {shortened(value)}")
+    if value > (most or LARGEST.get(name, LARGEST_SIZE)):
+        raise ValueError(f"{name} must be at most {most or LARGEST.get(name, LARGEST_SIZE)}, got {shortened(value)}")
+
+
+def check_fields(config, from_zero: tuple[str, ...] = (), free: tuple[str, ...] = ()) -> None:
+    """Raise ValueError unless integers are at least 1 and not huge, and numbers are from 0 to 1.
+
+    from_zero: integers that may be 0. free: fields that are not looked at.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in free:
+            continue
+        if field.type in (int, int | None) and value is not None:
+            check_integer(field.name, value, 0 if field.name in from_zero else 1)
+        if field.type is float and not (is_number(value) and 0 <= value <= 1):
+            raise ValueError(f"{field.name} must be a number from 0 to 1, got {shortened(value)}")
+        if field.type is bool and not isinstance(value, bool):
+            raise ValueError(f"{field.name} must be true or false, got {shortened(value)}")
+    if getattr(config, "head_dim", None) is None and config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size must be a multiple of num_attention_heads, "
+            f"got {config.hidden_size} and {config.num_attention_heads}"
+        )
+
+
+def check_fixed(config: dict, allowed: dict[str, tuple]) -> None:
+    """Raise ValueError for a key that would change what is computed; allowed: key -> the values that change nothing."""
+    for key, values in allowed.items():
+        if key in config and config[key] not in values:
+            raise ValueError(f"{key} must be {values[0]!r}, got {shortened(config[key])}: not supported")
+
+
+def known_fields(kind: type, given: dict, defaults: dict) -> dict:
+    """The arguments of a config's class among the keys of a config.json, with defaults for those that are not there.
+
+    Raises ValueError for a key that must be there and is not.
+    """
+    known = {field.name for field in fields(kind)}
+    found = defaults | {key: value for key, value in given.items() if key in known and value is not None}
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in found]
+    if missing:
+        raise ValueError(f"missing key {', '.join(missing)}")
+    return found
+
+
+def shortened(value) -> str:
+    """A value for a message, in one short line."""
+    if isinstance(value, int) and abs(value) > 1e30:
+        return f"an integer of about 10^{math.floor(math.log10(abs(value)))}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def some_of(names) -> str:
+    """The first names of many, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
