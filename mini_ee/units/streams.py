@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mini_ee.backbones.backbone import Around, Tensors
 from mini_ee.backbones.flops import head_flops
 from mini_ee.early_exit import Reading, Segments
 
