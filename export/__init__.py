@@ -1,5 +1,5 @@
-"""ONNX: graphs.py writes a segment node by node, segments.py a verified folder of them, runtime.py serves it.
+"""ONNX: writer.py makes a verified folder of graphs, which builder.py writes node by node; runtime.py serves it.
 
-decoder_graphs.py, decoder_segments.py and decoder_runtime.py do the same for text; causal_graphs.py is a decoder that
-classifies.
+What a graph is stands in the models, beside the torch code that it repeats. Without torch: manifest.py, runtime.py and,
+for text, decoder_runtime.py. torch_engine.py runs the same folder through torch.
 """

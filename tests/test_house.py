@@ -36,8 +36,11 @@ WITHOUT_TORCH = (
     "units.recording",
     "methods.datastore",
     "methods.raee",
+    "export.manifest",
+    "export.sessions",
+    "export.row_segments",
+    "export.token_segments",
     "export.runtime",
-    "export.decoder_runtime",
     "cli.main",
     "cli.run",
 )

@@ -18,14 +18,16 @@ draft has left behind. Rows are named by index: who leaves the batch leaves the 
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.bert import ACTIVATIONS as BERT_ACTIVATIONS
-from mini_ee.backbones.bert import Adapt, StackedLinear
+from mini_ee.backbones.bert import Adapt, StackedLinear, graph_activation
 from mini_ee.backbones.shapes import check
 
 ACTIVATIONS = BERT_ACTIVATIONS | {"silu": F.silu}
@@ -267,6 +269,65 @@ class Block(NamedTuple):
     end: int  # slots below it are read
 
 
+class GraphCache(NamedTuple):
+    """Where the caches of an ONNX graph are written and read."""
+
+    index: str  # (B, T, 2): row and slot of each token
+    rows: str  # (B,): whose caches they are
+    everyone: str  # (1,): whether these are all rows
+
+
+class GraphBlock:
+    """Block as ONNX nodes: whole rows, whose tokens read each other, or tokens whose past stands in caches.
+
+    The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
+    the last takes padding. They come out as `keys_3_out`, `values_3_out`, which the caller lays over the inputs: then
+    nothing is copied but the new tokens.
+    """
+
+    def __init__(self, g, config: DecoderConfig, at: str, readable: str, cache: "GraphCache | None" = None):
+        """at (B, T): positions, from 0. readable (B, 1, T, S). cache: None where tokens read each other alone."""
+        self.config, self.readable, self._cache = config, readable, cache
+        self.shape = g.shape(at, 0, 2)
+        self.width = config.key_value_heads * config.head_width
+        frequencies = g.constant("rope_frequencies", rope_frequencies(config).numpy())
+        angle = g.op("Mul", g.op("Unsqueeze", g.cast(at, "float32"), g.integers(2)), frequencies)
+        self._turn = [g.cast(g.op(each, angle), g.dtype) for each in ("Cos", "Sin")]
+
+    def rotate(self, g, heads: str, count: int) -> str:
+        """rotate: (B, T, count d) -> the same."""
+        config = self.config
+        part = {"rotary_embedding_dim": config.rotary_width} if config.rotary_width < config.head_width else {}
+        return g.op("RotaryEmbedding", heads, *self._turn, num_heads=count, **part)
+
+    def write(self, g, layer: int, key: str, value: str) -> list[str]:
+        """Put keys and values (B, T, KV d) into the layer's caches; returns the names of both as they are then."""
+        written = []
+        for kind, new in (("keys", key), ("values", value)):
+            axes = "prompts", "slots", self.width
+            cache = g.input(f"{kind}_{layer}", *axes, dtype=g.dtype)
+            written.append(g.op("ScatterND", cache, self._cache.index, new))
+            g.output(f"{cache}_out", written[-1], *axes)
+        return written
+
+    def attend(self, g, layer: int, query: str, key: str, value: str) -> str:
+        """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d)."""
+        heads = self.config.num_attention_heads, self.config.key_value_heads
+        if self._cache is None:
+            return g.attention(query, key, value, self.readable, *heads)
+        caches = self.write(g, layer, key, value)
+
+        def of_all() -> list:  # read in place
+            return [g.value(g.attention(query, *caches, self.readable, *heads), "batch", "tokens", width)]
+
+        def of_some() -> list:
+            gathered = [g.op("Gather", cache, self._cache.rows) for cache in caches]
+            return [g.value(g.attention(query, *gathered, self.readable, *heads), "batch", "tokens", width)]
+
+        width = self.config.num_attention_heads * self.config.head_width
+        return g.either(self._cache.everyone, of_all, of_some)[0]
+
+
 # ---- The layers ----
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019), in float32; Gemma stores w - 1."""
@@ -280,6 +341,12 @@ class RMSNorm(nn.Module):
         if self.offset:  # added in float32: in bfloat16 1 + w would keep two digits of w
             return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+    def graph(self, g, x: str) -> str:
+        """forward; its statistics are float32 by the standard."""
+        weight = g.parameter(self.weight)
+        weight = g.op("Add", weight, g.number(1.0)) if self.offset else weight
+        return g.op("RMSNormalization", x, weight, epsilon=self.eps)
 
 
 def norm_of(config: DecoderConfig) -> nn.Module:
@@ -371,11 +438,49 @@ class Layer(nn.Module):
         keys.transpose(1, 2)[block.write] = rotate(key, block.cos, block.sin)
         values.transpose(1, 2)[block.write] = value
 
+    def graph_write_keys(self, g, hidden: str, block: GraphBlock, depth: int) -> None:
+        """write_keys on (B T, D). The projection without its queries is cut once, when the graph is loaded."""
+        query, key, value = self.qkv.sizes
+        cut = [
+            g.op("Slice", g.parameter(each), *map(g.integers, (query, query + key + value, 0)))
+            for each in (self.qkv.weight, self.qkv.bias)
+            if each is not None
+        ]
+        stacked = g.unflatten(g.gemm(g.apply(self.attention_norm, hidden), *cut), block.shape)
+        key, value = g.several(2, "Split", stacked, axis=2, num_outputs=2)
+        block.write(g, depth, block.rotate(g, key, self.key_value_heads), value)
+
     def mlp(self, normed: Tensor, adapt: Adapt | None = None) -> Tensor:
         """down(act(gate) * up), in Phi down(act(up)): (B, T, D) -> (B, T, D)."""
         inner = self._linear("up", normed, adapt)
         inner = self.activation(self._linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
         return self._linear("down", inner, adapt)
+
+    def graph(self, g, hidden: str, block: GraphBlock, depth: int, adapt=None) -> str:
+        """forward of the layer at this depth, from 0, on (B T, D) but for the attention itself."""
+
+        def linear(name: str, x: str) -> str:
+            y = g.linear(x, getattr(self, name), int8=name != "down")  # its input has outliers
+            return y if adapt is None else adapt(name, x, y)
+
+        def mlp(normed: str) -> str:
+            inner = linear("up", normed)
+            if not self.gated:
+                return linear("down", graph_activation(g, inner, self.activation))
+            return linear("down", g.op("Mul", graph_activation(g, linear("gate", normed), self.activation), inner))
+
+        normed = g.apply(self.attention_norm, hidden)
+        query, key, value = self.qkv.sizes
+        stacked = g.unflatten(linear("qkv", normed), block.shape)
+        turning, value = g.several(2, "Split", stacked, g.integers(query + key, value), axis=2)
+        turned = block.rotate(g, turning, self.heads + self.key_value_heads)
+        query, key = g.several(2, "Split", turned, g.integers(query, key), axis=2)
+        attended = block.attend(g, depth, query, key, value)
+        attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
+        if self.parallel:
+            return g.op("Add", g.op("Add", hidden, attended), mlp(normed))
+        hidden = g.op("Add", hidden, attended)
+        return g.op("Add", hidden, mlp(g.apply(self.mlp_norm, hidden)))
 
 
 class Decoder(nn.Module):
@@ -408,6 +513,13 @@ class Decoder(nn.Module):
         hidden = self.embeddings(input_ids)
         if self.config.model_type == "gemma":
             hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
+        return hidden
+
+    def graph_embed(self, g) -> str:
+        """embed; declares the input input_ids, (B, T)."""
+        hidden = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
+        if self.config.model_type == "gemma":
+            hidden = g.op("Mul", hidden, g.number(self.config.hidden_size**0.5))
         return hidden
 
     def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> Block:
@@ -461,6 +573,28 @@ class Decoder(nn.Module):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return Block(self.cos[None, :tokens, None], self.sin[None, :tokens, None], None, True, None, None, tokens)
 
+    def graph_around(self, g, mask: str) -> GraphBlock:
+        """The block of whole rows. mask (B, T): true where there is a token; no token reads padding, on either side."""
+        counted = g.op("CumSum", g.cast(mask, int), g.integers(1))
+        at = g.op("Max", g.op("Sub", counted, g.integers(1)), g.integers(0))
+        before = g.op("LessOrEqual", *(g.op("Unsqueeze", at, g.integers(*axes)) for axes in ((1, 2), (1, 3))))
+        return GraphBlock(g, self.config, at, g.op("And", before, g.op("Unsqueeze", mask, g.integers(1, 2))))
+
+    def graph_block(self, g, first: int) -> GraphBlock:
+        """block with a cache, for a graph whose first layer is this, from 0. Declares the inputs positions (B, T), -1
+        for padding, rows (B,): which prompts the tokens belong to, and that layer's cache."""
+        positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
+        width = self.config.key_value_heads * self.config.head_width
+        keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
+        row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
+        index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
+        at = g.op("Max", positions, g.integers(0))
+        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
+        every_slot = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
+        readable = g.op("LessOrEqual", every_slot, g.op("Unsqueeze", at, g.integers(1, 3)))
+        everyone = g.op("Equal", g.shape(rows, 0, 1), g.shape(keys, 0, 1))
+        return GraphBlock(g, self.config, at, readable, GraphCache(index, rows, everyone))
+
     def run_layers(
         self,
         hidden: Tensor,
@@ -482,6 +616,13 @@ class Decoder(nn.Module):
             hidden = self.layers[depth](hidden, block, keys, values, adapters and adapters(depth))
         return hidden
 
+    def graph_layers(self, g, hidden: str, around: GraphBlock, start: int, stop: int, adapt=None) -> str:
+        """run_layers. adapt: (index of a layer, name of a linear map, its input, its output) -> its output."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            flat = self.layers[depth].graph(g, flat, around, depth, adapt and partial(adapt, depth))
+        return g.unflatten(flat, around.shape, self.config.hidden_size)
+
     def propagate(self, hidden: Tensor, block: Block, start: int, stop: int, cache: Cache) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
 
@@ -489,6 +630,12 @@ class Decoder(nn.Module):
         """
         for depth in range(start, stop):
             self.layers[depth].write_keys(hidden, block, cache.keys[depth], cache.values[depth])
+
+    def graph_propagate(self, g, hidden: str, block: GraphBlock, start: int, stop: int) -> None:
+        """propagate."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            self.layers[depth].graph_write_keys(g, flat, block, depth)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
@@ -512,3 +659,9 @@ class Decoder(nn.Module):
         """LM logits, (..., D) -> (..., V) float32: the final norm and the vocabulary head."""
         normed = self.norm(hidden)
         return (F.linear(normed, self.embeddings.weight) if self.lm_head is None else self.lm_head(normed)).float()
+
+    def graph_lm_logits(self, g, hidden: str, tokens: Tensor | None = None) -> str:
+        """lm_logits, (B, D) -> (B, V); of some tokens (C,) alone where they are given."""
+        linear = self.embeddings if self.lm_head is None else self.lm_head
+        weights = [g.parameter(each) if tokens is None else g.rows_of(each, tokens) for each in linear.parameters()]
+        return g.gemm(g.apply(self.norm, hidden), *weights)

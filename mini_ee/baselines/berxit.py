@@ -24,6 +24,10 @@ class BerxitExits(PolicyExits):
         """The logit of the certainty, (B,), of a state (B, D) of whichever exit."""
         return self.certainty(state)[:, 0]
 
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit."""
+        return g.op("Squeeze", g.linear(state, self.certainty), g.integers(1))
+
 
 def berxit(model: BerxitExits) -> list[Stage]:
     """One stage: the last exit's loss in even steps, all exits' and the module's in odd ones."""

@@ -48,6 +48,10 @@ class CalmDecoder(ExitDecoder):
         """The classifier's logit, behind the norm of the head at each exit."""
         return [lambda state, norm=head.norm: self.classifier(norm(state).detach())[..., 0] for head in self.heads]
 
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """policies[k] of states (B, D)."""
+        return g.op("Squeeze", g.linear(g.apply(self.heads[k].norm, state), self.classifier), g.integers(1))
+
 
 def learn_classifier(model: CalmDecoder, train: Instances, config: TrainConfig) -> None:
     """Train the classifier in place, where all else is frozen, to predict agreement; uses torch's global random state.

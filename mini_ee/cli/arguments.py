@@ -11,7 +11,9 @@ from mini_ee import WrongArguments
 from mini_ee.backbones.hub import BUILT_IN_MODEL, read_config
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
-from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.measure.texts import is_given, refuse
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval

@@ -45,8 +45,10 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.prompts import DECODER, ENCODER, PROMPTS, Prompt, prompt_of
 from mini_ee.data.tasks import Task, holdout, load_task, toy_task
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.export.runtime import MANIFEST, Runtime, share_threads
-from mini_ee.export.segments import export
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import share_threads
+from mini_ee.export.writer import export
 from mini_ee.measure.bench import BENCHES
 from mini_ee.measure.evaluate import evaluate, labels_of, overthinking
 from mini_ee.measure.figures import can_draw, draw_ablation, table

@@ -24,8 +24,8 @@ from mini_ee.data.files import read_json, read_text, sole_writer
 from mini_ee.data.tasks import TOY
 from mini_ee.data.texts import Text, cut_text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.export.decoder_segments import export_decoder
-from mini_ee.export.runtime import MANIFEST
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.writer import export
 from mini_ee.measure.figures import table
 from mini_ee.measure.texts import Opened, WithoutExits, decoder_rule, encoder, holds_decoder, open_decoder_run, refuse
 from mini_ee.methods.consistent_tokens import ConsistentDecoder
@@ -41,7 +41,7 @@ from mini_ee.methods.self_supervised import (
 from mini_ee.rules import Policy
 from mini_ee.training.fit import STATE, NothingToResume
 from mini_ee.training.methods import CONFIGURED
-from mini_ee.training.run import training_folder, versions, write_rule
+from mini_ee.training.run import Run, training_folder, versions, write_rule
 from mini_ee.training.run_tokens import load_decoder_run
 from mini_ee.units.decoding import Step
 from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts
@@ -457,8 +457,8 @@ def export_writer(args, say) -> dict:
     refuse(args, options, f"is for classifiers; {args.run} holds a decoder")
     opened = open_writer(args.run, args)
     begin = time.perf_counter()
-    settings = {"method": opened.method, "seed": args.seed, "precision": export_precision(args)}
-    manifest = export_decoder(opened.model, opened.tokenizer, decoder_rule(opened, args), args.out, **settings)
+    run = Run({"method": opened.method, "unit": "tokens"}, opened.model, opened.tokenizer, decoder_rule(opened, args))
+    manifest = export(run, args.out, CALIBRATION_PROMPTS, export_precision(args), args.seed)
     verified = manifest["verified"]
     say(
         f"{len(manifest['graphs'])} graphs in {manifest['precision']}, against torch on {verified['tokens']} tokens "

@@ -9,7 +9,7 @@ import torch
 from mini_ee.baselines.joint import joint
 from mini_ee.data.files import atomic_folder, write_bytes, write_json
 from mini_ee.data.tasks import Task
-from mini_ee.export.segments import export
+from mini_ee.export.writer import export
 from mini_ee.measure.evaluate import evaluate, labels_of, measure_seconds, timed_batches
 from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy, table, text_plot
 from mini_ee.rules import FixedExit, NeverExit, Rule

@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.alone = argv is None  # this process is the program's own
         if args.alone and args.command in SERVING and getattr(args, "engine", None) != "torch":
-            from mini_ee.export.runtime import share_threads
+            from mini_ee.export.sessions import share_threads
 
             share_threads(args.threads or 0)
         # torch takes a second to import: wrong arguments are told before, and `run` does without it
@@ -439,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
         return _told(prog, _line(error), 1)
     except RuntimeError as error:  # torch's own, such as a device without memory: the first line says it
         return _told(prog, str(error).partition("\n")[0], 1)
-    return 0
+    return 1 if answer.get("failed") else 0
 
 
 def _told(prog: str, line: str, status: int) -> int:

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import DECODERS, load_backbone
-from mini_ee.backbones.llama import Decoder
 from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, exit_indices
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import read_json, read_text
@@ -34,6 +33,7 @@ from mini_ee.methods.self_supervised import CALIBRATION_PROMPTS, SelfSupervised,
 from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold, confidence
 from mini_ee.units.decoding import FILLS, Generated, gather
 from mini_ee.units.generation import generate, generated_texts
+from mini_ee.units.tokens import WithoutExits
 
 EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
@@ -54,14 +54,6 @@ TEXTS, NEW_TOKENS = 256, 64  # generated to calibrate on, and as many to check o
 PIECES, PIECE = 200, 128  # of a text for perplexity, at most, and the tokens in each
 
 DECODED = 64  # tokens from each prompt, where speed is measured
-
-
-class WithoutExits(NamedTuple):
-    """A plain decoder, as a model whose only exit is the last."""
-
-    decoder: Decoder
-    exits: tuple[int, ...]
-    heads: tuple = ()
 
 
 class Heard(NamedTuple):

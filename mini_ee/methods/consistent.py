@@ -107,6 +107,10 @@ class ConsistentExits(PolicyExits):
         """The logit of pi(Exit | s_t; theta), (B,). No gradient flows into the state, (B, D)."""
         return self.policies[k](state.detach())[:, 0]
 
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit."""
+        return g.op("Squeeze", g.apply(self.policies[k], state), g.integers(1))
+
 
 def policy_network(width: int, chance: float) -> nn.Sequential:
     """Two layers; at first it leaves with this chance, whatever the state: with 1 / (1 + exits behind), all exits are

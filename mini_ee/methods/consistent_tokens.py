@@ -51,6 +51,10 @@ class ConsistentDecoder(ExitDecoder):
         """The logit of pi(Exit | s_t; theta): (..., D) -> (...). No gradient flows into the state or the norm."""
         return self.networks[k](self.heads[k].norm(state).detach())[..., 0]
 
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit of states (B, D)."""
+        return g.op("Squeeze", g.apply(self.networks[k], g.apply(self.heads[k].norm, state)), g.integers(1))
+
     @property
     def policies(self) -> list[partial]:
         return [partial(self.exit_logit, k) for k in range(len(self.networks))]

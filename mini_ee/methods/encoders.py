@@ -14,7 +14,8 @@ from mini_ee.backbones.flops import backbone_layer_flops
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
 from mini_ee.backbones.llama import Decoder
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.units.heads import pooled
+from mini_ee.units.heads import graph_pooled, pooled
+from mini_ee.units.rows import graph_mask
 
 
 class OwnStates:
@@ -42,6 +43,15 @@ class OwnStates:
             mask = padding_mask(attention) if inputs.padded else None
             hidden = self.backbone.run_layers(self.backbone.embed(ids, types), mask, 0, self.layer)
             return pooled(hidden, mask, "mean").float().numpy(force=True)
+
+    def graph(self, g) -> None:
+        """The same as an ONNX graph, without a tokenizer: input_ids, attention_mask -> embedding (B, D)."""
+        backbone, mask = self.backbone, graph_mask(g)
+        hidden = backbone.graph_embed(g)
+        if self.layer:
+            hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), 0, self.layer)
+        embedding = g.float32(graph_pooled(g, hidden, mask, "mean"))
+        g.output("embedding", embedding, "batch", backbone.config.hidden_size, dtype=np.float32)
 
     def flops(self, inputs: Inputs) -> float:
         return self.layer * backbone_layer_flops(self.backbone, inputs.input_ids.shape[1])

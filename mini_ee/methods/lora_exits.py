@@ -126,6 +126,15 @@ class LoRAExits(nn.Module):
 
         return adapters
 
+    def graph_streams(self, g, first: int, stop: int) -> Callable[[int, str, str, str], str]:
+        """streams."""
+
+        def adapt(layer: int, name: str, x: str, y: str) -> str:
+            live = [self.adapters[k][layer] for k in range(first, stop)]
+            return graph_low_rank(g, self.backbone.layers[layer], live, self.scale, name, x, y)
+
+        return adapt
+
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> "LoRASegments":
         """What early_exit drives; restart by default."""
         return LoRASegments(self, schedule or restart(len(self.exits)))
@@ -177,6 +186,35 @@ def low_rank(stacked: dict[str, Stacked], scale: float) -> Adapt:
         return y
 
     return adapt
+
+
+def graph_low_rank(
+    g, layer: nn.Module, streams: Sequence[nn.ModuleDict], scale: float, name: str, x: str, y: str
+) -> str:
+    """What low_rank adds to y, the output of the linear map `name` of a layer whose input is x.
+
+    streams: the layer's adapters in each. All are put together from constants, once, when the graph is loaded: one
+    batched product to the rank and one back.
+    """
+
+    def stacked(part: str) -> str:
+        together = []
+        for adapters in streams:
+            pieces = [g.parameter(getattr(adapters[target], part)) for target in targets]
+            if part == "B":  # (r, its own outputs) -> (r, outputs), zero beside its own
+                pads = [g.integers(0, each.start, 0, linear.out_features - each.stop) for each in columns]
+                pieces = [g.op("Pad", piece, pad) for piece, pad in zip(pieces, pads)]
+            joined = g.op("Concat", *pieces, axis=1 if part == "A" else 0)
+            together.append(g.op("Unsqueeze", joined, g.integers(0)))
+        return g.op("Concat", *together, axis=0)
+
+    targets = [target for target in streams[0] if TARGETS[target][0] == name]
+    if not targets:
+        return y
+    linear, columns = getattr(layer, name), [columns_of(layer, target) for target in targets]
+    shrunk = g.op("MatMul", g.op("Reshape", x, g.integers(len(streams), -1, linear.in_features)), stacked("A"))
+    added = g.op("MatMul", g.op("Mul", shrunk, g.number(scale)), stacked("B"))
+    return g.op("Add", y, g.flatten(added, linear.out_features))
 
 
 # ---- On disk: PEFT's layout, one folder an exit ----

@@ -34,6 +34,7 @@ from mini_ee.rules import NeverExit, Rule, Threshold, confidence, rule_from_dict
 from mini_ee.training.fit import SAVE_SECONDS, TrainConfig, load_progress, save_progress
 from mini_ee.units.heads import VocabularyHead
 from mini_ee.units.rows import check_exits
+from mini_ee.units.tokens import TokenGraphs
 
 FORMAT_VERSION = 1
 
@@ -52,7 +53,7 @@ CALIBRATION_PROMPTS = (
 
 
 # ---- The heads ----
-class SelfSupervised(nn.Module):
+class SelfSupervised(TokenGraphs, nn.Module):
     """A frozen decoder with a head after each layer of `exits` but the last, where its own LM head is."""
 
     def __init__(self, decoder: Decoder, exits: tuple[int, ...], init: str = "scratch"):

@@ -21,7 +21,7 @@ from mini_ee.backbones.llama import Block, Decoder, token_positions
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.units.rows import check_exits
+from mini_ee.units.rows import TorchSegments, check_exits
 
 
 # ---- The model ----
@@ -74,6 +74,11 @@ class PromptModel(nn.Module):
         read = hidden[torch.arange(len(hidden), device=hidden.device), at]
         return self.backbone.lm_logits(read)[:, self.label_tokens].float()
 
+    def graph_label_logits(self, g, hidden: str) -> str:
+        """label_logits; `at` is the input read_at (B, 1). The graph holds the label words, not the whole vocabulary."""
+        read = g.op("GatherND", hidden, g.input("read_at", "batch", 1), batch_dims=1)
+        return self.backbone.graph_lm_logits(g, read, self.label_tokens)
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
         hidden, around = self.embed(input_ids, token_type_ids), self.around(attention_mask)
@@ -105,23 +110,12 @@ class PromptState(NamedTuple):
         return PromptState(self.model, self.hidden[index], attention_mask, around, self.at[index])
 
 
-class PromptSegments(Segments):
+class PromptSegments(TorchSegments):
     """The segments of a PromptModel in eval mode. Inputs are tasks.Inputs, encoded by a PromptTokenizer."""
 
-    engine = "torch"
-
-    def __init__(self, model: PromptModel):
-        self.model = model.eval()
-        self.exits = model.exits
-        self.starts = (0, *model.exits)
-
-    def running(self) -> torch.inference_mode:
-        return torch.inference_mode()
-
     def start(self, inputs) -> PromptState:
-        device = self.model.label_tokens.device
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-        ids, attention_mask, types = (torch.from_numpy(array).to(device) for array in arrays)
+        ids, attention_mask, types = map(self._tensor, arrays)
         at = self.model.read_at(ids, attention_mask)
         return PromptState(
             self.model, self.model.embed(ids, types), attention_mask, self.model.around(attention_mask), at
@@ -139,6 +133,12 @@ class PromptSegments(Segments):
         config = self.model.backbone.config
         layers = self.layer_passes(k) * backbone_layer_flops(self.model.backbone, inputs.input_ids.shape[1])
         return layers, 2.0 * config.hidden_size * config.vocab_size
+
+    def facts(self) -> dict:
+        return super().facts() | {"unit": "prompts", "mask_token_id": self.model.mask_token_id}
+
+    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, None]:
+        return self.model.graph_label_logits(g, hidden), None
 
 
 def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:

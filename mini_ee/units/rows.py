@@ -6,8 +6,10 @@ PolicyExits         the same, whose exits say themselves when to leave: an exit_
 TorchSegments       the model as segments for early_exit
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -141,6 +143,79 @@ class TorchSegments(Segments):
         head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
         return self.layer_passes(k) * backbone_layer_flops(backbone, tokens), head
 
+    def facts(self) -> dict:
+        """What an exported folder says of the model beside its graphs."""
+        return {"unit": "rows", "pool": self.model.pool, "num_labels": self.model.num_labels}
+
+    def graphs(self) -> dict[str, Callable]:
+        """ONNX graphs: name -> what writes one. A segment is `advance` and `read` of one exit."""
+        segments = {f"segment_{layer}": partial(self._graph, k) for k, layer in enumerate(self.exits)}
+        return segments | {"full": self.graph_whole}
+
+    def graph_whole(self, g) -> None:
+        """All layers and the last head: the model without early exits."""
+        self._graph(len(self.exits) - 1, g, whole=True)
+
+    def _graph(self, k: int, g, whole: bool = False) -> None:
+        backbone, last, begins = self.model.backbone, k == len(self.exits) - 1, whole or k == 0
+        width = backbone.config.hidden_size
+        hidden, mask = backbone.graph_embed(g) if begins else graph_rows(g, width), graph_mask(g)
+        start = 0 if begins else self.starts[k]
+        hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, self.exits[k])
+        if not last:
+            g.output("hidden_out", hidden, "batch", "tokens", width)
+        graph_reading(g, partial(self._graph_read, k, g, hidden, mask), self.model.num_labels, optional=not last)
+
+    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, str | None]:
+        """read: logits (B, C), and the exit_logit (B,) where the exit decides."""
+        head = self.model.heads[k]
+        return head.graph_classify(g, head.graph_state(g, hidden, mask)), None
+
+
+# ---- What the ONNX graphs of all segments have in common ----
+def graph_mask(g) -> str:
+    """The input attention_mask (B, T) of 1 and 0, as true and false."""
+    return g.cast(g.input("attention_mask", "batch", "tokens"), bool)
+
+
+def graph_rows(g, width: int) -> str:
+    """Hidden states (B', T, D) of the graph before, and of them those `rows` (B,): compaction, on the device."""
+    hidden = g.input("hidden", "rows_before", "tokens", width, dtype=g.dtype)
+    return g.op("Gather", hidden, g.input("rows", "batch"))
+
+
+def graph_reading(g, read: Callable[[], tuple[str, str | None]], classes: int, optional: bool) -> None:
+    """What an exit says, as outputs in float32: logits, exit_logit where it decides, max_probability of classes.
+
+    The head is in the graph of its segment, since a graph of its own costs more to call than to compute. optional: it
+    runs where the input `read` () is true, else its outputs have no rows.
+    """
+    names = ["logits", "max_probability", "exit_logit"]
+
+    def said() -> list:
+        logits, exit_logit = read()
+        logits = g.float32(logits)
+        values = [g.value(logits, "batch", classes, dtype=np.float32)]
+        if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
+            surest = g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
+            values.append(g.value(surest, "batch", dtype=np.float32))
+        else:
+            names.remove("max_probability")
+        if exit_logit is not None:
+            values.append(g.value(g.float32(exit_logit), "batch", dtype=np.float32))
+        made.extend(values)
+        return values
+
+    made = []
+    if optional:
+        values = g.either(
+            g.input("read", dtype=bool), said, lambda: [g.empty(np.float32, *each.axes[1:]) for each in made]
+        )
+    else:
+        values = [each.name for each in said()]
+    for name, value, (_, dtype, axes) in zip(names, values, made):
+        g.output(name, value, *axes, dtype=dtype)
+
 
 class PolicyExits(MultiExit):
     """What the models share whose exits decide. Subclasses give exit_logit and policy_flops."""
@@ -149,6 +224,10 @@ class PolicyExits(MultiExit):
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
         """(B, D) -> (B,): above 0 where exit k, which is not the last, would rather have the row leave."""
+        raise NotImplementedError
+
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit."""
         raise NotImplementedError
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
@@ -191,3 +270,8 @@ class PolicySegments(TorchSegments):
     def flops(self, k: int, inputs) -> tuple[float, float]:
         advance, read = super().flops(k, inputs)
         return advance, read + (self.model.policy_flops if k < len(self.exits) - 1 else 0.0)
+
+    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, str | None]:
+        state = self.model.heads[k].graph_state(g, hidden, mask)
+        logits = self.model.heads[k].graph_classify(g, state)
+        return logits, self.model.graph_exit_logit(g, k, state) if k < len(self.exits) - 1 else None

@@ -11,6 +11,7 @@ Symbols:   K exits, the last is the LM head, which is never trained; N instances
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,82 @@ class QueryValueAdapter(nn.Module):
         return weight + self.scale * torch.cat((query, query.new_zeros(self.key, query.shape[1]), value))
 
 
-class ExitDecoder(nn.Module):
+class TokenGraphs:
+    """The ONNX graphs of a decoder with exits, which has `decoder`, `exits`, `heads`, and may have policies.
+
+    One segment serves the prompt (T tokens), the step (T = 1) and the block that catches up. A head is a graph of its
+    own: it costs as much as a layer or more, and neither a prompt, nor a block that catches up, nor a planned exit
+    reads it.
+    """
+
+    policies = ()
+
+    def facts(self) -> dict:
+        """What an exported folder says of the model beside its graphs."""
+        config = self.decoder.config
+        return {
+            "unit": "tokens",
+            "vocab_size": config.vocab_size,
+            "max_tokens": config.max_tokens,
+            "stop": config.stop_tokens,
+            "width": config.hidden_size,
+            "cache_width": config.key_value_heads * config.head_width,
+            "decides": bool(self.policies),
+        }
+
+    def graphs(self) -> dict[str, Callable]:
+        """Name -> what writes the graph."""
+        made = {}
+        for k, layer in enumerate(self.exits):
+            made |= {f"segment_{layer}": partial(self._graph_segment, k), f"head_{layer}": partial(self._graph_head, k)}
+            if k:
+                made[f"fill_{layer}"] = partial(self._graph_fill, k)
+            if self.policies and k < len(self.exits) - 1:
+                made[f"policy_{layer}"] = partial(self._graph_policy, k)
+        return made
+
+    def _graph_segment(self, k: int, g) -> None:
+        """input_ids or hidden, positions, rows, caches -> hidden_out, caches: the layers between two exits."""
+        start, width = self.exits[k - 1] if k else 0, self.decoder.config.hidden_size
+        hidden = self._graph_hidden(g) if k else self.decoder.graph_embed(g)
+        hidden = self.decoder.graph_layers(g, hidden, self.decoder.graph_block(g, start), start, self.exits[k])
+        g.output("hidden_out", hidden, "batch", "tokens", width)
+
+    def _graph_fill(self, k: int, g) -> None:
+        """hidden, positions, rows, caches -> caches: keys and values alone, from a state that stands in for the input
+        of all these layers. To recompute needs no graph of its own: it is the segment on those tokens."""
+        start = self.exits[k - 1]
+        block = self.decoder.graph_block(g, start)
+        self.decoder.graph_propagate(g, self._graph_hidden(g), block, start, self.exits[k])
+
+    def _graph_hidden(self, g) -> str:
+        return g.input("hidden", "batch", "tokens", self.decoder.config.hidden_size, dtype=g.dtype)
+
+    def _graph_head(self, k: int, g) -> None:
+        """hidden (B, D) -> logits (B, V); below the last layer `largest` (B, 2), its two largest probabilities."""
+        config, last = self.decoder.config, k == len(self.exits) - 1
+        hidden = g.input("hidden", "batch", config.hidden_size, dtype=g.dtype)
+        logits = g.float32(self.decoder.graph_lm_logits(g, hidden) if last else self.heads[k].graph(g, hidden))
+        g.output("logits", logits, "batch", config.vocab_size, dtype=np.float32)
+        if not last:
+            largest, _ = g.several(2, "TopK", g.op("Softmax", logits, axis=1), g.integers(2), axis=1)
+            g.output("largest", largest, "batch", 2, dtype=np.float32)
+
+    def _graph_policy(self, k: int, g) -> None:
+        """hidden (B, D) -> exit_logit (B,)."""
+        hidden = g.input("hidden", "batch", self.decoder.config.hidden_size, dtype=g.dtype)
+        g.output("exit_logit", g.float32(self.graph_exit_logit(g, k, hidden)), "batch", dtype=np.float32)
+
+
+class WithoutExits(TokenGraphs, nn.Module):
+    """A plain decoder, as a model whose only exit is the last."""
+
+    def __init__(self, decoder: Decoder, exits: tuple[int, ...]):
+        super().__init__()
+        self.decoder, self.exits, self.heads = decoder, exits, ()
+
+
+class ExitDecoder(TokenGraphs, nn.Module):
     """A decoder, a vocabulary head after each exit but the last, and adapters of query and value in all layers.
 
     Heads begin as copies of the final norm and the LM head. Raises ValueError for exits that do not end at L, for a
