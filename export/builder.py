@@ -74,22 +74,35 @@ class Builder:
 
     def either(
         self, condition: str, then: Callable[[], Sequence[Value]], otherwise: Callable[[], Sequence[Value]]
-    ) -> list[str]:
-        """An If on a condition (): each branch is what its function writes. Returns the names of what it gives."""
-        branches = {"then_branch": self._branch(then), "else_branch": self._branch(otherwise)}
-        return self.several(len(branches["then_branch"].output), "If", condition, **branches)
+    ) -> list[Value]:
+        """An If on a condition (): each branch is what its function writes and gives. Returns what it gives."""
+        branches, values = zip(*map(self._branch, (then, otherwise)))
+        names = self.several(len(values[0]), "If", condition, then_branch=branches[0], else_branch=branches[1])
+        return [value._replace(name=name) for value, name in zip(values[0], names)]
 
-    def _branch(self, write: Callable[[], Sequence[Value]]) -> GraphProto:
+    def only_if(self, condition: str, then: Callable[[], Sequence[Value]]) -> list[Value]:
+        """What the function writes, where the condition () is true; elsewhere the same values without rows."""
+        branch, values = self._branch(then)
+        nothing, _ = self._branch(lambda: [self._without_rows(value) for value in values])
+        names = self.several(len(values), "If", condition, then_branch=branch, else_branch=nothing)
+        return [value._replace(name=name) for value, name in zip(values, names)]
+
+    def _without_rows(self, value: Value) -> Value:
+        axes = (0, *value.axes[1:])
+        array = numpy_helper.from_array(np.empty(axes, value.dtype))
+        return Value(self.op("Constant", value=array), value.dtype, axes)
+
+    def _branch(self, write: Callable[[], Sequence[Value]]) -> tuple[GraphProto, Sequence[Value]]:
         outside, self._nodes, rounded = self._nodes, [], dict(self._rounded)
-        outputs = []
-        for value in write():
+        outputs, values = [], write()
+        for value in values:
             made_here = any(value.name in node.output for node in self._nodes)
             name = value.name if made_here else self.op("Identity", value.name)  # a branch gives what it made
             outputs.append(_info(name, value.dtype, value.axes))
         self._made += 1
         graph = helper.make_graph(self._nodes, f"branch_{self._made}", [], outputs)
         self._nodes, self._rounded = outside, rounded
-        return graph
+        return graph, values
 
     # ---- Constants and weights ----
     def parameter(self, parameter: Tensor) -> str:
@@ -118,11 +131,6 @@ class Builder:
         name = f"constant_{name}_{values.dtype}"
         self._constants[name] = values
         return name
-
-    def empty(self, dtype: type, *axes: int) -> Value:
-        """A value without rows: (0, *axes)."""
-        array = numpy_helper.from_array(np.empty((0, *axes), dtype))
-        return Value(self.op("Constant", value=array), dtype, (0, *axes))
 
     def _named(self, parameter: Tensor) -> tuple[str, Tensor]:
         if id(parameter) not in self._parameters:

@@ -325,7 +325,7 @@ class GraphBlock:
             return [g.value(g.attention(query, *gathered, self.readable, *heads), "batch", "tokens", width)]
 
         width = self.config.num_attention_heads * self.config.head_width
-        return g.either(self._cache.everyone, of_all, of_some)[0]
+        return g.either(self._cache.everyone, of_all, of_some)[0].name
 
 
 # ---- The layers ----

@@ -185,12 +185,12 @@ def graph_rows(g, width: int) -> str:
 
 
 def graph_reading(g, read: Callable[[], tuple[str, str | None]], classes: int, optional: bool) -> None:
-    """What an exit says, as outputs in float32: logits, exit_logit where it decides, max_probability of classes.
+    """What an exit says, as outputs in float32: logits; max_probability of classes; exit_logit where it decides.
 
-    The head is in the graph of its segment, since a graph of its own costs more to call than to compute. optional: it
-    runs where the input `read` () is true, else its outputs have no rows.
+    read: writes the logits (B, C) and the exit_logit (B,) or None. The head is in the graph of its segment, since a
+    graph of its own costs more to call than to compute. optional: it runs where the input `read` () is true, else its
+    outputs have no rows.
     """
-    names = ["logits", "max_probability", "exit_logit"]
 
     def said() -> list:
         logits, exit_logit = read()
@@ -199,79 +199,11 @@ def graph_reading(g, read: Callable[[], tuple[str, str | None]], classes: int, o
         if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
             surest = g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
             values.append(g.value(surest, "batch", dtype=np.float32))
-        else:
-            names.remove("max_probability")
         if exit_logit is not None:
             values.append(g.value(g.float32(exit_logit), "batch", dtype=np.float32))
-        made.extend(values)
         return values
 
-    made = []
-    if optional:
-        values = g.either(
-            g.input("read", dtype=bool), said, lambda: [g.empty(np.float32, *each.axes[1:]) for each in made]
-        )
-    else:
-        values = [each.name for each in said()]
-    for name, value, (_, dtype, axes) in zip(names, values, made):
-        g.output(name, value, *axes, dtype=dtype)
-
-
-class PolicyExits(MultiExit):
-    """What the models share whose exits decide. Subclasses give exit_logit and policy_flops."""
-
-    policy_flops: float  # operations of one exit_logit
-
-    def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """(B, D) -> (B,): above 0 where exit k, which is not the last, would rather have the row leave."""
-        raise NotImplementedError
-
-    def graph_exit_logit(self, g, k: int, state: str) -> str:
-        """exit_logit."""
-        raise NotImplementedError
-
-    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """The pooled state of every exit, (B, D) each. The three inputs are (B, T) int64."""
-        mask = padding_mask(attention_mask)
-        hidden, depth, states = self.backbone.embed(input_ids, token_type_ids), 0, []
-        for layer, head in zip(self.exits, self.heads):
-            hidden, depth = self.backbone.run_layers(hidden, mask, depth, layer), layer
-            states.append(head.state(hidden, mask))
-        return states
-
-    def classify(self, k: int, state: Tensor) -> Tensor:
-        """(B, D) -> logits (B, C) of exit k."""
-        return self.heads[k].classify(state)
-
-    def exit_logits(self, states: list[Tensor]) -> Tensor:
-        """What all exits but the last say of their states: (B, K - 1), in float32."""
-        return torch.stack([self.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """Logits (B, C) of every exit."""
-        states = self.states(input_ids, attention_mask, token_type_ids)
-        return [self.classify(k, state) for k, state in enumerate(states)]
-
-    def segments(self) -> "PolicySegments":
-        """What early_exit drives."""
-        return PolicySegments(self)
-
-
-class PolicySegments(TorchSegments):
-    """The segments of a PolicyExits in eval mode."""
-
-    def read(self, k: int, state: TorchState) -> Reading:
-        s = self.model.heads[k].state(state.hidden, state.mask)
-        logits = self.model.classify(k, s).float().numpy(force=True)
-        if k == len(self.exits) - 1:
-            return Reading(logits)
-        return Reading(logits, self.model.exit_logit(k, s).float().numpy(force=True))
-
-    def flops(self, k: int, inputs) -> tuple[float, float]:
-        advance, read = super().flops(k, inputs)
-        return advance, read + (self.model.policy_flops if k < len(self.exits) - 1 else 0.0)
-
-    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, str | None]:
-        state = self.model.heads[k].graph_state(g, hidden, mask)
-        logits = self.model.heads[k].graph_classify(g, state)
-        return logits, self.model.graph_exit_logit(g, k, state) if k < len(self.exits) - 1 else None
+    names = ["logits", *["max_probability"] * (classes > 1), "exit_logit"]
+    values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
+    for name, value in zip(names, values):
+        g.output(name, value.name, *value.axes, dtype=value.dtype)
