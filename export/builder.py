@@ -66,6 +66,8 @@ class Builder:
 
     def output(self, name: str, value: str, *axes: str | int, dtype: type | None = None) -> None:
         """Declare a value of the graph as an output under this name; of the graph's dtype unless it says another."""
+        if value in self._outputs:
+            value = self.op("Identity", value)
         self._outputs[value] = _info(name, dtype or self.dtype, axes)
 
     def value(self, name: str, *axes: str | int, dtype: type | None = None) -> Value:

@@ -54,12 +54,7 @@ def read_manifest(folder: Path) -> dict:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         advice = "install a newer mini_ee" if newer else "export the run again"
         raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
-    _check(manifest, {"unit": str, "files": dict}, folder)
-    _check(manifest, FORMS.get(manifest["unit"], {}), folder)
-    names, classes = manifest.get("task", {}).get("label_names", []), manifest.get("num_labels", 1)
-    if classes != (len(names) or 1):
-        says = f"{MANIFEST} names {len(names)} labels for {classes} logits"
-        raise ValueError(f"{folder}: {says}; export the run again")
+    _check_values(manifest, folder)
     for name, digest in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -67,6 +62,29 @@ def read_manifest(folder: Path) -> dict:
         if file_sha256(path) != digest:
             raise ValueError(f"{path}: is not the file that was exported with {MANIFEST}; export the run again")
     return manifest
+
+
+def _check_values(manifest: dict, folder: Path) -> None:
+    """Raise ValueError where what the runtime takes from a manifest is missing, of a wrong type, or does not fit."""
+    _check(manifest, {"unit": str, "files": dict}, folder)
+    unit = manifest["unit"]
+    if unit not in FORMS:
+        raise ValueError(f"{folder}: {MANIFEST} has the unit {unit!r}, not {', '.join(FORMS)}; export the run again")
+    _check(manifest, FORMS[unit], folder)
+    if manifest.get("pool") == "mask":
+        _check(manifest, {"mask_token_id": int}, folder)
+    if "encoder" in manifest:
+        _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
+    if unit == "tokens":
+        return
+    names, classes = manifest["task"]["label_names"], manifest["num_labels"]
+    if classes != (len(names) or 1):
+        says = f"{MANIFEST} names {len(names)} labels for {classes} logits"
+        raise ValueError(f"{folder}: {says}; export the run again")
+    exits, passes, flops = (len(manifest[key]) for key in ("exits", "layer_passes", "flops"))
+    if not exits == passes == flops or any(len(each) != 2 for each in (*manifest["flops"], manifest["whole_flops"])):
+        says = f"{MANIFEST} has {exits} exits, the layers of {passes} and the costs of {flops}"
+        raise ValueError(f"{folder}: {says}, two each; export the run again")
 
 
 def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:

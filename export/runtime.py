@@ -77,12 +77,9 @@ class Continuation(NamedTuple):
 
     def to_dict(self) -> dict:
         """What `mini-ee run` prints."""
-        mean = {"mean_layers": float(np.mean(self.layers))}
-        return (
-            {"text": self.text, "tokens": self.tokens, "layers": self.layers}
-            | mean
-            | {"milliseconds": self.milliseconds}
-        )
+        fields = self._asdict()
+        milliseconds = fields.pop("milliseconds")
+        return fields | {"mean_layers": float(np.mean(self.layers)), "milliseconds": milliseconds}
 
 
 class Runtime:

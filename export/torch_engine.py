@@ -40,7 +40,7 @@ def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callab
                 f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch"
             )
         model = _empty_model(folder, manifest)
-        tensors = _whole(read_tensors(folder / WEIGHTS), model, manifest)
+        tensors = _whole(read_tensors(folder / WEIGHTS), model)
         load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder / WEIGHTS)
         model = model.requires_grad_(False).eval().to(device)
         if manifest["unit"] == "tokens":
@@ -66,7 +66,7 @@ def _empty_model(folder: Path, manifest: dict) -> nn.Module:
     return PromptModel(backbone, open_tokenizer(folder, manifest), exits)
 
 
-def _whole(tensors: dict[str, torch.Tensor], model: nn.Module, manifest: dict) -> dict[str, torch.Tensor]:
+def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own parameters; in a head that was stored for the label words alone, the others are zero, unread."""
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
     for name in [name for name in own if name.endswith(SOME_ROWS)]:
