@@ -1,5 +1,6 @@
 """A decoder in ONNX writes what torch writes: every exit, both fills, padded batches; a folder is whole or absent."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -8,8 +9,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from copy import copy as copy_of
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,22 +19,26 @@ import tokenizers
 import torch
 from safetensors.numpy import load_file
 
-import mini_ee.export.decoder_graphs as decoder_graphs
-import mini_ee.export.decoder_segments as decoder_segments
-from mini_ee.backbones.backbone import Tensors
+import mini_ee.backbones.llama as llama_module
+import mini_ee.export.writer as writer
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer, RMSNorm
 from mini_ee.baselines.calm import CalmDecoder
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.export.decoder_runtime import DecoderRuntime, OrtTokenSegments, Sessions, open_sessions
-from mini_ee.export.decoder_segments import export_decoder, torch_token_segments
-from mini_ee.export.runtime import Runtime, Session, read_manifest
+from mini_ee.export.builder import Builder
+from mini_ee.export.manifest import read_manifest
+from mini_ee.export.runtime import Runtime, TokenRuntime
+from mini_ee.export.sessions import Session
+from mini_ee.export.token_segments import OrtTokenSegments, Sessions, open_sessions
+from mini_ee.export.torch_engine import torch_segments
+from mini_ee.export.writer import export
 from mini_ee.measure.texts import WithoutExits, open_decoder_run
 from mini_ee.methods.consistent_tokens import ConsistentDecoder
 from mini_ee.methods.self_supervised import SelfSupervised, save_heads
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.training.run import Run
 from mini_ee.training.run_tokens import save_decoder_run
 from mini_ee.units.decoding import FILLS, decode, gather
 from mini_ee.units.generation import generate
@@ -59,7 +64,8 @@ class Made(NamedTuple):
     rule: Rule
 
     def export(self, folder, prompts=TEXTS, precision="float32"):
-        return export_decoder(*self, folder, method="self-supervised", prompts=prompts, precision=precision)
+        run = Run({"method": "self-supervised", "unit": "tokens"}, *self)
+        return export(run, folder, prompts, precision)
 
 
 def words():
@@ -114,7 +120,7 @@ def make_case(folder, opened):
 def verified_in_short():
     """Fewer tokens are written to verify an export; the tests write their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_segments, "VERIFIED_TOKENS", 3)
+        patch.setattr(writer, "VERIFIED_TOKENS", 3)
         yield
 
 
@@ -152,7 +158,7 @@ def logits_by_definition(model, prompt, tokens, layers, fill):
     heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.decoder.lm_logits])}
     inputs, said, text = [], [], prompt + tokens[:-1]
     for at, token in enumerate(text):
-        states = [model.decoder.embed(Tensors(torch.tensor([[token]])))]
+        states = [model.decoder.embed(torch.tensor([[token]]))]
         for depth in range(3):
             read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
             block = model.decoder.block(torch.arange(at + 1)[None])
@@ -211,7 +217,7 @@ def test_without_exits_the_text_is_that_of_transformers(kind, tmp_path):
     golden = read_tensors(GOLDEN / kind / "expected.safetensors")
     prompts = [ids[real].tolist() for ids, real in zip(golden["input_ids"], golden["attention_mask"].bool())]
     plain(decoder).export(tmp_path / "plain")
-    steps = DecoderRuntime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=24)
+    steps = Runtime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=24)
     assert [text.tokens for text in gather(steps, 3)] == golden["greedy"].tolist()
     names = {path.stem for path in (tmp_path / "plain").glob("*.onnx")}
     assert names == {"segment_3", "head_3"}
@@ -222,7 +228,7 @@ def test_every_activation_is_exported(activation, tmp_path):
     config = read_json(GOLDEN / "llama" / "config.json") | {"hidden_act": activation, "initializer_range": 0.3}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        decoder = Decoder(DecoderConfig.from_hugging_face(config)).eval()
+        decoder = Decoder(DecoderConfig.from_dict(config)).eval()
     manifest = plain(decoder).export(tmp_path / "exported")
     assert manifest["verified"]["max_logit_difference"] < ATOL
 
@@ -243,7 +249,7 @@ def with_policies(kind):
 def test_policies_decide_as_in_torch(tmp_path, kind):
     case = make_case(tmp_path / "exported", with_policies(kind))
     model, rules = case.opened.model, [Policy(cut) for cut in (0.3, 0.5, 0.7)]
-    through_torch = torch_token_segments(case.folder, case.manifest, "recompute")
+    through_torch = functools.partial(torch_segments(case.folder), "recompute")
     found = []
     for rule in rules:
         settings = {"exits": EXITS, "heads": model.heads, "policies": model.policies, "rule": rule, "fill": "recompute"}
@@ -298,48 +304,117 @@ def test_weights_are_stored_once_under_the_names_of_torch(case_of):
 # These tests can fail: bugs planted in the graphs and in the runtime
 
 
-def mutant(monkeypatch, old, new):
-    """decoder_graphs.py with one piece of its source replaced."""
-    source = Path(decoder_graphs.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is not in decoder_graphs.py once: plant this bug anew"
-    wrong = ModuleType("wrong")
-    exec(source.replace(old, new), vars(wrong))
-    monkeypatch.setattr(decoder_segments, "decoder_graphs", wrong)
+def instead(monkeypatch, owner, name, wrong):
+    """Plant a bug: `wrong` is called in place of the owner's function, and given the right one before its arguments."""
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
+
+
+def node(of, change):
+    """Bugs in nodes of a kind: change(g, inputs, attributes) -> inputs, attributes."""
+
+    def wrong(right, g, kind, *inputs, **attributes):
+        if kind == of:
+            inputs, attributes = change(g, inputs, attributes)
+        return right(g, kind, *inputs, **attributes)
+
+    return Builder, "op", wrong
+
+
+def with_cache(of):
+    """Bugs in where caches are written: of(g, row, position) -> both."""
+
+    def change(g, inputs, attributes):
+        if attributes.get("axis") != 2:
+            return inputs, attributes
+        return of(g, *inputs), attributes
+
+    return node("Concat", change)
+
+
+def future(right, g, kind, *inputs, **attributes):
+    return right(g, "GreaterOrEqual" if kind == "LessOrEqual" else kind, *inputs, **attributes)
+
+
+def unturned_keys(right, self, g, heads, count):
+    return heads if count == self.config.key_value_heads else right(self, g, heads, count)
+
+
+def unnormed_fill(right, self, g, hidden, *where):
+    changed = copy_of(self)
+    changed._modules = self._modules | {"attention_norm": torch.nn.Identity()}
+    return right(changed, g, hidden, *where)
+
+
+def mlp_after_attention(right, self, g, *where):
+    """Phi's MLP on what attention adds, instead of on the normed input beside it."""
+    linear, attended = g.linear, []
+
+    def wrong(x, module, **settings):
+        y = linear(attended[0] if module is self.up else x, module, **settings)
+        if module is self.attention_output:
+            attended.append(y)
+        return y
+
+    g.linear = wrong
+    try:
+        return right(self, g, *where)
+    finally:
+        g.linear = linear
 
 
 GRAPH_BUGS = {
-    "the future is read": ("phi", '"LessOrEqual", every_slot', '"GreaterOrEqual", every_slot'),
-    "padding in slot 0": ("llama", "in (row, positions)", 'in (row, graph.op("Max", positions, graph.integers(0)))'),
-    "all rows write into one": (
+    "the future is read": ("phi", Builder, "op", future),
+    "padding in slot 0": (
         "llama",
-        '"Unsqueeze", self.rows,',
-        '"Unsqueeze", graph.op("Sub", self.rows, self.rows),',
+        *with_cache(lambda g, row, position: (row, g.op("Max", position, g.integers(0)))),
     ),
-    "neighbours turn as pairs": ("phi", "num_heads=count, ", "num_heads=count, interleaved=1, "),
-    "keys of a fill do not rotate": ("llama", "where.rotate(key, config.key_value_heads)", "key"),
-    "a fill from its un-normed input": (
-        "llama",
-        'graph.norm(flat, f"{name}.attention_norm"), f"{name}.qkv"',
-        'flat, f"{name}.qkv"',
+    "all rows write into one": ("llama", *with_cache(lambda g, row, position: (g.op("Sub", row, row), position))),
+    "neighbours turn as pairs": (
+        "phi",
+        *node("RotaryEmbedding", lambda g, inputs, attributes: (inputs, attributes | {"interleaved": 1})),
     ),
-    "gemma's norm without 1 +": ("gemma", '"Add", weight, self.number(1.0)', '"Identity", weight'),
-    "gemma's embeddings not scaled": ("gemma", "hidden_size**0.5", "hidden_size**0.0"),
-    "the MLP after attention": ("phi", "attended), mlp(normed))", "attended), mlp(attended))"),
+    "keys of a fill do not rotate": ("llama", GraphBlock, "rotate", unturned_keys),
+    "a fill from its un-normed input": ("llama", Layer, "graph_write_keys", unnormed_fill),
+    "gemma's norm without 1 +": (
+        "gemma",
+        RMSNorm,
+        "graph",
+        lambda right, self, g, x: g.op("RMSNormalization", x, g.parameter(self.weight), epsilon=self.eps),
+    ),
+    "gemma's embeddings not scaled": (
+        "gemma",
+        Decoder,
+        "graph_embed",
+        lambda right, self, g: g.op("Gather", g.parameter(self.embeddings.weight), right(self, g) and "input_ids"),
+    ),
+    "the MLP after attention": ("phi", Layer, "graph", mlp_after_attention),
     "no Llama 3 scaling": (
         "llama3",
-        "rope_frequencies(config)",
-        "rope_frequencies(DecoderConfig(**vars(config) | {'rope_scaling': None}))",
+        llama_module,
+        "rope_frequencies",
+        lambda right, config: right(dataclasses.replace(config, rope_scaling=None)),
     ),
-    "no norm before the policy": ("policies", 'graph.linear(normed, f"networks', 'graph.linear(hidden, f"networks'),
-    "the next head": ("llama", 'else f"heads.{number}"', 'else f"heads.{1 - number}"'),
+    "no norm before the policy": (
+        "policies",
+        ConsistentDecoder,
+        "graph_exit_logit",
+        lambda right, self, g, k, state: g.op("Squeeze", g.apply(self.networks[k], state), g.integers(1)),
+    ),
+    "the next head": (
+        "llama",
+        SelfSupervised,
+        "_graph_head",
+        lambda right, self, k, g: right(self, k if k == 2 else 1 - k, g),
+    ),
 }
 
 
 @pytest.mark.parametrize("bug", GRAPH_BUGS)
 def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug):
     kind, *change = GRAPH_BUGS[bug]
-    mutant(monkeypatch, *change)
     made = with_policies(ConsistentDecoder) if kind == "policies" else with_heads(load_backbone(GOLDEN / kind))
+    instead(monkeypatch, *change)
     with pytest.raises(ValueError, match="differ from torch"):
         made.export(tmp_path / "exported")
     assert not list(tmp_path.iterdir())
@@ -363,7 +438,7 @@ def case(case_of):
 
 @each_fill
 def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, fill):
-    runtime = DecoderRuntime(case.folder, fill=fill, threads=1)
+    runtime = Runtime(case.folder, fill=fill, threads=1)
     answers = runtime.run(TEXTS, max_new_tokens=NEW, batch_size=3)
     stop = set(runtime.config["stop"])
     for expected, found in zip(case.torch_writes(PROMPTS, MIXED, fill), answers, strict=True):
@@ -374,21 +449,20 @@ def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, fill):
 
 @each_fill
 def test_the_torch_engine_writes_the_same(case, fill):
-    segments = torch_token_segments(case.folder, case.manifest, fill)
-    through = DecoderRuntime(case.folder, fill=fill, segments=segments)
+    through = Runtime(case.folder, fill=fill, segments=torch_segments(case.folder))
     assert (through.engine, through.provider) == ("torch", None)
-    found = [answer._replace(milliseconds=0) for answer in through.run(TEXTS, NEW)]
-    onnx_answers = DecoderRuntime(case.folder, fill=fill, threads=1).run(TEXTS, NEW)
+    found = [answer._replace(milliseconds=0) for answer in through.run(TEXTS, max_new_tokens=NEW)]
+    onnx_answers = Runtime(case.folder, fill=fill, threads=1).run(TEXTS, max_new_tokens=NEW)
     assert found == [answer._replace(milliseconds=0) for answer in onnx_answers]
 
 
 def test_threads_that_share_a_runtime_do_not_disturb_each_other(case):
-    runtime = DecoderRuntime(case.folder, threads=1)
-    expected, found = [answer.tokens for answer in runtime.run(TEXTS, NEW)], []
+    runtime = Runtime(case.folder, threads=1)
+    expected, found = [answer.tokens for answer in runtime.run(TEXTS, max_new_tokens=NEW)], []
 
     def serve():
         for _ in range(3):
-            found.append([answer.tokens for answer in runtime.run(TEXTS, NEW)])
+            found.append([answer.tokens for answer in runtime.run(TEXTS, max_new_tokens=NEW)])
 
     threads = [threading.Thread(target=serve) for _ in range(4)]
     for thread in threads:
@@ -414,7 +488,7 @@ def test_the_runtime_and_the_command_need_no_torch(case):
     command = [sys.executable, "-c", textwrap.dedent(code), str(case.folder)]
     found = subprocess.run(command, input=TEXTS[0], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stderr) == (0, "")
-    expected = DecoderRuntime(case.folder, threads=1).run(TEXTS[:1], NEW)[0]
+    expected = Runtime(case.folder, threads=1).run(TEXTS[:1], max_new_tokens=NEW)[0]
     answer = json.loads(found.stdout)
     assert (answer["tokens"], answer["layers"], answer["text"]) == (expected.tokens, expected.layers, expected.text)
 
@@ -430,33 +504,41 @@ def test_a_changed_byte_is_told_with_the_file(copied, name):
     content[len(content) // 2] ^= 1
     (copied / name).write_bytes(content)
     with pytest.raises(ValueError, match=name):
-        DecoderRuntime(copied)
+        Runtime(copied)
 
 
 @pytest.mark.parametrize("name", ["segment_2.onnx", "fill_3.onnx", "manifest.json"])
 def test_a_missing_file_is_told(copied, name):
     (copied / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
-        DecoderRuntime(copied)
+        Runtime(copied)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 3}, "found 3; install a newer mini_ee"),
-        ({"model": "MultiExit"}, "expected an exported decoder"),
+        ({"format_version": 4}, "found 4; install a newer mini_ee"),
+        ({"unit": "rows"}, "no key 'task'"),
     ],
 )
 def test_a_folder_of_another_kind_is_told(copied, change, message):
     manifest = read_json(copied / "manifest.json") | change
     write_json(copied / "manifest.json", manifest)
     with pytest.raises(ValueError, match=message):
-        DecoderRuntime(copied)
+        Runtime(copied)
 
 
-def test_a_decoder_is_no_classifier(case):
-    with pytest.raises(ValueError, match="holds a decoder, which writes text and gives no label; use `mini-ee run`"):
-        Runtime(case.folder)
+def test_one_class_opens_either_kind_of_folder(case):
+    assert type(Runtime(case.folder, threads=1)) is TokenRuntime
+    with pytest.raises(TypeError, match="providers_"):
+        Runtime(case.folder, providers_=[])
+
+
+def test_another_engine_may_be_any_callable(case):
+    """Not only what functools.partial makes: the engine's name was read from its attribute `func`."""
+    open_segments = torch_segments(case.folder)
+    through = Runtime(case.folder, segments=lambda fill, rows, capacity: open_segments(fill, rows, capacity))
+    assert through.engine == "torch" and through.run(TEXTS[:1], max_new_tokens=2)[0].tokens
 
 
 @pytest.mark.parametrize(
@@ -469,11 +551,11 @@ def test_a_decoder_is_no_classifier(case):
 )
 def test_prompts_that_cannot_be_continued_are_told(case, text, new, message):
     with pytest.raises(ValueError, match=message):
-        DecoderRuntime(case.folder, threads=1).run([text], new)
+        Runtime(case.folder, threads=1).run([text], max_new_tokens=new)
 
 
 def test_rules_that_the_graphs_do_not_serve_are_told(case):
-    runtime = DecoderRuntime(case.folder, threads=1)
+    runtime = Runtime(case.folder, threads=1)
     for rule, message in (
         (FixedExit(3), "one of the 3 exits"),
         (Threshold(0.9, "saturation"), "hidden states"),
@@ -485,9 +567,9 @@ def test_rules_that_the_graphs_do_not_serve_are_told(case):
 
 def test_a_provider_that_is_not_there_and_an_unknown_fill_are_told(case):
     with pytest.raises(ValueError, match="SomeProvider was asked for, there is"):
-        DecoderRuntime(case.folder, ["SomeProvider"])
+        Runtime(case.folder, ["SomeProvider"])
     with pytest.raises(ValueError, match="fill must be one of propagate, recompute, got 'copy'"):
-        DecoderRuntime(case.folder, fill="copy")
+        Runtime(case.folder, fill="copy")
 
 
 # Exporting
@@ -539,7 +621,7 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     strange = b'\n\xff\n{"text": 7}\n{"text": "\\ud800"}\n'
     lines.write_bytes(b'w5 w9\n{"text": "w40 w41"}\n' + strange + b"w1 " * 60 + b"\n")
     options = ["--max-new-tokens", "6", "--fill", "recompute", "--threads", "1"]
-    assert main(["run", str(out), str(lines), "--out", str(answers), "--json", *options]) == 0
+    assert main(["run", str(out), str(lines), "--out", str(answers), "--json", *options]) == 1
     summary, told = json.loads((printed := capsys.readouterr()).out), printed.err.splitlines()
     assert (summary["rows"], summary["failed"], summary["engine"]) == (7, 5, "onnxruntime")
     assert [line.split(": ")[1] for line in told] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
@@ -576,14 +658,14 @@ def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_p
     sessions = open_sessions(tmp_path / "exported", manifest, "propagate", threads=1)
     for fill in FILLS:
         found, expected = (
-            decoder_segments._drawn(OrtTokenSegments(*engine, fill, B, 40), PROMPTS, NEW, False, 0, FORCED)[0]
+            writer.drawn_text(OrtTokenSegments(*engine, fill, B, 40), PROMPTS, NEW, False, 0, FORCED)[0]
             for engine in ((sessions, manifest), (right.sessions, right.manifest))
         )
         difference = max(abs(mine - theirs).max() for mine, theirs in zip(found, expected, strict=True))
         assert 1e-5 < difference < 0.1
     weights = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "exported", right.folder)]
     assert weights[0] < 0.6 * weights[1]
-    through = torch_token_segments(tmp_path / "exported", manifest, "propagate")
+    through = functools.partial(torch_segments(tmp_path / "exported"), "propagate")
     assert len(gather(decode(through(B, 40), PROMPTS, NEW, MIXED), B)) == B
 
 
@@ -591,16 +673,16 @@ def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
     model = SelfSupervised(load_backbone(BUILT_IN_DECODER), (4, 8), "copy").eval()
     made = Made(model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_segments, "VERIFIED_TOKENS", 16)
+        patch.setattr(writer, "VERIFIED_TOKENS", 16)
         manifest = made.export(tmp_path / "exported", REAL_TEXTS, "int8")
     verified = manifest["verified"]
     assert (
         verified["token_agreement"] > 0.5 and verified["exit_agreement"] > 0.5
     )  # after one other token all may differ
     assert 0.01 < verified["max_logit_difference"] < 2
-    assert all(row.tokens for row in DecoderRuntime(tmp_path / "exported", threads=1).run(REAL_TEXTS, NEW))
+    assert all(row.tokens for row in Runtime(tmp_path / "exported", threads=1).run(REAL_TEXTS, max_new_tokens=NEW))
     with pytest.raises(ValueError, match="holds int8 weights, which torch does not run"):
-        torch_token_segments(tmp_path / "exported", manifest, "propagate")
+        torch_segments(tmp_path / "exported")
 
 
 def test_what_is_exported_already_is_told(case, tmp_path, capsys):
@@ -634,14 +716,14 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers_and_with_e
     golden, tokenizer = read_tensors(GOLDEN / "stories260K" / "expected.safetensors"), Tokenizer.from_folder(folder)
     prompts, expected = golden["input_ids"].tolist(), golden["greedy"][0].tolist()
     plain(load_backbone(folder))._replace(tokenizer=tokenizer).export(tmp_path / "plain", REAL_TEXTS)
-    steps = DecoderRuntime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=200)
+    steps = Runtime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=200)
     assert len(expected) == 200 and gather(steps, 1)[0].tokens == expected
 
     prompts = [tokenizer.backend.encode(text).ids for text in REAL_TEXTS]
     model, rule = SelfSupervised(load_backbone(folder), (2, 4, 5), "copy"), Threshold((0.999, 0.7, 0.0))
     Made(model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS)
     for fill in FILLS:
-        runtime = DecoderRuntime(tmp_path / "exits", fill=fill, threads=1)
+        runtime = Runtime(tmp_path / "exits", fill=fill, threads=1)
         found = gather(runtime.generate(prompts, max_new_tokens=200), 3)
         settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
         steps = generate(model.decoder, prompts, max_new_tokens=200, stop=runtime.config["stop"], **settings)

@@ -11,8 +11,9 @@ import sys
 import textwrap
 import threading
 import time
+from copy import copy as copy_of
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +25,18 @@ from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
+import mini_ee.backbones.bert as bert_module
 import mini_ee.cli.commands as commands
-import mini_ee.export.causal_graphs as causal_graphs
-import mini_ee.export.graphs as graphs
+import mini_ee.export.manifest as manifest_module
 import mini_ee.export.runtime as runtime
-import mini_ee.export.segments as segments
+import mini_ee.export.sessions as sessions
+import mini_ee.export.writer as writer
 import mini_ee.measure.bench as bench_module
-from mini_ee.backbones.bert import Bert, BertConfig
+import mini_ee.units.heads as heads_module
+import mini_ee.units.rows as rows_module
+from mini_ee.backbones.bert import Bert, BertConfig, Embeddings
 from mini_ee.backbones.hub import load_backbone, write_tensors
+from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines.berxit import BerxitExits
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.cli.main import main
@@ -41,8 +46,12 @@ from mini_ee.data.prompts import Prompt
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Reading, Segments, early_exit, read_every_exit
-from mini_ee.export.runtime import CPU, CUDA, OrtSegments, OrtState, Runtime, WholeGraph
-from mini_ee.export.segments import export, torch_segments, write_segments
+from mini_ee.export.builder import OPSET, Builder, branches_of
+from mini_ee.export.row_segments import OrtSegments, OrtState, WholeGraph
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU, CUDA
+from mini_ee.export.torch_engine import torch_segments
+from mini_ee.export.writer import export, write_graphs
 from mini_ee.methods.consistent import ConsistentExits
 from mini_ee.methods.datastore import Datastore
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
@@ -131,9 +140,9 @@ def make_case(folder, *shape):
     folder.mkdir(parents=True)
     inputs = make_inputs(LENGTHS, model.backbone.config.pad_token_id)
     logits = np.concatenate([torch_logits(model, alone(inputs, row)) for row in range(B)])
-    manifest = write_segments(model, folder)
-    sessions = [engine(folder, manifest, threads=1) for engine in (OrtSegments, WholeGraph)]
-    return Case(model, folder, manifest, inputs, logits, *sessions)
+    manifest = write_graphs(model, model.segments(), folder)
+    engines = [engine(folder, manifest, threads=1) for engine in (OrtSegments, WholeGraph)]
+    return Case(model, folder, manifest, inputs, logits, *engines)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +150,15 @@ def case_of(tmp_path_factory):
     root = tmp_path_factory.mktemp("cases")
     return functools.cache(lambda *shape: make_case(root / "-".join(shape), *shape))
 
+
+WITHOUT_RUN = {
+    "format_version": 3,
+    "files": {},
+    "rule": {"name": "never"},
+    "max_length": 30,
+    "task": {"name": "words", "label_names": list("abc"), "texts": 1},
+}
+"""What a manifest says beside what write_graphs gives."""
 
 SHAPES = [(kind, activation, pool) for kind in KINDS for activation in ACTIVATIONS for pool in ("first", "mean")]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids="-".join)
@@ -279,13 +297,13 @@ def test_layers_run_does_not_grow_as_the_threshold_loosens(case):
 
 
 def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
-    sizes, run = [], runtime.Session.run
+    sizes, run = [], sessions.Session.run
 
     def counted(self, inputs, read):
         sizes.append((len(inputs["attention_mask"]), len(inputs.get("rows", inputs["attention_mask"]))))
         return run(self, inputs, read)
 
-    monkeypatch.setattr(runtime.Session, "run", counted)
+    monkeypatch.setattr(sessions.Session, "run", counted)
     left = early_exit(case.segments, RULES["patience"](ALL), case.inputs).exit_index
     here = [int((left >= k).sum()) for k in range(left.max() + 1)]
     assert sizes == [(rows, rows) for rows in here]
@@ -322,7 +340,7 @@ def prompt_inputs(kind="bert"):
 @pytest.mark.parametrize("exits", [None, (0, 1, 2, 3, 4), (1, 4)], ids=str)
 def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, exits):
     model, inputs = prompt_model(kind, exits), prompt_inputs(kind)
-    manifest = write_segments(model, tmp_path)
+    manifest = write_graphs(model, model.segments(), tmp_path)
     ours, whole = (engine(tmp_path, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
     found, *_ = read_every_exit(ours, inputs)
     ids, mask, types = map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
@@ -360,7 +378,10 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
     prompt = SimpleNamespace(prompt=Prompt("{text} so", ("a", "b", "c")), label_tokens=LABEL_TOKENS)
     model = PromptModel(backbone, prompt, tuple(range(first, backbone.config.num_hidden_layers + 1))).eval()
     inputs = make_inputs(LENGTHS)
-    ours, whole = (engine(tmp_path, write_segments(model, tmp_path), threads=1) for engine in (OrtSegments, WholeGraph))
+    ours, whole = (
+        engine(tmp_path, write_graphs(model, model.segments(), tmp_path), threads=1)
+        for engine in (OrtSegments, WholeGraph)
+    )
     found, *_ = read_every_exit(ours, inputs)
     with torch.no_grad():
         for row, length in enumerate(LENGTHS):  # alone, without padding, through decoder.py's own forward
@@ -374,19 +395,41 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
     np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
 
 
+def instead(monkeypatch, owner, name, wrong):
+    """Plant a bug: `wrong` is called in place of the owner's function, and given the right one before its arguments."""
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
+
+
+def turned(of, becomes):
+    """Every node of a kind becomes another."""
+    return Builder, "op", lambda right, g, kind, *inputs, **kw: right(g, becomes if kind == of else kind, *inputs, **kw)
+
+
+def unmasked(g, mask):
+    return g.op("Or", mask, g.op("Not", mask))
+
+
 PROMPT_BUGS = {
-    "the future is read": ("LessOrEqual", "GreaterOrEqual"),
-    "no final norm": ('self.norm(vector, f"{self.root}.norm")', "vector"),
+    "the future is read": turned("LessOrEqual", "GreaterOrEqual"),
+    "no final norm": (Decoder, "graph_lm_logits", lambda right, self, g, *args: right(without_norm(self), g, *args)),
     "padding is counted": (
-        'graph.op("CumSum", graph.op("Cast", mask',
-        'graph.op("CumSum", graph.op("Cast", graph.op("Not", mask)',
+        Decoder,
+        "graph_around",
+        lambda right, self, g, mask: right(self, g, g.op("Not", mask)),
     ),
 }
 
 
+def without_norm(decoder):
+    changed = copy_of(decoder)
+    changed._modules = decoder._modules | {"norm": torch.nn.Identity()}
+    return changed
+
+
 @pytest.mark.parametrize("bug", PROMPT_BUGS)
 def test_the_test_of_decoders_can_fail(tmp_path, monkeypatch, bug):
-    monkeypatch.setattr(segments, "CausalGraph", mutated(causal_graphs, *PROMPT_BUGS[bug]).CausalGraph)
+    instead(monkeypatch, *PROMPT_BUGS[bug])
     with pytest.raises(AssertionError):
         test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, "llama", 1)
 
@@ -416,7 +459,7 @@ def lora_model(kind="bert", targets=("query", "value")):
 
 def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     """The same logits at every exit, exits, layer passes, operations; and the whole graph is the last exit."""
-    manifest = write_segments(model, folder, schedule=schedule)
+    manifest = write_graphs(model, model.segments(schedule) if schedule else model.segments(), folder)
     ours, whole = (engine(folder, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
     theirs = model.segments(schedule) if schedule else model.segments()
     (found, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
@@ -481,14 +524,15 @@ def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_t
     inputs = make_inputs(LENGTHS)
     rules = [Planned(PLAN), Threshold(0.5), *([] if kind is MultiExit else [Policy(0.5)])]
     manifest = assert_engines_agree(model, tmp_path, inputs, rules)
-    manifest["task"] = {"label_names": list("abc"[:C])}
-    again, *_ = read_every_exit(torch_segments(tmp_path, manifest), inputs)
+    write_json(tmp_path / "manifest.json", manifest | WITHOUT_RUN)
+    again, *_ = read_every_exit(torch_segments(tmp_path), inputs)
     np.testing.assert_array_equal(again, read_every_exit(model.segments(), inputs)[0])
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_have_outliers(tmp_path, kind):
-    write_segments(MultiExit(backbone_of(kind), EXITS, C).eval(), tmp_path, "int8")
+    model = MultiExit(backbone_of(kind), EXITS, C).eval()
+    write_graphs(model, model.segments(), tmp_path, "int8")
     kept = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
     assert "heads.0.dense.weight" in kept and "backbone.layers.0.up.weight" not in kept
     assert ("backbone.layers.0.down.weight" in kept) == (kind == "llama")
@@ -510,45 +554,54 @@ def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, ki
 # These tests can fail: bugs planted in the graphs and in the state
 
 
-def mutated(module, old, new):
-    """A module with one piece of its source replaced."""
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is not in {module.__name__} once: plant this bug anew"
-    wrong = ModuleType("wrong")
-    exec(source.replace(old, new), vars(wrong))
-    return wrong
+def gelus(form):
+    return bert_module, "graph_activation", lambda right, g, x, activation: g.op("Gelu", x, approximate=form)
 
 
-def mutant(monkeypatch, old, new):
-    """graphs.py with one piece of its source replaced."""
-    monkeypatch.setattr(segments, "graphs", mutated(graphs, old, new))
+def other_pool(right, g, hidden, mask, pool):
+    return right(g, hidden, mask, "mean" if pool == "first" else "first")
+
+
+def loose_norms(right, g, kind, *inputs, **attributes):
+    return right(g, kind, *inputs, **attributes | ({"epsilon": 1e-2} if kind == "LayerNormalization" else {}))
+
+
+def plain_positions(right, self, g):
+    changed = copy_of(self)
+    changed.config = dataclasses.replace(self.config, model_type="bert")
+    return right(changed, g)
+
+
+def first_rows(right, g, width):
+    hidden, rows = g.input("hidden", "rows_before", "tokens", width, dtype=g.dtype), g.input("rows", "batch")
+    return g.op("Slice", hidden, g.integers(0), g.op("Shape", rows))
 
 
 GRAPH_BUGS = {
-    "exact gelu for gelu_new": ('"none" if kind == "gelu" else "tanh"', '"none"'),
-    "tanh gelu for gelu": ('"none" if kind == "gelu" else "tanh"', '"tanh"'),
-    "gelu for relu": ('kind == "relu"', "False"),
-    "the next head": (
-        "_exit_head(graph, hidden, mask, number, pool, always",
-        "_exit_head(graph, hidden, mask, (number + 1) % 3, pool, always",
-    ),
-    "the other pool": ('pool == "first"', 'pool != "first"'),
+    "exact gelu for gelu_new": gelus("none"),
+    "tanh gelu for gelu": gelus("tanh"),
+    "gelu for relu": gelus("none"),
+    "the next head": (TorchSegments, "_graph_read", lambda right, self, k, *args: right(self, (k + 1) % 3, *args)),
+    "the other pool": (heads_module, "graph_pooled", other_pool),
     "padding counted in the mean": (
-        'weights = graph.op("Unsqueeze", mask, graph.integers(2))',
-        'weights = graph.op("Unsqueeze", graph.op("Or", mask, graph.op("Not", mask)), graph.integers(2))',
+        heads_module,
+        "graph_pooled",
+        lambda right, g, hidden, mask, pool: right(g, hidden, unmasked(g, mask), pool),
     ),
-    "padding read": (
-        'self.op("Unsqueeze", mask, self.integers(1, 2))',
-        'self.op("Unsqueeze", self.op("Or", mask, self.op("Not", mask)), self.integers(1, 2))',
+    "padding read": (Bert, "graph_around", lambda right, self, g, mask: right(self, g, unmasked(g, mask))),
+    "plain positions": (Embeddings, "graph", plain_positions),
+    "a layer skipped": (
+        Bert,
+        "graph_layers",
+        lambda right, self, g, hidden, around, start, stop, adapt=None: right(self, g, hidden, around, start + 1, stop),
     ),
-    "plain positions": ('if config.model_type == "roberta":', "if False:"),
-    "a layer skipped": ("range(start, stop)", "range(start + 1, stop)"),
-    "a layer twice": ("range(start, stop)", "range(max(start - 1, 0), stop)"),
-    "norms without epsilon": ("epsilon=self.config.layer_norm_eps", "epsilon=1e-2"),
-    "rows ignored": (
-        'return graph.op("Gather", hidden, graph.input("rows", "batch"))',
-        'return graph.op("Slice", hidden, graph.integers(0), graph.op("Shape", graph.input("rows", "batch")))',
+    "a layer twice": (
+        Bert,
+        "graph_layers",
+        lambda right, self, g, hidden, around, start, *args: right(self, g, hidden, around, max(start - 1, 0), *args),
     ),
+    "norms without epsilon": (Builder, "op", loose_norms),
+    "rows ignored": (rows_module, "graph_rows", first_rows),
 }
 
 
@@ -569,13 +622,13 @@ GRAPH_BUGS = {
     ],
 )
 def test_the_comparison_with_torch_can_fail(monkeypatch, tmp_path, bug, shape):
-    mutant(monkeypatch, *GRAPH_BUGS[bug])
+    instead(monkeypatch, *GRAPH_BUGS[bug])
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_says_what_torch_says(make_case(tmp_path / "case", *shape), [5, 12, 3])
 
 
 def test_the_tests_of_compaction_can_fail_where_the_graphs_ignore_rows(monkeypatch, tmp_path):
-    mutant(monkeypatch, *GRAPH_BUGS["rows ignored"])
+    instead(monkeypatch, *GRAPH_BUGS["rows ignored"])
     case = make_case(tmp_path / "case", "bert", "gelu", "mean")
     assert_says_what_torch_says(case, [5, 12, 3])
     for caught in (test_a_batch_of_B_equals_B_batches_of_one, test_the_torch_engine_exits_and_predicts_the_same):
@@ -728,7 +781,7 @@ def test_the_folder_holds_the_files_of_the_design_and_nothing_else(exported):
 
 def test_the_manifest_says_what_was_exported(exported, run):
     manifest = read_json(exported / "manifest.json", signed="format_version")
-    assert manifest["format_version"] == 2 and manifest["opset"] == graphs.OPSET and manifest["precision"] == "float32"
+    assert manifest["format_version"] == 3 and manifest["opset"] == OPSET and manifest["precision"] == "float32"
     assert manifest["exits"] == list(EXITS) and manifest["rule"] == run.rule.to_dict()
     assert manifest["task"] == run.config["task"] and manifest["max_length"] == 30 and manifest["method"] == "joint"
     assert manifest["versions"] == versions() | {"onnx": onnx.__version__}
@@ -807,6 +860,11 @@ def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dy
         assert interface["outputs"] == (hidden if goes_on else {}) | logits | surest
 
 
+def initializers(graph):
+    """Of a graph and its branches."""
+    return [*graph.initializer, *(tensor for branch in branches_of(graph) for tensor in initializers(branch))]
+
+
 @each_shape
 def test_every_graph_passes_the_checker_and_holds_no_weight(case_of, shape):
     case = case_of(*shape)
@@ -815,8 +873,8 @@ def test_every_graph_passes_the_checker_and_holds_no_weight(case_of, shape):
     for name in NAMES:
         onnx.checker.check_model(case.folder / name, full_check=True)
         graph = onnx.load(case.folder / name, load_external_data=False)
-        assert [(each.domain, each.version) for each in graph.opset_import] == [("", graphs.OPSET)]
-        for tensor in graph.graph.initializer:
+        assert [(each.domain, each.version) for each in graph.opset_import] == [("", OPSET)]
+        for tensor in initializers(graph.graph):
             if tensor.name in weights:
                 assert (
                     dict((entry.key, entry.value) for entry in tensor.external_data)["location"] == "model.safetensors"
@@ -825,7 +883,7 @@ def test_every_graph_passes_the_checker_and_holds_no_weight(case_of, shape):
             else:
                 assert numpy_helper.to_array(tensor).nbytes <= 24
         whole = onnx.load(case.folder / name)
-        for tensor in whole.graph.initializer:
+        for tensor in initializers(whole.graph):
             if tensor.name in weights:
                 np.testing.assert_array_equal(numpy_helper.to_array(tensor), weights[tensor.name])
     assert used == weights.keys()
@@ -870,16 +928,15 @@ def test_weights_are_stored_once_the_folder_is_hardly_larger_than_the_run(tmp_pa
 
 
 def test_the_torch_engine_reads_the_same_folder(exported, run):
-    manifest = read_json(exported / "manifest.json")
-    answers = Runtime(exported, segments=torch_segments(exported, manifest)).run(TEXTS)
+    answers = Runtime(exported, segments=torch_segments(exported)).run(TEXTS)
     assert_answers_like_torch(answers, run, TEXTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_segments_of_a_folder_say_what_the_model_says(case_of, kind):
     case = case_of(kind, "gelu_new", "mean")
-    manifest = case.manifest | {"task": {"label_names": ["x"] * C}}
-    found, *_ = read_every_exit(torch_segments(case.folder, manifest), case.inputs)
+    write_json(case.folder / "manifest.json", case.manifest | WITHOUT_RUN)
+    found, *_ = read_every_exit(torch_segments(case.folder), case.inputs)
     np.testing.assert_allclose(found, case.logits, rtol=0, atol=ATOL)
 
 
@@ -929,13 +986,13 @@ def test_int8_stores_matrices_in_a_byte_a_weight_and_says_how_far_it_agrees(prec
 
 def test_the_torch_engine_refuses_an_int8_folder_in_one_line(precisions):
     with pytest.raises(ValueError, match="int8.*--engine torch") as told:
-        torch_segments(precisions / "int8", read_json(precisions / "int8" / "manifest.json"))
+        torch_segments(precisions / "int8")
     assert "\n" not in str(told.value)
 
 
 def test_the_torch_engine_runs_a_float16_folder(precisions, wide_run):
     folder = precisions / "float16"
-    found = Runtime(folder, segments=torch_segments(folder, read_json(folder / "manifest.json")))
+    found = Runtime(folder, segments=torch_segments(folder))
     for answer, other in zip(found.run(TEXTS, rule=FixedExit(1)), Runtime(folder).run(TEXTS, rule=FixedExit(1))):
         np.testing.assert_allclose(answer.logits, other.logits, rtol=0, atol=HALF_ATOL)
 
@@ -981,7 +1038,7 @@ def test_a_rule_that_retrieves_is_served_with_its_encoder_and_datastore(
         answers = opened.run(TEXTS, batch_size)
         assert [(answer.label, answer.exit) for answer in answers] == [each[:2] for each in expected]
     assert len({answer.exit for answer in answers}) == K
-    theirs = Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out", manifest))
+    theirs = Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out"))
     assert [answer.exit for answer in theirs.run(TEXTS)] == [answer.exit for answer in answers]
     monkeypatch.setattr(
         runtime.OrtEncoder, "__call__", lambda self, inputs: np.ones((len(inputs), run.rule.datastore.dimension))
@@ -1028,7 +1085,7 @@ def test_a_weight_that_is_no_number_is_told_and_leaves_no_folder(tokenizer, tmp_
 
 @pytest.mark.parametrize("bug", ["tanh gelu for gelu", "the next head", "a layer skipped", "norms without epsilon"])
 def test_graphs_that_say_something_else_are_told_and_leave_no_folder(run, tmp_path, monkeypatch, bug):
-    mutant(monkeypatch, *GRAPH_BUGS[bug])
+    instead(monkeypatch, *GRAPH_BUGS[bug])
     with pytest.raises(ValueError, match="float32 graphs differ from torch by .* no folder was written"):
         export(run, tmp_path / "out", TEXTS)
     assert nothing_left(tmp_path)
@@ -1039,7 +1096,7 @@ def test_a_write_that_fails_leaves_no_folder(run, tmp_path, monkeypatch, step):
     def full(*arguments):
         raise OSError(28, "No space left on device", str(arguments[0]))
 
-    monkeypatch.setattr(segments, step, full)
+    monkeypatch.setattr(writer, step, full)
     with pytest.raises(OSError, match="No space left"):
         export(run, tmp_path / "out", TEXTS)
     assert nothing_left(tmp_path)
@@ -1104,7 +1161,7 @@ def test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy):
 
 def test_those_tests_can_fail_where_checksums_are_not_compared(copy, monkeypatch):
     digests = read_json(copy / "manifest.json")["files"]
-    monkeypatch.setattr(runtime, "file_sha256", lambda path: digests[path.name])
+    monkeypatch.setattr(manifest_module, "file_sha256", lambda path: digests[path.name])
     for caught in (
         lambda: test_a_byte_flipped_in_any_file_is_told(copy, "model.safetensors"),
         lambda: test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy),
@@ -1151,10 +1208,10 @@ def test_a_manifest_without_its_checksum_is_told(copy):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 3}, "format_version 2, found 3; install a newer mini_ee"),
-        ({"format_version": 1}, "format_version 2, found 1; export the run again"),
-        ({"format_version": "2"}, "format_version 2, found '2'; export the run again"),
-        ({"format_version": None}, "format_version 2, found None"),
+        ({"format_version": 4}, "format_version 3, found 4; install a newer mini_ee"),
+        ({"format_version": 2}, "format_version 3, found 2; export the run again"),
+        ({"format_version": "3"}, "format_version 3, found '3'; export the run again"),
+        ({"format_version": None}, "format_version 3, found None"),
     ],
 )
 def test_a_manifest_of_another_format_is_refused(copy, change, message):
@@ -1188,7 +1245,7 @@ def test_a_file_of_another_run_is_refused(copy, tmp_path, tokenizer, name):
 
 
 def test_a_provider_that_is_not_here_is_an_error_unless_a_fallback_is_allowed(exported, run, monkeypatch):
-    monkeypatch.setattr(runtime, "_has_cuda_driver", lambda: False)
+    monkeypatch.setattr(sessions, "_has_cuda_driver", lambda: False)
     for wanted in (CUDA, "TensorrtExecutionProvider", "NoSuchProvider"):
         with pytest.raises(ValueError, match=f"{wanted} was asked for, there is {CPU} here"):
             Runtime(exported, [wanted])
@@ -1200,12 +1257,12 @@ def test_a_provider_that_is_not_here_is_an_error_unless_a_fallback_is_allowed(ex
 
 def test_a_provider_that_falls_back_by_itself_is_an_error(exported, monkeypatch):
     """Onnxruntime lists CUDA, there is a driver, and a library it needs is missing: the session runs on the CPU."""
-    monkeypatch.setattr(runtime.ort, "get_available_providers", lambda: [CUDA, CPU])
-    monkeypatch.setattr(runtime.ort, "preload_dlls", lambda: None)
-    monkeypatch.setattr(runtime, "_has_cuda_driver", lambda: True)
-    session = runtime.ort.InferenceSession
+    monkeypatch.setattr(sessions.ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(sessions.ort, "preload_dlls", lambda: None)
+    monkeypatch.setattr(sessions, "_has_cuda_driver", lambda: True)
+    session = sessions.ort.InferenceSession
     monkeypatch.setattr(
-        runtime.ort, "InferenceSession", lambda path, options, providers: session(path, options, providers=[CPU])
+        sessions.ort, "InferenceSession", lambda path, options, providers: session(path, options, providers=[CPU])
     )
     with pytest.raises(ValueError, match=f"{CUDA} was asked for, it fell back to {CPU}"):
         Runtime(exported, [CUDA], threads=1)
@@ -1346,7 +1403,7 @@ def test_the_runtime_needs_no_torch_no_safetensors_and_no_onnx(exported, run):
         for answer in Runtime(sys.argv[1], threads=1).run(["the film was lovely", "a dull song"]):
             print(answer.label, answer.exit)
         try:
-            import mini_ee.export.segments
+            import mini_ee.export.writer
         except ImportError as error:
             print(error)
         """,
@@ -1363,7 +1420,8 @@ def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, 
     found = python(
         """
         import onnxruntime
-        from mini_ee.export.runtime import Runtime, share_threads
+        from mini_ee.export.runtime import Runtime
+        from mini_ee.export.sessions import share_threads
         onnxruntime.set_global_thread_pool_sizes(1, 1)
         share_threads(2)  # joins
         for answer in Runtime(sys.argv[1]).run(["the film was lovely", "a dull song"], batch_size=1):
@@ -1386,7 +1444,7 @@ def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, 
 def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own, shares):
     code = """
         from mini_ee.cli.main import main
-        from mini_ee.export.runtime import Session
+        from mini_ee.export.sessions import Session
         own = sys.argv.pop() == "True"
         for _ in range(2):
             assert main(None if own else sys.argv[1:]) == 0
@@ -1399,7 +1457,7 @@ def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own,
 def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_them(exported, monkeypatch, capsys):
     def asked(*words, own=True):
         pools, words = [], list(map(str, words))
-        monkeypatch.setattr(runtime, "share_threads", pools.append)
+        monkeypatch.setattr(sessions, "share_threads", pools.append)
         monkeypatch.setattr(commands, "share_threads", pools.append)
         monkeypatch.setattr(sys, "argv", ["mini-ee", *words])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dull song\n")))

@@ -39,8 +39,11 @@ WITHOUT_TORCH = (
     "methods.datastore",
     "methods.index_file",
     "methods.raee",
+    "export.manifest",
+    "export.sessions",
+    "export.row_segments",
+    "export.token_segments",
     "export.runtime",
-    "export.decoder_runtime",
     "cli.main",
     "cli.run",
 )

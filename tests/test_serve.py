@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
-from mini_ee.export.segments import export
+from mini_ee.export.writer import export
 from mini_ee.rules import Threshold
 from mini_ee.training.run import Run
 
@@ -57,8 +58,9 @@ def lines_of(tmp_path, *lines):
 def answers(tmp_path, folder, *lines, options=()):
     out = tmp_path / "out.jsonl"
     status = main(["run", *map(str, (folder, lines_of(tmp_path, *lines), "--out", out, "--threads", 1, *options))])
-    assert status == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert status == any("error" in each for each in found)
+    return found
 
 
 def expected(run, text):
@@ -86,14 +88,20 @@ def test_that_test_can_fail_where_rows_of_a_batch_change_places(served, tmp_path
 
 def test_plain_lines_and_json_may_stand_beside_each_other(served, tmp_path):
     text = "the film was good"
-    plain, as_json, crlf = answers(
-        tmp_path, served[0], text, json.dumps({"text": text, "id": 7}), f"{text}\r\n".encode()
-    )
-    for other in (as_json, crlf):
+    as_json = [json.dumps({key: text, "id": 7}) for key in ("text", "sentence")]
+    plain, *others = answers(tmp_path, served[0], text, *as_json, f"{text}\r\n".encode())
+    for other in others:
         assert (other["label"], other["layers"]) == (plain["label"], plain["layers"])
 
 
-@pytest.mark.parametrize("line", ["the film\tthe film was good", '{"text": "the film", "text_b": "the film was good"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "the film\tthe film was good",
+        '{"text": "the film", "text_b": "the film was good"}',
+        '{"sentence1": "the film", "sentence2": "the film was good", "label": 1}',
+    ],
+)
 def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, line):
     (found,) = answers(tmp_path, served_pairs, line)
     (alone,) = Runtime(served_pairs, threads=1).run([("the film", "the film was good")])
@@ -105,16 +113,29 @@ def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, l
     [
         (b"caf\xe9\n", "UTF-8"),
         ('{"text": "the film"', "one JSON object"),
-        ('{"texts": "the film"}', "found 0 texts"),
-        ('{"text_b": "the film"}', "found 0 texts"),
-        ('{"text": "the film", "text_b": "the film"}', "found 2 texts"),
+        ('{"texts": "the film"}', 'expected {"text": ...} or {"sentence": ...}, found the keys \'texts\''),
+        ("{}", "found the keys none"),
+        ('{"text_b": "the film"}', "found the keys 'text_b'"),
+        ('{"text": "the film", "text_b": "the film"}', "found the keys 'text', 'text_b'"),
         ('{"text": 7}', "text"),
         ('{"text": null}', "text"),
         ("", "empty"),
         ("   ", "empty"),
         ("{" * 100_000, "one JSON object"),
     ],
-    ids=["not UTF-8", "half", "other key", "second alone", "two texts", "number", "null", "empty", "blank", "deep"],
+    ids=[
+        "not UTF-8",
+        "half",
+        "other key",
+        "no key",
+        "second alone",
+        "two texts",
+        "number",
+        "null",
+        "empty",
+        "blank",
+        "deep",
+    ],
 )
 def test_a_bad_line_is_told_with_its_number_and_stops_nothing(served, tmp_path, capsys, line, message):
     good = "the film was good"
@@ -187,24 +208,45 @@ def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkey
     assert "standard input is closed" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stderr", None)
     arguments = served[0], lines_of(tmp_path, b"\xff\n"), "--out", tmp_path / "out", "--json"
-    assert main(["run", *map(str, arguments)]) == 0
+    assert main(["run", *map(str, arguments)]) == 1
     assert json.loads(capsys.readouterr().out)["failed"] == 1  # what is wrong with the line is not among the answers
     monkeypatch.setattr(sys, "stdout", None)
-    assert main(["run", *map(str, arguments)]) == 0
+    assert main(["run", *map(str, arguments)]) == 1
     sys.stdout.close()
     sys.stderr.close()
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("task", None, "no key 'task'"), ("rule", 3, "wrong type"), ("exits", 3, "wrong type")],
+    [
+        ("task", None, "no key 'task'"),
+        ("task", {"name": "words", "label_names": ["a", "b", "c"]}, "no key 'task.texts'"),
+        ("task", {"name": "words", "label_names": [1, 2, 3], "texts": 1}, "wrong type for 'task.label_names'"),
+        ("task", {"name": "words", "label_names": [], "texts": 1}, "names 0 labels for 3 logits"),
+        ("num_labels", 2, "names 3 labels for 2 logits"),
+        ("rule", 3, "wrong type"),
+        ("rule", {"name": []}, "wrong type"),
+        ("exits", 3, "wrong type"),
+        ("exits", [], "wrong type"),
+        ("unit", None, "no key 'unit'"),
+        ("files", [], "wrong type"),
+        ("layer_passes", ["1"], "wrong type"),
+        ("flops", [[1, 2]], "wrong type"),
+        ("whole_flops", None, "no key 'whole_flops'"),
+        ("pool", None, "no key 'pool'"),
+        ("pool", "mask", "no key 'mask_token_id'"),
+        ("unit", "pages", "the unit 'pages', not rows, prompts, tokens"),
+        ("layer_passes", [1, 1], "4 exits, the layers of 2 and the costs of 4"),
+        ("flops", [[[1.0]]] * 4, "two each"),
+        ("encoder", {"name": "one"}, "no key 'encoder.flops'"),
+    ],
 )
 def test_a_manifest_that_was_written_wrong_is_one_line(served, tmp_path, capsys, key, value, message):
     folder = tmp_path / "edited"
     shutil.copytree(served[0], folder)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", {k: v for k, v in (manifest | {key: value}).items() if v is not None})
-    with pytest.raises(ValueError, match=f"edited: manifest.json .*{message}.*; export the run again"):
+    with pytest.raises(ValueError, match=f"edited: manifest.json .*{re.escape(message)}.*; export the run again"):
         Runtime(folder)
     assert main(["run", str(folder), "--engine", "torch"]) == 1
     assert message in capsys.readouterr().err
@@ -212,12 +254,40 @@ def test_a_manifest_that_was_written_wrong_is_one_line(served, tmp_path, capsys,
 
 def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
     out, source = tmp_path / "out", lines_of(tmp_path, "the film was good", b"\xff\n", "a dull book")
-    assert main(["run", *map(str, (served[0], source, "--out", out, "--json", "--threads", 1))]) == 0
+    assert main(["run", *map(str, (served[0], source, "--out", out, "--json", "--threads", 1))]) == 1
     summary = json.loads(capsys.readouterr().out)
     layers = [json.loads(line).get("layers") for line in out.read_text().splitlines()]
     assert (summary["rows"], summary["failed"]) == (3, 1) and layers[1] is None
     assert summary["mean_layers"] == (layers[0] + layers[2]) / 2
     assert summary["engine"] == "onnxruntime" and summary["provider"] == "CPUExecutionProvider"
+
+
+def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):
+    folder = shutil.copytree(served[0], tmp_path / "edited")
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"num_labels": 1, "task": manifest["task"] | {"label_names": []}})
+    with pytest.raises(ValueError, match="gives 3 logits, manifest.json says 1; export the run again"):
+        Runtime(folder)
+
+
+def test_a_log_file_holds_no_progress_bars(served, tmp_path, monkeypatch, capsys):
+    shown = []
+    right = serve.tqdm
+    monkeypatch.setattr(serve, "tqdm", lambda **settings: shown.append(right(**settings | {"delay": 0})) or shown[-1])
+    answers(tmp_path, served[0], "the film was good")
+    assert shown[0].disable and capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (2026-11)")
+def test_a_full_disk_names_the_file(served, tmp_path, capsys, monkeypatch):
+    def full(name, *arguments, **settings):
+        return open("/dev/full" if str(name).endswith(".partial") else name, *arguments, **settings)
+
+    monkeypatch.setattr(serve, "open", full, raising=False)
+    out = tmp_path / "out.jsonl"
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", out, "--threads", 1
+    assert main(["run", *map(str, arguments)]) == 1
+    assert capsys.readouterr().err == f"mini-ee run: {out}: No space left on device\n"
 
 
 def test_no_lines_are_no_answers_and_no_failure(served, tmp_path, capsys):

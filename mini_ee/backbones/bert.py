@@ -43,6 +43,16 @@ ACTIVATIONS = {
     "relu": F.relu,
 }
 
+
+def graph_activation(g, x: str, activation: Callable[[Tensor], Tensor]) -> str:
+    """The twin of ACTIVATIONS, and of silu."""
+    if activation is F.relu:
+        return g.op("Relu", x)
+    if activation is F.silu:
+        return g.op("Mul", x, g.op("Sigmoid", x))
+    return g.op("Gelu", x, approximate="none" if activation is F.gelu else "tanh")
+
+
 # What Hugging Face takes for a key that config.json leaves out, where the four types differ.
 TYPE_DEFAULTS = {
     "bert": {},
@@ -124,6 +134,13 @@ class BertConfig:
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
 
 
+class GraphAround(NamedTuple):
+    """What the layers of an ONNX graph need besides their input."""
+
+    shape: str  # (2,): B and T
+    readable: str  # (B, 1, T, T): true where a token may be read
+
+
 class Around(NamedTuple):
     """What all layers need besides the hidden states."""
 
@@ -162,6 +179,27 @@ class Embeddings(nn.Module):
             positions = self.position.weight[: input_ids.shape[1]]
         embedded = self.dropout(self.norm(self.word(input_ids) + types + positions))
         return self.to_hidden(embedded) if self.config.model_type == "albert" else embedded
+
+    def graph(self, g) -> str:
+        """forward; declares the inputs input_ids and token_type_ids, (B, T)."""
+        ids, types = (g.input(name, "batch", "tokens") for name in ("input_ids", "token_type_ids"))
+        words, types = (
+            g.op("Gather", g.parameter(table.weight), index)
+            for table, index in ((self.word, ids), (self.token_type, types))
+        )
+        position = g.parameter(self.position.weight)
+        if self.config.model_type == "roberta":
+            padding = g.integers(self.config.pad_token_id)
+            real = g.cast(g.op("Not", g.op("Equal", ids, padding)), int)
+            counted = g.op("Mul", g.op("CumSum", real, g.integers(1)), real)
+            positions = g.op("Gather", position, g.op("Add", counted, padding))
+        else:
+            positions = g.op("Slice", position, g.integers(0), g.shape(ids, 1, 2))
+        embedded = g.apply(self.norm, g.op("Add", g.op("Add", words, types), positions))
+        if self.config.model_type != "albert":
+            return embedded
+        flat = g.flatten(embedded, self.to_hidden.in_features)
+        return g.unflatten(g.linear(flat, self.to_hidden, int8=True), g.shape(ids, 0, 2))
 
 
 class StackedLinear(nn.Linear):
@@ -210,6 +248,21 @@ class Layer(nn.Module):
         hidden = self.attention_norm(hidden + drop(linear("attention_output", attended)))
         return self.output_norm(hidden + drop(linear("down", self.activation(linear("up", hidden)))))
 
+    def graph(self, g, hidden: str, around: "GraphAround", adapt: Callable[[str, str, str], str] | None = None) -> str:
+        """forward, on (B T, D) but for the attention itself."""
+
+        def linear(name: str, x: str) -> str:
+            y = g.linear(x, getattr(self, name), int8=True)
+            return y if adapt is None else adapt(name, x, y)
+
+        qkv = g.unflatten(linear("qkv", hidden), around.shape)
+        query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
+        attended = g.attention(query, key, value, around.readable, self.heads, self.heads)
+        attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
+        hidden = g.apply(self.attention_norm, g.op("Add", hidden, attended))
+        inner = graph_activation(g, linear("up", hidden), self.activation)
+        return g.apply(self.output_norm, g.op("Add", hidden, linear("down", inner)))
+
 
 class MaskedLMHead(nn.Module):
     """Dense, activation, norm; the vocabulary projection is tied to the word embeddings.
@@ -229,6 +282,11 @@ class MaskedLMHead(nn.Module):
         """(..., D), (V, E) -> (..., V); of `words` alone, (C,), it is (..., C)."""
         weight, bias = (word_embeddings, self.bias) if words is None else (word_embeddings[words], self.bias[words])
         return F.linear(self.norm(self.activation(self.dense(hidden))), weight, bias)
+
+    def graph(self, g, hidden: str, word_embeddings: str, bias: str) -> str:
+        """forward on (B, D), to the words whose embeddings (V', E) and bias (V',) are given."""
+        inner = graph_activation(g, g.linear(hidden, self.dense), self.activation)
+        return g.gemm(g.apply(self.norm, inner), word_embeddings, bias)
 
 
 class Bert(Backbone):
@@ -278,6 +336,16 @@ class Bert(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types)
 
+    def graph_embed(self, g) -> str:
+        """embed; declares the inputs that it takes."""
+        return self.embeddings.graph(g)
+
+    def graph_around(self, g, mask: str) -> "GraphAround":
+        """What all layers need, made once. mask (B, T): true where there is a token."""
+        rows, tokens, shape = g.shape(mask, 0, 1), g.shape(mask, 1, 2), g.shape(mask, 0, 2)
+        every_query = g.op("Concat", rows, g.integers(1), tokens, tokens, axis=0)
+        return GraphAround(shape, g.op("Expand", g.op("Unsqueeze", mask, g.integers(1, 2)), every_query))
+
     def around(self, inputs) -> Around:
         """The padding mask."""
         return Around(padding_mask(inputs.attention_mask, self.device))
@@ -288,6 +356,14 @@ class Bert(Backbone):
             stored = depth % len(self.layers)
             hidden = self.layers[stored](hidden, around.padding, adapt and partial(adapt, stored))
         return hidden
+
+    def graph_layers(self, g, hidden: str, around: "GraphAround", start: int, stop: int, adapt=None) -> str:
+        """run_layers. adapt: (index of a stored layer, name of a linear map, its input, its output) -> its output."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            stored = depth % len(self.layers)
+            flat = self.layers[stored].graph(g, flat, around, adapt and partial(adapt, stored))
+        return g.unflatten(flat, around.shape)
 
     def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:
         """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth is L by default."""
@@ -301,6 +377,11 @@ class Bert(Backbone):
         if self.lm_head is None:
             raise self.no_lm_head()
         return self.lm_head(hidden, self.embeddings.word.weight, words).float()
+
+    def graph_lm_logits(self, g, hidden: str, tokens: Tensor) -> str:
+        """lm_logits of some tokens (C,) alone: (B, D) -> (B, C)."""
+        words = g.rows_of(self.embeddings.word.weight, tokens), g.rows_of(self.lm_head.bias, tokens)
+        return self.lm_head.graph(g, hidden, *words)
 
     def without_heads(self) -> "Bert":
         """The same backbone, without poolers and masked-LM head."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Backbone
+from mini_ee.backbones.llama_config import DecoderConfig, rope_frequencies
 
 
 def token_positions(attention_mask: Tensor) -> Tensor:
@@ -66,3 +67,65 @@ class Around(NamedTuple):
         names = ("cos", "sin", "mask", "padding")  # those of one row stand for all rows
         parts = {name: getattr(self, name) for name in names}
         return self._replace(**{name: change(t) for name, t in parts.items() if t is not None and len(t) > 1})
+
+
+# ---- The same in ONNX graphs ----
+
+
+class GraphCache(NamedTuple):
+    """Where the caches of an ONNX graph are written and read."""
+
+    index: str  # (B, T, 2): row and slot of each token
+    rows: str  # (B,): whose caches they are
+    everyone: str  # (1,): whether these are all rows
+
+
+class GraphBlock:
+    """Block as ONNX nodes: whole rows, whose tokens read each other, or tokens whose past stands in caches.
+
+    The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
+    the last takes padding. They come out as `keys_3_out`, `values_3_out`, which the caller lays over the inputs: then
+    nothing is copied but the new tokens.
+    """
+
+    def __init__(self, g, config: DecoderConfig, at: str, readable: str, cache: "GraphCache | None" = None):
+        """at (B, T): positions, from 0. readable (B, 1, T, S). cache: None where tokens read each other alone."""
+        self.config, self.readable, self._cache = config, readable, cache
+        self.shape = g.shape(at, 0, 2)
+        self.width = config.key_value_heads * config.head_width
+        frequencies = g.constant("rope_frequencies", rope_frequencies(config).numpy())
+        angle = g.op("Mul", g.op("Unsqueeze", g.cast(at, "float32"), g.integers(2)), frequencies)
+        self._turn = [g.cast(g.op(each, angle), g.dtype) for each in ("Cos", "Sin")]
+
+    def rotate(self, g, heads: str, count: int) -> str:
+        """rotate: (B, T, count d) -> the same."""
+        config = self.config
+        part = {"rotary_embedding_dim": config.rotary_width} if config.rotary_width < config.head_width else {}
+        return g.op("RotaryEmbedding", heads, *self._turn, num_heads=count, **part)
+
+    def write(self, g, layer: int, key: str, value: str) -> list[str]:
+        """Put keys and values (B, T, KV d) into the layer's caches; returns the names of both as they are then."""
+        written = []
+        for kind, new in (("keys", key), ("values", value)):
+            axes = "prompts", "slots", self.width
+            cache = g.input(f"{kind}_{layer}", *axes, dtype=g.dtype)
+            written.append(g.op("ScatterND", cache, self._cache.index, new))
+            g.output(f"{cache}_out", written[-1], *axes)
+        return written
+
+    def attend(self, g, layer: int, query: str, key: str, value: str) -> str:
+        """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d)."""
+        heads = self.config.num_attention_heads, self.config.key_value_heads
+        if self._cache is None:
+            return g.attention(query, key, value, self.readable, *heads)
+        caches = self.write(g, layer, key, value)
+
+        def of_all() -> list:  # read in place
+            return [g.value(g.attention(query, *caches, self.readable, *heads), "batch", "tokens", width)]
+
+        def of_some() -> list:
+            gathered = [g.op("Gather", cache, self._cache.rows) for cache in caches]
+            return [g.value(g.attention(query, *gathered, self.readable, *heads), "batch", "tokens", width)]
+
+        width = self.config.num_attention_heads * self.config.head_width
+        return g.either(self._cache.everyone, of_all, of_some)[0].name

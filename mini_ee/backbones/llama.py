@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Adapt, Backbone, Layout, padding_mask
-from mini_ee.backbones.bert import AdaptLayer, StackedLinear
-from mini_ee.backbones.cache import Around, Cache, token_positions
+from mini_ee.backbones.bert import AdaptLayer, StackedLinear, graph_activation
+from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, token_positions
 from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig, rope_frequencies
 from mini_ee.backbones.shapes import check
 
@@ -51,6 +51,12 @@ class RMSNorm(nn.Module):
         if self.offset:  # added in float32: in bfloat16 1 + w would keep two digits of w
             return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+    def graph(self, g, x: str) -> str:
+        """forward; its statistics are float32 by the standard."""
+        weight = g.parameter(self.weight)
+        weight = g.op("Add", weight, g.number(1.0)) if self.offset else weight
+        return g.op("RMSNormalization", x, weight, epsilon=self.eps)
 
 
 def norm_of(config: DecoderConfig) -> nn.Module:
@@ -152,11 +158,49 @@ class Layer(nn.Module):
         keys.transpose(1, 2)[around.write] = rotate(key, around.cos, around.sin)
         values.transpose(1, 2)[around.write] = value
 
+    def graph_write_keys(self, g, hidden: str, block: GraphBlock, depth: int) -> None:
+        """write_keys on (B T, D). The projection without its queries is cut once, when the graph is loaded."""
+        query, key, value = self.qkv.sizes
+        cut = [
+            g.op("Slice", g.parameter(each), *map(g.integers, (query, query + key + value, 0)))
+            for each in (self.qkv.weight, self.qkv.bias)
+            if each is not None
+        ]
+        stacked = g.unflatten(g.gemm(g.apply(self.attention_norm, hidden), *cut), block.shape)
+        key, value = g.several(2, "Split", stacked, axis=2, num_outputs=2)
+        block.write(g, depth, block.rotate(g, key, self.key_value_heads), value)
+
     def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """down(act(gate) * up), in Phi down(act(up)): (B, T, D) -> (B, T, D)."""
         inner = self._linear("up", normed, adapt)
         inner = self.activation(self._linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
         return self._linear("down", inner, adapt)
+
+    def graph(self, g, hidden: str, block: GraphBlock, depth: int, adapt=None) -> str:
+        """forward of the layer at this depth, from 0, on (B T, D) but for the attention itself."""
+
+        def linear(name: str, x: str) -> str:
+            y = g.linear(x, getattr(self, name), int8=name != "down")  # its input has outliers
+            return y if adapt is None else adapt(name, x, y)
+
+        def mlp(normed: str) -> str:
+            inner = linear("up", normed)
+            if not self.gated:
+                return linear("down", graph_activation(g, inner, self.activation))
+            return linear("down", g.op("Mul", graph_activation(g, linear("gate", normed), self.activation), inner))
+
+        normed = g.apply(self.attention_norm, hidden)
+        query, key, value = self.qkv.sizes
+        stacked = g.unflatten(linear("qkv", normed), block.shape)
+        turning, value = g.several(2, "Split", stacked, g.integers(query + key, value), axis=2)
+        turned = block.rotate(g, turning, self.heads + self.key_value_heads)
+        query, key = g.several(2, "Split", turned, g.integers(query, key), axis=2)
+        attended = block.attend(g, depth, query, key, value)
+        attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
+        if self.parallel:
+            return g.op("Add", g.op("Add", hidden, attended), mlp(normed))
+        hidden = g.op("Add", hidden, attended)
+        return g.op("Add", hidden, mlp(g.apply(self.mlp_norm, hidden)))
 
 
 class Decoder(Backbone):
@@ -234,6 +278,13 @@ class Decoder(Backbone):
             hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
         return hidden
 
+    def graph_embed(self, g) -> str:
+        """embed; declares the input input_ids, (B, T)."""
+        hidden = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
+        if self.config.model_type == "gemma":
+            hidden = g.op("Mul", hidden, g.number(self.config.hidden_size**0.5))
+        return hidden
+
     def around(self, inputs) -> Around:
         """Where the tokens of whole rows stand, padded on either side; padded on the right they are the quickest.
 
@@ -291,6 +342,28 @@ class Decoder(Backbone):
         places = torch.arange(end, device=cos.device)
         return Around(cos, sin, (places <= places[low:, None])[None, None], False, end, cache=cache, write=write)
 
+    def graph_around(self, g, mask: str) -> GraphBlock:
+        """The block of whole rows. mask (B, T): true where there is a token; no token reads padding, on either side."""
+        counted = g.op("CumSum", g.cast(mask, int), g.integers(1))
+        at = g.op("Max", g.op("Sub", counted, g.integers(1)), g.integers(0))
+        before = g.op("LessOrEqual", *(g.op("Unsqueeze", at, g.integers(*axes)) for axes in ((1, 2), (1, 3))))
+        return GraphBlock(g, self.config, at, g.op("And", before, g.op("Unsqueeze", mask, g.integers(1, 2))))
+
+    def graph_block(self, g, first: int) -> GraphBlock:
+        """block with a cache, for a graph whose first layer is this, from 0. Declares the inputs positions (B, T), -1
+        for padding, rows (B,): which prompts the tokens belong to, and that layer's cache."""
+        positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
+        width = self.config.key_value_heads * self.config.head_width
+        keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
+        row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
+        index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
+        at = g.op("Max", positions, g.integers(0))
+        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
+        every_slot = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
+        readable = g.op("LessOrEqual", every_slot, g.op("Unsqueeze", at, g.integers(1, 3)))
+        everyone = g.op("Equal", g.shape(rows, 0, 1), g.shape(keys, 0, 1))
+        return GraphBlock(g, self.config, at, readable, GraphCache(index, rows, everyone))
+
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""
         cache, keys, values = around.cache, None, None
@@ -300,6 +373,13 @@ class Decoder(Backbone):
             hidden = self.layers[depth](hidden, around, keys, values, adapt and partial(adapt, depth))
         return hidden
 
+    def graph_layers(self, g, hidden: str, around: GraphBlock, start: int, stop: int, adapt=None) -> str:
+        """run_layers. adapt: (index of a layer, name of a linear map, its input, its output) -> its output."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            flat = self.layers[depth].graph(g, flat, around, depth, adapt and partial(adapt, depth))
+        return g.unflatten(flat, around.shape, self.config.hidden_size)
+
     def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
 
@@ -307,6 +387,12 @@ class Decoder(Backbone):
         """
         for depth in range(start, stop):
             self.layers[depth].write_keys(hidden, around, around.cache.keys[depth], around.cache.values[depth])
+
+    def graph_propagate(self, g, hidden: str, block: GraphBlock, start: int, stop: int) -> None:
+        """propagate."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            self.layers[depth].graph_write_keys(g, flat, block, depth)
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """LM logits, (..., D) -> (..., V) float32, as `Backbone.lm_logits` says: the final norm and the head."""
@@ -318,6 +404,12 @@ class Decoder(Backbone):
         weight = (self.embeddings if head is None else head).weight[words]
         bias = None if head is None or head.bias is None else head.bias[words]
         return F.linear(normed, weight, bias).float()
+
+    def graph_lm_logits(self, g, hidden: str, tokens: Tensor | None = None) -> str:
+        """lm_logits, (B, D) -> (B, V); of some tokens (C,) alone where they are given."""
+        linear = self.embeddings if self.lm_head is None else self.lm_head
+        weights = [g.parameter(each) if tokens is None else g.rows_of(each, tokens) for each in linear.parameters()]
+        return g.gemm(g.apply(self.norm, hidden), *weights)
 
 
 def _padded_on_the_right(attention_mask: Tensor | np.ndarray) -> bool:

@@ -26,6 +26,10 @@ class Certainty(nn.Module):
         """The logit of the certainty, (...), of a state (..., D) of whichever exit."""
         return self.linear(state)[..., 0]
 
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit of states (B, D)."""
+        return g.op("Squeeze", g.linear(state, self.linear), g.integers(1))
+
 
 def alternating_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The objective whose turn it is; the module learns with all exits, by the squared error of its certainty."""

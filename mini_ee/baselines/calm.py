@@ -54,6 +54,10 @@ class Classifier(nn.Module):
         """The logit of the chance that exit k agrees with the last: (..., D) -> (...). No gradient into the state."""
         return self.linear(state.detach())[..., 0]
 
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit of states (B, D)."""
+        return g.op("Squeeze", g.linear(state, self.linear), g.integers(1))
+
 
 def recipe(model: nn.Module, how: NoConfig) -> list[Stage]:
     """Heads and backbone under Eq. 1 of ConsistentEE; then the classifier, where all else is frozen."""

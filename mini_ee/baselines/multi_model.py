@@ -5,6 +5,7 @@ the pretrained backbone with a head of its own, fine-tuned alone. A row that a m
 one: in layer passes the cost of LoRAExit's restart schedule, in memory K models.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +97,15 @@ class CascadeSegments(Segments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         return self._models[k].flops(0, inputs)
+
+    def facts(self) -> dict:
+        """As of a model with exits."""
+        return self._models[-1].facts()
+
+    def graphs(self) -> dict[str, Callable]:
+        """As of a model with exits; each begins with the embeddings."""
+        segments = {f"segment_{layer}": each.graph_whole for layer, each in zip(self.exits, self._models)}
+        return segments | {"full": self._models[-1].graph_whole}
 
 
 METHOD = Method(NoConfig, recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))

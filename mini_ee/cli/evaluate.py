@@ -39,7 +39,7 @@ def add_measuring(sub) -> None:
 def run(args, say) -> dict:
     """Measure one run, and print what a reader wants to know."""
     from mini_ee.cli.open import open_run, open_trained
-    from mini_ee.export.runtime import MANIFEST
+    from mini_ee.export.manifest import MANIFEST
 
     if (args.run / MANIFEST).is_file():
         opened = open_trained(args.run, args)

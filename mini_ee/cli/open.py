@@ -7,7 +7,9 @@ import numpy as np
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
-from mini_ee.export.runtime import CPU, CUDA, MANIFEST, Runtime
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.training.run import Run, is_run, load_run, plain_decoder
 from mini_ee.training.train import check_device
 from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart

@@ -1,6 +1,7 @@
 """`mini-ee run`: a stream of sentences through an exported folder. No torch here, unless it is asked for as the engine.
 
-In: one row a line, text as it stands (two texts with a tab between them), or JSON: {"text": ..., "text_b": ...}.
+In: one row a line, text as it stands (two texts with a tab between them), or JSON: {"text": ..., "text_b": ...}, or
+with the keys sentence, or sentence1 and sentence2.
 Out: JSON lines, in the same order: line, label, confidence, exit, layers, milliseconds; or line and error.
 A decoder takes prompts, and says what it writes after each: line, text, tokens, layers, mean_layers, milliseconds.
 """
@@ -10,11 +11,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 import onnxruntime
@@ -23,13 +24,15 @@ from tqdm import tqdm
 from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import positive
 from mini_ee.data.files import errors_name, read_json, sole_writer
-from mini_ee.export.decoder_runtime import DecoderRuntime
-from mini_ee.export.runtime import CPU, CUDA, DECODER, MANIFEST, Runtime, blaming_manifest, read_manifest
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.units.decoding import FILLS
 
 HELP = "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
-NEW_TOKENS = 100
+KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
+"""Number of texts -> the keys that a line in JSON may have them under."""
 
 
 def add(sub) -> None:
@@ -46,14 +49,15 @@ def add(sub) -> None:
 
 
 def run(args) -> dict:
-    """Answer every line; returns the JSON summary. A line that cannot be answered is reported and passed over."""
+    """Answer every line; returns the JSON summary. A line that cannot be answered is reported, counted in `failed`,
+    and passed over; the command ends with status 1 then."""
     if args.json and args.out is None:
         raise WrongArguments("--json prints one object on standard output: give the answers a file with --out")
-    with blaming_manifest(args.exported):
-        served = _open(args)
+    served = _open(args)
     rows = failed = counted = layers = 0
     begin = time.perf_counter()
-    with _input(args.file) as source, _output(args.out) as sink, tqdm(unit="row", delay=2, file=sys.stderr) as bar:
+    progress = {"unit": "row", "delay": 2, "file": sys.stderr, "disable": None}  # none where no terminal would show it
+    with _input(args.file) as source, _output(args.out) as sink, tqdm(**progress) as bar:
         numbered = enumerate(source, start=1)
         while lines := list(islice(numbered, args.batch_size)):
             for answer in _answers(served, lines, args.batch_size):
@@ -86,89 +90,42 @@ def run(args) -> dict:
     }
 
 
-class _Served(NamedTuple):
-    """An exported folder, whichever kind it is."""
-
-    texts: int  # of a row
-    check: Callable[[tuple[str, ...]], object]  # ValueError where a row cannot be answered
-    answer: Callable[[list[tuple[str, ...]], int], list[dict]]  # (rows, batch size) -> the fields of each answer
-    engine: str
-    provider: str | None
-
-
-def _open(args) -> _Served:
+def _open(args) -> Runtime:
+    """The exported folder, whichever unit it serves."""
     manifest = args.exported / MANIFEST
-    decoder = manifest.is_file() and read_json(manifest).get("model") == DECODER
-    for option in ("max_new_tokens", "fill"):
-        if getattr(args, option) is not None and not decoder:
-            raise WrongArguments(f"--{option.replace('_', '-')} is for decoders; {args.exported} holds a classifier")
-    if args.engine == "torch" and args.threads:
-        import torch
+    decoder = manifest.is_file() and read_json(manifest).get("unit") == "tokens"
+    settings = {name: getattr(args, name) for name in ("max_new_tokens", "fill") if getattr(args, name) is not None}
+    if settings and not decoder:
+        option = next(iter(settings)).replace("_", "-")
+        raise WrongArguments(f"--{option} is for decoders; {args.exported} holds a classifier")
+    if args.engine != "torch":
+        return Runtime(args.exported, _providers(args), threads=args.threads or 0, **settings)
+    import torch
 
+    from mini_ee.export.torch_engine import torch_segments
+
+    if args.threads:
         torch.set_num_threads(args.threads)
-    return _open_decoder(args) if decoder else _open_classifier(args)
-
-
-def _open_classifier(args) -> _Served:
-    if args.engine == "torch":
-        from mini_ee.export.segments import torch_segments
-
-        segments = torch_segments(args.exported, read_manifest(args.exported), args.device or "cpu")
-        runtime = Runtime(args.exported, segments=segments)
-    else:
-        runtime = Runtime(args.exported, _providers(args), threads=args.threads or 0)
-
-    def answer(rows: list[tuple[str, ...]], batch_size: int) -> list[dict]:
-        answers = (each._asdict() for each in runtime.run(rows, batch_size))
-        return [{name: value for name, value in fields.items() if name != "logits"} for fields in answers]
-
-    expected, engine = runtime.config["task"]["texts"], runtime.segments().engine
-    return _Served(expected, lambda row: runtime.encode([row]), answer, engine, runtime.provider)
-
-
-def _open_decoder(args) -> _Served:
-    fill, count = args.fill or "propagate", args.max_new_tokens or NEW_TOKENS
-    if args.engine == "torch":
-        from mini_ee.export.decoder_segments import torch_token_segments
-
-        segments = torch_token_segments(args.exported, read_manifest(args.exported), fill, args.device or "cpu")
-        runtime = DecoderRuntime(args.exported, fill=fill, segments=segments)
-    else:
-        runtime = DecoderRuntime(args.exported, _providers(args), fill=fill, threads=args.threads or 0)
-
-    def answer(rows: list[tuple[str, ...]], batch_size: int) -> list[dict]:
-        written = runtime.run([text for (text,) in rows], count, batch_size)
-        return [
-            {
-                "text": each.text,
-                "tokens": each.tokens,
-                "layers": each.layers,
-                "mean_layers": float(np.mean(each.layers)),
-                "milliseconds": each.milliseconds,
-            }
-            for each in written
-        ]
-
-    return _Served(1, lambda row: runtime.encode(*row, count), answer, runtime.engine, runtime.provider)
+    return Runtime(args.exported, segments=torch_segments(args.exported, args.device or "cpu"), **settings)
 
 
 def _providers(args) -> list[str] | None:
     return {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
 
 
-def _answers(served: _Served, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:
+def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:
     """One batch of numbered lines -> answers in their order."""
     rows, errors = {}, {}
     for number, line in lines:
         try:
-            row = _row(line, served.texts)
-            served.check(row)
+            row = _row(line, runtime.num_texts)
+            runtime.check(row)
             rows[number] = row
         except ValueError as error:
             errors[number] = str(error).removeprefix("row 0: ")
-    answers = dict(zip(rows, served.answer(list(rows.values()), batch_size)))
+    answers = dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
     for number, _ in lines:
-        yield {"line": number, **({"error": errors[number]} if number in errors else answers[number])}
+        yield {"line": number, **({"error": errors[number]} if number in errors else answers[number].to_dict())}
 
 
 def _row(line: bytes, expected: int) -> tuple[str, ...]:
@@ -179,16 +136,24 @@ def _row(line: bytes, expected: int) -> tuple[str, ...]:
         raise ValueError(f"expected UTF-8, found {error.reason} at byte {error.start}") from None
     if not text.lstrip().startswith("{"):
         texts = tuple(text.split("\t")) if expected == 2 else (text,)
-    else:
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"expected one JSON object, found {error}") from None
-        texts = tuple(fields[key] for key in ("text", "text_b") if key in fields and "text" in fields)
-    if len(texts) != expected:
-        form = '{"text": ...}' if expected == 1 else 'two texts with a tab between, or {"text": ..., "text_b": ...}'
-        raise ValueError(f"expected {form}, found {len(texts)} texts")
-    return texts
+        if len(texts) != expected:
+            raise ValueError(f"expected two texts with a tab between, or {_object(KEYS[2])}, found {len(texts)} texts")
+        return texts
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected one JSON object, found {error}") from None
+    given = {key for keys in KEYS.values() for names in keys for key in names} & fields.keys()
+    for names in KEYS[expected]:
+        if given == set(names):
+            return tuple(fields[name] for name in names)
+    found = ", ".join(map(repr, fields)) or "none"
+    raise ValueError(f"expected {_object(KEYS[expected])}, found the keys {found[:200]}")
+
+
+def _object(keys: Sequence[Sequence[str]]) -> str:
+    forms = ("{" + ", ".join(f'"{name}": ...' for name in names) + "}" for names in keys)
+    return " or ".join(forms)
 
 
 @contextmanager
@@ -221,5 +186,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
             with errors_name(path), open(partial, "w", encoding="utf-8") as file:
                 yield file
             os.replace(partial, path)
+        except OSError as error:  # a full disk does not say which file
+            raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         finally:
             partial.unlink(missing_ok=True)

@@ -34,8 +34,8 @@ from mini_ee.backbones.sgmv import sgmv, sgmv_loop
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.export.runtime import OrtSegments, WholeGraph
-from mini_ee.export.segments import write_segments
+from mini_ee.export.row_segments import OrtSegments, WholeGraph
+from mini_ee.export.writer import write_graphs
 from mini_ee.measure.evaluate import REST
 from mini_ee.methods.datastore import Datastore, exact_search
 from mini_ee.methods.encoders import OwnStates
@@ -263,7 +263,7 @@ def _onnx(case: str, model: MultiExit, opened: dict, inputs: Inputs) -> Iterator
 def _exported(model: MultiExit, folder: Path, precision: str) -> tuple[OrtSegments, WholeGraph]:
     """The segments of a model, and its whole graph, on as many threads as torch has."""
     folder.mkdir()
-    manifest = write_segments(model, folder, precision)
+    manifest = write_graphs(model, model.segments(), folder, precision)
     threads = torch.get_num_threads()
     return OrtSegments(folder, manifest, threads=threads), WholeGraph(folder, manifest, threads=threads)
 

@@ -13,7 +13,8 @@ from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.units.heads import pooled
+from mini_ee.units.heads import graph_pooled, pooled
+from mini_ee.units.rows import graph_mask
 
 
 class OwnStates:
@@ -39,6 +40,15 @@ class OwnStates:
             hidden = self.backbone.run_layers(self.backbone.embed(inputs), around, 0, self.layer)
             query = pooled(hidden, around.padding, "mean").float().numpy(force=True)
         return check_finite(query, "the mean of the states")
+
+    def graph(self, g) -> None:
+        """The same as an ONNX graph, without a tokenizer: input_ids, attention_mask -> embedding (B, D)."""
+        backbone, mask = self.backbone, graph_mask(g)
+        hidden = backbone.graph_embed(g)
+        if self.layer:
+            hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), 0, self.layer)
+        embedding = g.float32(graph_pooled(g, hidden, mask, "mean"))
+        g.output("embedding", embedding, "batch", backbone.config.hidden_size, dtype=np.float32)
 
     def flops(self, inputs: Inputs) -> float:
         return self.layer * self.backbone.layer_flops(inputs.input_ids.shape[1])

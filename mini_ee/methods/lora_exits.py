@@ -34,7 +34,7 @@ Schedules, their costs and the segments that the loop drives are in units/stream
 backbones/lora.py, SGMV in backbones/sgmv.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -141,6 +141,35 @@ def low_rank(y: Tensor, x: Tensor, stacked: Stacked, starts: Sequence[int], scal
     sgmv(part, x.reshape(-1, x.shape[2]), stacked.A, stacked.B, [row * tokens for row in starts], scale)
 
 
+def graph_low_rank(
+    g, layer: nn.Module, streams: Sequence[nn.ModuleDict], scale: float, name: str, x: str, y: str
+) -> str:
+    """What low_rank adds to y, the output of the linear map `name` of a layer whose input is x.
+
+    streams: the layer's adapters in each. All are put together from constants, once, when the graph is loaded: one
+    batched product to the rank and one back.
+    """
+
+    def stacked(part: str) -> str:
+        together = []
+        for adapters in streams:
+            pieces = [g.parameter(getattr(adapters[target], part)) for target in targets]
+            if part == "B":  # (r, its own outputs) -> (r, outputs), zero beside its own
+                pads = [g.integers(0, each.start, 0, linear.out_features - each.stop) for each in columns]
+                pieces = [g.op("Pad", piece, pad) for piece, pad in zip(pieces, pads)]
+            joined = g.op("Concat", *pieces, axis=1 if part == "A" else 0)
+            together.append(g.op("Unsqueeze", joined, g.integers(0)))
+        return g.op("Concat", *together, axis=0)
+
+    targets = [target for target in streams[0] if TARGETS[target][0] == name]
+    if not targets:
+        return y
+    linear, columns = getattr(layer, name), [columns_of(layer, target) for target in targets]
+    shrunk = g.op("MatMul", g.op("Reshape", x, g.integers(len(streams), -1, linear.in_features)), stacked("A"))
+    added = g.op("MatMul", g.op("Mul", shrunk, g.number(scale)), stacked("B"))
+    return g.op("Add", y, g.flatten(added, linear.out_features))
+
+
 class Streams:
     """The adapters of the exits first .. stop - 1, stacked; of a single exit, the parameters themselves."""
 
@@ -186,6 +215,7 @@ class LoRAExits(ExitModel):
     """A frozen backbone; for each exit adapters in the layers up to it, and a head."""
 
     holds_backbone = False
+    policy = None
 
     def __init__(
         self,
@@ -229,6 +259,15 @@ class LoRAExits(ExitModel):
     def streams(self, first: int, stop: int) -> Streams:
         """The streams of the exits first .. stop - 1."""
         return Streams(self, first, stop)
+
+    def graph_streams(self, g, first: int, stop: int) -> Callable[[int, str, str, str], str]:
+        """streams."""
+
+        def adapt(layer: int, name: str, x: str, y: str) -> str:
+            live = [self.adapters[k][layer] for k in range(first, stop)]
+            return graph_low_rank(g, self.backbone.layers[layer], live, self.scale, name, x, y)
+
+        return adapt
 
     def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""

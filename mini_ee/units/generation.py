@@ -241,6 +241,11 @@ class TokenSegments(CachedSegments):
         return Reading(None, saturation=cosine.numpy(force=True))
 
 
+def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegments:
+    """The segments of a decoder with exits, `heads` and it may be `policies`, for one batch of texts."""
+    return TokenSegments(model.backbone, model.exits, model.heads, fill, num_rows, capacity, tuple(model.policies))
+
+
 # ---- Lossless: an exit drafts, the full model verifies ----
 def generate_lossless(
     decoder: Decoder,

@@ -20,8 +20,8 @@ from mini_ee.backbones.flops import head_flops
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
-from mini_ee.early_exit import Reading, Segments
-from mini_ee.units.rows import ExitModel, check_exits
+from mini_ee.early_exit import Reading
+from mini_ee.units.rows import ExitModel, RowSegments, check_exits
 
 KIND_READ_AT = {"mask": ENCODER, "last": DECODER}  # Backbone.reads_prompt_at -> the kind of prompt
 
@@ -34,6 +34,7 @@ class PromptModel(ExitModel):
     """
 
     unit = "prompts"
+    policy = None
 
     def own_state(self) -> dict[str, Tensor]:
         """Nothing: a run holds the backbone in its own layout, or names it."""
@@ -68,6 +69,11 @@ class PromptModel(ExitModel):
         read = hidden[torch.arange(len(hidden), device=hidden.device), at]
         return self.backbone.lm_logits(read, self.label_tokens).float()
 
+    def graph_label_logits(self, g, hidden: str) -> str:
+        """label_logits; `at` is the input read_at (B, 1). The graph holds the label words, not the whole vocabulary."""
+        read = g.op("GatherND", hidden, g.input("read_at", "batch", 1), batch_dims=1)
+        return self.backbone.graph_lm_logits(g, read, self.label_tokens)
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
@@ -90,18 +96,8 @@ class PromptState(NamedTuple):
         return PromptState(self.hidden[index], self.around.keep(index), self.at[index])
 
 
-class PromptSegments(Segments):
+class PromptSegments(RowSegments):
     """The segments of a PromptModel in eval mode. Inputs are tasks.Inputs, encoded by a PromptTokenizer."""
-
-    engine = "torch"
-
-    def __init__(self, model: PromptModel):
-        self.model = model.eval()
-        self.exits = model.exits
-        self.starts = (0, *model.exits)
-
-    def running(self) -> torch.inference_mode:
-        return torch.inference_mode()
 
     def start(self, inputs) -> PromptState:
         backbone = self.model.backbone
@@ -122,6 +118,12 @@ class PromptSegments(Segments):
         backbone = self.model.backbone
         layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
         return layers, head_flops(backbone.config.hidden_size, self.model.num_labels, 0)
+
+    def facts(self) -> dict:
+        return super().facts() | {"unit": "prompts", "mask_token_id": self.model.mask_token_id}
+
+    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, None]:
+        return self.model.graph_label_logits(g, hidden), None
 
 
 def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:

@@ -7,6 +7,7 @@ States          what the exits make of each unit, computed once: what a stage le
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,6 +192,74 @@ class RowSegments(Segments):
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops if self._decides(k) else 0.0
+
+    # ---- ONNX ----
+
+    def facts(self) -> dict:
+        """What an exported folder says of the model beside its graphs."""
+        return {"unit": "rows", "pool": self.model.pool, "num_labels": self.model.num_labels}
+
+    def graphs(self) -> dict[str, Callable]:
+        """ONNX graphs: name -> what writes one. A segment is `advance` and `read` of one exit."""
+        segments = {f"segment_{layer}": partial(self._graph, k) for k, layer in enumerate(self.exits)}
+        return segments | {"full": self.graph_whole}
+
+    def graph_whole(self, g) -> None:
+        """All layers and the last head: the model without early exits."""
+        self._graph(len(self.exits) - 1, g, whole=True)
+
+    def _graph(self, k: int, g, whole: bool = False) -> None:
+        backbone, last, begins = self.model.backbone, k == len(self.exits) - 1, whole or k == 0
+        width = backbone.config.hidden_size
+        hidden, mask = backbone.graph_embed(g) if begins else graph_rows(g, width), graph_mask(g)
+        start = 0 if begins else self.starts[k]
+        hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, self.exits[k])
+        if not last:
+            g.output("hidden_out", hidden, "batch", "tokens", width)
+        graph_reading(g, partial(self._graph_read, k, g, hidden, mask), self.model.num_labels, optional=not last)
+
+    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, str | None]:
+        """read: logits (B, C), and the exit_logit (B,) where the exit decides."""
+        head = self.model.heads[k]
+        state = head.graph_state(g, hidden, mask)
+        decided = self.model.policy.graph_exit_logit(g, k, state) if self._decides(k) else None
+        return head.graph_classify(g, state), decided
+
+
+def graph_mask(g) -> str:
+    """The input attention_mask (B, T) of 1 and 0, as true and false."""
+    return g.cast(g.input("attention_mask", "batch", "tokens"), bool)
+
+
+def graph_rows(g, width: int) -> str:
+    """Hidden states (B', T, D) of the graph before, and of them those `rows` (B,): compaction, on the device."""
+    hidden = g.input("hidden", "rows_before", "tokens", width, dtype=g.dtype)
+    return g.op("Gather", hidden, g.input("rows", "batch"))
+
+
+def graph_reading(g, read: Callable[[], tuple[str, str | None]], classes: int, optional: bool) -> None:
+    """What an exit says, as outputs in float32: logits; max_probability of classes; exit_logit where it decides.
+
+    read: writes the logits (B, C) and the exit_logit (B,) or None. The head is in the graph of its segment, since a
+    graph of its own costs more to call than to compute. optional: it runs where the input `read` () is true, else its
+    outputs have no rows.
+    """
+
+    def said() -> list:
+        logits, exit_logit = read()
+        logits = g.float32(logits)
+        values = [g.value(logits, "batch", classes, dtype=np.float32)]
+        if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
+            surest = g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
+            values.append(g.value(surest, "batch", dtype=np.float32))
+        if exit_logit is not None:
+            values.append(g.value(g.float32(exit_logit), "batch", dtype=np.float32))
+        return values
+
+    names = ["logits", *["max_probability"] * (classes > 1), "exit_logit"]
+    values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
+    for name, value in zip(names, values):
+        g.output(name, value.name, *value.axes, dtype=value.dtype)
 
 
 # ---- What training takes ----

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Tensors
 from mini_ee.backbones.flops import head_flops
-from mini_ee.early_exit import Reading, Segments
+from mini_ee.early_exit import Reading
+from mini_ee.units.rows import RowSegments, graph_mask, graph_reading
 
 
 # ---- Schedules: which streams start together ----
@@ -95,15 +96,14 @@ class LoRAState(NamedTuple):
         return LoRAState(self.embedded[index], hidden, self.around.keep(index))
 
 
-class LoRASegments(Segments):
+class LoRASegments(RowSegments):
     """The segments of a LoRAExits in eval mode under a schedule. Inputs are tasks.Inputs."""
-
-    engine = "torch"
 
     def __init__(self, model: nn.Module, schedule: Sequence[Sequence[int]]):
         if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
             raise ValueError(f"a schedule must cut the exits 0..{len(model.exits) - 1} into groups, got {schedule}")
-        self.model, self.exits, self.schedule = model.eval(), model.exits, schedule
+        super().__init__(model)
+        self.schedule = schedule
         self._group = {k: group for group in schedule for k in group}
         with torch.no_grad():
             self._streams = {group[0]: model.streams(group[0], group[-1] + 1) for group in schedule}
@@ -114,9 +114,6 @@ class LoRASegments(Segments):
         stacked = (tensor for streams in self._streams.values() for tensor in streams.tensors)
         storages = [tensor.untyped_storage() for tensor in (*self.model.parameters(), *stacked)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def running(self) -> torch.inference_mode:
-        return torch.inference_mode()
 
     def start(self, inputs) -> LoRAState:
         return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.around(inputs))
@@ -146,3 +143,31 @@ class LoRASegments(Segments):
         layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
         averaged = tokens if self.model.pool == "mean" else 0
         return self.layer_passes(k) * layer, head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
+
+    def facts(self) -> dict:
+        shape = {"rank": self.model.rank, "alpha": self.model.alpha, "targets": list(self.model.targets)}
+        return super().facts() | {"lora": shape, "schedule": [list(group) for group in self.schedule]}
+
+    def _graph(self, k: int, g, whole: bool = False) -> None:
+        """hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first; the whole model is the last one."""
+        backbone, last, begins = self.model.backbone, len(self.exits) - 1, whole or k == self._group[k][0]
+        count, width = 1 if whole else self._group[k][-1] - k + 1, backbone.config.hidden_size
+        hidden, mask = backbone.graph_embed(g) if begins else _graph_streams(g, count, width), graph_mask(g)
+        if begins and count > 1:
+            hidden = g.op("Concat", *[hidden] * count, axis=0)
+        around = backbone.graph_around(g, g.op("Concat", *[mask] * count, axis=0) if count > 1 else mask)
+        start, adapt = 0 if begins else self.exits[k - 1], self.model.graph_streams(g, k, k + count)
+        hidden = backbone.graph_layers(g, hidden, around, start, self.exits[k], adapt)
+        if count > 1:
+            shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 2), axis=0)
+            g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "tokens", width)
+            hidden = g.op("Slice", hidden, g.integers(0), g.shape(mask, 0, 1), g.integers(0))
+        graph_reading(g, partial(self._graph_read, k, g, hidden, mask), self.model.num_labels, optional=k < last)
+
+
+def _graph_streams(g, count: int, width: int) -> str:
+    """All streams but the first, which has been read, of the rows that go on: (n + 1, B', T, D) -> (n B, T, D)."""
+    hidden = g.input("hidden", count + 1, "rows_before", "tokens", width, dtype=g.dtype)
+    hidden = g.op("Slice", hidden, *map(g.integers, (1, count + 1, 0)))
+    hidden = g.op("Gather", hidden, g.input("rows", "batch"), axis=1)
+    return g.op("Reshape", hidden, g.op("Concat", g.integers(-1), g.shape(hidden, 2, 4), axis=0))

@@ -1,37 +1,20 @@
-"""Serve an exported decoder with numpy and ONNX Runtime only: the loop of decoding.py, one session a graph.
-
-    DecoderRuntime(folder).run(["Once upon a time"], max_new_tokens=50)
-    [Continuation(text=" there was a little girl ...", tokens=[...], layers=[...], milliseconds=61.0)]
+"""The segments of an exported folder of tokens: what the loop of units/decoding.py drives. No torch here.
 
 The caches stay where they are for the life of a batch, on the device: every graph has them as inputs and, in the same
 memory, as outputs, and writes the new tokens into their slots. Hidden states cross the host between graphs, a row of D
 numbers a token: the loop keeps those of tokens that wait for their upper layers. CUDA is written, and untested.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import Reading
-from mini_ee.export.runtime import CPU, DECODER, HIDDEN, Session, read_manifest, wanted_provider
-from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.units.decoding import (
-    FILLS,
-    CachedSegments,
-    Step,
-    TokenState,
-    Weights,
-    check_prompts,
-    decode,
-    gather,
-    judged,
-)
+from mini_ee.export.sessions import CPU, HIDDEN, Session
+from mini_ee.units.decoding import CachedSegments, TokenState, Weights, judged
 
 
 class Block(NamedTuple):
@@ -58,7 +41,7 @@ def open_sessions(folder: Path, manifest: dict, fill: str, provider: str = CPU, 
 
     exits = manifest["exits"]
     fills = exits[1:] if fill == "propagate" else ()
-    policies = exits[:-1] if manifest["policies"] else ()
+    policies = exits[:-1] if manifest["decides"] else ()
     kinds = {"segment": exits, "fill": fills, "head": exits, "policy": policies}
     return Sessions(*(several(kind, layers) for kind, layers in kinds.items()))
 
@@ -92,7 +75,7 @@ class OrtTokenSegments(CachedSegments):
     def __init__(self, sessions: Sessions, manifest: dict, fill: str, num_rows: int, capacity: int):
         super().__init__(tuple(manifest["exits"]), fill, num_rows, capacity)
         self.weights = Weights(**manifest["weights"])
-        self._width = manifest["backbone"]["hidden_size"]
+        self._width = manifest["width"]
         self._heads, self._policies = sessions.heads, sessions.policies
         device = "cpu" if sessions.heads[0].provider == CPU else "cuda"
         shape = num_rows, capacity + 1, manifest["cache_width"]
@@ -134,103 +117,10 @@ class OrtTokenSegments(CachedSegments):
         said = self._heads[k].run(_newest(state))
         return judged(said["logits"], said["largest"]) if "largest" in said else Reading(said["logits"])
 
-    def glance(self, k: int, state: TokenState) -> Reading:
+    def read_state(self, k: int, state: TokenState) -> Reading:
         """What the policy says, where there is one; a rule that asks for more is told so by itself."""
         return Reading(None, self._policies[k].run(_newest(state))["exit_logit"] if self._policies else None)
 
 
 def _newest(state: TokenState) -> dict[str, np.ndarray]:
     return {"hidden": np.ascontiguousarray(state.hidden[:, -1])}
-
-
-class Continuation(NamedTuple):
-    """What a decoder wrote after a prompt."""
-
-    text: str
-    tokens: list[int]
-    layers: list[int]  # that each token ran
-    milliseconds: float  # of its batch, over the rows of that batch
-
-
-class DecoderRuntime:
-    """An exported decoder, checked and ready to write.
-
-    fill: "propagate" or "recompute", see generation.py. providers, threads, allow_fallback and errors as in Runtime.
-    segments: (number of rows, capacity in tokens) -> the segments of another engine, instead of ONNX Runtime's.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        providers: Sequence[str] | None = None,
-        *,
-        fill: str = "propagate",
-        threads: int = 0,
-        allow_fallback: bool = False,
-        segments: Callable[[int, int], CachedSegments] | None = None,
-    ):
-        self.folder = Path(folder)
-        self.config = read_manifest(self.folder)
-        if self.config["model"] != DECODER:
-            raise ValueError(f"{folder}: expected an exported decoder, found a classifier; Runtime serves it")
-        if fill not in FILLS:
-            raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
-        self.exits, self.provider = tuple(self.config["exits"]), None
-        if segments is None:
-            wanted = wanted_provider(providers, allow_fallback)
-            sessions = open_sessions(self.folder, self.config, fill, wanted, threads)
-            self.provider = sessions.heads[0].provider
-            if self.provider != wanted and providers and not allow_fallback:
-                raise ValueError(f"{wanted} was asked for, it fell back to {self.provider}; install what it needs")
-            segments = partial(OrtTokenSegments, sessions, self.config, fill)
-        self._segments = segments
-        self.rule = rule_from_dict(self.config["rule"])
-        self.rule.check(len(self.exits))
-        self.tokenizer = Tokenizer.from_folder(self.folder).backend
-        self.tokenizer.no_truncation()
-
-    @property
-    def engine(self) -> str:
-        """Who computes."""
-        return self._segments.func.engine
-
-    def encode(self, text: str, max_new_tokens: int) -> list[int]:
-        """Token ids of a prompt. Raises ValueError where it is empty, or where the context has no room for both."""
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"expected a prompt, found {'no text' if isinstance(text, str) else repr(text)}")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"expected text in UTF-8, found {text[:40]!r}") from None
-        ids = self.tokenizer.encode(text).ids
-        self._check([ids], max_new_tokens)
-        return ids
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, rule: Rule | None = None
-    ) -> Iterator[Step]:
-        """Greedy continuations of token ids, a step a token, as generation.generate. Raises ValueError as it does."""
-        rule = rule or self.rule
-        rule.check(len(self.exits))
-        segments = self._segments(len(prompts), self._check(prompts, max_new_tokens))
-        return decode(segments, prompts, max_new_tokens, rule, stop=self.config["stop"])
-
-    def run(
-        self, texts: Sequence[str], max_new_tokens: int = 100, batch_size: int = 32, rule: Rule | None = None
-    ) -> list[Continuation]:
-        """What the model writes after each text, in their order. Raises ValueError as `encode` does."""
-        prompts = [self.encode(text, max_new_tokens) for text in texts]
-        answers = []
-        for start in range(0, len(prompts), batch_size):
-            some = prompts[start : start + batch_size]
-            begin = time.perf_counter()
-            written = gather(self.generate(some, max_new_tokens=max_new_tokens, rule=rule), len(some))
-            milliseconds = (time.perf_counter() - begin) * 1e3 / len(some)
-            for prompt, (tokens, layers) in zip(some, written):
-                text = self.tokenizer.decode(prompt + tokens)[len(self.tokenizer.decode(prompt)) :]
-                answers.append(Continuation(text, tokens, layers, milliseconds))
-        return answers
-
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-        sizes = self.config["backbone"]["vocab_size"], self.config["max_tokens"]
-        return check_prompts(prompts, max_new_tokens, *sizes)

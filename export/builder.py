@@ -1,0 +1,278 @@
+"""A graph in ONNX's own operators (opset 23), written node by node: what the `graph` twin of a module is given.
+
+    def forward(self, x: Tensor) -> Tensor:            def graph(self, g, x: str) -> str:
+        return self.norm(self.dense(x))                    return g.apply(self.norm, g.linear(x, self.dense))
+
+Values are names. A parameter is known by its identity and keeps the name that it has in the model, in torch's layout:
+a graph is readable, and two graphs share a weight by its name. Weights stand in the innermost branch that alone uses
+them: outside of it ONNX Runtime does not prepack them for its nodes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+OPSET, IR_VERSION = 23, 11
+
+Parameters = dict[int, tuple[str, Tensor]]
+"""id of a parameter -> its name, and the parameter itself, kept alive."""
+
+
+def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
+    """What a Builder knows the parameters of a model by."""
+    return {id(value): (prefix + name, value) for name, value in model.named_parameters()}
+
+
+class Value(NamedTuple):
+    """What a branch gives: its name, its type and the name or size of each axis."""
+
+    name: str
+    dtype: type
+    axes: tuple[str | int, ...] = ()
+
+
+class Builder:
+    """One graph. dtype: of all weights and hidden states; int8: whether maps that can bear it become int8."""
+
+    def __init__(self, parameters: Parameters, dtype: type = np.float32, int8: bool = False):
+        self.dtype, self.int8 = np.dtype(dtype), int8
+        self.weights: dict[str, np.ndarray] = {}  # those taken up so far
+        self._parameters, self._constants = parameters, {}
+        self._nodes: list[NodeProto] = []  # of the graph or branch that is being written
+        self._inputs, self._outputs, self._made = {}, {}, 0
+        self._rounded = {}  # value -> its int8 form, where it is visible
+
+    # ---- Nodes ----
+    def op(self, kind: str, *inputs: str, **attributes) -> str:
+        """Append a node with one output; returns its name."""
+        return self.several(1, kind, *inputs, **attributes)[0]
+
+    def several(self, outputs: int, kind: str, *inputs: str, **attributes) -> list[str]:
+        """Append a node with several outputs; returns their names."""
+        self._made += 1
+        names = [f"{kind.lower()}_{self._made}_{i}" for i in range(outputs)]
+        self._nodes.append(helper.make_node(kind, inputs, names, **attributes))
+        return names
+
+    def input(self, name: str, *axes: str | int, dtype: type = np.int64) -> str:
+        """Declare an input with its axes, or ask for it again."""
+        self._inputs.setdefault(name, _info(name, dtype, axes))
+        return name
+
+    def output(self, name: str, value: str, *axes: str | int, dtype: type | None = None) -> None:
+        """Declare a value of the graph as an output under this name; of the graph's dtype unless it says another."""
+        if value in self._outputs:
+            value = self.op("Identity", value)
+        self._outputs[value] = _info(name, dtype or self.dtype, axes)
+
+    def value(self, name: str, *axes: str | int, dtype: type | None = None) -> Value:
+        """What a branch gives; of the graph's dtype unless it says another."""
+        return Value(name, dtype or self.dtype, axes)
+
+    def either(
+        self, condition: str, then: Callable[[], Sequence[Value]], otherwise: Callable[[], Sequence[Value]]
+    ) -> list[Value]:
+        """An If on a condition (): each branch is what its function writes and gives. Returns what it gives."""
+        branches, values = zip(*map(self._branch, (then, otherwise)))
+        names = self.several(len(values[0]), "If", condition, then_branch=branches[0], else_branch=branches[1])
+        return [value._replace(name=name) for value, name in zip(values[0], names)]
+
+    def only_if(self, condition: str, then: Callable[[], Sequence[Value]]) -> list[Value]:
+        """What the function writes, where the condition () is true; elsewhere the same values without rows."""
+        branch, values = self._branch(then)
+        nothing, _ = self._branch(lambda: [self._without_rows(value) for value in values])
+        names = self.several(len(values), "If", condition, then_branch=branch, else_branch=nothing)
+        return [value._replace(name=name) for value, name in zip(values, names)]
+
+    def _without_rows(self, value: Value) -> Value:
+        axes = (0, *value.axes[1:])
+        array = numpy_helper.from_array(np.empty(axes, value.dtype))
+        return Value(self.op("Constant", value=array), value.dtype, axes)
+
+    def _branch(self, write: Callable[[], Sequence[Value]]) -> tuple[GraphProto, Sequence[Value]]:
+        outside, self._nodes, rounded = self._nodes, [], dict(self._rounded)
+        outputs, values = [], write()
+        for value in values:
+            made_here = any(value.name in node.output for node in self._nodes)
+            name = value.name if made_here else self.op("Identity", value.name)  # a branch gives what it made
+            outputs.append(_info(name, value.dtype, value.axes))
+        self._made += 1
+        graph = helper.make_graph(self._nodes, f"branch_{self._made}", [], outputs)
+        self._nodes, self._rounded = outside, rounded
+        return graph, values
+
+    # ---- Constants and weights ----
+    def parameter(self, parameter: Tensor) -> str:
+        """A parameter of the model as an initialiser, under its own name."""
+        name, value = self._named(parameter)
+        if name not in self.weights:
+            self.weights[name] = self._array(value)
+        return name
+
+    def rows_of(self, parameter: Tensor, rows: Tensor) -> str:
+        """Some rows of a parameter, stored under its name and SOME_ROWS in place of the whole."""
+        name, value = self._named(parameter)
+        self.weights[name + SOME_ROWS] = self._array(value[rows])
+        return name + SOME_ROWS
+
+    def integers(self, *values: int) -> str:
+        """A constant (len(values),) int64."""
+        return self.constant("_".join(map(str, values)), np.array(values, np.int64))
+
+    def number(self, value: float) -> str:
+        """A constant () of the graph's dtype."""
+        return self.constant(str(value), np.array(value, self.dtype))
+
+    def constant(self, name: str, values: np.ndarray) -> str:
+        """A constant by name, held in the graph itself."""
+        name = f"constant_{name}_{values.dtype}"
+        self._constants[name] = values
+        return name
+
+    def _named(self, parameter: Tensor) -> tuple[str, Tensor]:
+        if id(parameter) not in self._parameters:
+            raise ValueError(f"a graph asks for a parameter {tuple(parameter.shape)} that is none of the model's own")
+        return self._parameters[id(parameter)]
+
+    def _array(self, value: Tensor) -> np.ndarray:
+        return value.detach().float().cpu().numpy().astype(self.dtype)
+
+    # ---- Torch's own modules, which have no twin of theirs ----
+    def apply(self, module: nn.Module, x: str) -> str:
+        """module(x): its own `graph`, or what a module of torch's computes. Raises ValueError for another one."""
+        if hasattr(module, "graph"):
+            return module.graph(self, x)
+        match module:
+            case nn.Linear():
+                return self.linear(x, module)
+            case nn.LayerNorm():
+                parameters = self.parameter(module.weight), self.parameter(module.bias)
+                return self.op("LayerNormalization", x, *parameters, epsilon=module.eps)
+            case nn.Sequential():
+                for each in module:
+                    x = self.apply(each, x)
+                return x
+            case nn.GELU():
+                return self.op("Gelu", x, approximate=module.approximate)
+            case nn.Tanh() | nn.ReLU() | nn.Sigmoid():
+                return self.op({"ReLU": "Relu"}.get(type(module).__name__, type(module).__name__), x)
+            case nn.Dropout() | nn.Identity():
+                return x
+        raise ValueError(f"{type(module).__name__} has no ONNX twin: write a method `graph(g, x)` below its forward")
+
+    def linear(self, x: str, module: nn.Linear, int8: bool = False) -> str:
+        """nn.Linear: (N, I) -> (N, O). int8: whether the map can bear it."""
+        if int8 and self.int8:
+            return self._linear_int8(x, module)
+        return self.gemm(x, *(self.parameter(each) for each in (module.weight, module.bias) if each is not None))
+
+    def gemm(self, x: str, weight: str, *bias: str) -> str:
+        """x (N, I), weight (O, I), bias (O,) -> (N, O)."""
+        return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
+
+    def _linear_int8(self, x: str, module: nn.Linear) -> str:
+        """Weights in int8 with a scale for each output, x in uint8 as it comes; the form that ONNX Runtime fuses."""
+        name, weight = self._named(module.weight)
+        whole, scale = f"{name}_int8", f"{name}_scale"
+        if whole not in self.weights:
+            matrix = self._array(weight)
+            self.weights[scale] = np.maximum(abs(matrix).max(axis=1), np.finfo(np.float32).tiny) / np.float32(127)
+            self.weights[whole] = np.ascontiguousarray(np.rint(matrix / self.weights[scale][:, None]).astype(np.int8).T)
+        if x not in self._rounded:
+            self._rounded[x] = self.several(3, "DynamicQuantizeLinear", x)
+        rounded, step, zero = self._rounded[x]
+        product = self.cast(self.op("MatMulInteger", rounded, whole, zero), np.float32)
+        y = self.op("Mul", product, self.op("Mul", step, scale))
+        return y if module.bias is None else self.op("Add", y, self.parameter(module.bias))
+
+    # ---- What twins have in common ----
+    def cast(self, x: str, dtype: type) -> str:
+        """x in another type."""
+        return self.op("Cast", x, to=_kind(dtype))
+
+    def float32(self, x: str) -> str:
+        """A value of the graph's dtype in float32."""
+        return x if self.dtype == np.float32 else self.cast(x, np.float32)
+
+    def shape(self, x: str, start: int, stop: int) -> str:
+        """The sizes of the axes start .. stop - 1, (stop - start,) int64."""
+        return self.op("Shape", x, start=start, end=stop)
+
+    def flatten(self, x: str, width: int) -> str:
+        """(..., width) -> (N, width)."""
+        return self.op("Reshape", x, self.integers(-1, width))
+
+    def unflatten(self, x: str, shape: str, width: int = -1) -> str:
+        """(N, width) -> (*shape, width); shape is a value."""
+        return self.op("Reshape", x, self.op("Concat", shape, self.integers(width), axis=0))
+
+    def attention(self, query: str, key: str, value: str, readable: str, heads: int, key_value_heads: int) -> str:
+        """Scaled dot products: (B, T, H d), (B, S, KV d) twice -> (B, T, H d). readable: (B, 1, T, S) bool."""
+        counts = {"q_num_heads": heads, "kv_num_heads": key_value_heads}
+        return self.op("Attention", query, key, value, readable, softmax_precision=TensorProto.FLOAT, **counts)
+
+    # ---- The end ----
+    def model(self, name: str, weights_file: str, places: dict[str, tuple[int, int]]) -> onnx.ModelProto:
+        """The finished graph. places: weight -> (offset, length) of its bytes in weights_file, beside the graph."""
+        renamed = {value: info.name for value, info in self._outputs.items()}
+        outputs = list(self._outputs.values())
+        graph = helper.make_graph(self._nodes, name, list(self._inputs.values()), outputs)
+        _rename(graph, renamed)
+        tensors = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
+        for weight, values in self.weights.items():
+            kept = {"name": weight, "data_type": _kind(values.dtype), "dims": values.shape}
+            tensors[weight] = TensorProto(**kept, data_location=TensorProto.EXTERNAL)
+            offset, length = places[weight]
+            for key, value in {"location": weights_file, "offset": offset, "length": length}.items():
+                tensors[weight].external_data.add(key=key, value=str(value))
+        _place(graph, tensors)
+        opset = helper.make_opsetid("", OPSET)
+        return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")
+
+
+SOME_ROWS = "[rows]"
+
+
+def _kind(dtype: type) -> int:
+    return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+
+def _info(name: str, dtype: type, axes: Sequence[str | int]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, _kind(dtype), axes)
+
+
+def branches_of(graph: GraphProto) -> Iterator[GraphProto]:
+    """The branches of a graph's own nodes."""
+    return (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
+
+
+def _rename(graph: GraphProto, names: dict[str, str]) -> None:
+    """Give values other names, in the graph and in its branches."""
+    for node in graph.node:
+        for wires in (node.input, node.output):
+            wires[:] = [names.get(name, name) for name in wires]
+    for branch in branches_of(graph):
+        _rename(branch, names)
+
+
+def _used(graph: GraphProto) -> set[str]:
+    """All values that a graph or a branch of it takes."""
+    own = {name for node in graph.node for name in node.input}
+    return own.union(*map(_used, branches_of(graph)))
+
+
+def _place(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
+    """Put initialisers into the graph where its own nodes or several branches use them, else into that branch."""
+    own = {name for node in graph.node for name in node.input}
+    branches = list(branches_of(graph))
+    used = [_used(branch) & tensors.keys() for branch in branches]
+    count = Counter(name for names in used for name in names)
+    here = [name for name in tensors if name in own or count[name] > 1]
+    graph.initializer.extend(tensors[name] for name in here)
+    for branch, names in zip(branches, used):
+        _place(branch, {name: tensors[name] for name in tensors if name in names.difference(here)})

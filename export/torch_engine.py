@@ -1,0 +1,65 @@
+"""An exported folder through torch, for machines on which ONNX Runtime does not run: Runtime(folder, segments=...)."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mini_ee.backbones.hub import empty_backbone, load_strict, read_tensors
+from mini_ee.early_exit import Segments
+from mini_ee.export.builder import SOME_ROWS
+from mini_ee.export.manifest import blaming_manifest, read_manifest
+from mini_ee.export.runtime import open_tokenizer
+from mini_ee.export.writer import WEIGHTS
+from mini_ee.training.method import load_method
+from mini_ee.training.run import build_model
+from mini_ee.units.generation import token_segments
+from mini_ee.units.prompts import PromptModel
+from mini_ee.units.tokens import TokenExits
+
+
+def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callable[[str, int, int], Segments]:
+    """What Runtime takes as `segments`.
+
+    Raises ValueError for an int8 folder, whose weights are whole numbers that only ONNX Runtime knows to use, and what
+    read_manifest raises.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    with blaming_manifest(folder):
+        if manifest["precision"] == "int8":
+            raise ValueError(
+                f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch"
+            )
+        model = _empty_model(folder, manifest)
+        tensors = _whole(read_tensors(folder / WEIGHTS), model)
+        load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder / WEIGHTS)
+        model = model.requires_grad_(False).eval().to(device)
+        if manifest["unit"] == "tokens":
+            return partial(token_segments, model)
+        return model.segments(manifest["schedule"]) if "schedule" in manifest else model.segments()
+
+
+def _empty_model(folder: Path, manifest: dict) -> nn.Module:
+    """The model that was exported, with weights yet to come; adapters of a decoder are folded into its weights."""
+    config = manifest | manifest.get("base", {}) | {"rank": None}
+    with torch.device("meta"):
+        backbone = empty_backbone(manifest["backbone"], lm_head=manifest["unit"] != "rows")
+        if manifest["method"] == "none":
+            return TokenExits(backbone, tuple(manifest["exits"]))
+        if manifest["unit"] != "prompts":
+            return build_model(load_method(config["method"]), manifest["unit"], backbone, config)
+    return PromptModel(backbone, open_tokenizer(folder, manifest), tuple(manifest["exits"]))
+
+
+def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own parameters; in a head that was stored for the label words alone, the others are zero, unread."""
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
+    for name in [name for name in own if name.endswith(SOME_ROWS)]:
+        rows, whole = own.pop(name), name.removesuffix(SOME_ROWS)
+        if whole not in own:
+            own[whole] = rows.new_zeros(model.state_dict()[whole].shape)
+            own[whole][model.label_tokens] = rows
+    return own

@@ -1,0 +1,315 @@
+"""A trained run -> a folder of ONNX graphs that the runtime serves, verified against torch before it takes its name.
+
+exported/manifest.json         format_version, what the run was, unit, exits, rule, labels, costs, the graphs with their
+                               inputs and outputs, checksums of all files, and how far the graphs were from torch
+exported/segment_{layer}.onnx  the layers up to an exit, and of rows its head
+exported/full.onnx             of rows: the model without exits
+exported/head_{layer}.onnx     of tokens: what an exit says; policy_{layer}.onnx whether to leave; fill_{layer}.onnx the
+                               keys and values of a segment for tokens that left below it
+exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
+exported/tokenizer.json
+exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
+
+What a graph is stands beside the torch code that it repeats: `graphs()` of a model's segments, `graph` of its modules.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper
+from torch import nn
+
+from mini_ee.backbones.hub import tensor_places, write_tensors
+from mini_ee.data.files import atomic_folder, file_sha256, write_json
+from mini_ee.data.tasks import toy_task
+from mini_ee.data.texts import CALIBRATION_PROMPTS
+from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import Reading, Segments, read_every_exit
+from mini_ee.export.builder import OPSET, Builder, parameters_of
+from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU
+from mini_ee.methods.raee import Retrieval
+from mini_ee.rules import Policy, Rule
+from mini_ee.training.run import Run, versions
+from mini_ee.units.decoding import FILLS, CachedSegments, decode, gather, greedy
+from mini_ee.units.generation import token_segments
+from mini_ee.units.recording import plan_rows, predictions, record
+from mini_ee.units.tokens import token_weights
+
+WEIGHTS = "model.safetensors"
+
+PRECISIONS = ("float32", "float16", "int8")
+
+OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")  # what the manifest keeps of config.json
+VERIFIED_TEXTS = 64
+
+VERIFIED_TOKENS = 32  # written from each prompt
+
+TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
+
+
+def export(run: Run, out: str | Path, texts: Sequence | None = None, precision: str = "float32", seed: int = 0) -> dict:
+    """Write the exported folder and return its manifest.
+
+    texts: real rows of one sentence or two, by default built-in ones, of a decoder prompts; VERIFIED_TEXTS of them show
+    that every exit says what torch says, in batches of one and of many, and that a decoder writes the same with each
+    fill. precision: float32, float16, or int8 for maps inside the layers.
+    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where a decoder's rule
+    asks for more than its graphs say, or where float32 graphs differ from torch by more than TOLERANCE; then there is
+    no folder.
+    """
+    for name, parameter in run.model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"the run's {name} must be finite, found NaN or infinity; no folder was written")
+    tokens = run.unit == "tokens"
+    texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
+    source = run.model if tokens else run.segments()
+    run.rule.check(len(run.exits))
+    if tokens and run.rule.needs == "state" and not (source.facts()["decides"] and isinstance(run.rule, Policy)):
+        name = run.rule.name
+        raise ValueError(f"the rule {name} asks for more than this model's graphs say; choose another with --rule")
+    with atomic_folder(out) as partial_folder:
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "method": run.config["method"],
+            "rule": run.rule.to_dict(),
+            **{
+                key: run.config[key]
+                for key in ("task", "prompt", "num_labels", "settings", "base")
+                if key in run.config
+            },
+            "max_length": run.tokenizer.max_length,
+            **write_graphs(run.model, source, partial_folder, precision, _encoder(run.rule)),
+            "versions": versions() | {"onnx": onnx.__version__},
+        }
+        run.tokenizer.save(partial_folder / "tokenizer.json")
+        if isinstance(run.rule, Retrieval):
+            manifest["encoder"] = _write_retrieval(run.rule, partial_folder)
+        manifest["files"] = _digests(partial_folder)
+        write_json(partial_folder / MANIFEST, manifest)
+        chosen = np.random.default_rng(seed).permutation(len(texts))[:VERIFIED_TEXTS]
+        manifest["verified"] = _verify(run, partial_folder, [texts[row] for row in chosen], precision, seed)
+        write_json(partial_folder / MANIFEST, manifest)
+    return manifest
+
+
+def write_graphs(
+    model: nn.Module, source, folder: Path, precision: str = "float32", encoder: nn.Module | None = None
+) -> dict:
+    """Write graphs and weights into a folder that is there; returns what the manifest says of them.
+
+    source: what has `graphs()` and `facts()`: the segments of a model of rows, a model of tokens itself. encoder: of a
+    rule that retrieves. Raises ValueError for an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": precision == "int8"}
+    own, made = parameters_of(model), {}
+    for name, write in source.graphs().items():
+        made[name] = Builder(own, **settings)
+        write(made[name])
+    if encoder is not None:
+        others = parameters_of(encoder.backbone, "encoder.backbone.")
+        if own.keys().isdisjoint(others):
+            own, settings = others, settings | {"dtype": np.float32}
+        made["encoder"] = Builder(own, **settings)
+        encoder.graph(made["encoder"])
+    write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
+    places, graphs = tensor_places(folder / WEIGHTS), {}
+    for name, builder in made.items():
+        graph, path = builder.model(name, WEIGHTS, places), folder / f"{name}.onnx"
+        onnx.save(graph, path)
+        onnx.checker.check_model(path, full_check=True)
+        graphs[name] = _interface(graph)
+    facts = source.facts()
+    return {
+        "opset": OPSET,
+        "precision": precision,
+        "model": type(model).__name__,
+        "backbone": (model.decoder if facts["unit"] == "tokens" else model.backbone).config.to_dict(),
+        "exits": list(model.exits),
+        **facts,
+        **_costs(model, source),
+        "graphs": graphs,
+    }
+
+
+def _built_in_texts(run: Run) -> list[tuple[str, ...]]:
+    """Sentences of the built-in task, as many to a row as the run takes."""
+    return [(text,) * run.config["task"]["texts"] for (text,) in toy_task().split("dev").texts]
+
+
+def _costs(model: nn.Module, source) -> dict:
+    """What the runtime counts operations with. Of rows: coefficients of polynomials in the number of tokens."""
+    if source is model:
+        layer, attention, head = token_weights(model.backbone)
+        return {"weights": {"layer": layer, "attention": attention, "head": head}}
+
+    def costs(segments: Segments, tokens: int) -> np.ndarray:
+        return np.array([segments.flops(k, _row(tokens)) for k in range(len(segments.exits))])
+
+    def whole(tokens: int) -> np.ndarray:
+        each = costs(model.whole(), tokens)
+        return np.array([each[:, 0].sum(), each[-1, 1]])
+
+    return {
+        "layer_passes": [source.layer_passes(k) for k in range(len(source.exits))],
+        "flops": _quadratic(partial(costs, source)),
+        "whole_flops": _quadratic(whole),
+    }
+
+
+def _row(tokens: int) -> Inputs:
+    """One row of so many tokens."""
+    ones = np.ones((1, tokens), np.int64)
+    return Inputs(ones, ones, ones, (("",),))
+
+
+def _quadratic(of: Callable[[int], np.ndarray]) -> list[list[float]]:
+    """Coefficients of 1, T and T^2 of each number that a function of T gives, from its values at 1, 2 and 3."""
+    one, two, three = map(of, (1, 2, 3))
+    square = (three - 2 * two + one) / 2
+    slope = two - one - 3 * square
+    return np.stack((one - slope - square, slope, square), axis=-1).tolist()
+
+
+def _encoder(rule: Rule) -> nn.Module | None:
+    """The states that a rule's queries are averaged from."""
+    return rule.embed.states if isinstance(rule, Retrieval) else None
+
+
+def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
+    """The datastore, and what the manifest says of the encoder."""
+    encoder = rule.embed
+    rule.datastore.save(folder / "datastore")
+    tokenizer = encoder.tokenizer
+    if tokenizer is not None:
+        (folder / "encoder").mkdir()
+        tokenizer.save(folder / "encoder" / "tokenizer.json")
+    return {
+        "name": encoder.name,
+        "flops": _quadratic(lambda tokens: np.array([encoder.states.flops(_row(tokens))]))[0],
+        "max_length": None if tokenizer is None else tokenizer.max_length,
+    }
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {name: file_sha256(folder / name) for name in names if name != MANIFEST}
+
+
+def _interface(graph: onnx.ModelProto) -> dict:
+    """Inputs and outputs of a graph, with the name or size of each axis."""
+
+    def values(infos) -> dict:
+        return {
+            info.name: {
+                "dtype": helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type).name,
+                "axes": [axis.dim_param or axis.dim_value for axis in info.type.tensor_type.shape.dim],
+            }
+            for info in infos
+        }
+
+    return {"inputs": values(graph.graph.input), "outputs": values(graph.graph.output)}
+
+
+# ---- The folder through the runtime against torch ----
+def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> dict:
+    """What the manifest says of it; ValueError where the graphs say something else than torch."""
+    served = Runtime(folder, [CPU])
+    tokens = served.config["unit"] == "tokens"
+    found = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
+    difference = found["max_logit_difference"]
+    if not np.isfinite(difference) or (precision == "float32" and difference > TOLERANCE):
+        raise ValueError(
+            f"the {precision} graphs differ from torch by {difference:.2g} (logits; {TOLERANCE} allowed in float32); "
+            f"no folder was written"
+        )
+    return found
+
+
+def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> dict:
+    """Every exit on every row, in batches of one and of many."""
+    encoded, segments, theirs = run.encode(texts), served.segments(), run.segments()
+    expected, found = record(theirs, encoded, 8), record(segments, encoded, 8)
+    differences = [abs(expected.logits - found.logits).max()]
+    for row in range(min(8, len(texts))):
+        inputs = encoded.batch([row])
+        differences.append(abs(read_every_exit(theirs, inputs)[0] - read_every_exit(segments, inputs)[0]).max())
+    rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
+    left = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
+    return {
+        "texts": len(texts),
+        "max_logit_difference": float(np.max(differences)),
+        "prediction_agreement": float((predictions(left[0].logits) == predictions(left[1].logits)).mean()),
+        "exit_agreement": float((left[0].exit_index == left[1].exit_index).mean()),
+    }
+
+
+def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> dict:
+    """The same tokens through both engines, all prompts in one batch padded on the left, with each fill.
+
+    What exits say is compared where it is drawn who leaves; texts where the rule and greed decide.
+    """
+    run.tokenizer.backend.no_truncation()
+    ids = [run.tokenizer.backend.encode(prompt).ids for prompt in prompts]
+    longest, decides = max(map(len, ids)), served.config["decides"]
+    count = max(1, min(VERIFIED_TOKENS, served.config["max_tokens"] - longest))
+    differences, equal = [], []
+    for fill in FILLS:
+        engines = [
+            partial(token_segments, run.model, fill, len(ids), longest + count),
+            partial(served.segments, len(ids), longest + count, fill),
+        ]
+        expected, tokens = drawn_text(engines[0](), ids, count, decides, seed)
+        found, _ = drawn_text(engines[1](), ids, count, decides, seed, tokens)
+        differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)]
+        with torch.inference_mode():
+            texts = [gather(decode(engine(), ids, count, run.rule), len(ids)) for engine in engines]
+        equal.append([np.array(mine) == np.array(theirs) for mine, theirs in zip(*texts)])
+    tokens, layers = np.array(equal).mean(axis=(0, 1, 3))  # of (fill, prompt, token or layer, step)
+    return {
+        "prompts": len(ids),
+        "tokens": count,
+        "max_logit_difference": float(np.max(differences)),
+        "token_agreement": float(tokens),
+        "exit_agreement": float(layers),
+    }
+
+
+class _Drawn(Rule):
+    """Whether a row leaves is drawn: nothing to be unsure about, and every gap in a cache. Notes what it was told."""
+
+    def __init__(self, decides: bool, seed: int):
+        self.needs, self.random, self.told = "state" if decides else "logits", np.random.default_rng(seed), []
+
+    def stop(self, k: int, reading: Reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        sure = reading.max_probability, reading.breaking_ties
+        told = reading.exit_logit if self.needs == "state" else np.column_stack((reading.logits, *sure))
+        self.told.append(told)
+        return self.random.random(len(told)) < 0.5
+
+
+@torch.inference_mode()
+def drawn_text(
+    segments: CachedSegments,
+    prompts: list[list[int]],
+    count: int,
+    decides: bool,
+    seed: int,
+    forced: list[list[int]] | None = None,
+) -> tuple[list[np.ndarray], list[list[int]]]:
+    """All that is said on the way, and the tokens that are taken: the likeliest, or those of another run."""
+    rule, said = _Drawn(decides, seed), []
+
+    def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
+        said.append(logits)
+        return greedy(logits, rows) if forced is None else forced[len(said) - 1]
+
+    tokens = [step.tokens for step in decode(segments, prompts, count, rule, choose)]
+    return said + rule.told, tokens

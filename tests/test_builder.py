@@ -1,0 +1,152 @@
+"""The builder of ONNX graphs: parameters by identity, branches within branches, weights where they are used."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from conftest import random_decoder
+from safetensors.numpy import save_file
+from torch import nn
+
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import tensor_places
+from mini_ee.early_exit import early_exit
+from mini_ee.export.builder import Builder, branches_of, parameters_of
+from mini_ee.rules import Threshold
+from mini_ee.units.rows import MultiExit, graph_mask, without_heads
+
+EXITS, C = (1, 2, 4), 3
+ATOL = 1e-5  # float32 logits of size 2
+
+
+def opened(g, folder):
+    """A session on what a builder wrote, which passes the checker."""
+    folder.mkdir(exist_ok=True)
+    save_file(g.weights, folder / "weights")
+    onnx.save(g.model("graph", "weights", tensor_places(folder / "weights")), folder / "graph.onnx")
+    onnx.checker.check_model(folder / "graph.onnx", full_check=True)
+    return onnxruntime.InferenceSession(folder / "graph.onnx", providers=["CPUExecutionProvider"])
+
+
+def test_a_module_of_torchs_own_parts_needs_no_twin(tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Dropout(), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2))
+    module.eval()
+    g = Builder(parameters_of(module))
+    g.output("y", g.apply(module, g.input("x", "batch", 4, dtype=np.float32)), "batch", 2)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    (found,) = opened(g, tmp_path).run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(found, module(x).detach(), rtol=0, atol=1e-6)
+    assert g.weights.keys() == {name for name, _ in module.named_parameters()}
+
+
+def test_a_module_without_a_twin_and_a_parameter_of_another_model_are_told():
+    g = Builder(parameters_of(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="Bilinear has no ONNX twin: write a method `graph"):
+        g.apply(nn.Bilinear(2, 2, 2), "x")
+    with pytest.raises(ValueError, match=r"\(3, 2\) that is none of the model's own"):
+        g.linear("x", nn.Linear(2, 3))
+
+
+def where_weights_stand(graph, depth=0):
+    """Name -> how many branches deep."""
+    found = {tensor.name: depth for tensor in graph.initializer}
+    for branch in branches_of(graph):
+        found |= where_weights_stand(branch, depth + 1)
+    return found
+
+
+def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        maps = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+    g = Builder(parameters_of(maps))
+    x, first = g.input("x", "batch", 2, dtype=np.float32), g.input("first", dtype=bool)
+
+    def through(number):
+        return [g.value(g.linear(g.linear(x, maps[number]), maps[2]), "batch", 2)]
+
+    (y,) = g.either(first, lambda: through(0), lambda: through(1))
+    g.output("y", y.name, "batch", 2)
+    session, values = opened(g, tmp_path), np.ones((1, 2), np.float32)
+    assert where_weights_stand(onnx.load(tmp_path / "graph.onnx").graph) == {
+        "0.weight": 1,
+        "1.weight": 1,
+        "2.weight": 0,
+    }
+    for number, is_first in ((0, True), (1, False)):
+        (found,) = session.run(None, {"x": values, "first": np.array(is_first)})
+        np.testing.assert_allclose(found, maps[2](maps[number](torch.ones(1, 2))).detach(), rtol=0, atol=1e-6)
+
+
+def one_graph(model, g):
+    """A model that stops by itself: behind each exit a branch for the rows that are not sure, and in it the same."""
+    backbone, last = model.backbone, len(model.exits) - 1
+    threshold = g.input("threshold", last, dtype=np.float32)
+
+    def from_exit(k, hidden, mask, start):
+        hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, model.exits[k])
+        logits = model.heads[k].graph_classify(g, model.heads[k].graph_state(g, hidden, mask))
+        rows = g.shape(logits, 0, 1)
+        depth = g.op("Expand", g.integers(model.exits[k]), rows)
+        said = [g.value(logits, "batch", C), g.value(depth, "batch", dtype=np.int64)]
+        if k == last:
+            return said
+        surest = g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
+        stay = g.op("Less", surest, g.op("Gather", threshold, g.integers(k)))
+
+        def go_on():
+            index = g.op("Squeeze", g.op("NonZero", stay), g.integers(0))
+            later = from_exit(k + 1, g.op("Gather", hidden, index), g.op("Gather", mask, index), model.exits[k])
+            places = g.op("Unsqueeze", index, g.integers(1))
+            return [
+                value._replace(name=g.op("ScatterND", value.name, places, new.name)) for value, new in zip(said, later)
+            ]
+
+        some = g.cast(g.op("ReduceMax", g.cast(stay, np.int32), keepdims=0), bool)
+        return g.either(some, go_on, lambda: said)
+
+    mask, hidden = graph_mask(g), backbone.graph_embed(g)
+    logits, layers = from_exit(0, hidden, mask, 0)
+    g.output("logits", logits.name, "batch", C)
+    g.output("layers", layers.name, "batch", dtype=np.int64)
+
+
+def small_model(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        if kind == "llama":
+            backbone = without_heads(random_decoder(kind, 4))
+        else:
+            sizes = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 48}
+            sizes |= {"vocab_size": 60, "max_position_embeddings": 40}
+            backbone = Bert(BertConfig(model_type="bert", **sizes), lm_head=False, pooler=False)
+        model = MultiExit(backbone, EXITS, C).eval()
+        for parameter in model.heads.parameters():
+            nn.init.normal_(parameter, std=0.6)
+    return model
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_branches_within_branches_are_a_model_that_stops_by_itself(tmp_path, kind, int8, padded_inputs):
+    model, inputs = small_model(kind), padded_inputs
+    g = Builder(parameters_of(model), int8=int8)
+    one_graph(model, g)
+    session = opened(g, tmp_path)
+    feeds = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
+    feeds |= {"token_type_ids": inputs.token_type_ids} if kind == "bert" else {}
+    depths = set()
+    for threshold in (0.0, 0.5, 0.6, 0.8, 1.0):
+        logits, layers = session.run(None, feeds | {"threshold": np.full(2, threshold, np.float32)})
+        expected = early_exit(model.segments(), Threshold(threshold), inputs)
+        if not int8:
+            np.testing.assert_array_equal(layers, expected.layers_run)
+            np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=ATOL)
+        depths |= set(layers.tolist())
+    assert depths == set(EXITS)
+    stands = where_weights_stand(onnx.load(tmp_path / "graph.onnx").graph)
+    suffix = "_int8" if int8 else ""
+    assert [stands[f"backbone.layers.{layer}.up.weight{suffix}"] for layer in range(4)] == [0, 1, 2, 2]
