@@ -321,6 +321,7 @@ def test_too_many_tokens_are_refused(kind, most):
         ({"is_decoder": True}, "is_decoder must be False, got True: not supported"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type must be 'absolute'"),
         ({"num_hidden_groups": 2}, "num_hidden_groups must be 1"),
+        ({"model_type": "roberta", "pad_token_id": 6}, "max_position_embeddings must be above pad_token_id . 1, got 6"),
     ],
 )
 def test_a_config_that_no_model_can_have_is_refused(change, message):

@@ -397,6 +397,22 @@ def test_nothing_is_unpickled():
     assert len(modules) > 10 and not [path.name for path in modules if unpickling.search(path.read_text())]
 
 
+@pytest.mark.parametrize("kind", ("bert", "roberta", "llama", "phi"))
+@pytest.mark.parametrize("value", (10**60, 10**400, 2**63 - 1, "x" * 10_000, [[]], {"a": {}}), ids=lambda v: str(v)[:9])
+def test_a_value_that_no_config_has_is_one_short_line_or_changes_nothing(tmp_path, kind, value):
+    folder, told = shutil.copytree(GOLDEN / kind, tmp_path / "model"), 0
+    keys = json.loads((folder / "config.json").read_text()).keys()
+    for key in sorted(keys | {"rope_scaling", "rope_theta", "pad_token_id", "eos_token_id", "head_dim"}):
+        shutil.copy(GOLDEN / kind / "config.json", folder)
+        config_with(**{key: value})(folder)
+        try:
+            assert loads_as_before(folder, kind)
+        except ValueError as error:
+            assert "\n" not in str(error) and str(folder) in str(error) and len(str(error)) < 300 + len(str(folder))
+            told += 1
+    assert told > 8
+
+
 # ---- What is written ----
 
 

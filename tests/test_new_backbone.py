@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, Layout, check_fields, known_fields, padding_mask, tensors_of
+from mini_ee.backbones.backbone import Backbone, Layout, check_fields, known_fields, padding_mask, tensor_on
 from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.shapes import check
 
@@ -80,7 +80,7 @@ class Around(NamedTuple):
     def keep(self, rows):
         if self.padding is None:
             return self
-        index = torch.as_tensor(rows, device=self.bias.device)
+        index = tensor_on(self.bias.device, rows)
         return Around(self.bias[index], self.padding[index])
 
     def repeat(self, count):
@@ -135,7 +135,7 @@ class Distant(Backbone):
         self.apply(self.initialise)
 
     def embed(self, inputs):
-        ids = tensors_of(inputs, self.device).input_ids
+        ids = tensor_on(self.device, inputs.input_ids)
         if check(ids, "B T")["T"] > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens: truncate the input")
         return self.embeddings(ids)

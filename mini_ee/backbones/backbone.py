@@ -1,7 +1,7 @@
 """What every backbone offers, so that nobody asks which one it is.
 
 Backbone    the base class: what differs is a class attribute or a small method
-Tensors     the inputs of a backbone
+Tensors     the inputs of a backbone, as tensors
 Layout      how Hugging Face keeps a model type in a folder
 check_*     what configs have in common
 
@@ -38,10 +38,11 @@ class Tensors(NamedTuple):
     token_type_ids: Tensor | None = None
 
 
-def tensors_of(inputs, device: torch.device | str) -> Tensors:
-    """What has input_ids, attention_mask and token_type_ids, as arrays or tensors, on a device."""
-    arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-    return Tensors(*(None if array is None else torch.as_tensor(array, device=device) for array in arrays))
+def tensor_on(device: torch.device, array: Tensor | np.ndarray | None) -> Tensor | None:
+    """An array or a tensor as a tensor on a device; None stays None."""
+    if array is None:
+        return None
+    return (array if isinstance(array, Tensor) else torch.from_numpy(array)).to(device)
 
 
 def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.device | None = None) -> Tensor | None:
@@ -49,9 +50,13 @@ def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.devic
 
     An array is looked at where it is: on a GPU the question to a tensor waits for the device.
     """
-    if attention_mask is None or bool(attention_mask.all()):
+    if attention_mask is None:
         return None
-    return torch.as_tensor(attention_mask, device=device).bool()[:, None, None, :]
+    if isinstance(attention_mask, Tensor):
+        full = bool(attention_mask.all())
+    else:
+        full = np.count_nonzero(attention_mask) == attention_mask.size  # quicker than all()
+    return None if full else tensor_on(device, attention_mask).bool()[:, None, None, :]
 
 
 class Around(Protocol):

@@ -29,7 +29,7 @@ from mini_ee.backbones.backbone import (
     known_fields,
     padding_mask,
     shortened,
-    tensors_of,
+    tensor_on,
 )
 from mini_ee.backbones.shapes import check
 
@@ -107,6 +107,11 @@ class BertConfig:
         check_fields(self, from_zero=("pad_token_id",))
         if self.model_type != "albert" and self.embedding_size not in (None, self.hidden_size):
             raise ValueError(f"embedding_size may differ from hidden_size in albert only, got {self.embedding_size}")
+        if self.max_tokens < 1:
+            raise ValueError(
+                f"max_position_embeddings must be above pad_token_id + 1, "
+                f"got {self.max_position_embeddings} and {self.pad_token_id}"
+            )
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {shortened(self.hidden_act)}")
 
@@ -148,7 +153,7 @@ class Around(NamedTuple):
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
         """That of these rows of the batch alone."""
-        return self if self.padding is None else Around(self.padding[torch.as_tensor(rows, device=self.padding.device)])
+        return self if self.padding is None else Around(self.padding[tensor_on(self.padding.device, rows)])
 
     def repeat(self, count: int) -> "Around":
         """That of the batch, `count` times one after the other."""
@@ -330,7 +335,8 @@ class Bert(Backbone):
 
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D), as `Backbone.embed` says."""
-        ids, _, types = tensors_of(inputs, self.device)
+        device = self.embeddings.word.weight.device  # self.device walks over the modules: felt at batch 1
+        ids, types = tensor_on(device, inputs.input_ids), tensor_on(device, inputs.token_type_ids)
         tokens = check(ids, "B T")["T"]
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
@@ -348,7 +354,7 @@ class Bert(Backbone):
 
     def around(self, inputs) -> Around:
         """The padding mask."""
-        return Around(padding_mask(inputs.attention_mask, self.device))
+        return Around(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""

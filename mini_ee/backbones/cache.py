@@ -8,10 +8,9 @@ draft has left behind. Rows are named by index: who leaves the batch leaves the 
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mini_ee.backbones.backbone import Backbone
+from mini_ee.backbones.backbone import Backbone, tensor_on
 from mini_ee.backbones.llama_config import DecoderConfig, rope_frequencies
 
 
@@ -54,7 +53,7 @@ class Around(NamedTuple):
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
         """That of these rows of the batch alone. Over a cache it is made anew for each token: `Decoder.block`."""
-        index = torch.as_tensor(rows, device=self.cos.device)
+        index = tensor_on(self.cos.device, rows)
         return self._changed(lambda tensor: tensor[index])
 
     def repeat(self, count: int) -> "Around":

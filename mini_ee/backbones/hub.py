@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, Layout, some_of
+from mini_ee.backbones.backbone import Backbone, Layout, shortened, some_of
 from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
 from mini_ee.registry import BACKBONES
 
@@ -54,7 +54,7 @@ def layout_of(model_type: str) -> Layout:
 
 def _module(model_type: str):
     if not isinstance(model_type, str) or model_type not in BACKBONES:
-        raise ValueError(f"model_type must be one of {', '.join(BACKBONES)}, found {model_type!r}")
+        raise ValueError(f"model_type must be one of {', '.join(BACKBONES)}, found {shortened(model_type)}")
     return import_module(BACKBONES[model_type])
 
 
@@ -215,8 +215,8 @@ def _has(tensors: dict[str, Tensor], model_type: str, module: str) -> bool:
 
 def _names_its_head(folder: Path, kind: type[Backbone]) -> bool:
     """Whether config.json names a model with the head to words, not a bare one or a classifier."""
-    named = read_json(folder / "config.json").get("architectures") or []
-    return any(isinstance(name, str) and name.endswith(kind.head_architecture) for name in named)
+    named = read_json(folder / "config.json").get("architectures")
+    return isinstance(named, list) and any(str(name).endswith(kind.head_architecture) for name in named)
 
 
 def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> dict[str, Tensor]:

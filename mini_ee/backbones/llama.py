@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, Layout, padding_mask
+from mini_ee.backbones.backbone import Adapt, Backbone, Layout, padding_mask, tensor_on
 from mini_ee.backbones.bert import AdaptLayer, StackedLinear, graph_activation
 from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, token_positions
 from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig, rope_frequencies
@@ -271,7 +271,7 @@ class Decoder(Backbone):
 
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D), as `Backbone.embed` says. Token types are passed over."""
-        ids = torch.as_tensor(inputs.input_ids, device=self.embeddings.weight.device)
+        ids = tensor_on(self.cos.device, inputs.input_ids)
         check(ids, "B T")
         hidden = self.embeddings(ids)
         if self.config.model_type == "gemma":
@@ -291,9 +291,9 @@ class Decoder(Backbone):
         Raises ValueError where there are more tokens than the model has positions.
         """
         tokens, attention_mask = check(inputs.input_ids, "B T")["T"], inputs.attention_mask
-        padding = padding_mask(attention_mask, self.device)
+        padding = padding_mask(attention_mask, self.cos.device)
         if padding is not None and not _padded_on_the_right(attention_mask):
-            positions = token_positions(torch.as_tensor(attention_mask, device=self.device))
+            positions = token_positions(tensor_on(self.cos.device, attention_mask))
             return self.block(positions)._replace(padding=padding)
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")

@@ -18,7 +18,7 @@ def run(args, say) -> dict:
     import torch
 
     from mini_ee import WrongArguments
-    from mini_ee.export.runtime import share_threads
+    from mini_ee.export.sessions import share_threads
     from mini_ee.measure.bench import BENCHES
 
     names = list(BENCHES) if args.name == "all" else [args.name]

@@ -68,11 +68,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.alone = argv is None  # this process is the program's own
         if args.alone and args.command in SERVING and getattr(args, "engine", None) != "torch":
-            from mini_ee.export.runtime import share_threads
+            from mini_ee.export.sessions import share_threads
 
             share_threads(args.threads or 0)
         answer = answer_of(args)
-        status = answer.pop("status", 0)
+        status = 1 if answer.get("failed") else 0
         if args.json:
             print(json.dumps(answer, allow_nan=False))
         sys.stdout.flush()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensors_of
+from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
 from mini_ee.backbones.flops import head_flops
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
@@ -101,8 +101,7 @@ class PromptSegments(RowSegments):
 
     def start(self, inputs) -> PromptState:
         backbone = self.model.backbone
-        ids, attention_mask, _ = tensors_of(inputs, backbone.device)
-        at = self.model.read_at(ids, attention_mask)
+        at = self.model.read_at(*(tensor_on(backbone.device, x) for x in (inputs.input_ids, inputs.attention_mask)))
         return PromptState(backbone.embed(inputs), backbone.around(inputs), at)
 
     def advance(self, k: int, state: PromptState) -> PromptState:
