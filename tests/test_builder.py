@@ -81,6 +81,19 @@ def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp
         np.testing.assert_allclose(found, maps[2](maps[number](torch.ones(1, 2))).detach(), rtol=0, atol=1e-6)
 
 
+def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
+    maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    g = Builder(parameters_of(maps), int8=True)
+    x, first = g.input("x", "batch", 4, dtype=np.float32), g.input("first", dtype=bool)
+    branches = [lambda k=k: [g.value(g.linear(x, maps[k], int8=True), "batch", 4)] for k in range(2)]
+    (y,) = g.either(first, *branches)
+    g.output("y", y.name, "batch", 4)
+    session, values = opened(g, tmp_path), torch.linspace(-1, 1, 8).view(2, 4)
+    for number, is_first in ((0, True), (1, False)):
+        (found,) = session.run(None, {"x": values.numpy(), "first": np.array(is_first)})
+        np.testing.assert_allclose(found, maps[number](values).detach(), rtol=0, atol=0.02)
+
+
 def one_graph(model, g):
     """A model that stops by itself: behind each exit a branch for the rows that are not sure, and in it the same."""
     backbone, last = model.backbone, len(model.exits) - 1
