@@ -14,7 +14,7 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.tokens import Inputs
-from mini_ee.units.rows import MultiExit
+from mini_ee.units.rows import RowExits
 
 collect_ignore = ["make_golden.py"]  # a script, which needs transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other
@@ -111,7 +111,7 @@ def task_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def random_model():
-    """random_model(exits, num_labels, pool): a MultiExit on a random 6-layer BERT, in eval mode, made once each.
+    """random_model(exits, num_labels, pool): a RowExits on a random 6-layer BERT, in eval mode, made once each.
 
     Every parameter is drawn, norms and biases too: fresh ones would hide a norm that forgets its weight. Words and
     heads are drawn wider than layers, so that rows differ and leave at different exits.
@@ -130,7 +130,7 @@ def _random_model(exits, num_labels, pool):
         intermediate_size=48,
         max_position_embeddings=40,
     )
-    model = MultiExit(Bert(config, lm_head=False), exits, num_labels, pool).eval()
+    model = RowExits(Bert(config, lm_head=False), exits, num_labels, pool).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
