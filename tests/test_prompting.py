@@ -23,7 +23,7 @@ from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import exit_values
-from mini_ee.methods.raee_prompts import few_shot
+from mini_ee.methods.raee_collect import few_shot
 from mini_ee.rules import FixedExit, NeverExit, Planned
 from mini_ee.training.fit import Batch
 from mini_ee.units.prompts import PromptModel, draw_shots
@@ -540,7 +540,7 @@ def test_the_loss_of_few_shots_is_cross_entropy_over_the_label_words_at_the_last
     inputs, labels = encoded.batch(slice(None)), [2, 0, 1, 1]
     arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
     (stage,) = few_shot(model)
-    batch = Batch(tuple(map(torch.from_numpy, arrays)), torch.tensor(labels), None)
+    batch = Batch(tuple(map(torch.from_numpy, arrays)), torch.tensor(labels), None, None)
     expected = []
     for ids, label in zip(encoded.ids, labels):
         logits = logits_by_hand(model, tokenizer, ids)[-1]
