@@ -131,7 +131,7 @@ def write_graphs(
         "opset": OPSET,
         "precision": precision,
         "model": type(model).__name__,
-        "backbone": (model.decoder if facts["unit"] == "tokens" else model.backbone).config.to_dict(),
+        "backbone": model.backbone.config.to_dict(),
         "exits": list(model.exits),
         **facts,
         **_costs(model, source),
