@@ -174,7 +174,7 @@ def loss_of(rule, record, labels):
 
 
 def without_bound(record, labels):
-    good = [rule for rule in thresholds(record.logits, None) if loss_of(rule, record, labels) <= MAX_LOSS]
+    good = [rule for rule in thresholds(record) if loss_of(rule, record, labels) <= MAX_LOSS]
     return min(good, key=lambda rule: record.replay(rule).layers_run.mean(), default=NeverExit())
 
 
@@ -243,9 +243,9 @@ def test_the_order_and_the_candidates_come_from_rows_that_are_not_tested():
     record, labels = population(700, seed=3)
     seen = []
 
-    def candidates(logits, exit_logits):
-        seen.append(logits)
-        return thresholds(logits, exit_logits)
+    def candidates(some):
+        seen.append(some.logits)
+        return thresholds(some)
 
     chosen = default_rule(record, CLASSES, labels, MAX_LOSS, candidates=candidates)
     assert chosen.promise and len(seen) == 1 and len(seen[0]) == 70
@@ -278,7 +278,7 @@ def test_where_none_can_be_promised_the_rule_loses_nothing_and_enough_rows_are_n
     chosen = default_rule(record, CLASSES, labels, MAX_LOSS)
     assert chosen.promise is None and loss_of(chosen.rule, record, labels) <= 0
     layers = record.replay(chosen.rule).layers_run.mean()
-    for rule in thresholds(record.logits, None):
+    for rule in thresholds(record):
         assert loss_of(rule, record, labels) > 0 or record.replay(rule).layers_run.mean() >= layers
     assert 300 < chosen.rows_needed < 20_000
     assert chosen.sentence().endswith(f"too few to promise it for others; about {chosen.rows_needed} would do.")
@@ -313,8 +313,9 @@ def test_hardly_any_rows_promise_nothing(rows):
 def test_a_single_exit_has_no_rule_and_no_number_of_rows_would_do():
     record, labels = population(400, seed=8)
     alone = recorded(record.logits[:, -1:], (3,))
-    assert default_rule(alone, CLASSES, labels, MAX_LOSS) == (NeverExit(), None, None)
-    assert "would do" not in default_rule(alone, CLASSES, labels, MAX_LOSS).sentence()
+    chosen = default_rule(alone, CLASSES, labels, MAX_LOSS)
+    assert (chosen.rule, chosen.promise, chosen.rows_needed) == (NeverExit(), None, None)
+    assert "would do" not in chosen.sentence()
 
 
 def test_exits_that_all_agree_are_left_at_the_first():

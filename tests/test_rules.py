@@ -252,7 +252,7 @@ def test_the_rule_policy_needs_a_model_that_says_when_to_leave():
 
 def test_a_fixed_exit_is_planned_for_every_row_and_reads_no_head_before():
     assert FixedExit(2).plan(range(5)).tolist() == [2] * 5
-    assert not FixedExit(2).reads
+    assert FixedExit(2).needs is None
     assert (replay(FixedExit(2), random_logits()) == 2).all()
 
 
@@ -264,7 +264,7 @@ def test_a_fixed_exit_has_to_be_one_of_the_exits(index):
 
 
 def test_never_exit_plans_nothing_and_reads_nothing():
-    assert NeverExit().plan(range(5)) is None and not NeverExit().reads
+    assert NeverExit().plan(range(5)) is None and NeverExit().needs is None
     assert (replay(NeverExit(), random_logits()) == EXITS - 1).all()
 
 
