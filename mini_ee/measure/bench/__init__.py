@@ -1,0 +1,28 @@
+"""Benchmarks: ratios of interleaved medians in one process, warm. A row is a case of DESIGN.md's list and its bar.
+
+backbone    our forward over that of transformers, on the same weights
+exit-tax    a run forced out at layer e, every head on the way read and judged, over e/L of the full model
+            without heads
+batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
+onnx        exported segments over the whole graph, over torch, and int8 over float32
+sgmv        LoRA streams side by side over one pass a stream, over a loop over adapters, over the bare backbone, and
+            over independent models; rows at different exits in one batch over each exit's rows apart
+decode      our cached greedy decoding over that of transformers; tokens forced out at layer e over the sum of the
+            parts; lossless over full decoding; all in seconds a token
+retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
+"""
+
+from mini_ee.measure.bench.decoders import bench_decode
+from mini_ee.measure.bench.encoders import bench_backbone, bench_batch, bench_exit_tax, bench_onnx
+from mini_ee.measure.bench.retrieval import bench_retrieval
+from mini_ee.measure.bench.streams import bench_sgmv
+
+BENCHES = {
+    "backbone": bench_backbone,
+    "exit-tax": bench_exit_tax,
+    "batch": bench_batch,
+    "onnx": bench_onnx,
+    "sgmv": bench_sgmv,
+    "decode": bench_decode,
+    "retrieval": bench_retrieval,
+}

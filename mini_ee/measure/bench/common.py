@@ -1,0 +1,130 @@
+"""What all benchmarks share: the shapes, models with drawn weights, inputs, and the clock."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.tokens import Inputs
+from mini_ee.rules import Threshold
+
+MINILM = BertConfig(
+    model_type="bert",
+    vocab_size=30522,
+    hidden_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=12,
+    intermediate_size=1536,
+    max_position_embeddings=512,
+)
+
+BERT_BASE = BertConfig(
+    model_type="bert",
+    vocab_size=30522,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    max_position_embeddings=512,
+)
+
+MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
+
+WARM_ROUNDS = 3
+
+
+def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: float = SECONDS_A_CASE) -> list[float]:
+    """Median seconds of each, run in turns, after a warm-up, for MIN_ROUNDS and so many seconds at least.
+
+    Each is run twice in its turn, and timed the second time, when its own weights are in the caches that the one before
+    had taken, as they are where one model serves. Before that it rests so many seconds: where engines differ, the
+    threads of the one before may still be spinning.
+    """
+    for _ in range(WARM_ROUNDS):
+        for run in runs:
+            run()
+    seconds = [[] for _ in runs]
+    begin = time.perf_counter()
+    with tqdm(desc=name, unit="round", delay=2, leave=False) as bar:
+        while len(seconds[0]) < MIN_ROUNDS or time.perf_counter() - begin < seconds_a_case:
+            for run, times in zip(runs, seconds):
+                time.sleep(rest)
+                run()
+                start = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - start)
+            bar.update()
+    return [float(np.median(times)) for times in seconds]
+
+
+def row_of(case: str, seconds: float, against: float, bar: float) -> dict:
+    """A case: two medians, their ratio and its bar."""
+    ratio = seconds / against
+    return {
+        "case": case,
+        "seconds": seconds,
+        "against_seconds": against,
+        "ratio": ratio,
+        "bar": bar,
+        "holds": ratio <= bar,
+    }
+
+
+def forced_out(k: int, num_exits: int) -> Threshold:
+    """A threshold that is judged at every exit and reached at exit k only."""
+    return Threshold(tuple(-np.inf if exit == k else np.inf for exit in range(num_exits)))
+
+
+def minilm_of(model: Path | None, seed: int) -> Bert:
+    """The encoder in a folder, or a random one of MiniLM's shape. Raises ValueError for a decoder."""
+    if model and generates(kind := read_config(model / "config.json").model_type):
+        raise ValueError(f"{model}: holds a {kind}; this benchmark takes an encoder, or no --model")
+    return load_backbone(model) if model else random_encoder(MINILM, seed)
+
+
+def random_encoder(config: BertConfig, seed: int) -> Bert:
+    """One without heads, in eval mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Bert(config, lm_head=False).eval()
+
+
+def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
+    """One in eval mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Decoder(config).eval()
+
+
+def from_transformers(kind: str, backbone: Bert | Decoder):
+    """The same weights in transformers' own model, of its class `kind`, in eval mode."""
+    try:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        import transformers
+        from transformers.utils import logging
+    except ImportError:
+        raise ValueError("this benchmark compares with transformers: pip install 'mini-ee[bench]'") from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        save_backbone(backbone, Path(folder) / "model")
+        return getattr(transformers, kind).from_pretrained(Path(folder) / "model").eval()
+
+
+def inputs_of(config: BertConfig, batch: int, tokens: int, seed: int) -> Inputs:
+    """Rows of random tokens, nothing padded."""
+    ids = np.random.default_rng(seed).integers(1000, config.vocab_size, (batch, tokens))
+    return Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("",),) * batch)
+
+
+def tensors_of(inputs: Inputs) -> list[torch.Tensor]:
+    """What a model's forward takes."""
+    return [torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]

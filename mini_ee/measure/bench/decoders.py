@@ -1,0 +1,170 @@
+"""decode: text token by token, in seconds a token."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
+from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig
+from mini_ee.measure.bench.common import forced_out, from_transformers, medians, random_decoder, row_of
+from mini_ee.rules import Rule
+from mini_ee.units.decoding import FILLS, Generated, gather
+from mini_ee.units.generation import generate, generate_lossless
+from mini_ee.units.heads import VocabularyHead
+
+STORIES = DecoderConfig(
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=172,
+    max_position_embeddings=512,
+    hidden_act="silu",
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+
+LLAMA = DecoderConfig(
+    model_type="llama",
+    vocab_size=4096,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    intermediate_size=2048,
+    max_position_embeddings=512,
+    hidden_act="silu",
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+
+LOSSLESS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts must be equal, and of them those timed
+
+
+def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
+    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE propagate|recompute`, `llama-8x192 b1 lossless`.
+
+    stories260k: the decoder in `model`, a random one of its shape where that is none.
+    """
+    is_decoder = model is not None and generates(read_config(model / "config.json").model_type)
+    stories, llama = (
+        load_backbone(model) if is_decoder else random_decoder(STORIES, seed),
+        random_decoder(LLAMA, seed),
+    )
+    for name, decoder, new_tokens in (("stories260k", stories, 64), ("llama-12x768", llama, 12)):
+        yield from _over_transformers(name, decoder, new_tokens, seed)
+    for layer in (3, 6, 9):
+        for fill in FILLS:
+            yield _forced_decoding(f"llama-12x768 b1 e{layer} {fill}", llama, layer, fill, new_tokens=16)
+    yield _lossless("llama-8x192 b1 lossless", load_backbone(BUILT_IN_DECODER), 64, seed)
+
+
+def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) -> Iterator[dict]:
+    """Continuations of 8 random tokens, prompt included in the time; the texts must be equal."""
+    theirs = from_transformers("AutoModelForCausalLM", decoder)
+    end = theirs.generation_config
+    end.eos_token_id = end.bos_token_id = end.pad_token_id = None  # nobody ends early
+    random = np.random.default_rng(seed)
+    for batch in (1, 8):
+        prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
+        ids = torch.tensor(prompts)
+        settings = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        runs = [partial(_decoded, decoder, prompts, new_tokens), partial(theirs.generate, ids, **settings)]
+        ours, expected = [row.tokens for row in runs[0]()], runs[1]()[:, 8:].tolist()
+        if ours != expected:
+            raise ValueError(f"bench decode: {name} b{batch}: our greedy text is not that of transformers")
+        own, other = medians(runs, f"decode {name} b{batch}")
+        yield row_of(f"{name} b{batch} transformers", own / new_tokens, other / new_tokens, bar=1.0)
+
+
+def _decoded(decoder: Decoder, prompts: list[list[int]], new_tokens: int, **settings) -> list[Generated]:
+    return gather(generate(decoder, prompts, max_new_tokens=new_tokens, **settings), len(prompts))
+
+
+class _LastGoesOn(Rule):
+    """All of so many tokens are judged by their confidence and leave at the first exit, but for the last."""
+
+    def __init__(self, num_tokens: int):
+        self.left, self.out, self.on = num_tokens - 1, forced_out(0, 2), forced_out(1, 2)
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        rule = self.out if self.left else self.on
+        self.left -= 1
+        return rule.stop(k, reading, memory)
+
+
+def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tokens: int) -> dict:
+    """Tokens forced out at `layer`, the last of them not, so that the gaps behind all others are filled and paid for.
+
+    Over the parts, called by hand: the layers up to the exit and its head for each token; the fill, which the last
+    token asks for, in one block; the layers above and the LM head for that one. Each token's head is a copy of its own:
+    one that is read again and again would stay in the processor's cache, where no decoding finds it.
+    """
+    depth, behind = decoder.config.num_hidden_layers, list(range(new_tokens - 1))
+    cache = Cache(decoder, 1, new_tokens)
+    with torch.inference_mode():
+        blocks = [decoder.block(torch.tensor([[position]]), cache) for position in range(new_tokens)]
+        gap = decoder.block(torch.tensor([behind]), cache)
+        hidden = decoder.embed(Tensors(torch.zeros(1, 1, dtype=torch.int64)))
+        gaps = hidden.expand(1, len(behind), -1).contiguous()
+    heads = [VocabularyHead(decoder, "copy") for _ in blocks]
+
+    parts = {
+        "layers": lambda: [decoder.run_layers(hidden, block, 0, layer) for block in blocks],
+        "head": lambda: [head(hidden[:, 0]) for head in heads],
+        "fill": lambda: (
+            decoder.propagate(gaps, gap, layer, depth)
+            if fill == "propagate"
+            else decoder.run_layers(gaps, gap, layer, depth)
+        ),
+        "eager_fill": lambda: [
+            decoder.propagate(hidden, block, layer, depth)
+            if fill == "propagate"
+            else decoder.run_layers(hidden, block, layer, depth)
+            for block in blocks[:-1]
+        ],
+        "last": lambda: decoder.lm_logits(decoder.run_layers(hidden, blocks[-1], layer, depth)),
+    }
+
+    def forced_out():
+        settings = {"exits": (layer, depth), "heads": heads[:1], "rule": _LastGoesOn(new_tokens), "fill": fill}
+        return _decoded(decoder, [[0]], new_tokens, **settings)
+
+    runs = [forced_out, *(torch.inference_mode()(part) for part in parts.values())]
+    own, *times = medians(runs, f"decode {case}")
+    seconds = {f"{name}_seconds": time / new_tokens for name, time in zip(parts, times)}
+    against = sum(seconds[f"{name}_seconds"] for name in ("layers", "head", "fill", "last"))
+    return row_of(case, own / new_tokens, against, bar=1.10) | seconds
+
+
+def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
+    """Drafts after half of the layers, by the copied LM head, over full decoding; with how many texts are equal."""
+    depth = decoder.config.num_hidden_layers
+    settings = {
+        "max_new_tokens": new_tokens,
+        "exit_layer": depth // 2,
+        "head": VocabularyHead(decoder, "copy"),
+        "draft": 2,
+    }
+    begins = np.random.default_rng(seed).integers(3, decoder.config.vocab_size, LOSSLESS)
+    prompts = [[decoder.config.bos_token_id, int(token)] for token in begins]
+
+    def lossless(some):
+        return [gather(generate_lossless(decoder, [prompt], **settings), 1)[0] for prompt in some]
+
+    def full(some):
+        return [_decoded(decoder, [prompt], new_tokens)[0] for prompt in some]
+
+    drafted = lossless(prompts)
+    equal = sum(one.tokens == other.tokens for one, other in zip(drafted, full(prompts)))
+    own, other = medians([partial(each, prompts[:TIMED_PROMPTS]) for each in (lossless, full)], f"decode {case}")
+    tokens = TIMED_PROMPTS * new_tokens
+    drafts = np.mean([text.layers_run.count(depth // 2) / new_tokens for text in drafted[:TIMED_PROMPTS]])
+    told = {"drafted_share": float(drafts), "prompts": LOSSLESS, "equal_texts": equal}
+    return row_of(case, own / tokens, other / tokens, bar=1.0) | told

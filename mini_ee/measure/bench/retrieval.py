@@ -1,0 +1,134 @@
+"""retrieval: what RAEE costs beside the model, on datastores of synthetic embeddings."""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from mini_ee.backbones.bert import Bert
+from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import early_exit
+from mini_ee.measure.bench.common import BERT_BASE, inputs_of, medians, minilm_of, random_encoder, row_of, tensors_of
+from mini_ee.methods.datastore import Datastore, exact_search
+from mini_ee.methods.encoders import OwnStates
+from mini_ee.methods.raee import Retrieval
+from mini_ee.rules import FixedExit, Planned
+from mini_ee.units.rows import RowExits
+
+SST2_ROWS, LARGE = 67_349, 1_000_000  # the first are those of train
+
+LATENT = 32  # dimensions that synthetic embeddings vary in, in CLUSTERS
+
+CLUSTERS = 256
+
+QUERIES = 200  # for recall
+
+BUILD_THREADS = 2
+
+
+def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Iterator[dict]:
+    """`67k t32 plan|encoder`, `67k recall`, `67k build` and smaller, `minilm b256 t32 groups`; large: `1m build` too.
+
+    The datastores hold synthetic embeddings in clusters, as many as SST-2 has rows. The encoder has no bar of its own:
+    it must not cost more than the model. The ratio of recall is the share of the 12 nearest that is missed; that of
+    build is seconds a row over those at 1k, which shall grow more slowly than the square root of the rows. Rows are as
+    wide as the encoder's embeddings there.
+    """
+    bert, minilm = random_encoder(BERT_BASE, seed), minilm_of(model, seed)
+    yield from _groups(minilm, seed)
+    inputs = inputs_of(BERT_BASE, 1, 32, seed)
+    ids, _, types = tensors_of(inputs)
+
+    @torch.inference_mode()
+    def full_model():
+        return bert(ids, None, types)
+
+    for name, embed, bar in (
+        ("encoder", OwnStates(minilm, minilm.config.num_hidden_layers), 1.0),
+        ("plan", OwnStates(bert, 0), 0.03),
+    ):
+        vectors = _clustered(SST2_ROWS + QUERIES, embed.backbone.config.hidden_size, seed)
+        store, queries = _filled(vectors[:SST2_ROWS], seed), vectors[SST2_ROWS:]
+        rule, turn = Retrieval().with_datastore(store, embed), itertools.cycle(queries)
+
+        def plan(rule=rule, turn=turn):  # the model is random: what is looked up is like the rows instead
+            rule.embed(inputs)
+            return rule.chosen(rule.datastore.search(next(turn)[None], rule.k))
+
+        own, other = medians([plan, full_model], f"retrieval {name}")
+        yield row_of(f"67k t32 {name}", own, other, bar)
+    yield _recall(store, queries)
+    del store, vectors
+    yield from _building(minilm.config.hidden_size, LARGE if large else SST2_ROWS, seed)
+
+
+def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
+    exits = tuple(range(1, backbone.config.num_hidden_layers + 1))
+    segments, inputs = RowExits(backbone, exits, num_labels=2).segments(), inputs_of(backbone.config, 256, 32, seed)
+    plan = np.random.default_rng(seed).integers(0, len(exits), len(inputs))
+    rows = [
+        Inputs(ids[None], attention[None], types[None], (text,))
+        for ids, attention, types, text in zip(
+            inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, inputs.texts
+        )
+    ]
+
+    def row_by_row():
+        for row, exit in zip(rows, plan):
+            early_exit(segments, FixedExit(int(exit)), row)
+
+    own, other = medians([lambda: early_exit(segments, Planned(plan), inputs), row_by_row], "retrieval groups")
+    yield row_of("minilm b256 t32 groups", own, other, bar=1 / 1.5)
+
+
+def _clustered(count: int, width: int, seed: int) -> np.ndarray:
+    """(count, width) float32: points around CLUSTERS centres, in a plane of LATENT dimensions, as sentences lie."""
+    random = np.random.default_rng(seed)
+    centres = random.normal(size=(CLUSTERS, LATENT))
+    latent = centres[random.integers(0, CLUSTERS, count)] + 0.5 * random.normal(size=(count, LATENT))
+    return latent.astype(np.float32) @ random.normal(size=(LATENT, width)).astype(np.float32)
+
+
+def _filled(vectors: np.ndarray, seed: int) -> Datastore:
+    """A datastore of 12 exits with these vectors, and values that are drawn."""
+    random, count = np.random.default_rng(seed), len(vectors)
+    store = Datastore("synthetic", vectors.shape[1], tuple(range(1, 13)))
+    values, labels = random.random((count, 12), np.float32), random.integers(0, 2, count)
+    for part in tqdm(np.array_split(np.arange(count), -(-count // 1000)), desc="indexing", delay=2, leave=False):
+        store.add(vectors[part], values[part], labels[part], [("",)] * len(part), threads=BUILD_THREADS)
+    return store
+
+
+def _recall(store: Datastore, queries: np.ndarray) -> dict:
+    rows, k = store.embeddings, Retrieval.k
+    unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+    begin = time.perf_counter()
+    found = store.search(unit, k).rows
+    middle = time.perf_counter()
+    exact = exact_search(rows, unit, k).rows
+    seconds, against = middle - begin, time.perf_counter() - middle
+    hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(found.tolist(), exact.tolist()))
+    missed = 1 - hits / exact.size
+    row = row_of(f"67k recall@{k}", seconds / len(unit), against / len(unit), bar=0.01)
+    return row | {"ratio": missed, "holds": missed <= 0.01, "recall": 1 - missed}
+
+
+def _building(width: int, most: int, seed: int) -> Iterator[dict]:
+    vectors, first = _clustered(most, width, seed), None
+    for name, count in (("1k", 1_000), ("10k", 10_000), ("67k", SST2_ROWS), ("1m", LARGE)):
+        if count > most:
+            return
+        begin = time.perf_counter()
+        store = _filled(vectors[:count], seed)
+        each = (time.perf_counter() - begin) / count
+        first = first or each
+        with tempfile.TemporaryDirectory() as folder:
+            store.save(folder)
+            size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        row = row_of(f"{name} build", each, first, bar=(count / 1_000) ** 0.5)
+        yield row | {"rows": count, "build_seconds": each * count, "bytes": size, "bytes_a_row": size / count}

@@ -1,0 +1,149 @@
+"""sgmv: LoRA streams, side by side and one after the other."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import mini_ee.methods.lora_exits as lora_exits
+from mini_ee.backbones.sgmv import sgmv, sgmv_loop
+from mini_ee.baselines.multi_model import MultiModel
+from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import early_exit
+from mini_ee.measure.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
+from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
+
+REACH = {  # the chance that a row is still there before each of 4 exits
+    "most leave": (1.0, 0.3, 0.15, 0.05),
+    "some leave": (1.0, 0.7, 0.5, 0.3),
+    "few leave": (1.0, 0.95, 0.9, 0.85),
+}
+
+
+def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
+    """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass. Streams side by side over
+
+    loop           one pass a stream
+    adapters       one shared product and a loop over the adapters (ForLoop of Table 5)
+    backbone       the same rows without adapters
+    multi-model    as many independent models, with the bytes of both (Table 2)
+    memory         bytes: those of adapters and heads over those of the backbone (Table 10), times as in multi-model
+
+    and `ragged`: rows at four exits in one batch over each exit's rows apart; `operator`: SGMV over gather and product;
+    `adaptive`: the adaptive schedule over the better of restart and parallel.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        lora = LoRAExits(random_encoder(BERT_BASE, seed), (3, 6, 9, 12), num_labels=2, pool="first").eval()
+        for parameter in lora.adapters.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+    for batch, tokens, bar in ((1, 16, 0.75), (1, 128, 0.92), (2, 16, None), (4, 16, None), (8, 16, None)):
+        inputs, case = inputs_of(BERT_BASE, batch, tokens, seed), f"bert-base b{batch} t{tokens}"
+        side_by_side = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
+        one_by_one = partial(early_exit, lora.segments(restart(4)), NeverExit(), inputs)
+        bare, over_adapters = partial(_bare_streams, lora, inputs), partial(_over_adapters, side_by_side)
+        own, loop, floor, adapters = medians([side_by_side, one_by_one, bare, over_adapters], f"sgmv {case}")
+        yield row_of(f"{case} loop", own, loop, bar=bar or 1.0)
+        yield row_of(f"{case} adapters", own, adapters, bar=1.03)
+        yield row_of(f"{case} backbone", own, floor, bar=1.08)
+    yield _ragged("bert-base b8 t16 ragged", lora, inputs_of(BERT_BASE, 8, 16, seed))
+    yield from _memory(lora, seed)
+    for rank in (1, 8, 64, 128):
+        for layout, lengths in (("equal", [128] * 4), ("ragged", [16, 200, 40, 256]), ("short", [1] * 4)):
+            yield _operator(f"operator r{rank} {layout} gather", rank, lengths, seed)
+    for batch, tokens in ((1, 16), (1, 128)):
+        yield from _adaptive(f"bert-base b{batch} t{tokens}", lora, inputs_of(BERT_BASE, batch, tokens, seed))
+
+
+def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
+    models = MultiModel(lora.backbone, lora.exits, num_labels=2, pool="first").eval()
+    inputs = inputs_of(BERT_BASE, 1, 16, seed)
+    side_by_side = lora.segments(parallel(4))
+    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (side_by_side, models.segments())]
+    own, other = medians(runs, "sgmv multi-model")
+    held = side_by_side.bytes_held
+    theirs, bare = (sum(p.nbytes for p in each.parameters()) for each in (models, lora.backbone))
+    sizes = {"bytes": held, "against_bytes": theirs}
+    yield row_of("bert-base b1 t16 multi-model", own, other, bar=1.0) | sizes
+    share = (held - bare) / bare
+    yield row_of("bert-base memory", own, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
+
+
+def _over_adapters(run: Callable) -> None:
+    """A run in which SGMV is the loop over segments."""
+    lora_exits.sgmv = sgmv_loop
+    try:
+        run()
+    finally:
+        lora_exits.sgmv = sgmv
+
+
+def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
+    """Two rows at each of four exits."""
+    tensors, exit_of_row = tensors_of(inputs), np.arange(len(inputs)) % len(lora.exits)
+    rows = [torch.from_numpy(np.flatnonzero(exit_of_row == k)) for k in range(len(lora.exits))]
+    parts = [[tensor[some] for tensor in tensors] for some in rows]
+
+    @torch.inference_mode()
+    def together() -> torch.Tensor:
+        return lora.ragged(exit_of_row, *tensors)
+
+    @torch.inference_mode()
+    def apart() -> list[torch.Tensor]:
+        return [lora.exit_logits(k, *part) for k, part in enumerate(parts)]
+
+    for some, expected in zip(rows, apart()):
+        torch.testing.assert_close(together()[some], expected, rtol=0, atol=1e-5)
+    return row_of(case, *medians([together, apart], f"sgmv {case}"), bar=0.90)
+
+
+@torch.inference_mode()
+def _bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
+    """The rows that all streams are, through the layers that each needs, without adapters."""
+    hidden, around = lora.backbone.embed(inputs).repeat(len(lora.exits), 1, 1), lora.backbone.around(inputs)
+    for start, stop in zip(lora.starts, lora.exits):
+        hidden = lora.backbone.run_layers(hidden, around, start, stop)[len(inputs) :]
+
+
+def _operator(case: str, rank: int, lengths: list[int], seed: int) -> dict:
+    random, width, n = torch.Generator().manual_seed(seed), BERT_BASE.hidden_size, len(lengths)
+    shapes = (sum(lengths), width), (n, width, rank), (n, rank, width)
+    x, A, B = (torch.randn(*shape, generator=random) for shape in shapes)
+    starts = [0, *np.cumsum(lengths).tolist()]
+    adapter = torch.repeat_interleave(torch.arange(n), torch.tensor(lengths))
+    ours, theirs = torch.zeros_like(x), torch.zeros_like(x)
+
+    def segments() -> torch.Tensor:
+        return sgmv(ours, x, A, B, starts)
+
+    def gather() -> torch.Tensor:
+        return theirs[:, None].baddbmm_(torch.bmm(x[:, None], A[adapter]), B[adapter])[:, 0]
+
+    with torch.inference_mode():
+        torch.testing.assert_close(segments(), gather(), rtol=1e-4, atol=1e-3)
+        own, other = medians([segments, gather], case, seconds_a_case=2.0)
+    return row_of(case, own, other, bar=1.05)
+
+
+def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
+    """For rows of which most, some or few leave early: expected seconds over the better of restart and parallel."""
+    K = len(lora.exits)
+    costs = measure_costs(lora, len(inputs), inputs.input_ids.shape[1])
+    chosen = {name: cheapest_schedule(costs, np.array(reach)) for name, reach in REACH.items()}
+    schedules = {str(each): each for each in (restart(K), parallel(K), *chosen.values())}
+    runs = [
+        partial(early_exit, lora.segments(schedule), FixedExit(k), inputs)
+        for schedule in schedules.values()
+        for k in range(K)
+    ]
+    seconds = np.array(medians(runs, f"sgmv {case} adaptive", seconds_a_case=24.0)).reshape(-1, K)
+    for name, reach in REACH.items():
+        left = np.append(-np.diff(reach), reach[-1])
+        expected = dict(zip(schedules, seconds @ left))
+        best = min(expected[str(restart(K))], expected[str(parallel(K))])
+        row = row_of(f"{case} adaptive {name}", float(expected[str(chosen[name])]), float(best), bar=1.05)
+        yield row | {"schedule": chosen[name], "seconds_of": {key: float(value) for key, value in expected.items()}}

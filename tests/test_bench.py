@@ -1,0 +1,110 @@
+"""mini-ee bench: every case runs, is held to its bar, and is timed warm. The ratios themselves are measured by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mini_ee.backbones.llama import DecoderConfig
+from mini_ee.cli.main import main
+from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
+from mini_ee.units.heads import VocabularyHead
+
+MODULES = (common, encoders, streams, decoders, retrieval)
+
+
+def rows_of(capsys, *argv):
+    """What `mini-ee bench` answers, case by case."""
+    assert main(["bench", *argv, "--json"]) == 0
+    return {row["case"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+def put(monkeypatch, **values):
+    """Give names of mini_ee/measure/bench/ other values, in all files that use them."""
+    for name, value in values.items():
+        having = [module for module in MODULES if hasattr(module, name)]
+        assert having, name
+        for module in having:
+            monkeypatch.setattr(module, name, value)
+
+
+def quickly(monkeypatch):
+    """Small models, each run once."""
+    for name in ("MINILM", "BERT_BASE"):
+        small = replace(getattr(common, name), hidden_size=24, num_attention_heads=2, intermediate_size=32)
+        put(monkeypatch, **{name: small})
+    put(monkeypatch, medians=lambda runs, *_, **settings: [float(run() is not run) for run in runs])
+
+
+def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, monkeypatch):
+    assert main(["bench", "exit-tax", "--large"]) == 2
+    assert "--large is for retrieval, which builds a datastore" in capsys.readouterr().err
+    sizes, filled = [], retrieval._filled
+    put(
+        monkeypatch,
+        _groups=lambda backbone, seed: iter(()),
+        medians=lambda runs, name: [1.0] * len(runs),
+        SST2_ROWS=11_000,
+        LARGE=12_000,
+        _filled=lambda rows, seed: sizes.append(len(rows)) or filled(rows[:50], seed),
+    )
+    cases = rows_of(capsys, "retrieval", "--large")
+    assert [case for case in cases if "build" in case] == [f"{size} build" for size in ("1k", "10k", "67k", "1m")]
+    assert sizes[-4:] == [1_000, 10_000, 11_000, 12_000]
+
+
+@pytest.mark.parametrize("name", ["backbone", "exit-tax", "batch", "onnx"])
+def test_benchmarks_of_encoders_refuse_a_decoder(capsys, decoder_checkpoint, name):
+    assert main(["bench", name, "--model", str(decoder_checkpoint)]) == 1
+    line = capsys.readouterr().err.rstrip("\n")
+    assert line.endswith("holds a llama; this benchmark takes an encoder, or no --model") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("exit-tax", ["minilm b32 t32 e2", "bert-base b1 t32 e12"]),
+        ("batch", ["minilm b32 t32 mixed"]),
+        (
+            "onnx",
+            ["minilm b8 t32 segments", "bert-base b1 t128 e3", "bert-base b1 t128 dispatch", "bert-base b1 t128 int8"],
+        ),
+    ],
+)
+def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatch, name, cases):
+    quickly(monkeypatch)
+    rows = rows_of(capsys, name)
+    assert set(cases) <= rows.keys()
+    for row in rows.values():
+        assert row["ratio"] == row["seconds"] / row["against_seconds"] > 0
+        assert row["holds"] == (row["ratio"] <= row["bar"])
+        if name == "exit-tax":
+            assert row["holds"] == (row["excess"] <= row["excess_bar"])
+    assert main(["bench", name]) == 0
+    assert capsys.readouterr().out.count("one head read and judged") == (len(rows) if name == "exit-tax" else 0)
+
+
+def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):
+    calls, clock = [], iter(range(10_000))
+    monkeypatch.setattr(common.time, "perf_counter", lambda: float(next(clock)))
+    common.medians([lambda: calls.append("a"), lambda: calls.append("b")], "case", seconds_a_case=0.0)
+    assert calls == ["a", "b"] * common.WARM_ROUNDS + ["a", "a", "b", "b"] * common.MIN_ROUNDS
+
+
+def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
+    quickly(monkeypatch)
+    rows = rows_of(capsys, "sgmv")
+    assert {"bert-base b1 t16 loop", "bert-base b1 t128 backbone", "operator r8 ragged gather"} <= rows.keys()
+    assert {"bert-base b1 t16 adapters", "bert-base b8 t16 ragged"} <= rows.keys()
+    memory, models = rows["bert-base memory"], rows["bert-base b1 t16 multi-model"]
+    assert 0 < memory["ratio"] < 1 and models["bytes"] < models["against_bytes"]
+    assert main(["bench", "sgmv"]) == 0
+    assert f"weights: {models['bytes'] / 1e6:.1f} MB, {models['against_bytes'] / 1e6:.1f} MB" in capsys.readouterr().out
+
+
+def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
+    config = DecoderConfig.from_hugging_face(decoders.STORIES.to_dict() | {"num_hidden_layers": 3})
+    decoder = common.random_decoder(config, seed=0)
+    settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
+    (found,) = decoders._decoded(decoder, [[0]], 5, **settings)
+    assert found.layers_run == [2, 2, 2, 2, 3]
