@@ -19,8 +19,8 @@ from mini_ee.backbones.flops import head_flops
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Rule, Threshold
-from mini_ee.units.rows import TorchSegments, TorchState
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.units.rows import RowSegments, RowState
 
 EXITS = (1, 2, 4, 6)
 K, B, C = 4, 7, 3
@@ -104,7 +104,7 @@ def tensors(inputs):
 
 
 def torch_case(model, inputs):
-    segments = TorchSegments(model)
+    segments = RowSegments(model)
     input_ids, attention_mask, token_type_ids = tensors(inputs)
     with torch.no_grad():
         hidden = model.backbone.hidden_states(input_ids, attention_mask, token_type_ids)
@@ -143,14 +143,16 @@ def case(request, cases):
 
 
 class Planned(Rule):
-    """Knows the exit of each row beforehand, after `late` questions."""
+    """Knows the exit of each row beforehand."""
 
-    def __init__(self, exits, late=0, reads=False):
-        self.exits, self.late, self.reads, self.asked = exits, late, reads, 0
+    needs = None
+
+    def __init__(self, exits):
+        self.exits, self.asked = exits, 0
 
     def plan(self, inputs):
         self.asked += 1
-        return self.exits if self.asked > self.late else None
+        return self.exits
 
 
 class Remembers(Rule):
@@ -177,8 +179,6 @@ RULES = {
     "patience-confidence": lambda rows: PatienceConfidence(2, 0.8),
     "remembers": lambda rows: Remembers(),
     "planned": lambda rows: Planned(PLAN[rows]),
-    "planned late": lambda rows: Planned(PLAN[rows], late=3),
-    "threshold, then a plan": lambda rows: Planned(PLAN[rows], late=3, reads=True),
 }
 each_rule = pytest.mark.parametrize("rule", RULES)
 ALL = np.arange(B)
@@ -193,12 +193,10 @@ def exit_by_hand(logits, rule):
     memory = {}
     plan = rule.plan([0])
     for k in range(K - 1):
-        if plan is None:
-            plan = rule.plan([0])
         if plan is not None:
             if plan[0] <= k:
                 return k
-        elif rule.reads and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
+        elif rule.needs and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
             return k
     return K - 1
 
@@ -282,7 +280,7 @@ def test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, r
     assert_same(run(case, RULES[rule](ALL)), case.logits[ALL, expected], expected)
 
 
-@pytest.mark.parametrize("rule", ["max_probability", "entropy", "patience 1", "remembers", "planned", "planned late"])
+@pytest.mark.parametrize("rule", ["max_probability", "entropy", "patience 1", "remembers", "planned"])
 def test_these_batches_are_mixed_so_that_compaction_is_at_work(case, rule):
     assert len(set(run(case, RULES[rule](ALL)).exit_index)) >= 2
 
@@ -320,25 +318,16 @@ def test_a_plan_beyond_the_last_exit_ends_there(case):
     assert_same(run(case, Planned(np.full(B, K + 5))), case.logits[:, -1], np.full(B, K - 1))
 
 
-@pytest.mark.parametrize("late", range(K + 3))
-def test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, late):
-    """It may come with the first question, before anything has run, or with one of those at exits 0, 1, ..."""
-    rule = Planned(PLAN, late)
-    arrives = max(late - 1, 0)
-    expected = np.minimum(np.maximum(PLAN, arrives), K - 1)
-    assert_same(run(case, rule), case.logits[ALL, expected], expected)
-    assert rule.asked == min(late + 1, K + 1), "asked until it answers, not again"
-
-
-def test_a_rule_that_reads_decides_until_its_plan_arrives():
+def test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide(case):
     class Both(Planned):
-        def stop(self, k, reading, memory):
-            return np.full(len(reading.logits), True) if k == 1 else np.arange(len(reading.logits)) == 0
+        needs = "logits"
 
-    fake = Fake()
-    result = loop.early_exit(fake, Both(np.full(B, 2), late=2, reads=True), ALL)
-    assert result.exit_index.tolist() == [0, *[2] * (B - 1)], "row 0 by decision, the others by the plan of exit 1"
-    assert [k for k, _ in fake.was_read] == [0, 2]
+        def stop(self, k, reading, memory):
+            raise AssertionError("a rule that plans decides nothing on the way")
+
+    rule = Both(PLAN)
+    assert_same(run(case, rule), case.logits[ALL, PLAN], PLAN)
+    assert rule.asked == 1
 
 
 # Who is run, read and remembered
@@ -356,16 +345,51 @@ def test_a_row_that_left_is_neither_run_nor_read_again():
 def test_nothing_runs_after_the_last_row_has_left():
     for plan in (np.ones(len(ALL), int), np.arange(len(ALL)) % 2):  # all at once, or some before the others
         fake = Fake()
-        loop.early_exit(fake, Planned(plan, 0), ALL)
+        loop.early_exit(fake, Planned(plan), ALL)
         assert [k for k, _ in fake.ran] == [0, 1]
 
 
-@pytest.mark.parametrize("late", [0, 1, 2, 3])
-def test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(late):
+def test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there():
     fake = Fake()
-    result = loop.early_exit(fake, Planned(PLAN, late), ALL)
-    expected = [(k, np.flatnonzero(result.exit_index == k).tolist()) for k in range(K)]
-    assert fake.was_read == [(k, ids) for k, ids in expected if ids]
+    loop.early_exit(fake, Planned(PLAN), ALL)
+    assert fake.was_read == [(k, np.flatnonzero(PLAN == k).tolist()) for k in range(K)]
+
+
+@pytest.mark.parametrize("rule, heads", [(Planned(PLAN), {0, 1, 2, 3}), (FixedExit(2), {2}), (NeverExit(), {K - 1})])
+def test_segments_are_told_before_they_run_which_heads_alone_will_be_read(rule, heads):
+    told = []
+
+    class Told(Fake):
+        def will_read(self, heads, state):
+            assert not self.ran
+            told.append(set(heads))
+            return state
+
+    loop.early_exit(Told(), rule, ALL)
+    loop.early_exit(Told(), Threshold(0.8), ALL)
+    assert told == [heads]
+
+
+def test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there():
+    class Policed(Fake):
+        """A policy says at every exit but the last who leaves: rows whose number is a multiple of 3, then of 2."""
+
+        def read_state(self, k, state):
+            self.policy_read.append((k, state.ids.tolist()))
+            return Reading(None, np.where(state.ids % (3 - k) == 0, 1.0, -1.0) if k < 2 else -np.ones(len(state.ids)))
+
+        def state_flops(self, k):
+            return 7.0
+
+    fake = Policed()
+    fake.policy_read = []
+    result = loop.early_exit(fake, Policy(), ALL)
+    assert result.exit_index.tolist() == [0, 3, 1, 0, 1, 3, 0]
+    assert fake.policy_read == [(0, ALL.tolist()), (1, [1, 2, 4, 5]), (2, [1, 5])]
+    assert fake.was_read == [(0, [0, 3, 6]), (1, [2, 4]), (3, [1, 5])]
+    e = result.exit_index
+    decisions = np.minimum(e + 1, K - 1) * (7 + Policy().flops(C))
+    np.testing.assert_array_equal(result.cost.flops, 1000 * np.array(EXITS)[e] + 10 + decisions)
 
 
 def test_never_exit_reads_the_last_head_once():
@@ -543,7 +567,7 @@ def test_a_batch_without_rows_is_refused(case, rule):
 def test_the_model_answers_in_eval_mode_and_its_weights_stay_as_they_were(random_model, padded_inputs):
     model = random_model().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    segments = TorchSegments(model)
+    segments = RowSegments(model)
     assert not any(module.training for module in model.modules())
     twice = [loop.early_exit(segments, Threshold(0.9), padded_inputs).logits for _ in range(2)]
     np.testing.assert_array_equal(*twice)
@@ -607,14 +631,9 @@ LOOP_BUGS = [
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "planned"),
     ),
     (
-        "plan[rows] <= k",
-        "plan[rows] == k",
-        lambda case: test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, 3),
-    ),
-    (
-        "if plan is None:",
-        "if k == 0 and plan is None:",
-        lambda case: test_a_late_plan_is_asked_for_at_each_exit_and_rows_whose_exit_has_passed_leave_at_once(case, 3),
+        "if plan is not None:\n                leaves",
+        "if plan is not None and rule.needs is None:\n                leaves",
+        test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide,
     ),
     ("None, k == last", "None, k >= last - 1", test_never_exit_equals_the_full_model),
     ("None, k == last", "None, k >= last - 1", test_the_last_exit_takes_whoever_is_left_and_is_not_asked),
@@ -626,13 +645,32 @@ LOOP_BUGS = [
     (
         "state.keep(leaving)",
         "state",
-        lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(0),
+        lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(),
     ),
-    ("elif rule.reads:", "elif True:", lambda case: test_never_exit_reads_the_last_head_once()),
     (
-        "asked[k] = reading.logits is not None",
-        "asked[k] = False",
+        "            elif rule.needs is None:\n                continue\n",
+        "",
+        lambda case: test_never_exit_reads_the_last_head_once(),
+    ),
+    (
+        "set(plan.tolist())",
+        "{last}",
+        lambda case: test_segments_are_told_before_they_run_which_heads_alone_will_be_read(FixedExit(2), {2}),
+    ),
+    (
+        'segments.read_state(k, state) if rule.needs == "state" else ',
+        "",
+        lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
+    ),
+    (
+        'shown[k] = "state" if reading.logits is None else "logits"',
+        'shown[k] = "state"',
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
+    ),
+    (
+        "segments.state_flops(k) + decision",
+        "decision",
+        lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
     ),
     (
         "self._rule.flops(self._classes)",
@@ -659,17 +697,17 @@ def test_the_tests_of_the_loop_can_fail(monkeypatch, cases, old, new, caught):
 
 
 def drop_mask(self, rows):
-    return TorchState(self.hidden[torch.from_numpy(rows)], Around(None))
+    return RowState(self.hidden[torch.from_numpy(rows)], Around(None))
 
 
 def forget_mask(self, rows):
-    return TorchState(self.hidden[torch.from_numpy(rows)], Around(self.around.padding[: len(rows)]))
+    return RowState(self.hidden[torch.from_numpy(rows)], Around(self.around.padding[: len(rows)]))
 
 
 @pytest.mark.parametrize("pool", ["torch first", "torch mean"])
 @pytest.mark.parametrize("bug", [drop_mask, forget_mask])
 def test_the_tests_of_compaction_can_fail_where_keep_loses_the_mask(monkeypatch, cases, pool, bug):
-    monkeypatch.setattr(TorchState, "keep", bug)
+    monkeypatch.setattr(RowState, "keep", bug)
     with pytest.raises(AssertionError):
         test_a_batch_of_B_equals_B_batches_of_one(cases[pool], "max_probability")
     with pytest.raises(AssertionError):
@@ -689,8 +727,8 @@ def test_the_tests_of_compaction_can_fail_where_keep_loses_the_mask(monkeypatch,
 )
 def test_the_invariants_can_fail_where_the_wrong_head_is_read(monkeypatch, cases, pool, shift, caught):
     """Off by one between the layer that a head was trained on and the one that it reads."""
-    read = TorchSegments.read
-    monkeypatch.setattr(TorchSegments, "read", lambda self, k, state: read(self, (k + shift) % K, state))
+    read = RowSegments.read
+    monkeypatch.setattr(RowSegments, "read", lambda self, k, state: read(self, (k + shift) % K, state))
     with pytest.raises(AssertionError):
         caught(cases[pool])
 

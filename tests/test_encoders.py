@@ -12,7 +12,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.rules import FixedExit
-from mini_ee.units.rows import TorchSegments
+from mini_ee.units.rows import RowSegments
 
 ATOL = 1e-5  # float32 means of states of rows alone against padded batches, in other orders of summation
 TEXTS = (("the film was very good",), ("bad",), ("a song and a poor meal was dull",))
@@ -59,7 +59,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused(random_model):
 def test_layer_0_costs_nothing_and_layer_l_what_the_loop_counts_for_l_layers(random_model, padded_inputs):
     model = random_model()
     assert OwnStates(model.backbone, 0).flops(padded_inputs) == 0
-    segments = TorchSegments(model)
+    segments = RowSegments(model)
     run = early_exit(segments, FixedExit(1), padded_inputs)  # the exit after layer 2
     head = segments.flops(1, padded_inputs)[1]
     np.testing.assert_allclose(OwnStates(model.backbone, 2).flops(padded_inputs), run.cost.flops - head)

@@ -1,4 +1,4 @@
-"""Exit heads against numpy, where exits may stand, what MultiExit's forward gives, and who gets a gradient."""
+"""Exit heads against numpy, where exits may stand, what RowExits's forward gives, and who gets a gradient."""
 
 import math
 from copy import deepcopy
@@ -10,12 +10,12 @@ from conftest import random_decoder
 
 import mini_ee.units.heads as heads
 from mini_ee.backbones.backbone import padding_mask
-from mini_ee.baselines.berxit import BerxitExits
+from mini_ee.baselines.berxit import Certainty
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.units.heads import HEAD_DROPOUT, ExitHead, pooled
-from mini_ee.units.rows import MultiExit, check_exits, even_exits
+from mini_ee.units.rows import RowExits, check_exits, even_exits
 
 FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
 ATOL = 2e-5  # float32 logits of size 7, alone or padded; measured max 1.9e-6, torch 2.13 on CPU
@@ -61,7 +61,7 @@ def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_al
     with torch.random.fork_rng():
         torch.manual_seed(0)
         whole = random_decoder(kind, 4)
-        model = MultiExit(deepcopy(whole).without_heads(), (1, 3, 4), 3).eval()
+        model = RowExits(deepcopy(whole).without_heads(), (1, 3, 4), 3).eval()
         for head in model.heads:
             for parameter in head.parameters():
                 torch.nn.init.normal_(parameter, std=0.4)
@@ -85,7 +85,7 @@ def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_al
 def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use(padded_inputs):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = BerxitExits(random_decoder("llama", 3).without_heads(), (1, 2, 3), 3).eval()
+        model = RowExits(random_decoder("llama", 3).without_heads(), (1, 2, 3), 3, policy=Certainty).eval()
         for head in model.heads:
             torch.nn.init.normal_(head.norm.weight)
     inputs = [
@@ -111,7 +111,7 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
 def test_rows_of_a_decoder_leave_as_they_would_alone(rule, padded_inputs):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = MultiExit(random_decoder("llama", 4).without_heads(), (1, 2, 4), 3).eval()
+        model = RowExits(random_decoder("llama", 4).without_heads(), (1, 2, 4), 3).eval()
         for head in model.heads:
             torch.nn.init.normal_(head.out.weight, std=3.0)
     result = early_exit(model.segments(), rule, padded_inputs)
@@ -126,7 +126,7 @@ def test_rows_of_a_decoder_leave_as_they_would_alone(rule, padded_inputs):
 
 def test_the_first_token_of_a_decoder_is_no_pool():
     with pytest.raises(ValueError, match="pool must be mean for a llama, got 'first'"):
-        MultiExit(random_decoder("llama", 2).without_heads(), (1, 2), 3, "first")
+        RowExits(random_decoder("llama", 2).without_heads(), (1, 2), 3, "first")
 
 
 @each_pool
@@ -215,7 +215,7 @@ def test_exits_that_no_model_can_have_are_refused(random_model, wrong, found):
     with pytest.raises(ValueError, match=said):
         check_exits(wrong, 6)
     with pytest.raises(ValueError, match=said):
-        MultiExit(random_model().backbone, wrong, 2)
+        RowExits(random_model().backbone, wrong, 2)
 
 
 @pytest.mark.parametrize("right", [(6,), (1, 6), (1, 2, 3, 4, 5, 6)])
@@ -226,7 +226,7 @@ def test_exits_that_a_model_can_have_come_back_as_they_are(right):
 @pytest.mark.parametrize("pool", ["last", "", None])
 def test_an_unknown_pool_is_refused(random_model, pool):
     with pytest.raises(ValueError, match=f"pool must be first or mean for a bert, got {pool!r}"):
-        MultiExit(random_model().backbone, (6,), 2, pool)
+        RowExits(random_model().backbone, (6,), 2, pool)
 
 
 # The model

@@ -13,7 +13,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.units.recording import predictions, record
-from mini_ee.units.rows import MultiExit, TorchSegments
+from mini_ee.units.rows import RowExits, RowSegments
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-6  # float32 logits of single rows against padded batches; measured max 5.6e-8, torch 2.13 on CPU
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the fo
 def model():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return MultiExit(load_backbone(Path(SHARED) / "weights" / "all-MiniLM-L6-v2"), (2, 4, 6), 2)
+        return RowExits(load_backbone(Path(SHARED) / "weights" / "all-MiniLM-L6-v2"), (2, 4, 6), 2)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def encoded():
 
 def test_never_exit_equals_the_full_model_on_real_sentences(model, encoded):
     inputs = encoded.batch(np.arange(48))
-    result = early_exit(TorchSegments(model), NeverExit(), inputs)
+    result = early_exit(RowSegments(model), NeverExit(), inputs)
     arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
     with torch.inference_mode():
         expected = model(*map(torch.from_numpy, arrays))[-1].numpy()
@@ -44,7 +44,7 @@ def test_never_exit_equals_the_full_model_on_real_sentences(model, encoded):
 
 
 def test_a_padded_batch_of_real_sentences_equals_each_sentence_alone(model, encoded):
-    segments = TorchSegments(model)
+    segments = RowSegments(model)
     recorded = record(segments, encoded, batch_size=48)
     middle = float(np.median(np.abs(np.diff(recorded.logits[:, 0], axis=1))))
     rule = Threshold(middle, "breaking_ties_logits")  # heads are untrained: half of the sentences leave at layer 2
