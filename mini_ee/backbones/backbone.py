@@ -28,6 +28,9 @@ from mini_ee.backbones.flops import layer_flops
 Adapt = Callable[[int, str, Tensor, Tensor], Tensor]
 """(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added."""
 
+AdaptLayer = Callable[[str, Tensor, Tensor], Tensor]
+"""The same of one layer."""
+
 
 # ---- Inputs ----
 class Tensors(NamedTuple):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import (
     Adapt,
+    AdaptLayer,
     Backbone,
     Layout,
     check_fields,
@@ -32,9 +33,6 @@ from mini_ee.backbones.backbone import (
     tensor_on,
 )
 from mini_ee.backbones.shapes import check
-
-AdaptLayer = Callable[[str, Tensor, Tensor], Tensor]
-"""(name of a linear map in a layer, its input, its output) -> the output with what an adapter adds."""
 
 ACTIVATIONS = {
     "gelu": F.gelu,

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, Layout, padding_mask, tensor_on
-from mini_ee.backbones.bert import AdaptLayer, StackedLinear, graph_activation
+from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, Layout, padding_mask, tensor_on
+from mini_ee.backbones.bert import StackedLinear, graph_activation
 from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, token_positions
 from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig, rope_frequencies
 from mini_ee.backbones.shapes import check
