@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.measure.bench as bench
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.decoder_commands import settled_length
@@ -17,7 +16,6 @@ from mini_ee.cli.main import main
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate
-from mini_ee.units.heads import VocabularyHead
 from mini_ee.weights import pretrain_llama
 
 SHARED = os.environ.get("MINI_EE_SHARED")
@@ -173,18 +171,6 @@ def test_an_encoder_is_refused(capsys, checkpoint_folder):
 def test_a_wrong_value_is_refused(capsys, decoder_folder, argv, said):
     line, status = refused(capsys, decoder_folder, *argv)
     assert said in line and status == 2
-
-
-# ---- The benchmark ----
-
-
-def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
-    config = DecoderConfig.from_hugging_face(bench.STORIES.to_dict() | {"num_hidden_layers": 3})
-    decoder = bench._random_decoder(config, seed=0)
-    heads = [VocabularyHead(decoder, "copy")]
-    settings = {"exits": (2, 3), "heads": heads, "rule": bench._LastGoesOn(5)}
-    (found,) = bench._decoded(decoder, [[0]], 5, **settings)
-    assert found.layers_run == [2, 2, 2, 2, 3]
 
 
 # ---- The recipe ----
