@@ -1,7 +1,6 @@
 """ConsistentEE: Eq. 2 to 7 by hand and by enumeration, both gradient estimators, who learns in which step, rounds."""
 
 import itertools
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
