@@ -14,7 +14,7 @@ from mini_ee.backbones.hub import tensor_places
 from mini_ee.early_exit import early_exit
 from mini_ee.export.builder import Builder, branches_of, parameters_of
 from mini_ee.rules import Threshold
-from mini_ee.units.rows import MultiExit, graph_mask, without_heads
+from mini_ee.units.rows import RowExits, graph_mask
 
 EXITS, C = (1, 2, 4), 3
 ATOL = 1e-5  # float32 logits of size 2
@@ -131,12 +131,12 @@ def small_model(kind):
     with torch.random.fork_rng():
         torch.manual_seed(2)
         if kind == "llama":
-            backbone = without_heads(random_decoder(kind, 4))
+            backbone = random_decoder(kind, 4).without_heads()
         else:
             sizes = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 48}
             sizes |= {"vocab_size": 60, "max_position_embeddings": 40}
             backbone = Bert(BertConfig(model_type="bert", **sizes), lm_head=False, pooler=False)
-        model = MultiExit(backbone, EXITS, C).eval()
+        model = RowExits(backbone, EXITS, C).eval()
         for parameter in model.heads.parameters():
             nn.init.normal_(parameter, std=0.6)
     return model

@@ -16,14 +16,12 @@ import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.units.streams as streams_module
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.lora import load_adapters, save_adapters
-from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit, read_every_exit
-from mini_ee.measure.bench import BERT_BASE
-from mini_ee.methods.lora_exits import Config, LoRAExits, recipe
+from mini_ee.measure.bench.common import BERT_BASE
+from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
-from mini_ee.training.fit import TrainConfig
-from mini_ee.training.run import load_run, train_run
-from mini_ee.units.rows import without_heads
+from mini_ee.training.run import load_run
+from mini_ee.training.train import train
 from mini_ee.units.streams import Costs, cheapest_schedule, expected_seconds, measure_costs, parallel, restart
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
@@ -39,7 +37,7 @@ def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=
         torch.manual_seed(4)
         decoder = model_type in DECODERS
         backbone = (random_decoder if decoder else random_bert)(model_type, exits[-1])
-        model = LoRAExits(without_heads(backbone), exits, 3, pool, rank=rank, targets=targets).eval()
+        model = LoRAExits(backbone.without_heads(), exits, 3, pool, rank=rank, targets=targets).eval()
         for parameter in model.adapters.parameters():
             torch.nn.init.normal_(parameter, std=0.15)
         for head in model.heads:
@@ -165,9 +163,9 @@ def test_layer_passes_are_the_rows_that_layers_see(schedule, padded_inputs, monk
     model, seen = lora_model(), []
     run_layers = Bert.run_layers
 
-    def watched(self, hidden, mask, start, stop, **adapters):
+    def watched(self, hidden, around, start, stop, adapt=None):
         seen.append(len(hidden) * (stop - start))
-        return run_layers(self, hidden, mask, start, stop, **adapters)
+        return run_layers(self, hidden, around, start, stop, adapt)
 
     monkeypatch.setattr(Bert, "run_layers", watched)
     result = early_exit(model.segments(schedule), Threshold(0.7), padded_inputs)
@@ -218,9 +216,9 @@ def test_a_ragged_batch_equals_each_exits_rows_apart(exit_of_row, model_type, ta
 )
 def test_rows_of_a_ragged_batch_go_no_deeper_than_their_exit(exit_of_row, passes, padded_inputs):
     model, seen = lora_model(), []
-    run_layers = model.run_layers
-    model.run_layers = lambda hidden, mask, start, stop, adapt: (
-        seen.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapt)
+    run_layers = model.backbone.run_layers
+    model.backbone.run_layers = lambda hidden, around, start, stop, adapt: (
+        seen.append((len(hidden), start, stop)) or run_layers(hidden, around, start, stop, adapt)
     )
     ragged(model, padded_inputs, exit_of_row)
     assert seen == passes
@@ -357,9 +355,9 @@ def test_the_cheapest_schedule_is_that_of_an_enumeration(count):
 
 def test_measured_costs_are_those_of_the_layers_that_run():
     model, ran = lora_model(), []
-    run_layers = model.run_layers
-    model.run_layers = lambda hidden, mask, start, stop, adapt: (
-        ran.append((len(hidden), start, stop)) or run_layers(hidden, mask, start, stop, adapt)
+    run_layers = model.backbone.run_layers
+    model.backbone.run_layers = lambda hidden, around, start, stop, adapt: (
+        ran.append((len(hidden), start, stop)) or run_layers(hidden, around, start, stop, adapt)
     )
     costs = measure_costs(model, batch_size=2, tokens=5, rounds=1)
     expected = [(2 * n, start, EXITS[k]) for k in range(3) for n in range(1, 4 - k) for start in (0, (0, 1, 2)[k])]
@@ -371,13 +369,13 @@ def test_measured_costs_are_those_of_the_layers_that_run():
 def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
     model, clock, ran = lora_model(), [0.0], []
 
-    def run_layers(hidden, mask, start, stop, adapt):
+    def run_layers(hidden, around, start, stop, adapt):
         ran.append((len(hidden), start, stop))
         turn = (len(ran) - 1) // 12  # of twelve runs each: the first is slow, and so is one of the other three
         clock[0] += len(hidden) * (10 * stop + start) + 1000 * (turn in (0, 2))
         return hidden
 
-    model.run_layers = run_layers
+    model.backbone.run_layers = run_layers
     monkeypatch.setattr(streams_module.time, "perf_counter", lambda: clock[0])
     costs = measure_costs(model, batch_size=1, tokens=2, rounds=3)
     for k, (before, stop) in enumerate(zip((0, *EXITS), EXITS)):
@@ -442,18 +440,8 @@ def test_adapters_in_float16_are_computed_in_float32(tmp_path, padded_inputs):
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory, checkpoint_folder, task_folder):
     out = tmp_path_factory.mktemp("lora") / "run"
-    config = TrainConfig(epochs=1, lr=1e-2, head_lr=1e-2, batch_size=8)
-    train_run(
-        out,
-        "lora-exits",
-        partial(recipe, config=Config()),
-        checkpoint_folder,
-        load_task(task_folder),
-        config,
-        exits=(1, 3),
-        build=partial(LoRAExits, rank=2),
-        method_settings={"rank": 2},
-    )
+    options = {"epochs": 1, "lr": 1e-2, "head_lr": 1e-2, "batch_size": 8, "exits": (1, 3), "rank": 2}
+    train("lora-exits", checkpoint_folder, task_folder, out, **options)
     return out
 
 
@@ -463,7 +451,12 @@ def test_a_run_holds_adapters_and_heads_and_names_its_backbone(lora_run, checkpo
     assert names == folders | {"config.json", "metrics.json", "model.safetensors", "tokenizer.json"}
     assert all(name.startswith("heads.") for name in load_file(lora_run / "model.safetensors"))
     run = load_run(lora_run)
-    assert run.config["lora"] == {"rank": 2, "alpha": 16.0, "targets": ["query", "value"]}
+    settings = run.config["settings"]
+    assert {key: settings[key] for key in ("rank", "alpha", "targets")} == {
+        "rank": 2,
+        "alpha": 16.0,
+        "targets": ["query", "value"],
+    }
     assert run.exits == (1, 3) and run.whole_model().exits == (3,)
     assert any(parameter.abs().sum() > 0 for name, parameter in run.model.adapters.named_parameters() if ".B" in name)
 
@@ -584,7 +577,7 @@ def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):
     def forget(self, rows):
         index = torch.from_numpy(rows)
         hidden = None if self.hidden is None else self.hidden[:, : len(rows)]
-        return streams_module.LoRAState(self.embedded[index], hidden, None if self.mask is None else self.mask[index])
+        return streams_module.LoRAState(self.embedded[index], hidden, self.around.keep(index))
 
     monkeypatch.setattr(streams_module.LoRAState, "keep", forget)
     with pytest.raises(AssertionError):

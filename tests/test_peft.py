@@ -16,7 +16,6 @@ from transformers import AutoModel  # noqa: E402
 from mini_ee.backbones.hub import load_backbone, save_backbone  # noqa: E402
 from mini_ee.backbones.lora import save_adapters  # noqa: E402
 from mini_ee.methods.lora_exits import LoRAExits  # noqa: E402
-from mini_ee.units.rows import without_heads  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what peft and transformers tell each other
 ATOL = 1e-5  # at most 3.1e-6 here, of logits up to 2.8
@@ -29,7 +28,7 @@ def saved(request, tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(4)
         save_backbone((random_decoder if kind in DECODERS else random_bert)(kind, EXITS[-1]), folder / "base")
-        backbone = without_heads(load_backbone(folder / "base"))
+        backbone = load_backbone(folder / "base").without_heads()
         targets = (*TARGETS, "gate") if kind == "llama" else TARGETS
         model = LoRAExits(backbone, EXITS, 3, rank=4, targets=targets).eval()
         for parameter in model.adapters.parameters():

@@ -1,13 +1,12 @@
 """SEGD (LoRAExit, section 3.2): Eq. 3 to 5, the chain of teachers, the three ways of Table 4."""
 
 from dataclasses import fields
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from mini_ee.data.tasks import load_task
+import mini_ee.methods.lora_exits as lora_exits
 from mini_ee.methods.lora_exits import (
     DISTILL,
     Config,
@@ -18,8 +17,9 @@ from mini_ee.methods.lora_exits import (
     recipe,
     teach,
 )
-from mini_ee.training.fit import Batch, TrainConfig
-from mini_ee.training.run import train_run
+from mini_ee.training.fit import Batch
+from mini_ee.training.train import train
+from mini_ee.units.rows import RowData
 
 EXITS = (1, 2, 3)
 
@@ -36,7 +36,7 @@ def model(checkpoint_folder):
 def batch_of(taught=None):
     random = np.random.default_rng(0)
     ids = torch.from_numpy(random.integers(5, 20, (4, 6)))
-    return Batch((ids, torch.ones_like(ids), torch.zeros_like(ids)), torch.tensor([0, 1, 1, 0]), taught)
+    return Batch((ids, torch.ones_like(ids), torch.zeros_like(ids)), torch.tensor([0, 1, 1, 0]), None, taught)
 
 
 def test_eq5_is_the_softmax_of_logits_over_t():
@@ -104,12 +104,12 @@ def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
     from mini_ee.data.tokens import Tokenizer
 
     encoded = Tokenizer.from_folder(checkpoint_folder, 24).encode(["the film was good", "a bad, bad room", "dull"])
-    said = teach(model.train(), encoded, 1)
+    said = teach(model.eval(), RowData(encoded, np.zeros(3, np.int64), None), 1)
     for row in range(3):
         inputs = encoded.batch(np.array([row]))
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
         with torch.no_grad():
-            alone = model.eval().exit_logits(1, *map(torch.from_numpy, arrays))
+            alone = model.exit_logits(1, *map(torch.from_numpy, arrays))
         np.testing.assert_allclose(said[row], alone[0].numpy(), atol=1e-5)
 
 
@@ -137,11 +137,8 @@ def test_every_setting_says_what_it_is():
 
 
 def trained(out, checkpoint_folder, task_folder, distill, epochs=1):
-    config = TrainConfig(epochs=epochs, lr=1e-2, head_lr=1e-2, batch_size=8)
-    recipe_of, build = partial(recipe, config=Config(distill=distill)), partial(LoRAExits, rank=2)
-    return train_run(
-        out, "lora-exits", recipe_of, checkpoint_folder, load_task(task_folder), config, exits=EXITS, build=build
-    )
+    options = {"epochs": epochs, "lr": 1e-2, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS, "rank": 2}
+    return train("lora-exits", checkpoint_folder, task_folder, out, distill=distill, **options)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +155,18 @@ def same(a, b, k):
 def test_kd_is_segd_at_exit_k_minus_1_bit_for_bit_and_the_last_exit_is_the_same_in_all(three_ways):
     assert same(three_ways["kd"], three_ways["segd"], 1)
     assert same(three_ways["kd"], three_ways["segd"], 2) and same(three_ways["kd"], three_ways["vanilla"], 2)
+
+
+def test_a_teacher_teaches_without_dropout(tmp_path, checkpoint_folder, task_folder, monkeypatch):
+    learning = []
+
+    def watched(model, data, k):
+        learning.append(any(part.training for part in model.modules()))
+        return teach(model, data, k)
+
+    monkeypatch.setattr(lora_exits, "teach", watched)
+    trained(tmp_path / "run", checkpoint_folder, task_folder, "segd")
+    assert learning == [False, False]
 
 
 def test_elsewhere_they_differ(three_ways):
