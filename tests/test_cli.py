@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,22 +19,24 @@ import numpy as np
 import pytest
 
 import mini_ee.backbones.hub as checkpoint
-import mini_ee.cli.arguments as arguments
+import mini_ee.cli.open as opening
 import mini_ee.data.files as files
-import mini_ee.measure.bench as bench
 import mini_ee.measure.evaluate as evaluation
-import mini_ee.measure.figures as report
-import mini_ee.training.methods as methods
+import mini_ee.measure.figures as figures
 import mini_ee.units.streams as streams_module
-from mini_ee.cli.main import BENCHMARKS, METHODS, main, parser
+from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
+from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import read_every_exit
-from mini_ee.measure.bench import BENCHES
 from mini_ee.measure.evaluate import over_seeds
+from mini_ee.registry import METHODS
 from mini_ee.rules import Policy
+from mini_ee.training.method import load_method
+from mini_ee.training.options import TextOptions
 from mini_ee.training.run import load_run, training_folder
+from mini_ee.training.train import asked
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "2"))  # moments; 20 by hand
@@ -67,38 +72,19 @@ def answer(capsys, *argv):
     return json.loads(out)
 
 
-def refused(capsys, *argv):
-    """The one line and the status of a command that fails."""
+def refused(capsys, *argv, status=None):
+    """The one line of a command that fails, with this status if one is given."""
+    expected = status
     try:
         status = main([*map(str, argv)])
     except SystemExit as stop:
         status = stop.code
     printed = capsys.readouterr()
     line = printed.err.splitlines()[-1]
-    assert status in (1, 2) and printed.out == "" and "Traceback" not in printed.err
+    assert status in ((1, 2) if expected is None else (expected,))
+    assert printed.out == "" and "Traceback" not in printed.err
     assert len(printed.err.splitlines()) == 1, printed.err
     return line
-
-
-def test_methods_and_benchmarks_are_those_that_there_are():
-    assert set(METHODS) == {*methods.METHODS, *methods.CONFIGURED, "raee", "self-supervised", "calm"}
-    assert BENCHMARKS == tuple(BENCHES)
-
-
-def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, monkeypatch):
-    assert "--large is for retrieval, which builds a datastore" in refused(capsys, "bench", "exit-tax", "--large")
-    sizes = []
-    monkeypatch.setattr(bench, "_groups", lambda backbone, seed: iter(()))
-    monkeypatch.setattr(bench, "medians", lambda runs, name: [1.0] * len(runs))
-    monkeypatch.setattr(bench, "SST2_ROWS", 11_000)
-    monkeypatch.setattr(bench, "LARGE", 12_000)
-    filled = bench._filled
-    monkeypatch.setattr(bench, "_filled", lambda rows, seed: sizes.append(len(rows)) or filled(rows[:50], seed))
-    rows = answer(capsys, "bench", "retrieval", "--large")["rows"]
-    assert [row["case"] for row in rows if "build" in row["case"]] == [
-        f"{size} build" for size in ("1k", "10k", "67k", "1m")
-    ]
-    assert sizes[-4:] == [1_000, 10_000, 11_000, 12_000]
 
 
 @pytest.mark.parametrize(
@@ -107,18 +93,56 @@ def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, mon
         (("consistent", "--alpha", "0"), "alpha"),
         (("consistent", "--epsilon", "0"), "epsilon"),
         (("lora-exits", "--lambda", "0"), "weight"),
+        (("lora-exits", "--weight-decay", "0"), "weight_decay"),
     ],
 )
 def test_a_setting_of_0_is_a_setting(argv, name):
-    args = parser().parse_args(["train", *argv, "--out", "run"])
-    assert arguments.named_method(args).settings[name] == 0
+    argv = ["train", *argv, "--out", "run"]
+    given = {name: getattr(parser(argv).parse_args(argv), name)}
+    request = asked(argv[1], None, None, Path("run"), False, given)
+    assert getattr(request.train if name == "weight_decay" else request.how, name) == 0
 
 
-def test_options_of_other_methods_are_refused(capsys, tmp_path):
-    for option, value in (("--k", 3), ("--tau", 0), ("--encoder", tmp_path)):
-        line = refused(capsys, "train", "joint", "--out", tmp_path / "run", option, value)
-        assert f"{option} is for raee; joint retrieves nothing" in line
-    assert "joint has no setting alpha" in refused(capsys, "train", "joint", "--out", tmp_path / "run", "--alpha", 0)
+SHARED = {"--epochs", "--lr", "--exits", "--max-train", "--max-loss", "--confidence", "--device", "--seed", "--resume"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys, method):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", method, "--help"])
+    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out))
+    assert stop.value.code == 0
+    own = {flag_of(each.name, each.metadata) for each in fields(load_method(method).config)}
+    foreign = {flag_of(each.name, each.metadata) for name in METHODS for each in fields(load_method(name).config)} - own
+    tokens = {flag_of(each.name, each.metadata) for each in fields(TextOptions) if each.metadata}
+    if "tokens" in load_method(method).units:
+        assert tokens <= shown
+        foreign -= tokens
+    else:
+        foreign |= tokens - own
+    assert own | SHARED <= shown and not foreign & shown
+
+
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        ("joint", "--k"),
+        ("joint", "--tau"),
+        ("joint", "--alpha"),
+        ("joint", "--template"),
+        ("self-supervised", "--k"),
+        ("self-supervised", "--shots"),
+        ("self-supervised", "--template"),
+        ("self-supervised", "--encoder"),
+        ("calm", "--lambda"),
+        ("calm", "--distill"),
+        ("raee", "--lambda"),
+        ("raee", "--pool-of-nobody"),
+    ],
+)
+def test_an_option_of_another_method_is_refused_by_name_before_torch_does_anything(capsys, tmp_path, method, option):
+    line = refused(capsys, "train", method, "--out", tmp_path / "run", option, "1", status=2)
+    assert f"mini-ee train {method}: unrecognized arguments: {option} 1; see mini-ee train {method} --help" == line
 
 
 @pytest.mark.parametrize("method", ["deebert", "fastbert", "right-tool", "pcee-bert"])
@@ -139,18 +163,18 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_work(capsys, run_fo
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    names = ("demo", "train", "calibrate", "evaluate", "compare", "classify", "generate", "export", "run", "bench")
-    for command in names:
+    for command in COMMANDS:
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0 and f"example:\n  mini-ee {command}" in capsys.readouterr().out
 
 
 def test_the_examples_in_the_help_parse():
-    import shlex
-
-    for sub in parser()._subparsers._group_actions[0].choices.values():
-        parser().parse_args(shlex.split(sub.epilog.partition("mini-ee ")[2]))
+    commands = parser([])._subparsers._group_actions[0].choices
+    methods = commands["train"]._subparsers._group_actions[0].choices
+    for sub in (*commands.values(), *methods.values()):
+        argv = shlex.split(sub.epilog.partition("mini-ee ")[2])
+        parser(argv).parse_args(argv)
 
 
 def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
@@ -184,12 +208,6 @@ def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
         "threads",
     } <= said.keys()
     assert load_run(tmp_path / "run").model.pool == "first"
-
-
-@pytest.mark.parametrize("case", ["backbone", "exit-tax", "batch", "onnx"])
-def test_benchmarks_of_encoders_refuse_a_decoder(capsys, decoder_checkpoint, case):
-    line = refused(capsys, "bench", case, "--model", decoder_checkpoint)
-    assert line.endswith("holds a llama; this benchmark takes an encoder, or no --model")
 
 
 def test_a_run_is_no_checkpoint(capsys, run_folder, tmp_path):
@@ -273,40 +291,6 @@ def test_a_rule_may_be_given_instead_of_the_runs_own(capsys, run_folder, task_fo
         assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] == depth
 
 
-@pytest.mark.parametrize(
-    ("name", "cases"),
-    [
-        ("exit-tax", ["minilm b32 t32 e2", "bert-base b1 t32 e12"]),
-        ("batch", ["minilm b32 t32 mixed"]),
-        (
-            "onnx",
-            ["minilm b8 t32 segments", "bert-base b1 t128 e3", "bert-base b1 t128 dispatch", "bert-base b1 t128 int8"],
-        ),
-    ],
-)
-def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatch, name, cases):
-    for config in ("MINILM", "BERT_BASE"):
-        small = replace(getattr(bench, config), hidden_size=24, num_attention_heads=2, intermediate_size=32)
-        monkeypatch.setattr(bench, config, small)
-    monkeypatch.setattr(bench, "medians", lambda runs, *_, **settings: [float(run() is not run) for run in runs])
-    rows = {row["case"]: row for row in answer(capsys, "bench", name)["rows"]}
-    assert set(cases) <= rows.keys()
-    for row in rows.values():
-        assert row["ratio"] == row["seconds"] / row["against_seconds"] > 0
-        assert row["holds"] == (row["ratio"] <= row["bar"])
-        if name == "exit-tax":
-            assert row["holds"] == (row["excess"] <= row["excess_bar"])
-    assert main(["bench", name]) == 0
-    assert capsys.readouterr().out.count("one head read and judged") == (len(rows) if name == "exit-tax" else 0)
-
-
-def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):
-    calls, clock = [], iter(range(10_000))
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
-    bench.medians([lambda: calls.append("a"), lambda: calls.append("b")], "case", seconds_a_case=0.0)
-    assert calls == ["a", "b"] * bench.WARM_ROUNDS + ["a", "a", "b", "b"] * bench.MIN_ROUNDS
-
-
 @pytest.mark.parametrize(("batch", "turn"), [(1, 16), (5, 3), (32, 1)])
 def test_runs_take_turns_of_some_rows_and_of_each_batch_the_median_counts(monkeypatch, batch, turn):
     clock, ran = [0.0], []
@@ -331,21 +315,6 @@ class Named(NamedTuple):
 
     text: str
     engine: str = "numpy"
-
-
-def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
-    small = replace(bench.BERT_BASE, hidden_size=16, num_attention_heads=2, intermediate_size=32)
-    monkeypatch.setattr(bench, "BERT_BASE", small)
-    monkeypatch.setattr(bench, "medians", lambda runs, name, **settings: [float(run() is not run) for run in runs])
-    assert main(["bench", "sgmv", "--json"]) == 0
-    printed = capsys.readouterr()
-    rows = {row["case"]: row for row in json.loads(printed.out)["rows"]}
-    assert {"bert-base b1 t16 loop", "bert-base b1 t128 backbone", "operator r8 ragged gather"} <= rows.keys()
-    assert {"bert-base b1 t16 adapters", "bert-base b8 t16 ragged"} <= rows.keys()
-    memory, models = rows["bert-base memory"], rows["bert-base b1 t16 multi-model"]
-    assert 0 < memory["ratio"] < 1 and models["bytes"] < models["against_bytes"]
-    assert main(["bench", "sgmv"]) == 0
-    assert f"weights: {models['bytes'] / 1e6:.1f} MB, {models['against_bytes'] / 1e6:.1f} MB" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -387,9 +356,9 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     run, asked = shutil.copytree(lora_folder, tmp_path / "run"), []
     cheapest, measure = streams_module.cheapest_schedule, streams_module.measure_costs
     monkeypatch.setattr(
-        arguments, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
+        opening, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
     )
-    monkeypatch.setattr(arguments, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
+    monkeypatch.setattr(opening, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
     evaluate = ("evaluate", run, "--task", task_folder, "--schedule", "adaptive")
     found = answer(capsys, *evaluate)
     assert sorted(sum(found["schedule"], [])) == [1, 2, 3]
@@ -517,9 +486,9 @@ def test_curves_of_one_group_of_seeds_have_one_colour_and_one_name_and_each_run_
         row("b/one", "raee"),
     ]
     drawn, groups = [], [{"how": "joint", "runs": ["a/one", "a/two"]}]
-    monkeypatch.setattr(report, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
     answer = {"rows": rows, "over_seeds": groups, "task": "words", "split": "dev"}
-    report.draw_curves(tmp_path / "curves.png", answer)
+    figures.draw_curves(tmp_path / "curves.png", answer)
     ((axes,),) = [figure.axes for figure in drawn]
     curves, stars = axes.lines[::2], axes.lines[1::2]
     assert [list(zip(*line.get_data())) for line in curves] == [
