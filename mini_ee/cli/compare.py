@@ -82,7 +82,7 @@ def _rows(opened, args, say) -> dict:
     if args.picture and task.regression and not args.sweep:
         raise WrongArguments("--picture shows the cross-entropy of exits, which a regression has not; give --sweep too")
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
-    found = compare_rows(opened, task, rows, args.batch_size, args.sweep, args.seed)
+    found = compare_rows(opened, task, rows, args.batch_size, args.sweep)
     answer = {"task": task.name, "split": split, "batch_size": args.batch_size} | found
     for row, each in zip(answer["rows"], opened):
         row |= schedule_of(each.one)
@@ -107,6 +107,11 @@ def _tokens(runs, args, say) -> dict:
     for name in ("task", "split"):
         if getattr(args, name):
             raise WrongArguments(f"--{name} is not for decoders' runs: they write what they were trained to write")
+    exported = [folder for folder, run in zip(args.runs, runs) if not hasattr(run, "model")]
+    if exported:
+        raise WrongArguments(f"{exported[0]}: is exported already; give the run that it came from")
+    if args.picture and not args.sweep and any(run.model.rank for run in runs):
+        raise WrongArguments("--picture of fine-tuned decoders draws what they save and lose: give --sweep too")
     texts = args.text and str(args.text)
     answer = compare_tokens(runs, texts, args.max_rows, sampling_of(args), args.sweep, args.seed)
     say(writing_table(answer["rows"], args.sweep))

@@ -22,13 +22,13 @@ CURVE_COLUMNS = {
 
 
 def add(sub) -> None:
-    from mini_ee.training.options import CommonOptions, TrainOptions
+    from mini_ee.training.options import RowOptions, TrainOptions
 
     sub.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint's folder; the built-in 12-layer BERT")
     sub.add_argument("--task", metavar="DIR", help="task folder; the built-in reviews by default")
     sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there")
     add_options(sub, TrainOptions)
-    add_options(sub, CommonOptions)
+    add_options(sub, RowOptions)
 
 
 def run(args, say) -> dict:
@@ -41,14 +41,13 @@ def run(args, say) -> dict:
     import mini_ee
     from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
     from mini_ee.measure.evaluate import evaluate, rows_of
-    from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
-    from mini_ee.training.options import CommonOptions, TrainOptions
+    from mini_ee.training.options import RowOptions, TrainOptions
     from mini_ee.training.run import versions
 
     begin, out, seed = time.perf_counter(), args.out, args.seed
     if out.exists() and not (out / ANSWER).is_file():
         raise FileExistsError(f"{out}: is there and holds no demo report; name another folder with --out")
-    given = given_options(args, TrainOptions, CommonOptions) | {"seed": seed}
+    given = given_options(args, TrainOptions, RowOptions) | {"seed": seed}
     with atomic_folder(out, replace=True) as folder:
         say("Training all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1).")
         trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
@@ -59,29 +58,23 @@ def run(args, say) -> dict:
         if encoded.truncated:
             say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
-        measured = evaluate(trained, trained.rule, task, rows.labels, encoded, batch_size, CURVE_POINTS, seed)
+        measured = evaluate(trained, trained.rule, task, rows.labels, encoded, batch_size, CURVE_POINTS)
         answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
         answer["promised"] = read_json(trained.folder / "metrics.json")["promised"]
         answer["curve"] = answer.pop("rows")
         answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
-        answer["rows"] = _exit_rows(segments, encoded, answer, seed)
-        answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded, seed)
+        answer["rows"] = _exit_rows(segments, encoded, answer)
+        answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded)
         if rows.hardness:
             answer["hardness"] = _hardness_rows(trained, task, rows, encoded, batch_size)
         verified = mini_ee.export(trained, folder / "exported", texts=rows.texts, seed=seed)["verified"]
         text = _report(answer, task.regression)
         say(text)
-        pictures = []
-        if can_draw():
-            draw_speed_accuracy(folder / "speed_accuracy.png", answer)
-            pictures.append("speed_accuracy.png")
-            if "hardness" in answer:
-                draw_exits_by_hardness(folder / "exits_by_hardness.png", answer)
-                pictures.append("exits_by_hardness.png")
-        else:
+        pictures = _pictures(folder, answer)
+        plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
+        if not pictures:
             say(_curve_plot(answer))
         write_json(folder / ANSWER, answer)
-        plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
         write_bytes(folder / "report.md", f"# mini-ee demo\n\n```\n{text}\n```\n\n{plot}\n".encode())
     say(
         f"ONNX, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
@@ -98,6 +91,20 @@ def run(args, say) -> dict:
     }
 
 
+def _pictures(folder: Path, answer: dict) -> list[str]:
+    """Names of the pictures drawn in a folder; none without matplotlib."""
+    from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
+
+    draws = {"speed_accuracy.png": draw_speed_accuracy}
+    if "hardness" in answer:
+        draws["exits_by_hardness.png"] = draw_exits_by_hardness
+    if not can_draw():
+        return []
+    for name, draw in draws.items():
+        draw(folder / name, answer)
+    return list(draws)
+
+
 def _task_of(name: str | None):
     from mini_ee.cli.open import open_task
     from mini_ee.data.tasks import TOY
@@ -105,13 +112,13 @@ def _task_of(name: str | None):
     return open_task(name or TOY)
 
 
-def _exit_rows(segments, encoded, answer: dict, seed: int) -> list[dict]:
+def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
     """One row an exit: its score on all sentences, the share that leaves there, the time when all leave there."""
     from mini_ee.measure.evaluate import measure_seconds, timed_batches
     from mini_ee.rules import FixedExit, NeverExit
 
     runs = [(segments, rule, encoded) for rule in (NeverExit(), *map(FixedExit, range(len(segments.exits))))]
-    full, *seconds = measure_seconds(runs, timed_batches(encoded, answer["batch_size"], seed), repeats=1)
+    full, *seconds = measure_seconds(runs, timed_batches(encoded, answer["batch_size"]), repeats=1)
     total = sum(answer["exit_counts"])
     return [
         {"layer": layer, "accuracy": accuracy, "score": score, "share": count / total}
@@ -122,13 +129,13 @@ def _exit_rows(segments, encoded, answer: dict, seed: int) -> list[dict]:
     ]
 
 
-def _latency_speedup(segments, rule, encoded, seed: int) -> float:
+def _latency_speedup(segments, rule, encoded) -> float:
     """How many times as fast the rule is where sentences come one by one."""
     from mini_ee.measure.evaluate import measure_seconds, timed_batches
     from mini_ee.rules import NeverExit
 
     runs = [(segments, NeverExit(), encoded), (segments, rule, encoded)]
-    full, early = measure_seconds(runs, timed_batches(encoded, 1, seed), repeats=1)
+    full, early = measure_seconds(runs, timed_batches(encoded, 1), repeats=1)
     return float(full / early)
 
 

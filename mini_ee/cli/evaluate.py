@@ -59,6 +59,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.measure.evaluate import evaluate, rows_of
     from mini_ee.measure.tables import exits_table, sweep_table
     from mini_ee.training.train import check_task
+    from mini_ee.units.recording import record
 
     if args.text:
         raise WrongArguments(f"--text is for a decoder's tokens; {args.run} holds a classifier")
@@ -73,7 +74,7 @@ def _rows(opened, args, say) -> dict:
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts cut to {opened.tokenizer.max_length} tokens")
     sweep = SWEEP_POINTS if args.sweep and not retrieves else 0
-    answer = evaluate(opened, rule, task, rows.labels, encoded, args.batch_size, sweep, args.seed)
+    answer = evaluate(opened, rule, task, rows.labels, encoded, args.batch_size, sweep)
     answer = {"method": opened.config["method"], "split": split} | schedule_of(opened) | answer
     if "schedule" in answer:
         say(f"Exits whose streams start together: {answer['schedule']}")
@@ -85,7 +86,9 @@ def _rows(opened, args, say) -> dict:
     if args.hardness:
         answer["hardness"] = _hardness(opened, task, rows, encoded, args, say)
     if retrieves:
-        answer |= _controls(opened, rule, task, rows, encoded, args, answer, say)
+        recorded = record(opened.segments(), encoded, args.batch_size, whole=opened.whole_model())
+        given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
+        answer |= _controls(given, args, answer, say)
     if not task.regression:
         counts = np.bincount(rows.labels, minlength=task.num_labels)
         answer["majority"] = float(counts.max() / counts.sum())
@@ -142,15 +145,12 @@ def _hardness(opened, task, rows, encoded, args, say) -> dict:
     return found
 
 
-def _controls(opened, rule, task, rows, encoded, args, answer, say) -> dict:
-    """RAEE's figure needs others beside it, without which it says nothing."""
+def _controls(given: tuple, args, answer: dict, say) -> dict:
+    """RAEE's figure needs others beside it, without which it says nothing. given: what `controls` takes."""
     from mini_ee.measure.figures import draw_ablation
     from mini_ee.measure.tables import ablation_table, controls_table
     from mini_ee.methods.raee import ablation, controls
-    from mini_ee.units.recording import record
 
-    recorded = record(opened.segments(), encoded, args.batch_size, whole=opened.whole_model())
-    given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
     told = {"controls": controls(*given)}
     say(controls_table(answer, told["controls"]))
     if args.sweep:
@@ -170,6 +170,8 @@ def _tokens(opened, args, say) -> dict:
     from mini_ee.measure.tables import table
     from mini_ee.measure.texts import benchmark_answer
 
+    if not hasattr(opened, "model"):
+        raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
     for name in ("split", "schedule", "overthinking", "hardness"):
         if getattr(args, name):
             raise WrongArguments(f"--{name} is for classifiers; {args.run} holds a decoder")
@@ -218,9 +220,10 @@ def _over_epsilon(opened, args, say) -> dict:
 
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run of self-supervised")
-    for name in ("rule", "threshold", "exit", "patience", "cut"):
+    for name in ("rule", "threshold", "exit", "patience", "tolerance", "cut", "k", "tau", "fallback_top"):
         if getattr(args, name) is not None:
-            raise WrongArguments(f"--sweep finds thresholds itself: leave out --{name.replace('exit', 'layer')}")
+            option = name.replace("exit", "layer").replace("_", "-")
+            raise WrongArguments(f"--sweep finds thresholds itself: leave out --{option}")
     measure = args.measure or getattr(opened.rule, "measure", "breaking_ties")
     held = None
     if args.text:

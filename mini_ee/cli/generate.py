@@ -30,7 +30,7 @@ def add(sub) -> None:
     add_where(sub)
     add_rule(sub)
     early = sub.add_argument_group("a run with exits")
-    early.add_argument("--fill", choices=FILLS, help="skipped layers: the exit's state stands in (propagate, default)")
+    early.add_argument("--fill", choices=FILLS, help="skipped layers: a state stands in (propagate), or they catch up")
     early.add_argument("--lossless", action="store_true", help="the full model's own text: an exit drafts, it verifies")
     early.add_argument("--draft", type=positive, metavar="N", help="tokens drafted before they are verified; 4")
     early.add_argument(
@@ -62,18 +62,16 @@ def run(args, say) -> dict:
 
     from mini_ee.backbones.hub import BUILT_IN_DECODER
     from mini_ee.cli.open import open_run
-    from mini_ee.data.files import read_text
-    from mini_ee.training.texts import checked_prompt, encode_whole
+    from mini_ee.training.texts import encode_whole
 
     if "" in args.stop:
         raise WrongArguments("--stop: expected some text, found none")
-    name = "--prompt" if args.prompt_file is None else str(args.prompt_file)
-    prompt = args.prompt if args.prompt_file is None else read_text(args.prompt_file)
+    prompt = _prompt(args)
     folder = args.run or BUILT_IN_DECODER
     opened = open_run(folder, args, plain=True)
     if opened.unit != "tokens":
         raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
-    backend, ids = opened.tokenizer.backend, encode_whole(opened.tokenizer, checked_prompt(prompt, name))
+    backend, ids = opened.tokenizer.backend, encode_whole(opened.tokenizer, prompt)
     most, stop = opened.model.backbone.config.max_tokens, opened.model.backbone.config.stop_tokens
     count = args.max_new_tokens or max(1, min(WRITTEN_TOKENS, most - len(ids)))
     steps, about = written_steps(opened, ids, count, args)
@@ -118,6 +116,14 @@ def run(args, say) -> dict:
     }
 
 
+def _prompt(args) -> str:
+    from mini_ee.data.files import read_text
+    from mini_ee.training.texts import checked_prompt
+
+    given = args.prompt if args.prompt_file is None else read_text(args.prompt_file)
+    return checked_prompt(given, str(args.prompt_file or "--prompt"))
+
+
 def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
     """The steps of one text, and what the answer says of how they come about."""
     from mini_ee.cli.rules import chosen_rule
@@ -128,8 +134,6 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
         if args.draft:
             raise WrongArguments("--draft is for --lossless")
         rule, fill = chosen_rule(args, opened), args.fill or "propagate"
-        if rule.needs is not None and len(opened.exits) == 1:
-            raise WrongArguments(f"the rule {rule.name} needs a run with exits; {opened.folder} has none")
         settings = {"sampling": sampling, "seed": args.seed, "fill": fill}
         steps = opened.model.generate([ids], rule, max_new_tokens=count, **settings)
         return steps, {"rule": rule.to_dict(), "fill": fill}

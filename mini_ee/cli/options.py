@@ -28,13 +28,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_options(parser, settings: type, defaults: dict | None = None) -> None:
+def add_options(parser, settings: type, defaults: dict | None = None, lacks: tuple[str, ...] = ()) -> None:
     """An option for each field of a settings class; what is not given stays out of the parsed arguments.
 
-    defaults: those that differ from the class's own, for the help.
+    defaults: those that differ from the class's own, for the help. lacks: fields without an option.
     """
     for each in fields(settings):
-        if not each.metadata:
+        if not each.metadata or each.name in lacks:
             continue
         kind, about = scalar_type(each.type), each.metadata
         default = (defaults or {}).get(each.name, None if each.default is MISSING else each.default)

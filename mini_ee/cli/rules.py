@@ -61,6 +61,8 @@ def chosen_rule(args, run) -> Rule:
             raise ValueError(f"--{next(iter(retrieval)).replace('_', '-')} is for a run of raee under its own rule")
         else:
             rule = _made(name, given, run)
+            if rule.needs is not None and len(run.exits) == 1:
+                raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:
             raise ValueError(f"layer 0 is an exit for rules that plan only: use raee, never or fixed, not {rule.name}")

@@ -25,7 +25,7 @@ def add(commands, argv: list[str]) -> None:
 def _add_method(sub: Parser, name: str) -> None:
     from mini_ee.cli.main import add_common
     from mini_ee.training.method import load_method
-    from mini_ee.training.options import KINDS, CommonOptions, TextOptions, TrainOptions
+    from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainOptions
 
     method = load_method(name)
     sub.description = (method_doc(name) or "").partition("\n\n")[0]
@@ -38,11 +38,12 @@ def _add_method(sub: Parser, name: str) -> None:
     sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
     usual = method.defaults.get(method.units[0], {})
     add_options(sub.add_argument_group(name), method.config, usual)
-    add_options(sub.add_argument_group("training"), TrainOptions, usual)
-    add_options(sub.add_argument_group("common"), CommonOptions, usual)
+    add_options(sub.add_argument_group("training"), TrainOptions, usual, method.lacks)
+    common = RowOptions if "rows" in method.units else CommonOptions
+    add_options(sub.add_argument_group("common"), common, usual, method.lacks)
     if "tokens" in method.units:
         about = "on a decoder, where --task is no folder" if "rows" in method.units else None
-        add_options(sub.add_argument_group("tokens", about), TextOptions, usual)
+        add_options(sub.add_argument_group("tokens", about), TextOptions, usual, method.lacks)
 
 
 def method_doc(name: str) -> str | None:
@@ -57,11 +58,11 @@ def run(args, say) -> dict:
     from mini_ee.data.files import read_json
     from mini_ee.measure.tables import stages_table
     from mini_ee.training.method import load_method
-    from mini_ee.training.options import CommonOptions, TextOptions, TrainOptions
+    from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
     from mini_ee.training.train import train
 
     begin, settings = time.perf_counter(), load_method(args.method).config
-    given = given_options(args, settings, TrainOptions, CommonOptions, TextOptions) | {"seed": args.seed}
+    given = given_options(args, settings, TrainOptions, RowOptions, TextOptions) | {"seed": args.seed}
     trained = train(args.method, args.model, args.task, args.out, args.resume, say, **given)
     metrics = read_json(args.out / "metrics.json")
     if metrics.get("epochs"):
@@ -98,6 +99,15 @@ def _of_rows(trained, metrics: dict, say) -> dict:
 
 
 def _of_tokens(trained, metrics: dict, say) -> dict:
+    from mini_ee.measure.tables import heads_trained_table
+    from mini_ee.rules import rule_from_dict
+
+    if metrics["history"] and "agreement" in metrics["history"][0]:
+        say(heads_trained_table(metrics["history"], trained.exits))
+    if "promised" in metrics:
+        say(metrics["promised"])
+    for measure, rule in metrics.get("own", {}).items():
+        say(f"    {measure}: {rule_from_dict(rule)}")
     calibration = metrics.get("calibration")
     if calibration:
         say(

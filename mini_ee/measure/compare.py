@@ -50,9 +50,7 @@ class Compared(NamedTuple):
 # ---- Rows ----
 
 
-def compare_rows(
-    compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool, seed: int
-) -> dict:
+def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool) -> dict:
     """Each under its own rule, all timed in turns; with `swept` also the curve of each, and what it saves at no and
     little loss: rules are then chosen on the rows held out in training, and a loss is counted from the best full model
     of all that are compared.
@@ -70,7 +68,7 @@ def compare_rows(
         told.append((row, recorded, (segments, encoded)))
     if swept:
         timed += _picked([one for _, one, _ in compared], told, task, rows.labels, batch_size)
-    order = timed_batches(timed[0][2][2], batch_size, seed)
+    order = timed_batches(timed[0][2][2], batch_size)
     for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
         row[key] = float(seconds)
     for row, *_ in told:
@@ -178,11 +176,14 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
 def _cases(run: Run, texts: str | None, count: int, sampling, seed: int):
     """Texts that the run was not trained on, and how it writes behind what they give."""
     about = run.config["text"] | ({"text": texts} if texts else {})
-    kept = {name: about[name] for name in ("text", "kind", "new_tokens") if about[name] is not None}
-    source = Source(run.model.backbone, run.tokenizer, TextOptions(**kept), run.config["seed"])
-    found = source.pieces()[:count] if about["kind"] == "pieces" and about["text"] else texts_to_test(source, count)
+    kept = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
+    options = TextOptions(**kept, prompt=about["prompt"] and tuple(about["prompt"]))
+    source = Source(run.model.backbone, run.tokenizer, options, run.config["seed"])
+    found, follow = texts_to_test(source, count), source.follow
+    if about["kind"] == "pieces":
+        follow = max(1, *(len(text.ids) - text.start - 1 for text in found))
     stop = run.model.backbone.config.stop_tokens
-    return found, {"max_new_tokens": source.follow, "stop": stop, "sampling": sampling}
+    return found, {"max_new_tokens": follow, "stop": stop, "sampling": sampling}
 
 
 def _timed(run: Run, texts, rule: dict, settings: dict, seed: int):
@@ -191,8 +192,9 @@ def _timed(run: Run, texts, rule: dict, settings: dict, seed: int):
 
 
 def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
-    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; of runs on different decoders nothing."""
-    if len({run.config["backbone"]["sha256"] for run in runs}) > 1:
+    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; of runs on different decoders, and of those
+    that fine-tuned theirs, nothing."""
+    if len({run.config["backbone"]["sha256"] for run in runs}) > 1 or any(run.model.rank for run in runs):
         return []
     _, calibration, fresh = written_texts(runs[0], seed)
     rows = []

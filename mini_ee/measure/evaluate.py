@@ -82,13 +82,13 @@ def best_within(points: list[dict], most_flops: float) -> dict | None:
     return max(cheap, key=itemgetter("score"), default=None)
 
 
-def timed_batches(encoded: Encoded, batch_size: int, seed: int) -> list[np.ndarray]:
-    """Batches of row indices to measure time on: all rows, or TIMED_ROWS of them drawn with the seed, by length."""
+def timed_batches(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
+    """Batches of row indices to measure time on: all rows, or TIMED_ROWS of them, by length."""
     order = list(batches(encoded, batch_size))
     most = max(1, TIMED_ROWS // batch_size)
     if len(order) <= most:
         return order
-    chosen = np.random.default_rng(seed).permutation(len(order))[:most]
+    chosen = np.random.default_rng(0).permutation(len(order))[:most]
     return [order[i] for i in sorted(chosen)]
 
 
@@ -129,9 +129,7 @@ def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> t
     return split, rows if max_rows is None else subset(rows, max_rows, seed)
 
 
-def evaluate(
-    one, rule: Rule, task: Task, labels: np.ndarray, encoded: Encoded, batch_size: int, sweep: int, seed: int
-) -> dict:
+def evaluate(one, rule: Rule, task: Task, labels: np.ndarray, encoded: Encoded, batch_size: int, sweep: int) -> dict:
     """Accuracy, layers and measured speed-up of one rule on some rows.
 
     one: a Run or a Runtime, which gives `segments` and, for NeverExit, the `whole_model` that the speed-up is measured
@@ -142,7 +140,7 @@ def evaluate(
     rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
     recorded = record(segments, encoded, batch_size, "reading", whole)
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
-    order = timed_batches(encoded, batch_size, seed)
+    order = timed_batches(encoded, batch_size)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
     answer = {"task": task.name, "engine": segments.engine} | summary(main, recorded, task, labels)

@@ -109,14 +109,26 @@ def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: st
     return TokenExits(backbone, exits, how.init)
 
 
+def regular_exits(num_layers: int) -> tuple[int, ...]:
+    """Section 4: heads after 6, 12, 18 and 24 of 32 layers, here in proportion; and the LM head.
+
+    >>> regular_exits(32), regular_exits(8)
+    ((6, 12, 18, 24, 32), (2, 3, 4, 6, 8))
+    """
+    heads = {round(num_layers * share / 16) for share in (3, 6, 9, 12)} - {0}
+    return (*sorted(heads - {num_layers}), num_layers)
+
+
 METHOD = Method(
     Config,
     recipe,
     units=("tokens",),
     model=build,
+    exits=regular_exits,
     default_rule=agreement_rule,
     defaults={
-        "tokens": {"head_lr": 1e-3, "kind": "pieces", "texts": 512, "new_tokens": 64},
-        "built-in": {"head_lr": 4e-3},
+        "tokens": {"head_lr": 1e-3, "kind": "pieces", "rank": None},
+        "built-in": {"head_lr": 4e-3, "exits": (2, 4, 6, 8)},
     },
+    lacks=("lr", "rank", "weight_decay"),
 )

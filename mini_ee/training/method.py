@@ -30,10 +30,12 @@ class Method:
     """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (units.rows.ExitModel)."""
     policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
     candidates: Candidates | None = None  # rules among which the default one is chosen; thresholds where it is None
-    exits: int | None = 4  # evenly spread, where none are named; None: after every layer
+    exits: int | Callable[[int], tuple[int, ...]] | None = 4
+    """Where none are named: so many, evenly spread; None: after every layer; or a function of the number of layers."""
     classes_only: bool = False  # it asks how sure or how right an exit is, which a regression's is not
     defaults: dict[str, dict] = field(default_factory=dict)
     """unit -> its own defaults of whatever option; under "built-in" those for a built-in model."""
+    lacks: tuple[str, ...] = ()  # options of every training that make no sense for this one
     train: Callable | None = None  # (Request) -> Run: a training of its own kind (RAEE's collection)
     default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
 

@@ -37,11 +37,6 @@ class CommonOptions:
     """What every training takes, whatever the method."""
 
     exits: tuple[int, ...] | None = option(None, "layers to leave at, 2,4,6; else the method's own", least=1)
-    pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
-    max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
-    max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
-    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, most=1)
-    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, most=1)
     device: str = option("cpu", "cpu, cuda, cuda:1, ...")
 
     def __post_init__(self):
@@ -49,11 +44,22 @@ class CommonOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowOptions(CommonOptions):
+    """What a training on rows takes besides: a task has labels, and its texts are whole."""
+
+    pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
+    max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
+    max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
+    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, most=1)
+    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
 
     text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
-    prompt: tuple[str, ...] | None = option(None, "it goes on from this; may be repeated", metavar="TEXT")
+    prompt: tuple[str, ...] | None = option(None, "it goes on from this", metavar="TEXT")
     greedy: bool = option(False, "with its likeliest tokens, once from each prompt")
     texts: int | None = option(None, "how many; 512 pieces or 1500 stories, of a file all", least=1, metavar="N")
     new_tokens: int | None = option(None, "of each text; 64, behind the beginning of a story 40", least=1, metavar="N")

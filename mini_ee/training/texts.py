@@ -8,6 +8,7 @@ Without a file the decoder writes the text itself; it is made again from the see
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +31,10 @@ from mini_ee.training.rule import Chosen, calibrate_record, passing
 from mini_ee.units.generation import generated_texts
 from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
-GIVEN = 40  # tokens of a story
+GIVEN, FOLLOW = 40, 40  # tokens of a story
 HELD_PIECES, HELD_STORIES = 32, 150
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # away from the seeds of the batches before
-EPSILON, MEASURE = (
-    0.95,
-    "breaking_ties",
-)  # of the rule that a training ends with; section 3.3.1 of self-supervised exits
+EPSILON, MEASURE = 0.95, "breaking_ties"  # of the rule that a training ends with; section 3.3.1
 
 
 class Source(NamedTuple):
@@ -90,7 +88,7 @@ class Source(NamedTuple):
     @property
     def follow(self) -> int:
         """Tokens that are written behind the beginning of a story."""
-        return self.options.new_tokens or 40
+        return self.options.new_tokens or FOLLOW
 
     def own_stories(self, count: int, seed: int) -> list[Text]:
         """What the decoder writes from its first token, the beginning of each being given."""
@@ -154,7 +152,12 @@ def texts_to_calibrate(source: Source) -> list[Text]:
 
 
 def texts_to_test(source: Source, count: int) -> list[Text]:
-    """Others: of the last tenth of the file's stories, or written by the decoder."""
+    """Others: of the last tenth of the file's stories, or written by the decoder; of pieces the half is given."""
+    if source.options.kind == "pieces":
+        if source.options.text is None:
+            return source.written(CALIBRATION_PROMPTS, TESTED_SEED, count)
+        _, held = texts_to_learn(source)
+        return [Text(text.ids, len(text.ids) // 2) for text in held.texts[:count]]
     if source.options.text is None:
         return source.own_stories(count, TESTED_SEED)
     found = source.stories()
@@ -166,8 +169,16 @@ def texts_to_test(source: Source, count: int) -> list[Text]:
 
 
 def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
-    """The rule that a training on tokens ends with: thresholds at which EPSILON agree with the full model."""
-    recorded = record_texts(model, texts_to_calibrate(source), progress="observing")
+    """The rule that a training on tokens ends with: thresholds at which EPSILON agree with the full model.
+
+    They are taken from stories that were held out, or where pieces were learned from text that the model writes from
+    other prompts.
+    """
+    texts = held.texts
+    if source.options.kind == "pieces":
+        plain = replace(source.options, text=None, prompt=None, greedy=False)
+        texts = texts_to_calibrate(source._replace(options=plain))
+    recorded = record_texts(model, texts, progress="observing")
     rule, answer = calibrate_record(recorded, EPSILON, None, MEASURE, source.seed)
     return Chosen(rule, None, None, {"calibration": answer})
 

@@ -24,7 +24,7 @@ from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.method import Method, configured, load_method
-from mini_ee.training.options import KINDS, CommonOptions, TextOptions, TrainConfig
+from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.texts import Source, agreement_rule, texts_to_learn
@@ -46,7 +46,7 @@ class Request:
     out: Path
     how: object  # the method's Config
     train: TrainConfig
-    common: CommonOptions
+    common: CommonOptions  # of rows: RowOptions
     texts: TextOptions | None  # of tokens
     resume: bool
     own: dict  # the method's settings as they were given
@@ -103,12 +103,14 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     if unit == "tokens" and task in KINDS:
         defaults = defaults | {"kind": task}
     given = defaults | {key: value for key, value in options.items() if value is not None}
-    parts = [TrainConfig, CommonOptions, *([TextOptions] if unit == "tokens" else [])]
+    parts = [TrainConfig, *([CommonOptions, TextOptions] if unit == "tokens" else [RowOptions])]
     known = [{field.name for field in fields(part)} for part in parts]
     own_names = {field.name for field in fields(method.config)}
     foreign = given.keys() - set().union(*known, own_names)
+    foreign |= {key for key in method.lacks if options.get(key) is not None}
     if foreign:
-        raise WrongArguments(f"{name} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help`")
+        about = f"{name} on {unit}" if len(method.units) > 1 else name
+        raise WrongArguments(f"{about} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help`")
     try:
         made = [part(**{key: given[key] for key in names & given.keys()}) for part, names in zip(parts, known)]
     except ValueError as error:
@@ -182,8 +184,11 @@ def check_task(run: Run, task: Task, folder: Path) -> None:
 
 def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
     """The exits that were asked for, or the method's own. Raises WrongArguments for exits that no model has."""
-    exits, count = request.common.exits, request.method.exits if request.unit == "rows" else 4
+    exits, own = request.common.exits, request.method.exits
     if exits is None:
+        if callable(own):
+            return own(num_layers)
+        count = own if request.unit == "rows" else 4
         return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
     if request.unit == "tokens" and exits[-1] != num_layers:
         exits = (*exits, num_layers)  # the LM head is always there
@@ -281,13 +286,14 @@ def _fit(
     request: Request, backbone: nn.Module, about: dict, train, held, saved: Saved, say
 ) -> tuple[nn.Module, Fitted]:
     """Build the model and train it. The caller's random state is kept."""
-    begun_with = {key: about[key] for key in ("method", "unit", "exits", "training")}
-    begun_with |= {"settings": about["settings"], "backbone": about["backbone"]["sha256"], "rows": len(train)}
+    begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
+    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(train)}
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), sole_writer(saved.folder):
         torch.manual_seed(request.seed)
         try:
-            model = build_model(request.method, request.unit, backbone, about | {"pool": request.common.pool})
+            pool = getattr(request.common, "pool", None)
+            model = build_model(request.method, request.unit, backbone, about | {"pool": pool})
         except ValueError as error:
             raise WrongArguments(str(error)) from None
         model = model.to(request.common.device)
@@ -296,7 +302,9 @@ def _fit(
 
 def _about(request: Request, exits: tuple[int, ...]) -> dict:
     """What config.json says of a training."""
-    training = asdict(request.train) | {name: getattr(request.common, name) for name in ("max_train", "max_loss")}
+    training = asdict(request.train)
+    if request.unit == "rows":
+        training |= {name: getattr(request.common, name) for name in ("max_train", "max_loss", "confidence")}
     return {
         "method": request.name,
         "unit": request.unit,
@@ -304,7 +312,7 @@ def _about(request: Request, exits: tuple[int, ...]) -> dict:
         "backbone": {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)},
         "exits": list(exits),
         "seed": request.seed,
-        "training": training | {"confidence": request.common.confidence},
+        "training": training,
     }
 
 
