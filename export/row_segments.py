@@ -24,7 +24,6 @@ class OrtState(NamedTuple):
     around: dict[str, np.ndarray]  # what every graph takes: attention_mask (B, T), read_at (B, 1) of prompts
     every: np.ndarray  # (B,) int64: 0, 1, 2, ..., which are all rows of what the next graph says
     heads: Container[int] | None = None  # those that will be read; None: any
-    taken: dict = {}  # what the last graph took, where it passed its head over
 
     def keep(self, rows: np.ndarray) -> "OrtState":
         around = {name: value[rows] for name, value in self.around.items()}
@@ -53,7 +52,7 @@ class OrtSegments(Segments):
         return OrtState(inputs, every, {}, every, _around(inputs, self._manifest), every)
 
     def will_read(self, heads: Container[int], state: OrtState) -> OrtState:
-        return OrtState(*state[:-2], heads)
+        return state._replace(heads=heads)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
         session = self.sessions[k]
@@ -64,19 +63,15 @@ class OrtSegments(Segments):
         else:  # a stream that starts anew, with the rows that are left
             ids = session.ids(state.inputs)
             inputs = {name: value[state.where] for name, value in ids.items()} | state.around
-        read, taken = state.heads is None or k in state.heads, {}
+        read = state.heads is None or k in state.heads
         if "read" in session.inputs:
             inputs["read"] = READ[read]
-            taken = {} if read else inputs
         said = session.run(inputs, read)
         # _replace takes 10 us more
-        return OrtState(state.inputs, state.where, said, state.every, state.around, state.every, state.heads, taken)
+        return OrtState(state.inputs, state.where, said, state.every, state.around, state.every, state.heads)
 
     def read(self, k: int, state: OrtState) -> Reading:
-        said = state.said
-        if state.taken:  # passed over, but a plan that came late wants it
-            said = self.sessions[k].run(state.taken | {"read": READ[True]})
-        reading = _reading(said)
+        reading = _reading(state.said)
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))

@@ -78,11 +78,7 @@ def export(run: Run, out: str | Path, texts: Sequence | None = None, precision: 
             "format_version": FORMAT_VERSION,
             "method": run.config["method"],
             "rule": run.rule.to_dict(),
-            **{
-                key: run.config[key]
-                for key in ("task", "prompt", "num_labels", "settings", "base")
-                if key in run.config
-            },
+            **{key: run.config[key] for key in OF_THE_RUN if key in run.config},
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, partial_folder, precision, _encoder(run.rule)),
             "versions": versions() | {"onnx": onnx.__version__},

@@ -7,10 +7,11 @@ import pytest
 
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.export import bench as exported
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
 from mini_ee.units.heads import VocabularyHead
 
-MODULES = (common, encoders, streams, decoders, retrieval)
+MODULES = (common, encoders, streams, decoders, retrieval, exported)
 
 
 def rows_of(capsys, *argv):
@@ -20,7 +21,7 @@ def rows_of(capsys, *argv):
 
 
 def put(monkeypatch, **values):
-    """Give names of mini_ee/measure/bench/ other values, in all files that use them."""
+    """Give names of the benchmarks other values, in all files that use them."""
     for name, value in values.items():
         having = [module for module in MODULES if hasattr(module, name)]
         assert having, name

@@ -26,7 +26,6 @@ from onnx import numpy_helper
 from safetensors.numpy import load_file
 
 import mini_ee.backbones.bert as bert_module
-import mini_ee.cli.commands as commands
 import mini_ee.export.manifest as manifest_module
 import mini_ee.export.runtime as runtime
 import mini_ee.export.sessions as sessions
@@ -37,7 +36,7 @@ import mini_ee.units.rows as rows_module
 from mini_ee.backbones.bert import Bert, BertConfig, Embeddings
 from mini_ee.backbones.hub import load_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder
-from mini_ee.baselines.berxit import BerxitExits
+from mini_ee.baselines.berxit import Certainty
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.cli.main import main
 from mini_ee.confidence import max_probability
@@ -52,15 +51,15 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import export, write_graphs
-from mini_ee.methods.consistent import ConsistentExits
+from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.datastore import Datastore
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
 from mini_ee.training.run import Run, versions
 from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import MultiExit, TorchSegments
+from mini_ee.units.rows import RowExits, RowSegments
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
@@ -79,7 +78,7 @@ WORDS = "the a was is very and film meal book song room good great fine lovely b
 
 
 def make_model(kind="bert", activation="gelu", pool="mean", exits=EXITS, num_labels=C, **shape):
-    """A random MultiExit with every parameter drawn; wide words and heads, so that rows leave at different exits."""
+    """A random RowExits with every parameter drawn; wide words and heads, so that rows leave at different exits."""
     config = {
         "model_type": kind,
         "vocab_size": 60,
@@ -92,7 +91,7 @@ def make_model(kind="bert", activation="gelu", pool="mean", exits=EXITS, num_lab
         "embedding_size": 16 if kind == "albert" else None,
         "hidden_act": activation,
     }
-    model = MultiExit(Bert(BertConfig(**config | shape), lm_head=False), exits, num_labels, pool).eval()
+    model = RowExits(Bert(BertConfig(**config | shape), lm_head=False), exits, num_labels, pool).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -126,7 +125,7 @@ def torch_logits(model, inputs):
 class Case(NamedTuple):
     """A model, the folder that was written of it, and a padded batch with torch's answer row by row."""
 
-    model: MultiExit
+    model: RowExits
     folder: Path
     manifest: dict
     inputs: Inputs
@@ -157,6 +156,8 @@ WITHOUT_RUN = {
     "rule": {"name": "never"},
     "max_length": 30,
     "task": {"name": "words", "label_names": list("abc"), "texts": 1},
+    "method": "joint",
+    "settings": {},
 }
 """What a manifest says beside what write_graphs gives."""
 
@@ -216,21 +217,9 @@ def exit_by_hand(logits, rule):
         if plan is not None:
             if plan[0] <= k:
                 return k
-        elif rule.reads and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
+        elif rule.needs and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
             return k
     return K - 1
-
-
-class Planned(Rule):
-    """Knows the exit of each row beforehand."""
-
-    reads = False
-
-    def __init__(self, exits):
-        self.exits = exits
-
-    def plan(self, inputs):
-        return self.exits
 
 
 PLAN = np.array([0, 2, 1, 0, 1, 2, 1])
@@ -279,7 +268,7 @@ def test_rows_leave_where_the_logits_of_torch_say_and_with_what_they_say(case, r
 @each_rule
 def test_the_torch_engine_exits_and_predicts_the_same(case, rule):
     found = early_exit(case.segments, RULES[rule](ALL), case.inputs)
-    expected = early_exit(TorchSegments(case.model), RULES[rule](ALL), case.inputs)
+    expected = early_exit(RowSegments(case.model), RULES[rule](ALL), case.inputs)
     assert_same(found, expected.logits, expected.exit_index)
     assert found.logits.argmax(1).tolist() == expected.logits.argmax(1).tolist()
     np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
@@ -507,40 +496,39 @@ def test_a_cascade_of_models_says_what_torch_says(tmp_path, kind):
     inputs = make_inputs(LENGTHS)
     manifest = assert_engines_agree(model, tmp_path, inputs, [Planned(PLAN), Patience(1), FixedExit(1)])
     assert manifest["layer_passes"] == list(EXITS)
-    engines = OrtSegments(tmp_path, manifest, threads=1), model.segments()
-    ours, theirs = (early_exit(engine, Late(PLAN, 2), inputs) for engine in engines)  # no head can be read afterwards
-    np.testing.assert_array_equal(ours.exit_index, theirs.exit_index)
-    np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("kind", [MultiExit, ConsistentExits, BerxitExits])
+POLICIES = {"joint": None, "consistent": PolicyNetworks, "berxit": Certainty}
+
+
+@pytest.mark.parametrize("method", POLICIES)
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_torch(tmp_path, kind, decoder):
-    model = kind(backbone_of(decoder), EXITS, C).eval()
+def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_torch(tmp_path, method, decoder):
+    model = RowExits(backbone_of(decoder), EXITS, C, policy=POLICIES[method]).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.heads.parameters():
             parameter.normal_(0, 0.6, generator=generator)
     inputs = make_inputs(LENGTHS)
-    rules = [Planned(PLAN), Threshold(0.5), *([] if kind is MultiExit else [Policy(0.5)])]
+    rules = [Planned(PLAN), Threshold(0.5), *([Policy(0.5)] if POLICIES[method] else [])]
     manifest = assert_engines_agree(model, tmp_path, inputs, rules)
-    write_json(tmp_path / "manifest.json", manifest | WITHOUT_RUN)
+    write_json(tmp_path / "manifest.json", manifest | WITHOUT_RUN | {"method": method})
     again, *_ = read_every_exit(torch_segments(tmp_path), inputs)
     np.testing.assert_array_equal(again, read_every_exit(model.segments(), inputs)[0])
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_have_outliers(tmp_path, kind):
-    model = MultiExit(backbone_of(kind), EXITS, C).eval()
+    model = RowExits(backbone_of(kind), EXITS, C).eval()
     write_graphs(model, model.segments(), tmp_path, "int8")
     kept = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
     assert "heads.0.dense.weight" in kept and "backbone.layers.0.up.weight" not in kept
     assert ("backbone.layers.0.down.weight" in kept) == (kind == "llama")
 
 
-@pytest.mark.parametrize("kind", [ConsistentExits, BerxitExits])
-def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, kind):
-    model = kind(make_model().backbone, EXITS, C).eval()
+@pytest.mark.parametrize("policy", [PolicyNetworks, Certainty])
+def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, policy):
+    model = RowExits(make_model().backbone, EXITS, C, policy=policy).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -581,7 +569,7 @@ GRAPH_BUGS = {
     "exact gelu for gelu_new": gelus("none"),
     "tanh gelu for gelu": gelus("tanh"),
     "gelu for relu": gelus("none"),
-    "the next head": (TorchSegments, "_graph_read", lambda right, self, k, *args: right(self, (k + 1) % 3, *args)),
+    "the next head": (RowSegments, "_graph_read", lambda right, self, k, *args: right(self, (k + 1) % 3, *args)),
     "the other pool": (heads_module, "graph_pooled", other_pool),
     "padding counted in the mean": (
         heads_module,
@@ -701,7 +689,8 @@ def make_run(tokenizer, model, rule=Threshold(0.9), texts=1):
     """A run as load_run gives it, untrained."""
     labels = ["bad", "fair", "good"] if model.num_labels > 1 else []
     task = {"name": "words", "label_names": labels, "metrics": ["accuracy"], "texts": texts}
-    return Run({"method": "joint", "task": task}, model, tokenizer, rule)
+    config = {"method": "joint", "unit": "rows", "num_labels": model.num_labels, "settings": {}, "task": task}
+    return Run(Path("run"), config, model, tokenizer, rule)
 
 
 def sentences(count, texts=1, seed=0):
@@ -793,19 +782,6 @@ def test_the_manifest_says_what_was_exported(exported, run):
     assert verified["prediction_agreement"] == verified["exit_agreement"] == 1
 
 
-class Late(Rule):
-    """Says so many times that it has no plan yet."""
-
-    reads = False
-
-    def __init__(self, exits, late):
-        self.exits, self.late = np.array(exits), late
-
-    def plan(self, inputs):
-        self.late -= 1
-        return None if self.late >= 0 else self.exits
-
-
 @pytest.mark.parametrize(
     ("rule", "read"),
     [
@@ -814,20 +790,16 @@ class Late(Rule):
         (FixedExit(1), [False, True]),
         (Planned(np.array([2, 0, 2])), [True, False]),
         (Threshold(1.0), [True, True]),
-        (Late((1, 1, 2), 2), [False, False, True]),  # the plan is there when the second exit has been passed over
     ],
-    ids=["never", "0", "1", "planned", "threshold", "late"],
+    ids=["never", "0", "1", "planned", "threshold"],
 )
 def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read):
     segments, found = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1), []
     for session in segments.sessions:
         session.run = lambda inputs, *read, run=session.run: found.append(inputs.get("read")) or run(inputs, *read)
     inputs = run.encode(TEXTS[:3]).batch(slice(None))
-    late = getattr(rule, "late", None)
     result = early_exit(segments, rule, inputs)
     assert [each.item() for each in found if each is not None] == read  # the last graph is not asked
-    if late:
-        rule.late = late
     expected = early_exit(run.segments(), rule, inputs)
     np.testing.assert_array_equal(result.exit_index, expected.exit_index)
     np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
@@ -836,8 +808,8 @@ def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read)
 def test_a_head_that_nobody_reads_is_not_asked_what_it_says(exported, run):
     segments = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1)
     state = segments.start(run.encode(TEXTS[:3]).batch(slice(None)))
-    assert set(segments.advance(0, segments.reading({1}, state)).said) == {"hidden_out"}
-    assert set(segments.advance(0, segments.reading({0}, state)).said) > {"hidden_out"}
+    assert set(segments.advance(0, segments.will_read({1}, state)).said) == {"hidden_out"}
+    assert set(segments.advance(0, segments.will_read({0}, state)).said) > {"hidden_out"}
 
 
 def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(exported):
@@ -1458,14 +1430,13 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
     def asked(*words, own=True):
         pools, words = [], list(map(str, words))
         monkeypatch.setattr(sessions, "share_threads", pools.append)
-        monkeypatch.setattr(commands, "share_threads", pools.append)
         monkeypatch.setattr(sys, "argv", ["mini-ee", *words])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dull song\n")))
         assert main(None if own else words) == 0
         return pools
 
-    monkeypatch.setitem(bench_module.BENCHES, "onnx", lambda model, seed: iter(()))
-    monkeypatch.setitem(bench_module.BENCHES, "batch", lambda model, seed: iter(()))
+    monkeypatch.setattr("mini_ee.export.bench.bench_onnx", lambda model, seed: iter(()))
+    monkeypatch.setattr("mini_ee.measure.bench.encoders.bench_batch", lambda model, seed: iter(()))
     threads = torch.get_num_threads()
     assert asked("run", exported, "--threads", threads) == asked("bench", "onnx") == [threads]
     assert asked("classify", exported, "--text", "a dull song") == [0]
@@ -1494,10 +1465,11 @@ def test_real_weights_exported_say_what_torch_says_on_real_sentences(tmp_path):
     weights = shared / "weights" / "all-MiniLM-L6-v2"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = MultiExit(load_backbone(weights), (2, 4, 6), 2).eval()
+        model = RowExits(load_backbone(weights), (2, 4, 6), 2).eval()
     texts = load_task(shared / "data" / "SST-2").split("dev").texts[:100]
     task = {"name": "SST-2", "label_names": ["negative", "positive"], "metrics": ["accuracy"], "texts": 1}
-    run = Run({"method": "joint", "task": task}, model, Tokenizer.from_folder(weights), NeverExit())
+    run = make_run(Tokenizer.from_folder(weights), model)
+    run = run._replace(config=run.config | {"task": task})
     encoded = run.encode(texts)
     logits = np.concatenate([torch_logits(model, encoded.batch([row])) for row in range(100)])
     middle = float(np.median(np.abs(np.diff(logits[:, 0], axis=1))))

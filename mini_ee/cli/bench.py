@@ -1,14 +1,24 @@
 """`mini-ee bench`: ratios measured side by side in one process."""
 
+from importlib import import_module
 from pathlib import Path
 
 HELP = "ratios measured side by side in one process"
 EXAMPLE = "mini-ee bench exit-tax --threads 2"
-BENCHMARKS = ("backbone", "exit-tax", "batch", "onnx", "sgmv", "decode", "retrieval")
+ENCODERS = "mini_ee.measure.bench.encoders"
+BENCHES = {  # name -> the module that has bench_NAME
+    "backbone": ENCODERS,
+    "exit-tax": ENCODERS,
+    "batch": ENCODERS,
+    "onnx": "mini_ee.export.bench",
+    "sgmv": "mini_ee.measure.bench.streams",
+    "decode": "mini_ee.measure.bench.decoders",
+    "retrieval": "mini_ee.measure.bench.retrieval",
+}
 
 
 def add(sub) -> None:
-    sub.add_argument("name", choices=(*BENCHMARKS, "all"), metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
+    sub.add_argument("name", choices=(*BENCHES, "all"), metavar="NAME", help=", ".join((*BENCHES, "all")))
     sub.add_argument("--model", type=Path, help="weights of the minilm cases; random ones of that shape by default")
     sub.add_argument("--large", action="store_true", help="retrieval: a datastore of a million rows too; takes long")
 
@@ -19,7 +29,6 @@ def run(args, say) -> dict:
 
     from mini_ee import WrongArguments
     from mini_ee.export.sessions import share_threads
-    from mini_ee.measure.bench import BENCHES
 
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:
@@ -29,7 +38,8 @@ def run(args, say) -> dict:
     rows = []
     for name in names:
         settings = {"large": True} if args.large and name == "retrieval" else {}
-        for row in BENCHES[name](args.model, args.seed, **settings):
+        bench = getattr(import_module(BENCHES[name]), f"bench_{name.replace('-', '_')}")
+        for row in bench(args.model, args.seed, **settings):
             rows.append(row)
             say(
                 f"{row['case']:<32} {row['seconds'] * 1e3:9.3f} ms {row['against_seconds'] * 1e3:9.3f} ms   "

@@ -11,18 +11,3 @@ decode      our cached greedy decoding over that of transformers; tokens forced 
             parts; lossless over full decoding; all in seconds a token
 retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
 """
-
-from mini_ee.measure.bench.decoders import bench_decode
-from mini_ee.measure.bench.encoders import bench_backbone, bench_batch, bench_exit_tax, bench_onnx
-from mini_ee.measure.bench.retrieval import bench_retrieval
-from mini_ee.measure.bench.streams import bench_sgmv
-
-BENCHES = {
-    "backbone": bench_backbone,
-    "exit-tax": bench_exit_tax,
-    "batch": bench_batch,
-    "onnx": bench_onnx,
-    "sgmv": bench_sgmv,
-    "decode": bench_decode,
-    "retrieval": bench_retrieval,
-}
