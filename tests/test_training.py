@@ -6,29 +6,37 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import mini_ee
+import mini_ee.baselines.joint as joint_module
+import mini_ee.baselines.two_stage as two_stage_module
 import mini_ee.training.fit as fitting
-import mini_ee.training.run as run_module
+import mini_ee.training.train as train_module
+from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone, read_tensors
-from mini_ee.baselines.joint import joint
-from mini_ee.baselines.two_stage import two_stage
 from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Split, Task, load_task
+from mini_ee.data.tasks import Split, Task, load_task, subset
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import Recorded
 from mini_ee.measure.evaluate import best_within, overthinking
+from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training.fit import TrainConfig, depth_weighted_sum, task_loss
-from mini_ee.training.methods import RECIPES
+from mini_ee.training.fit import Saved, depth_weighted_sum, fine_tune_then_heads, fit, joint_stage, task_loss
+from mini_ee.training.method import configured, load_method
+from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
-from mini_ee.training.run import split_rows, train_run
+from mini_ee.training.run import build_model, encode
+from mini_ee.training.train import asked, exits_of, split_rows
 from mini_ee.units.recording import Record
-from mini_ee.units.rows import MultiExit
+from mini_ee.units.rows import RowData, RowExits
 
-FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
+FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
+RECIPES = ("joint", "two-stage")
 
 
-def train(out, checkpoint, task_folder, method="joint", config=FAST, **options):
-    return train_run(out, method, RECIPES[method], checkpoint, load_task(task_folder), config, **options)
+def train(out, checkpoint, task_folder, method="joint", resume=False, **options):
+    return mini_ee.train(method, checkpoint, task_folder, out, resume, **FAST | options)
 
 
 def weights(run_folder):
@@ -58,15 +66,15 @@ def test_the_loss_is_cross_entropy_for_classes_and_squared_error_for_numbers():
 
 
 def test_two_stages_learn_disjoint_parts_that_together_are_all_that_exits_read(checkpoint_folder):
-    model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
     names = [name for name, _ in model.named_parameters()]
-    first, second = ({name for name in names if stage.learns(name)} for stage in two_stage(model))
+    first, second = ({name for name in names if stage.learns(name)} for stage in fine_tune_then_heads(model))
     assert not first & second
     assert {name for name in first if name.startswith("heads.")} == {
         name for name in names if name.startswith("heads.2.")
     }
     assert all(name.startswith("heads.") for name in second)
-    assert first | second == set(names) == {name for name in names if joint(model)[0].learns(name)}
+    assert first | second == set(names) == {name for name in names if joint_stage(model).learns(name)}
 
 
 def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
@@ -74,7 +82,8 @@ def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
 ):
     only_first = tmp_path / "first"
     with monkeypatch.context() as patch:
-        patch.setitem(RECIPES, "two-stage", lambda model: two_stage(model)[:1])
+        first_stage = replace(two_stage_module.METHOD, recipe=lambda model, how: fine_tune_then_heads(model)[:1])
+        patch.setattr(two_stage_module, "METHOD", first_stage)
         train(only_first, checkpoint_folder, task_folder, "two-stage")
     train(tmp_path / "both", checkpoint_folder, task_folder, "two-stage")
     before, after = weights(only_first), weights(tmp_path / "both")
@@ -82,11 +91,27 @@ def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
     assert changed == {"heads.0", "heads.1"}
 
 
-def test_frozen_parts_are_in_eval_mode_so_that_dropout_does_not_blur_what_heads_read(checkpoint_folder):
-    model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
-    fitting._train_mode(model, two_stage(model)[1])
-    assert not model.backbone.layers[0].dropout.training and not model.heads[2].training
-    assert model.heads[0].dropout.training and model.heads[1].training
+@pytest.fixture(scope="module")
+def words(checkpoint_folder, task_folder):
+    """(train, held) of the task that one word decides: 3 steps of 8 rows an epoch."""
+    task, tokenizer = load_task(task_folder), Tokenizer.from_folder(checkpoint_folder)
+    parts = (subset(task.split(name), rows, seed=0) for name, rows in (("train", 24), ("dev", 20)))
+    backbone = load_backbone(checkpoint_folder)
+    return [RowData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts]
+
+
+def test_frozen_parts_are_in_eval_mode_so_that_dropout_does_not_blur_what_heads_read(
+    tmp_path, checkpoint_folder, words
+):
+    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+    stage, met = fine_tune_then_heads(model)[1], []
+
+    def loss(model, batch):
+        met.append([part.training for part in (model.backbone.layers[0].dropout, *(h.dropout for h in model.heads))])
+        return stage.loss(model, batch)
+
+    fit(model, [stage._replace(loss=loss)], *words, TrainConfig(**FAST), Saved(tmp_path, {}))
+    assert met == [[False, True, True, False]] * 6, "in the second epoch too, after the exits were scored"
 
 
 @pytest.mark.parametrize("method", RECIPES)
@@ -97,7 +122,8 @@ def test_a_seed_gives_the_same_weights_twice_and_another_seed_others(tmp_path, c
             checkpoint_folder,
             task_folder,
             method,
-            TrainConfig(epochs=1, batch_size=8, seed=seed),
+            epochs=1,
+            seed=seed,
         )
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
@@ -154,28 +180,42 @@ def test_the_resume_test_can_fail(tmp_path, checkpoint_folder, task_folder, monk
         )
 
 
-def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder, monkeypatch):
+@pytest.fixture
+def unfinished(tmp_path, checkpoint_folder, task_folder, monkeypatch):
+    """The state of a training that was stopped when all steps were done."""
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "default_rule", lambda *args, **settings: 1 / 0)
+        patch.setattr(train_module, "default_rule", lambda *args, **settings: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
-    with pytest.raises(ValueError, match="was started with lr 0.001"):
-        train(
-            tmp_path / "run",
-            checkpoint_folder,
-            task_folder,
-            config=TrainConfig(epochs=2, batch_size=8),
-            resume=True,
-        )
+    return tmp_path / "run.training" / "state.safetensors"
+
+
+def test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_folder, task_folder, unfinished):
+    save_file(read_tensors(unfinished), unfinished)
+    with pytest.raises(ValueError, match="state.safetensors: damaged: the checksum that was written with it is gone$"):
+        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
+    unfinished.write_bytes(unfinished.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="state.safetensors: truncated or damaged"):
+        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
+
+
+def test_the_checksum_test_can_fail(tmp_path, checkpoint_folder, task_folder, unfinished, monkeypatch):
+    """Planted bug: a checksum is compared where there is one, as of a checkpoint."""
+    monkeypatch.setattr(fitting, "read_tensors", lambda path, signed: read_tensors(path))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_folder, task_folder, unfinished)
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder):
+    with pytest.raises(ValueError, match="run.training: was started with lr 0.001; resume with the same settings$"):
+        train(tmp_path / "run", checkpoint_folder, task_folder, lr=2e-3, resume=True)
     with pytest.raises(FileExistsError, match="go on with --resume"):
         train(tmp_path / "run", checkpoint_folder, task_folder)
 
 
-def test_resume_refuses_other_data_of_the_same_name_and_size(tmp_path, checkpoint_folder, task_folder, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "default_rule", lambda *args, **settings: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(tmp_path / "run", checkpoint_folder, task_folder)
+@pytest.mark.usefixtures("unfinished")
+def test_resume_refuses_other_data_of_the_same_name_and_size(tmp_path, checkpoint_folder, task_folder):
     other = tmp_path / task_folder.name
     other.mkdir()
     for split in ("train", "dev"):
@@ -183,7 +223,7 @@ def test_resume_refuses_other_data_of_the_same_name_and_size(tmp_path, checkpoin
         (other / f"{split}.jsonl").write_text(
             text.replace('"bad"', '"x"').replace('"good"', '"bad"').replace('"x"', '"good"')
         )
-    with pytest.raises(ValueError, match="was started with data"):
+    with pytest.raises(ValueError, match="was started with data [0-9a-f]{64}; resume"):
         train(tmp_path / "run", checkpoint_folder, other, resume=True)
 
 
@@ -201,11 +241,11 @@ def test_the_best_epoch_is_kept_not_the_last(
     monkeypatch.setattr(
         fitting, "_schedule", lambda step, total, warmup: 1.0
     )  # the first epoch of one and of two alike
-    one, two = (TrainConfig(epochs=epochs, lr=1e-3, batch_size=8) for epochs in (1, 2))
-    train(tmp_path / "one", checkpoint_folder, task_folder, config=one)
+    train(tmp_path / "one", checkpoint_folder, task_folder, epochs=1)
     scores = iter(scores)
-    monkeypatch.setitem(RECIPES, "joint", lambda model: [joint(model)[0]._replace(score=lambda _: next(scores))])
-    train(tmp_path / "two", checkpoint_folder, task_folder, config=two)
+    scored = replace(joint_module.METHOD, recipe=lambda model, how: [joint_stage(model, score=lambda _: next(scores))])
+    monkeypatch.setattr(joint_module, "METHOD", scored)
+    train(tmp_path / "two", checkpoint_folder, task_folder, epochs=2)
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two")) == first_is_best
 
 
@@ -219,7 +259,7 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
 
 def test_a_training_that_diverges_says_so_and_writes_no_run(tmp_path, checkpoint_folder, task_folder):
     with pytest.raises(ValueError, match="diverged.*smaller --lr"):
-        train(tmp_path / "run", checkpoint_folder, task_folder, config=TrainConfig(epochs=3, lr=1e30, batch_size=8))
+        train(tmp_path / "run", checkpoint_folder, task_folder, epochs=3, lr=1e30)
     assert not (tmp_path / "run").exists()
 
 
@@ -238,6 +278,74 @@ def test_rows_held_out_are_never_trained_on_and_max_train_shrinks_both_parts():
 def test_settings_that_make_no_sense_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         TrainConfig(**setting)
+
+
+# ---- What is asked for ----
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).recipe is not None])
+def test_every_method_builds_a_model_whose_stages_all_learn_something(method, checkpoint_folder, decoder_checkpoint):
+    made = load_method(method)
+    for unit in made.units:
+        config = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
+        folder = checkpoint_folder if unit == "rows" else decoder_checkpoint
+        model = build_model(made, unit, load_backbone(folder), config)
+        stages = made.recipe(model, configured(made, {}))
+        assert stages
+        for stage in stages:
+            assert any(stage.learns(name) and model.learns(name) for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("joint", {"rank": 4}, "joint on rows has no option rank; see `mini-ee train joint --help`"),
+        ("consistent", {"temperature": 2.0}, "has no option temperature"),
+        ("pabee", {"alpha": 2.0, "k": 3}, "has no option alpha, k; see"),
+        ("lora-exits", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ("consistent", {"alpha": -1.0}, "alpha must be"),
+        ("joint", {"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
+        ("joint", {"exits": (2, 1, 3)}, "exits must ascend .* end at the last layer, 3, got 2,1,3"),
+        ("joint", {"pool": "last"}, "pool must be one of mean, first, got 'last'"),
+        ("joint", {"device": "tpu"}, "--device tpu: cannot be used here"),
+        ("oracle", {}, "the method must be one of lora-exits, .*, got 'oracle'"),
+    ],
+)
+def test_options_of_another_method_and_wrong_ones_are_refused(
+    name, options, message, tmp_path, checkpoint_folder, task_folder
+):
+    with pytest.raises(WrongArguments, match=message):
+        mini_ee.train(name, checkpoint_folder, task_folder, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_no_exits_are_named_they_are_the_methods_own(tmp_path, checkpoint_folder, task_folder):
+    def exits(method, layers, model=checkpoint_folder, task=task_folder, **options):
+        return exits_of(asked(method, model, task, tmp_path / "run", False, options), layers)
+
+    assert exits("joint", 12) == tuple(range(1, 13)), "after every layer"
+    assert exits("lora-exits", 12) == (3, 6, 9, 12)
+    assert exits("joint", 12, exits=(4, 12)) == (4, 12)
+
+
+@pytest.mark.parametrize(
+    "layers, expected",
+    [(32, (6, 12, 18, 24, 32)), (16, (3, 6, 9, 12, 16)), (5, (1, 2, 3, 4, 5)), (2, (1, 2)), (1, (1,))],
+)
+def test_self_supervised_heads_stand_where_the_paper_has_them(layers, expected, tmp_path, decoder_checkpoint):
+    """Section 4: after 6, 12, 18 and 24 of the 32 layers of Phi-2; other depths in proportion."""
+    request = asked("self-supervised", decoder_checkpoint, None, tmp_path / "run", False, {})
+    assert exits_of(request, layers) == expected
+
+
+def test_a_decoders_other_exits_are_even_and_named_ones_end_with_the_lm_head(tmp_path, decoder_checkpoint):
+    request = asked("calm", decoder_checkpoint, None, tmp_path / "run", False, {})
+    assert exits_of(request, 32) == (8, 16, 24, 32)
+    request = asked("calm", decoder_checkpoint, None, tmp_path / "run", False, {"exits": (2, 5)})
+    assert exits_of(request, 32) == (2, 5, 32)
+
+
+# ---- What is told ----
 
 
 def recorded(logits, exits):
@@ -262,8 +370,7 @@ def test_metrics_tell_every_epoch_and_exit(tmp_path, checkpoint_folder, task_fol
 
 
 def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder):
-    config = TrainConfig(epochs=8, lr=3e-3, head_lr=1e-2, batch_size=8)
-    run = train(tmp_path / "run", checkpoint_folder, task_folder, config=config)
+    run = train(tmp_path / "run", checkpoint_folder, task_folder, epochs=8, lr=3e-3)
     assert min(read_json(tmp_path / "run" / "metrics.json")["epochs"][-1]["exit_scores"]) > 0.9
     assert run.rule != NeverExit()
 
@@ -295,7 +402,7 @@ def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wro
     ]
     texts = tuple((f"row {number}",) for number in range(5))
     task = Task("t", ("a", "b"), ("accuracy",), {"dev": Split(texts, labels)})
-    found = overthinking(recorded(logits, (1, 2, 3)), task, "dev")
+    found = overthinking(recorded(logits, (1, 2, 3)), task, task.split("dev"))
     assert found["share"] == 2 / 5 and [row["text"] for row in found["rows"]] == ["row 1", "row 3"]
     assert found["share_at_the_end"] == 1 / 5
     assert [each["label"] for each in found["rows"][0]["exits"]] == ["b", "a", "b"]
@@ -303,4 +410,4 @@ def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wro
     assert said["confidence"] == pytest.approx(p)
     assert said["entropy"] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p))
     with pytest.raises(ValueError, match="regression"):
-        overthinking(recorded(np.zeros((5, 3, 1)), (1, 2, 3)), replace(task, label_names=()), "dev")
+        overthinking(recorded(np.zeros((5, 3, 1)), (1, 2, 3)), replace(task, label_names=()), task.split("dev"))
