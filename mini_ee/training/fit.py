@@ -203,7 +203,7 @@ class _Training:
                     progress["seconds"] = time.perf_counter() - begin
                     self._write_state(optimizer, best)
                     last_save = time.monotonic()
-            if scores is None or not stage.on_states:  # what is below the states, heads too, stays as it was
+            if scores is None or self._says_more(stage):
                 scores = self.held.scores(self.model, config.batch_size)
             better = self._judge(stage, epoch, held, scores, begin)
             begin = time.perf_counter()
@@ -239,6 +239,11 @@ class _Training:
         if better:
             progress["best"] = verdict["score"]
         return better
+
+    def _says_more(self, stage: Stage) -> bool:
+        """Whether an epoch changes what exits say: what is below the states stays, but heads may learn."""
+        names = (name for name, _ in self.model.named_parameters() if name.startswith("heads."))
+        return not stage.on_states or any(stage.learns(name) for name in names)
 
     def _watch(self, stage: Stage, step: int, losses: list[float] | None) -> None:
         self.model.eval()
