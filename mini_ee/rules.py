@@ -29,6 +29,12 @@ STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 ALL_MEASURES = (*MEASURES, *STATE_MEASURES)
 
 
+NO_POLICY = (
+    "the rule policy needs a model that says when to leave, this one does not; "
+    "give a run of the method consistent or berxit, or choose another rule"
+)
+
+
 class Rule:
     """What all rules share: they do not plan, and look at logits."""
 
@@ -244,10 +250,7 @@ class Policy(Rule):
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
-            raise ValueError(
-                "the rule policy needs a model that says when to leave, this one does not; "
-                "give a run of the method consistent or berxit, or choose another rule"
-            )
+            raise ValueError(NO_POLICY)
         return reading.exit_logit > self._cut_logit
 
     @property

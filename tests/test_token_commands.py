@@ -19,18 +19,24 @@ import mini_ee.calibration as calibration
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import calibrate, intervals
-from mini_ee.cli.decoder_commands import colours_of, painted
+from mini_ee.cli.generate import colours_of, painted
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
+from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.methods.self_supervised import CALIBRATION_PROMPTS, load_heads, observe_texts, watch
-from mini_ee.rules import Threshold
+from mini_ee.methods.self_supervised import watch
+from mini_ee.rules import Patience, PatienceConfidence, Threshold
+from mini_ee.training.rule import observe
+from mini_ee.training.run import load_run
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate, generate_lossless, generated_texts
+from mini_ee.units.tokens import TextData, record_texts
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
-SMALL = ("--texts", "24", "--new-tokens", "12", "--batch-size", "8", "--epochs", "4", "--lr", "1e-2", "--lambda", "0")
+SMALL = ("--texts", "24", "--new-tokens", "12", "--batch-size", "8", "--epochs", "4", "--head-lr", "1e-2")
+SMALL = (*SMALL, "--lambda", "0")
+SURE = PatienceConfidence(2, 0.01, "breaking_ties")
 
 
 def decoder_in(folder, seed):
@@ -123,42 +129,57 @@ def greedy(decoder_folder, prompt, tokens, **settings):
 def test_a_run_holds_heads_history_rule_and_tokenizer(trained, decoder_folder):
     files = {path.name for path in trained.iterdir()}
     assert files == {"config.json", "model.safetensors", "metrics.json", "tokenizer.json"}
-    assert (trained / "tokenizer.json").read_bytes() == (decoder_folder / "tokenizer.json").read_bytes()
-    model, rule, config = load_heads(trained)
-    assert model.exits == (1, 2, 3, 4) and config["training"]["init"] == "copy"
-    assert {"seed", "versions"} <= config.keys()
+    assert read_json(trained / "tokenizer.json") == read_json(decoder_folder / "tokenizer.json")
+    _, config, model, _, rule, _ = load_run(trained)
+    assert model.exits == (1, 2, 3, 4) and config["settings"]["init"] == "copy" and config["unit"] == "tokens"
+    assert {"seed", "versions"} <= config.keys() and config["rank"] is None and config["text"]["kind"] == "pieces"
     assert isinstance(rule, Threshold) and rule.measure == "breaking_ties" and len(rule.threshold) == 4
     history = read_json(trained / "metrics.json")["history"]
-    assert [set(each) for each in history] == [{"step", "loss", "agreement", "entropy"}] * len(history)
+    assert [set(each) for each in history] == [{"stage", "step", "loss", "agreement", "entropy"}] * len(history)
     assert history[0]["step"] == 0 and history[-1]["step"] == 4 * 3 and len(history) > 10
     assert history[-1]["agreement"][0] > history[0]["agreement"][0]
 
 
 def test_fig1_is_measured_on_texts_that_were_not_trained_on(trained, decoder_folder):
-    model = load_heads(trained).model
+    model = load_run(trained).model
     backend = Tokenizer.from_folder(decoder_folder).backend
-    prompts = [backend.encode(text).ids for text in read_json(trained / "config.json")["training"]["prompts"]]
-    held = generated_texts(model.decoder, prompts, 32, 12, stop=[0], seed=10**6)
-    found, expected = read_json(trained / "metrics.json")["history"][-1], watch(model, held)
-    np.testing.assert_allclose(found["agreement"], expected.agreement, atol=1e-9)
-    np.testing.assert_allclose(found["entropy"], expected.entropy, atol=1e-5)
+    prompts = [backend.encode(text).ids for text in TRAINING_PROMPTS]
+    held = generated_texts(model.backbone, prompts, 32, 12, stop=[0], seed=10**6)
+    found, expected = read_json(trained / "metrics.json"), watch(model, TextData(held, every=True))
+    np.testing.assert_allclose(found["agreement"], expected["agreement"], atol=1e-9)
+    np.testing.assert_allclose(found["entropy"], expected["entropy"], atol=1e-5)
+    assert found["agreement"] in [each["agreement"] for each in found["history"]]  # an epoch ends where one is measured
 
 
 def test_the_default_rule_is_the_papers_on_half_of_the_calibration_texts(trained, decoder_folder):
-    model, rule, _ = load_heads(trained)
+    model, rule = load_run(trained).model, load_run(trained).rule
+    assert rule == calibrate(calibration_half(model, decoder_folder, 24, 12), 0.95, measure="breaking_ties")
+
+
+def calibration_half(model, decoder_folder, count, new_tokens):
+    """What exits say of the drawn half of the texts that the model writes from Table 1's prompts."""
     backend = Tokenizer.from_folder(decoder_folder).backend
     prompts = [backend.encode(text).ids for text in CALIBRATION_PROMPTS]
-    texts = generated_texts(model.decoder, prompts, 24, 12, stop=[0], seed=2 * 10**6)
-    half = np.random.default_rng(0).permutation(24)[:12]
-    observed = observe_texts(model, [texts[at] for at in half])
-    assert rule == calibrate(observed, 0.95, measure="breaking_ties")
+    texts = generated_texts(model.backbone, prompts, count, new_tokens, stop=[0], seed=2 * 10**6)
+    half = np.random.default_rng(0).permutation(count)[: count // 2]
+    return observe(record_texts(model, [texts[at] for at in half]), "breaking_ties")
+
+
+@pytest.mark.parametrize("texts", ["prompt", "file"])
+def test_the_default_rule_comes_from_text_that_was_not_learned(decoder_folder, tmp_path, texts):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
+    source = ("--prompt", "ab", "--greedy") if texts == "prompt" else ("--text", tmp_path / "text.txt")
+    argv = ("train", "self-supervised", "--model", decoder_folder, *SMALL, "--epochs", 1, *source)
+    assert main([*map(str, argv), "--out", str(tmp_path / "run")]) == 0
+    run = load_run(tmp_path / "run")
+    assert run.rule == calibrate(calibration_half(run.model, decoder_folder, 24, 12), 0.95, measure="breaking_ties")
 
 
 def test_train_says_what_the_metrics_say(capsys, decoder_folder, tmp_path):
     argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "1,3", *SMALL, "--epochs", 1)
     found = answer(capsys, *argv, "--out", tmp_path / "run")
     metrics = read_json(tmp_path / "run" / "metrics.json")
-    assert found["exits"] == [1, 3, 4] and found["agreement"] == metrics["history"][-1]["agreement"]
+    assert found["exits"] == [1, 3, 4] and found["agreement"] == metrics["agreement"]
     assert found["calibration"] == metrics["calibration"] and found["texts"] == 24
     assert {"seed", "threads", "versions", "seconds", "rule", "entropy", "loss", "run"} <= found.keys()
     assert main([*map(str, argv), "--out", str(tmp_path / "again")]) == 0
@@ -193,14 +214,14 @@ def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tm
     argv = ("train", "self-supervised", "--model", decoder_folder, "--greedy", "--exits", "2", *SMALL, "--epochs", 1)
     found = answer(capsys, *argv, "--prompt", "ab", "--prompt", "c", "--out", tmp_path / "run")
     assert found["texts"] == 2
-    assert read_json(tmp_path / "run" / "config.json")["training"]["prompts"] == ["ab", "c"]
+    assert read_json(tmp_path / "run" / "config.json")["text"]["prompt"] == ["ab", "c"]
 
 
 def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, decoder_folder):
     """kill -9 once a training state is on disk."""
     script = (
-        "import sys; from mini_ee.methods import self_supervised; self_supervised.SAVE_SECONDS = -1;"
-        "from mini_ee.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from mini_ee.training import fit; fit.SAVE_SECONDS = -1;"
+        "from mini_ee.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     argv = ("train", "self-supervised", "--model", decoder_folder, "--threads", 1, *SMALL, "--epochs", 10)
     argv = [*map(str, argv), "--out"]
@@ -217,8 +238,13 @@ def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, dec
     assert main([*argv, str(tmp_path / "killed"), "--resume"]) == main([*argv, str(tmp_path / "whole")]) == 0
     found, expected = (read_tensors(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
-    assert read_json(tmp_path / "killed" / "metrics.json") == read_json(tmp_path / "whole" / "metrics.json")
-    assert not state.parent.exists()
+    found, expected = (read_json(tmp_path / name / "metrics.json") for name in ("killed", "whole"))
+    for epoch in (*found["epochs"], *expected["epochs"]):
+        del epoch["seconds"]
+    assert found == expected and not state.parent.exists()
+
+
+FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max-loss", "epsilon", "k")
 
 
 @pytest.mark.parametrize(
@@ -232,16 +258,15 @@ def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, dec
         (("--text", "NONE"), "none.txt: No such file"),
         (("--text", "SHORT", "--new-tokens", "48"), "--new-tokens: expected at most 47, got 48"),
         (("--text", "SHORT", "--greedy"), "--greedy is for text that the model writes"),
-        (("--text", "SHORT", "--prompt", "a"), "not allowed with"),
+        (("--text", "SHORT", "--prompt", "a"), "--prompt is for text that the model writes"),
         (("--exits", "5"), "exits must ascend from at least 1 and end at the last layer, 4, got 5,4"),
         (("--exits", "4"), "expected exits before the last layer, got only 4"),
-        (("--lr", "-1"), "lr must be"),
-        (("--lambda", "2"), "expected a number from 0 to 1"),
-        (("--task", "reviews2"), "takes no --task"),
-        (("--head-lr", "1"), "--head-lr is not for self-supervised"),
-        (("--rank", "4"), "--rank is not for self-supervised"),
-        (("--pool", "mean"), "--pool is not for self-supervised"),
-        (("--epsilon", ".9"), "--epsilon is not for self-supervised"),
+        (("--head-lr", "-1"), "head_lr must be a number of at least 0, got -1.0"),
+        (("--lambda", "2"), "penalty must be a number of at least 0 and of at most 1, got 2.0"),
+        (("--task", "reviews2"), "--task: expected a task's folder, or for a decoder pieces or continue or copy"),
+        (("--task", "reviews"), "teaches a decoder's tokens: give --model a decoder, and no --task folder"),
+        (("--task", "copy"), "--task copy: its sentences come from a text; give it with --text FILE"),
+        *(((f"--{foreign}", "1"), f"unrecognized arguments: --{foreign} 1") for foreign in FOREIGN),
         (("--resume",), "no unfinished training here; start without --resume"),
         (("--device", "tpu"), "--device tpu: cannot be used here"),
     ],
@@ -264,13 +289,14 @@ def test_train_refuses_a_name_that_is_taken_and_a_model_that_is_no_decoder(capsy
     line = refused(capsys, *train, "--model", checkpoint_folder, "--out", out)
     assert "holds a bert, which writes no text" in line
     line = refused(capsys, *train, "--model", run_folder, "--out", out)
-    assert "holds a run of self-supervised; give a decoder's checkpoint" in line
+    assert "holds a run of self-supervised; give a checkpoint" in line
 
 
-def test_only_heads_of_a_decoder_take_their_options(capsys, checkpoint_folder, task_folder, tmp_path):
-    train = ("train", "joint", "--task", task_folder, "--out", tmp_path / "run", "--model")
-    assert "--init is for self-supervised" in refused(capsys, *train, checkpoint_folder, "--init", "copy")
-    assert "--texts is for self-supervised" in refused(capsys, *train, checkpoint_folder, "--texts", "3")
+@pytest.mark.parametrize("task, foreign", [("TASK", "--texts"), ("TASK", "--rank"), ("continue", "--max-train")])
+def test_an_option_of_tokens_is_not_for_rows_nor_one_of_rows_for_tokens(capsys, task_folder, tmp_path, task, foreign):
+    task, unit = (task_folder, "rows") if task == "TASK" else (task, "tokens")
+    line = refused(capsys, "train", "joint", "--task", task, "--out", tmp_path / "run", foreign, 3)
+    assert f"joint on {unit} has no option {foreign[2:].replace('-', '_')}; see `mini-ee train joint --help`" in line
 
 
 # ---- generate ----
@@ -281,7 +307,8 @@ def test_generate_writes_what_the_library_writes_with_the_runs_exits_heads_and_r
     capsys, trained, decoder_folder, prompt
 ):
     found = answer(capsys, "generate", trained, "--prompt", prompt, "--max-new-tokens", 20)
-    model, rule, _ = load_heads(trained)
+    run = load_run(trained)
+    model, rule = run.model, run.rule
     expected = greedy(decoder_folder, prompt, 20, exits=model.exits, heads=model.heads, rule=rule)
     assert (found["tokens"], found["layers"]) == expected
     assert found["mean_layers"] == np.mean(expected.layers_run) and found["exits"] == [1, 2, 3, 4]
@@ -290,7 +317,7 @@ def test_generate_writes_what_the_library_writes_with_the_runs_exits_heads_and_r
 
 
 def test_what_fills_skipped_layers_changes_what_is_written(capsys, trained, decoder_folder):
-    model, texts = load_heads(trained).model, {"propagate": [], "recompute": []}
+    model, texts = load_run(trained).model, {"propagate": [], "recompute": []}
     settings = {"exits": model.exits, "heads": model.heads, "rule": Threshold(0.05, "breaking_ties")}
     for fill, prompt in itertools.product(texts, PROMPTS[:2]):
         found = answer(capsys, "generate", trained, "--prompt", prompt, "--threshold", 0.05, "--fill", fill)
@@ -321,9 +348,9 @@ def test_exits_off_is_plain_decoding(capsys, trained, decoder_folder, prompt, ru
 def test_lossless_text_is_the_full_models_greedy_text(capsys, trained, decoder_folder, prompt, layer, draft):
     found = answer(capsys, "generate", trained, "--prompt", prompt, "--lossless", "--layer", layer, "--draft", draft)
     assert found["tokens"] == greedy(decoder_folder, prompt, 48 - found["prompt_tokens"]).tokens
-    model, ids = load_heads(trained).model, Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
+    model, ids = load_run(trained).model, Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
     how = {"exit_layer": layer, "head": model.heads[layer - 1], "draft": draft, "stop": [0]}
-    (expected,) = gather(generate_lossless(model.decoder, [ids], max_new_tokens=48 - len(ids), **how), 1)
+    (expected,) = gather(generate_lossless(model.backbone, [ids], max_new_tokens=48 - len(ids), **how), 1)
     assert found["layers"] == expected.layers_run and (found["draft_layer"], found["draft"]) == (layer, draft)
     assert not {"mean_layers", "layers_saved", "rule"} & found.keys()
 
@@ -382,9 +409,9 @@ def test_without_show_exits_there_is_no_colour_and_no_legend(capsys, trained):
 def test_letters_belong_to_the_token_with_which_they_were_whole():
     """Three tokens, the second one half a character: both halves are shown as the third's."""
     ends, layers, colours = [2, 2, 4], [1, 2, 3], {1: 7, 2: 8, 3: 9, 4: None}
-    assert coloured(painted("abéc", 0, 4, ends, layers, colours)) == [("a", 7), ("b", 7), ("é", 9), ("c", 9)]
-    assert coloured(painted("abéc", 1, 3, ends, layers, colours)) == [("b", 7), ("é", 9)]
-    assert painted("abéc", 1, 3, ends, layers, {}) == "bé"
+    assert coloured(painted("abéc", 0, ends, layers, colours)) == [("a", 7), ("b", 7), ("é", 9), ("c", 9)]
+    assert coloured(painted("bé", 1, ends, layers, colours)) == [("b", 7), ("é", 9)]
+    assert painted("bé", 1, ends, layers, {}) == "bé"
 
 
 @pytest.mark.parametrize("exits", [(1, 2), (2, 4, 6, 8), tuple(range(1, 13))])
@@ -402,13 +429,13 @@ def test_exits_are_green_to_red_and_the_full_model_has_no_colour(exits):
 def test_calibrate_keeps_the_promise_on_its_half_and_writes_the_rule(capsys, run_folder, decoder_folder, measure):
     argv = ("calibrate", run_folder, "--epsilon", 0.6, "--measure", measure, "--texts", 30, "--new-tokens", 10)
     found = answer(capsys, *argv)
-    model, rule, _ = load_heads(run_folder)
+    model, rule = load_run(run_folder).model, load_run(run_folder).rule
     assert rule.measure == measure and rule.to_dict()["threshold"][:-1] == found["thresholds"]
     backend = Tokenizer.from_folder(decoder_folder).backend
     prompts = [backend.encode(text).ids for text in CALIBRATION_PROMPTS]
-    texts = generated_texts(model.decoder, prompts, 30, 10, stop=[0], seed=2 * 10**6)
+    texts = generated_texts(model.backbone, prompts, 30, 10, stop=[0], seed=2 * 10**6)
     half = set(np.random.default_rng(0).permutation(30)[:15].tolist())
-    observed = observe_texts(model, texts, measure)
+    observed = observe(record_texts(model, texts), measure)
     taken = np.array([group in half for group in observed.groups])
     for k, threshold in enumerate(rule.threshold[:-1]):
         sure = observed.confidence[:, k] >= threshold
@@ -447,11 +474,12 @@ def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that
     before = read_json(run_folder / "config.json")
     argv = ("calibrate", run_folder, "--epsilon", 0.5, "--delta", 0.2, "--new-tokens", 10, "--texts")
     line = refused(capsys, *argv, 6)
-    needed = re.search(r"at least (\d+) texts like these are needed, (\d+) tokens .* got 6 texts, (\d+) tokens", line)
+    needed = re.search(r"at least (\d+) texts like these, (\d+) tokens, are needed .*, got 6; give more", line)
     assert needed and read_json(run_folder / "config.json") == before
-    texts, tokens, had = map(int, needed.groups())
-    assert tokens == pytest.approx(had * texts / 6, abs=1)
-    assert answer(capsys, *argv, texts + 10)["delta"] == 0.2
+    texts, tokens = map(int, needed.groups())
+    found = answer(capsys, *argv, texts + 10)
+    assert tokens == pytest.approx((found["rows_calibration"] + found["rows_fresh"]) * texts / (texts + 10), rel=0.1)
+    assert found["delta"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -460,7 +488,7 @@ def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that
         (("--epsilon", "0"), "epsilon must be above 0 and at most 1, got 0.0"),
         (("--epsilon", "1.1"), "epsilon must be above 0 and at most 1, got 1.1"),
         (("--epsilon", ".9", "--delta", "1"), "delta must be above 0 and below 1"),
-        (("--epsilon", ".9", "--texts", "1"), "expected at least 2 texts"),
+        (("--epsilon", ".9", "--texts", "1"), "expected at least 2 rows or texts, some to calibrate on"),
         (("--epsilon", ".9", "--prompt", ""), "expected a prompt, found no text"),
         (("--epsilon", ".9", "--prompt", "a" * 50), "expected at most 48 tokens"),
         (("--epsilon", ".9", "--task", "x"), "holds a decoder, which takes --text"),
@@ -472,7 +500,7 @@ def test_what_calibrate_refuses(capsys, run_folder, argv, said):
 
 
 def test_a_plain_decoder_has_nothing_to_calibrate(capsys, decoder_folder):
-    assert "a decoder without exits" in refused(capsys, "calibrate", decoder_folder, "--epsilon", 0.9)
+    assert "give a folder that `mini-ee train` wrote" in refused(capsys, "calibrate", decoder_folder, "--epsilon", 0.9)
 
 
 # ---- The wrong folder, the wrong backbone ----
@@ -492,7 +520,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
     shutil.rmtree(tmp_path / "old")
     name, *options = command
     line = refused(capsys, name, out, *options)
-    assert "its backbone was in" in line and "say where it is with --model" in line
+    assert "its backbone was in" in line and "say where with --model" in line
     assert main([name, str(out), *options, "--model", str(moved)]) == 0
     capsys.readouterr()
     other = decoder_in(tmp_path / "other", seed=1)
@@ -526,20 +554,42 @@ def test_a_plain_decoder_has_no_exits_to_draft_or_to_leave_at(capsys, decoder_fo
     assert "needs an exit that drafts" in refused(capsys, *generate, "--lossless")
     assert "one of the exits 4, got 2" in refused(capsys, *generate, "--layer", "2")
     assert "is none" in refused(capsys, *generate, "--model", decoder_folder)
+    for setting in (("--threshold", ".5"), ("--patience", "1"), ("--cut", ".5")):
+        assert "needs exits before the last layer; " in refused(capsys, *generate, *setting)
+
+
+@pytest.mark.parametrize(
+    "setting, rule",
+    [
+        (("--patience", "1"), Patience(1)),
+        (("--rule", "patience-confidence", "--patience", "2", "--threshold", ".01"), SURE),
+        (("--threshold", ".7", "--measure", "saturation"), Threshold(0.7, "saturation")),
+    ],
+)
+def test_generate_takes_every_rule_that_the_heads_can_answer(capsys, trained, decoder_folder, setting, rule):
+    found, model = answer(capsys, "generate", trained, "--prompt", "abc", *setting), load_run(trained).model
+    settings = {"exits": model.exits, "heads": model.heads, "rule": rule}
+    assert (found["tokens"], found["layers"]) == greedy(decoder_folder, "abc", 48 - found["prompt_tokens"], **settings)
+    assert found["rule"] == rule.to_dict() and len(set(found["layers"])) > 1
+
+
+def test_a_policy_is_not_asked_of_a_run_that_has_none(capsys, trained):
+    line = refused(capsys, "generate", trained, "--prompt", "a", "--cut", ".5")
+    assert "the rule policy needs a model that says when to leave, this one does not" in line
 
 
 def test_classify_refuses_a_decoders_run_and_generate_a_classifiers(
     capsys, trained, checkpoint_folder, task_folder, tmp_path
 ):
     line = refused(capsys, "classify", trained, "--text", "a")
-    assert "holds self-supervised on a decoder, which gives no labels" in line
+    assert "holds a decoder, which gives no labels; it is for `mini-ee generate`" in line
     out = tmp_path / "run"
     argv = ("train", "joint", "--model", checkpoint_folder, "--task", task_folder, "--out", out, "--epochs", 1)
     assert main([*map(str, argv)]) == 0
     capsys.readouterr()
     assert "holds a run of joint, which writes no text" in refused(capsys, "generate", out, "--prompt", "a")
-    assert "no such folder" in refused(capsys, "generate", tmp_path / "nowhere", "--prompt", "a")
-    assert "--prompt is for self-supervised" in refused(capsys, "calibrate", out, "--epsilon", ".9", "--prompt", "a")
+    assert "nowhere: no run here" in refused(capsys, "generate", tmp_path / "nowhere", "--prompt", "a")
+    assert "--prompt is for a decoder's tokens" in refused(capsys, "calibrate", out, "--epsilon", ".9", "--prompt", "a")
 
 
 def test_a_changed_file_of_a_run_is_refused(capsys, run_folder):

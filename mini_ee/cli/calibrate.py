@@ -64,10 +64,11 @@ def run(args, say) -> dict:
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
     say(table(rows, headings))
     what = "tokens" if tokens else "rows"
+    source = args.text or ("text that the model wrote" if tokens else f"{about['task']}, {about['split']}")
     say(
-        f"On {answer['rows_fresh']} {what} that the thresholds were not taken from, {answer['end_to_end']:.1%} get the "
-        f"full model's answer, after {answer['mean_layers']:.2f} layers of {exits[-1]}. What is promised is promised "
-        f"for {what} like these."
+        f"Thresholds from {answer['rows_calibration']} {what} of {source}. On {answer['rows_fresh']} other {what} of "
+        f"it {answer['end_to_end']:.1%} get the full model's answer, after {answer['mean_layers']:.2f} layers of "
+        f"{exits[-1]}. What is promised is promised for {what} like these."
     )
     if args.sets:
         say(broken_line(answer))

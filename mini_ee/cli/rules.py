@@ -3,9 +3,9 @@
 from dataclasses import MISSING, fields, replace
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import numbers
+from mini_ee.cli.options import READERS, number, numbers, positive, whole_number
 from mini_ee.data.options import flag_of
-from mini_ee.rules import RULES, Rule
+from mini_ee.rules import NO_POLICY, RULES, Rule
 
 PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy")
 
@@ -26,7 +26,7 @@ def add_rule(parser) -> None:
 
 
 def _add_one(group, each) -> None:
-    kind = {"type": int} if each.type is int else {"type": float} if each.type is float else {}
+    kind = {"type": READERS[each.type]} if each.type in READERS else {}
     choices = {"choices": each.metadata["choices"]} if each.metadata["choices"] else {}
     flag, usual = flag_of(each.name, each.metadata), "" if each.default is MISSING else f"; {each.default}"
     group.add_argument(flag, dest=each.name, default=None, help=each.metadata["help"] + usual, **kind, **choices)
@@ -35,9 +35,11 @@ def _add_one(group, each) -> None:
 def add_retrieval(parser) -> None:
     """The settings of RAEE's rule, in place of those that a run was collected with."""
     group = parser.add_argument_group("a run of raee", "instead of the settings that it was collected with")
-    group.add_argument("--k", type=int, help="neighbours that vote")
-    group.add_argument("--tau", type=float, help="how sure a neighbour's exit must be to vote, Eq. 4")
-    group.add_argument("--fallback-top", type=int, metavar="N", help="best exits of a neighbour with none that sure")
+    group.add_argument("--k", type=positive, help="neighbours that vote")
+    group.add_argument("--tau", type=number, help="how sure a neighbour's exit must be to vote, Eq. 4")
+    group.add_argument(
+        "--fallback-top", type=whole_number, metavar="N", help="best exits of a neighbour with none that sure"
+    )
 
 
 def chosen_rule(args, run) -> Rule:
@@ -52,6 +54,8 @@ def chosen_rule(args, run) -> Rule:
     name = args.rule or _named_by(given)
     try:
         if name is None:
+            if "measure" in given:
+                raise ValueError("--measure says what a threshold is on: give --threshold too")
             if given:
                 raise ValueError(f"--{next(iter(given))} is a setting of a rule: name it with --rule")
             if retrieval and run.rule.name != "raee":
@@ -63,6 +67,8 @@ def chosen_rule(args, run) -> Rule:
             rule = _made(name, given, run)
             if rule.needs is not None and len(run.exits) == 1:
                 raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
+            if name == "policy" and hasattr(run, "model") and getattr(run.model, "policy", None) is None:
+                raise ValueError(NO_POLICY)
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:
             raise ValueError(f"layer 0 is an exit for rules that plan only: use raee, never or fixed, not {rule.name}")

@@ -102,8 +102,8 @@ def _of_tokens(trained, metrics: dict, say) -> dict:
     from mini_ee.measure.tables import heads_trained_table
     from mini_ee.rules import rule_from_dict
 
-    if metrics["history"] and "agreement" in metrics["history"][0]:
-        say(heads_trained_table(metrics["history"], trained.exits))
+    if "agreement" in metrics:
+        say(heads_trained_table(metrics, trained.exits))
     if "promised" in metrics:
         say(metrics["promised"])
     for measure, rule in metrics.get("own", {}).items():
@@ -115,7 +115,6 @@ def _of_tokens(trained, metrics: dict, say) -> dict:
             f"model; of other text {calibration['end_to_end']:.1%} agree, after {calibration['mean_layers']:.2f} "
             f"layers of {trained.exits[-1]}. `mini-ee calibrate` chooses another."
         )
-    last = metrics["history"][-1] if metrics["history"] else {}
-    told = {name: last[name] for name in ("loss", "agreement", "entropy") if name in last}
-    told |= {name: metrics[name] for name in ("calibration", "own", "sweep", "texts", "tokens") if name in metrics}
+    names = ("agreement", "entropy", "calibration", "own", "sweep", "texts", "tokens")
+    told = {"loss": metrics["epochs"][-1]["loss"]} | {name: metrics[name] for name in names if name in metrics}
     return told | {"model": trained.config["backbone"]["folder"], "history": metrics["history"] or metrics["epochs"]}

@@ -201,8 +201,10 @@ def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
     for run in runs:
         recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, fresh)]
         (found,) = at_equal_agreement(*recorded, ("breaking_ties",), (LEVEL,))
-        settings, history = run.config["settings"], read_json(run.folder / "metrics.json").get("history", [])
+        settings, metrics = run.config["settings"], read_json(run.folder / "metrics.json")
         row = {"run": str(run.folder), "init": settings.get("init"), "penalty": settings.get("penalty")}
-        row |= {key: history[-1][key] for key in ("step", "loss", "agreement", "entropy") if history}
+        history = metrics.get("history", [])
+        row |= {key: history[-1][key] for key in ("step", "loss") if history}
+        row |= {key: metrics[key] for key in ("agreement", "entropy") if key in metrics}
         rows.append(row | {"exits": list(run.exits), "equal": found, "history": history})
     return rows

@@ -45,10 +45,9 @@ def stages_table(epochs: list[dict]) -> str:
     return table(rows, {"stage": "stage", "epochs": "epochs"} | headings)
 
 
-def heads_trained_table(history: list[dict], exits: tuple[int, ...]) -> str:
+def heads_trained_table(metrics: dict, exits: tuple[int, ...]) -> str:
     """Fig. 1 of self-supervised exits: where the heads stand before and after the training."""
-    first, last = history[0], history[-1]
-    columns = zip(exits, first["agreement"], last["agreement"], last["entropy"])
+    columns = zip(exits, metrics["history"][0]["agreement"], metrics["agreement"], metrics["entropy"])
     rows = [dict(zip(("layer", "before", "agreement", "entropy"), column)) for column in columns]
     headings = {"before": "agreement before:.3f", "agreement": "after:.3f", "entropy": "entropy in nats:.3f"}
     return table(rows, {"layer": "exit"} | headings)

@@ -19,7 +19,7 @@ from mini_ee.backbones.hub import (
     load_backbone,
     read_config,
 )
-from mini_ee.data.files import json_sha256, sole_writer
+from mini_ee.data.files import json_sha256, read_json, sole_writer
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, fit
@@ -137,10 +137,15 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
             raise FileNotFoundError(
                 f"{model}: no such folder; expected a checkpoint with config.json and model.safetensors"
             )
+        if method.train is None and is_run(model):
+            found = read_json(model / "config.json").get("method")
+            raise WrongArguments(f"{model}: holds a run of {found}; give a checkpoint")
         kind = None if is_run(model) else read_config(model / "config.json")
     writes = kind is not None and generates(kind.model_type)
     labelled = task is not None and (str(task) == TOY or Path(task).is_dir())
     if "tokens" not in method.units or labelled or (kind is not None and not writes and task not in KINDS):
+        if "rows" not in method.units and kind is not None and not writes:
+            raise WrongArguments(f"{model}: holds a {kind.model_type}, which writes no text; give a decoder")
         if "rows" not in method.units:
             raise WrongArguments("this method teaches a decoder's tokens: give --model a decoder, and no --task folder")
         return "rows", model or BUILT_IN_MODEL, task or TOY
@@ -276,6 +281,8 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
     metrics = {"epochs": fitted.epochs, "history": fitted.watched, "exits": list(exits)} | chosen.about
     metrics |= {"texts": len(train), "tokens": tokens}
+    for stage in request.method.recipe(model, request.how):
+        metrics |= stage.watch(model, held) if stage.watch else {}  # of the epoch that was kept
     return model, tokenizer, chosen, about, metrics
 
 
