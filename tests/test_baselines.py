@@ -1,28 +1,34 @@
 """The systems that the papers compare with: their losses by hand, what they fit afterwards, their rules."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from conftest import random_decoder
 
-import mini_ee.baselines.berxit as berxit_module
 import mini_ee.baselines.right_tool as right_tool_module
 import mini_ee.training.fit as fitting
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.berxit import BerxitExits, alternating_loss, true_certainty
-from mini_ee.baselines.fastbert import fastbert, self_distillation_loss
-from mini_ee.baselines.right_tool import calibrate, fit_temperature
+from mini_ee.baselines.berxit import Certainty, alternating_loss, true_certainty
+from mini_ee.baselines.fastbert import self_distillation_loss
+from mini_ee.baselines.right_tool import calibrate_heads, fit_temperature
+from mini_ee.baselines.sweet import separate_loss
 from mini_ee.data.tasks import load_task, subset
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.early_exit import early_exit
+from mini_ee.early_exit import Recorded, early_exit
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
-from mini_ee.training.fit import Batch, Data, TrainConfig, fit
-from mini_ee.training.methods import RECIPES, SYSTEMS
-from mini_ee.training.rule import LEVELS
-from mini_ee.training.run import encode
-from mini_ee.units.recording import record
-from mini_ee.units.rows import MultiExit
+from mini_ee.training.fit import Batch, Saved, fit, joint_stage, task_loss
+from mini_ee.training.method import configured, load_method
+from mini_ee.training.options import TrainConfig
+from mini_ee.training.rule import LEVELS, thresholds
+from mini_ee.training.run import build_model, encode
+from mini_ee.units.recording import Record, record
+from mini_ee.units.rows import RowData, RowExits
+from mini_ee.units.tokens import TokenExits
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
+SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
 
@@ -43,20 +49,26 @@ def cross_entropy(logits, labels):
 
 @pytest.fixture
 def words(checkpoint_folder, task_folder):
-    """(task, train, held) of the task that one word decides: 3 steps of 8 rows an epoch."""
+    """(train, held) of the task that one word decides: 3 steps of 8 rows an epoch."""
     task, tokenizer = load_task(task_folder), Tokenizer.from_folder(checkpoint_folder)
-    config = load_backbone(checkpoint_folder).config
+    backbone = load_backbone(checkpoint_folder)
     parts = (subset(task.split(name), rows, seed=0) for name, rows in (("train", 24), ("dev", 20)))
-    return task, *(Data(encode(tokenizer, part.texts, config), part.labels) for part in parts)
+    return [RowData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts]
 
 
 def train_system(name, checkpoint, words, folder, config=FAST, resume=False):
-    system = SYSTEMS[name]
+    system, shape = load_method(name), {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = system.build(load_backbone(checkpoint), (1, 2, 3), 2)
-        history = fit(model, system.recipe(model), *words, config, {}, folder, resume)
-    return model, [{key: epoch[key] for key in epoch.keys() - {"seconds"}} for epoch in history]
+        model = build_model(system, "rows", load_backbone(checkpoint), shape)
+        stages = system.recipe(model, configured(system, {}))
+        fitted = fit(model, stages, *words, config, Saved(folder, {}, resume))
+    return model, [{key: epoch[key] for key in epoch.keys() - {"seconds"}} for epoch in fitted.epochs]
+
+
+def stages(name, model):
+    system = load_method(name)
+    return system.recipe(model, configured(system, {}))
 
 
 def same(a, b):
@@ -76,13 +88,13 @@ def test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_st
     for row in range(7):
         for k in range(3):
             expected += sum(p[row, k, c] * np.log(p[row, k, c] / p[row, 3, c]) for c in range(3)) / 7
-    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None))
+    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
     assert found.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_self_distillation_never_sees_a_label_and_never_moves_the_teacher(random_model, padded_inputs):
     model = random_model()
-    batch = Batch(tensors(padded_inputs), LABELS, None)
+    batch = Batch(tensors(padded_inputs), LABELS, None, None)
     loss = self_distillation_loss(model, batch)
     assert loss == self_distillation_loss(model, batch._replace(labels=None))
     reached = torch.autograd.grad(loss, list(model.heads[3].parameters()), allow_unused=True)
@@ -92,18 +104,18 @@ def test_self_distillation_never_sees_a_label_and_never_moves_the_teacher(random
 def test_self_distillation_of_numbers_is_a_squared_error(random_model, padded_inputs):
     model = random_model(num_labels=1)
     values = logits_of(model, padded_inputs)[:, :, 0]
-    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None))
+    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
     assert found.item() == pytest.approx(((values[:, :3] - values[:, 3:]) ** 2).mean(axis=0).sum(), rel=1e-4)
 
 
 def test_fastbert_learns_in_the_stages_of_deebert(checkpoint_folder):
-    model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
     names = [name for name, _ in model.named_parameters()]
     theirs, ours = (
-        [[name for name in names if stage.learns(name)] for stage in SYSTEMS[system].recipe(model)]
+        [[name for name in names if stage.learns(name)] for stage in stages(system, model)]
         for system in ("deebert", "fastbert")
     )
-    assert theirs == ours and len(fastbert(model)) == 2
+    assert theirs == ours and len(ours) == 2
 
 
 # Right-Tool
@@ -130,13 +142,13 @@ def test_calibration_divides_the_logits_of_each_exit_by_its_temperature_and_chan
 ):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = MultiExit(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+        model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
         for head in model.heads:
             torch.nn.init.normal_(head.out.weight, std=0.5)
             torch.nn.init.normal_(head.out.bias, std=0.5)
-    held = words[2]
+    held = words[1]
     before = record(model.segments(), held.encoded, 64).logits
-    calibrate(model, held)
+    calibrate_heads(model, held)
     after = record(model.segments(), held.encoded, 64).logits
     for k in range(3):
         temperature = fit_temperature(before[:, k], held.labels)
@@ -153,15 +165,15 @@ def berxit_model(random_model, num_labels=3):
     source = random_model(num_labels=num_labels)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = BerxitExits(source.backbone, source.exits, num_labels).eval()
+        model = RowExits(source.backbone, source.exits, num_labels, policy=Certainty).eval()
         model.heads = source.heads
-        torch.nn.init.normal_(model.certainty.weight, std=0.5)
+        torch.nn.init.normal_(model.policy.linear.weight, std=0.5)
     return model
 
 
 def certainty_by_hand(model, inputs):
     """(B, K - 1): a sigmoid of one linear map, the same for all exits, of the mean of the tokens."""
-    weight, bias = (p.detach().double().numpy() for p in (model.certainty.weight[0], model.certainty.bias[0]))
+    weight, bias = (p.detach().double().numpy() for p in (model.policy.linear.weight[0], model.policy.linear.bias[0]))
     found = np.zeros((len(inputs), 3))
     with torch.no_grad():
         hidden = model.backbone.hidden_states(*tensors(inputs))
@@ -178,20 +190,22 @@ def test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certa
     right = logits.argmax(axis=2)[:, :3] == LABELS.numpy()[:, None]
     each = [cross_entropy(logits[:, k], LABELS) for k in range(4)]
     for step in range(4):
-        found = alternating_loss(model, Batch(tensors(padded_inputs), LABELS, None, step))
+        found = alternating_loss(model, Batch(tensors(padded_inputs), LABELS, None, None, step))
         expected = sum(each) + sum(((certainty - right) ** 2).mean(axis=0)) if step % 2 else each[3]
         assert found.item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, words, monkeypatch):
+def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, words):
     seen = []
 
     def watched(model, batch):
         seen.append(batch.step)
         return alternating_loss(model, batch)
 
-    monkeypatch.setattr(berxit_module, "alternating_loss", watched)
-    train_system("berxit", checkpoint_folder, words, tmp_path)
+    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2, policy=Certainty)
+    (stage,) = stages("berxit", model)
+    assert stage.loss is alternating_loss
+    fit(model, [stage._replace(loss=watched)], *words, FAST, Saved(tmp_path, {}))
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
@@ -216,7 +230,53 @@ def test_a_row_leaves_where_the_certainty_is_above_the_cut_alone_as_in_a_batch(n
 
 def test_berxit_needs_two_exits(checkpoint_folder):
     with pytest.raises(ValueError, match="at least two exits to choose from, got 1"):
-        BerxitExits(load_backbone(checkpoint_folder), (3,), 2)
+        RowExits(load_backbone(checkpoint_folder), (3,), 2, policy=Certainty)
+
+
+# SWEET
+
+
+def gradients(loss, model):
+    """Of every parameter that the loss reaches."""
+    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    found = torch.autograd.grad(loss, list(learning.values()), retain_graph=True, allow_unused=True)
+    return {name: each for name, each in zip(learning, found) if each is not None}
+
+
+@pytest.fixture(params=["rows", "tokens"])
+def learner(request, random_model, padded_inputs):
+    """(model, batch): a classifier that learns as a whole, and a decoder with heads and adapters."""
+    if request.param == "rows":
+        return random_model(), Batch(tensors(padded_inputs), LABELS, None, None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = TokenExits(random_decoder("llama", 6), (1, 2, 4, 6), rank=2).eval()
+        for parameter in model.adapters.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.from_numpy(padded_inputs.input_ids)
+    counted = torch.from_numpy(padded_inputs.attention_mask).bool()
+    return model, Batch((ids, counted), ids[counted], None, None)
+
+
+def test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone(learner):
+    model, batch = learner
+    found = gradients(separate_loss(model, batch), model)
+    own = [gradients(task_loss(logits, batch.labels), model) for logits in model(*batch.inputs)]
+    assert found.keys() == set().union(*own)
+    for name, gradient in found.items():
+        kind, number, *_ = f"{name.removeprefix('backbone.')}.".split(".")
+        if kind in ("layers", "adapters"):
+            k = next(k for k, layer in enumerate(model.exits) if layer > int(number))
+        else:
+            k = int(number) if kind == "heads" else 0
+        torch.testing.assert_close(gradient, own[k][name], rtol=1e-4, atol=1e-6)
+
+
+def test_sweet_pays_for_all_exits_the_same(random_model, padded_inputs):
+    model = random_model()
+    logits = logits_of(model, padded_inputs)
+    found = separate_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
+    assert found.item() == pytest.approx(sum(cross_entropy(logits[:, k], LABELS) for k in range(4)), rel=1e-4)
 
 
 # All of them
@@ -225,25 +285,26 @@ def test_berxit_needs_two_exits(checkpoint_folder):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_trains_and_its_rules_fit_what_it_says(name, tmp_path, checkpoint_folder, words):
     model, _ = train_system(name, checkpoint_folder, words, tmp_path)
-    held = words[2].encoded
-    inputs = held.batch(np.arange(len(held)))
-    logits = record(model.segments(), held, 64).logits
-    exit_logits = None
-    if name == "berxit":
-        with torch.no_grad():
-            exit_logits = model.exit_logits(model.states(*tensors(inputs))).numpy()
-    rules = SYSTEMS[name].candidates(logits, exit_logits)
+    held = words[1].encoded
+    recorded = record(model.segments(), held, 64)
+    rules = (load_method(name).candidates or thresholds)(recorded)
     layers = []
     for rule in rules:
         rule.check(3)
-        layers.append(early_exit(model.segments(), rule, inputs).layers_run.mean())
+        layers.append(early_exit(model.segments(), rule, held.batch(np.arange(len(held)))).layers_run.mean())
     assert rules and min(layers) < 3
+
+
+def of_exits(logits, exit_logits=None):
+    """A record of logits (N, K, C)."""
+    exits, measures = tuple(range(1, logits.shape[1] + 1)), {} if exit_logits is None else {"exit_logit": exit_logits}
+    return Record(Recorded(exits, logits, np.zeros((*logits.shape[:2], 2)), [1] * len(exits), measures), logits, 1.0)
 
 
 def test_the_rules_are_those_of_the_papers():
     random = np.random.default_rng(0)
-    logits, exit_logits = random.normal(size=(50, 4, 3)), random.normal(size=(50, 3))
-    of = {name: system.candidates(logits, exit_logits) for name, system in SYSTEMS.items()}
+    recorded = of_exits(random.normal(size=(50, 4, 3)), random.normal(size=(50, 3)))
+    of = {name: (load_method(name).candidates or thresholds)(recorded) for name in SYSTEMS}
     for name, measure in (
         ("deebert", "entropy"),
         ("fastbert", "normalised_entropy"),
@@ -257,14 +318,10 @@ def test_the_rules_are_those_of_the_papers():
 
 
 def test_one_exit_leaves_nothing_to_choose():
-    logits = np.zeros((5, 1, 2))
-    for name, system in SYSTEMS.items():
+    alone = of_exits(np.zeros((5, 1, 2)))
+    for name in SYSTEMS:
         if name != "berxit":
-            assert system.candidates(logits, None) == []
-
-
-def test_names_of_systems_and_recipes_do_not_collide():
-    assert not set(SYSTEMS) & set(RECIPES)
+            assert (load_method(name).candidates or thresholds)(alone) == []
 
 
 @pytest.mark.parametrize("name, stop_after", [("berxit", 2), ("berxit", 5), ("right-tool", 4), ("fastbert", 8)])
@@ -295,12 +352,13 @@ def test_a_training_that_was_killed_while_it_was_calibrated_is_not_calibrated_tw
 ):
     whole, _ = train_system("right-tool", checkpoint_folder, words, tmp_path / "whole")
 
-    def calibrate_then_stop(model, held):
-        calibrate(model, held)
+    def calibrated(model, held):
+        calibrate_heads(model, held)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(right_tool_module, "calibrate", calibrate_then_stop)
+        stopped = replace(right_tool_module.METHOD, recipe=lambda model, how: [joint_stage(model, finish=calibrated)])
+        patch.setattr(right_tool_module, "METHOD", stopped)
         with pytest.raises(KeyboardInterrupt):
             train_system("right-tool", checkpoint_folder, words, tmp_path / "killed")
     resumed, _ = train_system("right-tool", checkpoint_folder, words, tmp_path / "killed", resume=True)
@@ -341,9 +399,18 @@ def test_the_temperature_test_can_fail(monkeypatch, bug):
 def test_the_turns_test_can_fail(monkeypatch, random_model, padded_inputs):
     """Planted bug: a certainty is asked of the last exit too, where nobody leaves."""
     monkeypatch.setattr(
-        BerxitExits,
+        RowExits,
         "exit_logits",
-        lambda self, states: torch.stack([self.exit_logit(k, state) for k, state in enumerate(states[1:])], dim=1),
+        lambda self, states: torch.stack(
+            [self.policy.exit_logit(k, state) for k, state in enumerate(states[1:])], dim=1
+        ),
     )
     with pytest.raises(AssertionError):
         test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty(random_model, padded_inputs)
+
+
+def test_the_test_of_sweet_can_fail(monkeypatch, learner):
+    """Planted bug: nothing is cut off, so that exits pull shared layers apart."""
+    monkeypatch.setattr(torch.Tensor, "detach", lambda self: self)
+    with pytest.raises(AssertionError):
+        test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone(learner)
