@@ -24,6 +24,13 @@ class Parser(argparse.ArgumentParser):
             **kwargs,
         )
 
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse has it, but what a command does not know is its own error, which names its own help."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 

@@ -17,14 +17,15 @@ def option(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
+    below: float | None = None,
     **about,
 ):
     """A field of a settings class.
 
-    help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above: one that is
-    not. about: `flag`, where the option is not named like the field, and `metavar`.
+    help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above, below: ones that
+    are not. about: `flag`, where the option is not named like the field, and `metavar`.
     """
-    limits = {"choices": choices, "least": least, "above": above, "most": most}
+    limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={"help": help} | limits | about)
 
 
@@ -68,8 +69,9 @@ def _fits(value, kind: type, limits) -> bool:
         or not math.isfinite(value)
     ):
         return False
-    least, above, most = (limits[name] for name in ("least", "above", "most"))
-    return (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most)
+    least, above, most, below = (limits[name] for name in ("least", "above", "most", "below"))
+    inside = (least is None or value >= least) and (most is None or value <= most)
+    return inside and (above is None or value > above) and (below is None or value < below)
 
 
 def _expected(kind: type, limits) -> str:
@@ -80,6 +82,6 @@ def _expected(kind: type, limits) -> str:
     if kind is str:
         return "text"
     what = "a whole number" if kind is int else "a number"
-    words = {"least": "of at least", "above": "above", "most": "of at most"}
+    words = {"least": "of at least", "above": "above", "most": "of at most", "below": "below"}
     bounds = [f"{word} {limits[name]:g}" for name, word in words.items() if limits[name] is not None]
     return " ".join([what, " and ".join(bounds)]).strip()

@@ -50,8 +50,8 @@ class RowOptions(CommonOptions):
     pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
     max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
     max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
-    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, most=1)
-    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, most=1)
+    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, below=1)
+    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True)
