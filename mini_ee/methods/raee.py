@@ -330,5 +330,6 @@ METHOD = Method(
     exits=None,
     classes_only=True,
     train=train,
-    defaults={"rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}},
+    defaults={"rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}},  # of few shots; LM-BFF's models are larger, lr 1e-5
+    lacks=("pool", "head_lr", "max_loss", "confidence"),
 )

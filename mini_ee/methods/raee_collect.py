@@ -24,11 +24,13 @@ from mini_ee.rules import NeverExit
 from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
-from mini_ee.training.train import Request, check_task, exits_of
+from mini_ee.training.train import Request, check_task, exits_of, say_left_out
 from mini_ee.units.prompts import PromptModel, draw_shots
 from mini_ee.units.rows import RowData
 
-FEW_SHOT = {"lr": 3e-4, "epochs": 15, "batch_size": 8}  # of the built-in models; LM-BFF's are larger, lr 1e-5
+COLLECTING = 32  # rows that are read together
+OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")
+OF_SHOTS = ("epochs", "lr", "batch_size", "warmup", "weight_decay", "clip")
 
 
 def collect_run(request: Request, say) -> Run:
@@ -39,19 +41,38 @@ def collect_run(request: Request, say) -> Run:
     """
     how = request.how
     rule = Retrieval(how.k, how.tau, how.fallback_top, how.include_embeddings)
-    base = request.model if is_run(request.model) else prompt_run(request, rule)
-    if base == request.model:
-        prompted = [name for name in ("template", "words", "prompts", "shots") if getattr(how, name) is not None]
-        if prompted:
-            raise WrongArguments(f"--{prompted[0]} is for a checkpoint, read by a prompt; {base} is a trained run")
+    _check_given(request)
+    if is_run(request.model):
+        base = request.model
         _refuse_state(training_folder(request.out))
+    else:
+        base = prompt_run(request, rule)
     run = load_run(base)
+    say_left_out(run.model.backbone, request.model, say)
     check_task(run, request.task, base)
     if not run.label_names:
         raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
     collected = _collected(request, run, rule)
     shutil.rmtree(training_folder(request.out))
     return collected
+
+
+def _check_given(request: Request) -> None:
+    """Raise WrongArguments for an option that would be passed over."""
+    model, given = request.model, request.given
+
+    def refuse(names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            if name in given:
+                raise WrongArguments(f"--{name.replace('_', '-')} {why}")
+
+    if is_run(model):
+        refuse(OF_PROMPTS, f"is for a checkpoint, read by a prompt; {model} is a trained run, which has heads")
+        refuse(("exits", "max_length", *OF_SHOTS), f"is that of {model}, a trained run")
+    elif request.how.shots is None:
+        refuse(OF_SHOTS, "is for fine-tuning on a few rows: give --shots too")
+    if "encoder" in given:
+        refuse(("layer",), "says which of the model's own states are the queries: leave it out, or --encoder")
 
 
 def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
@@ -63,7 +84,7 @@ def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
     model = run.model.to(device)
     source = {"layer": how.layer, "encoder": None if how.encoder is None else str(Path(how.encoder).resolve())}
     embed, begin = open_encoder(source, model.backbone), time.perf_counter()
-    values = collect(run.segments(), encoded, rows.labels, request.train.batch_size, progress="collecting")
+    values = collect(run.segments(), encoded, rows.labels, COLLECTING, progress="collecting")
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
     collected = Collected(encoded, values, rows.labels, run.exits)

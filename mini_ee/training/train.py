@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mini_ee import WrongArguments
+from mini_ee.backbones.backbone import some_of
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
@@ -49,7 +50,7 @@ class Request:
     common: CommonOptions  # of rows: RowOptions
     texts: TextOptions | None  # of tokens
     resume: bool
-    own: dict  # the method's settings as they were given
+    given: frozenset[str]  # the names of the options that were given, not taken from defaults
 
     @property
     def seed(self) -> int:
@@ -116,8 +117,9 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     own = {key: given[key] for key in own_names & given.keys()}
+    named = frozenset(key for key, value in options.items() if value is not None)
     texts = made[2] if unit == "tokens" else None
-    request = Request(name, method, unit, model, None, out, configured(method, own), *made[:2], texts, resume, own)
+    request = Request(name, method, unit, model, None, out, configured(method, own), *made[:2], texts, resume, named)
     check_device(request.common.device)
     if unit == "tokens":
         return request
@@ -218,6 +220,7 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     """A classifier, or a regression: what save_run takes."""
     common, task = request.common, request.task
     backbone = load_backbone(request.model).without_heads()
+    say_left_out(backbone, request.model, say)
     tokenizer = Tokenizer.from_folder(request.model, min(common.max_length, backbone.config.max_tokens))
     train, held = (
         RowData(encode(tokenizer, part.texts, backbone), part.labels, task)
@@ -229,6 +232,8 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
             f"learn; give rows with different labels"
         )
     exits = exits_of(request, backbone.config.num_hidden_layers)
+    layers = backbone.config.num_hidden_layers
+    say(f"Training {len(exits)} exits on {request.model.name} ({layers} layers) for {task.name}.")
     about = _about(request, exits) | {"num_labels": task.num_labels, "task": about_task(task)}
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held)}
     model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
@@ -265,6 +270,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
 def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     """A decoder that leaves early as it writes: what save_run takes."""
     backbone = load_backbone(request.model).to(request.common.device)
+    say_left_out(backbone, request.model, say)
     tokenizer = Tokenizer.from_folder(request.model)
     source = Source(backbone, tokenizer, request.texts, request.seed)
     exits = exits_of(request, backbone.config.num_hidden_layers)
@@ -287,6 +293,13 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
 
 
 # ---- Both ----
+
+
+def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which tensors of a checkpoint are not used: the head of another task."""
+    if backbone.left_out:
+        found = some_of(backbone.left_out)
+        say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}).")
 
 
 def _fit(
