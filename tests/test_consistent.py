@@ -1,7 +1,9 @@
 """ConsistentEE: Eq. 2 to 7 by hand and by enumeration, both gradient estimators, who learns in which step, rounds."""
 
 import itertools
+import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.metrics import spearman
 from mini_ee.data.tasks import load_task, subset
+from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.measure.evaluate import by_exit
@@ -46,8 +49,11 @@ from mini_ee.rules import FixedExit, NeverExit, Policy
 from mini_ee.training.fit import Batch, Saved, fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import encode
+from mini_ee.units.generation import PAPER, Sampling
 from mini_ee.units.rows import RowData, RowExits, States
+from mini_ee.units.tokens import TextData, TokenExits
 
+GOLDEN = Path(__file__).parent / "golden"
 ATOL = 1e-5  # float32, rows alone against padded batches, logits of up to 8; at most 3e-6 here
 EXITS = (1, 2, 4)
 DRAWS = 10_000
@@ -646,6 +652,232 @@ def test_settings_that_make_no_sense_are_refused(setting, said):
         Config(**setting)
 
 
+# ---- Tokens ----
+
+
+QUICK = TrainConfig(epochs=6, lr=5e-3, head_lr=2e-2, batch_size=4, warmup=0.0)
+TOKENS = replace(Config(), **consistent.TOKENS)
+
+
+def counting(count=24, tokens=10, start=2):
+    """Texts that count upwards from a number below 8: what comes next is known."""
+    random = np.random.default_rng(0)
+    return [Text([int(first + at) % 30 for at in range(tokens)], start) for first in random.integers(0, 8, count)]
+
+
+def decoder_model(rank=8):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return TokenExits(load_backbone(GOLDEN / "llama"), (1, 2, 3), policy=PolicyNetworks, rank=rank)
+
+
+def fit_tokens(model, stages, folder, config=QUICK, resume=False, texts=24):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        train, held = TextData(counting(texts)), TextData(counting(12, 8))
+        return fit(model, stages, train, held, config, Saved(folder, {}, resume)).epochs
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A model after step 1, with states: counting upwards, which the deeper exits know better."""
+    model = decoder_model()
+    fit_tokens(model, recipe(model, TOKENS)[:1], tmp_path_factory.mktemp("tuned"))
+    return model.eval(), TextData(counting(40)).states(model), TextData(counting(12, 8)).states(model)
+
+
+def copy_of(model):
+    other = decoder_model()
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def mixed(model):
+    """The same model, folded, with policies drawn wide, so that tokens leave everywhere."""
+    other = copy_of(model)
+    other.fold()
+    with torch.no_grad():
+        for network in other.policy.networks:
+            network[2].weight.normal_(std=3.0, generator=torch.Generator().manual_seed(0))
+            network[2].bias.zero_()
+    return other
+
+
+def learn(model, stage, train, how):
+    """One stage on the states of a model, without a hold-out: its steps one after the other."""
+    taught = stage.teacher(model, train) if stage.teacher else None
+    settings = stage.settings
+    names = [name for name, _ in model.named_parameters() if stage.learns(name) and model.learns(name)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], settings["head_lr"])
+    for epoch in range(settings["epochs"]):
+        for units in train.order(1, epoch):
+            states, labels = train.batch(units, "cpu")
+            loss = stage.loss(model, Batch((), labels, states, None if taught is None else taught[units]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return names
+
+
+@pytest.mark.parametrize("reward", ["vanilla", "hardness-guided"])
+def test_the_reward_of_every_token_is_eq_3_or_4(tuned, reward):
+    model, _, held = tuned
+    found = rewards_of_all(model, held, replace(TOKENS, alpha=0.3, reward=reward))
+    with torch.no_grad():
+        for row, (states, label) in enumerate(zip(held.states, held.labels)):
+            p = [model.classify(k, state).double().softmax(-1) for k, state in enumerate(states)]
+            right = [each.argmax() == label for each in p]
+            memorized = min((depth for k, depth in enumerate(model.exits) if all(right[k:])), default=3)
+            for k, depth in enumerate(model.exits):
+                price = 0.3 * (1 - memorized / 3 if reward == "hardness-guided" else 1)
+                assert found[row, k].item() == pytest.approx(math.log(p[k][label]) - price * depth, abs=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
+def test_a_high_price_of_layers_makes_all_leave_at_once_and_none_brings_what_the_losses_want(tuned, estimator):
+    model, train, held = tuned
+    torch.manual_seed(0)
+    how = replace(TOKENS, alpha=50.0, estimator=estimator, policy_epochs=20, policy_lr=0.02)
+    dear, free = copy_of(model), copy_of(model)
+    learn(dear, recipe(dear, how)[1], train, how)
+    assert held_out(dear, held, how)["mean_layers"] == 1.0
+    how = replace(how, alpha=0.0)
+    learn(free, recipe(free, how)[1], train, how)
+    best_fixed = max(rewards_of_all(free, held, how).mean(0))
+    assert held_out(free, held, how)["score"] > best_fixed - 0.05
+
+
+def test_more_alpha_lets_tokens_leave_earlier(tuned):
+    """Of exits whose heads know less the earlier they are."""
+    model, train, held = tuned
+    depths = []
+    for alpha in (0.0, 0.5, 2.0, 50.0):
+        how, other = replace(TOKENS, alpha=alpha, estimator="exact", policy_epochs=20, policy_lr=0.02), copy_of(model)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for head, noise in zip(other.heads, (0.6, 0.2)):
+                head.linear.weight.add_(noise * torch.randn_like(head.linear.weight))
+        learn(other, recipe(other, how)[1], train, how)
+        depths.append(held_out(other, held, how)["mean_layers"])
+    assert depths == sorted(depths, reverse=True) and depths[0] > depths[1] and depths[-1] == 1.0
+
+
+def test_y_can_be_what_the_last_exit_says(tuned):
+    model, _, held = tuned
+    how = replace(TOKENS, target="hard", alpha=0.0)
+    with torch.no_grad():
+        logits = torch.stack([model.classify(k, state) for k, state in enumerate(held.states.unbind(1))], dim=1)
+    said = logits[:, -1].argmax(-1)
+    assert said.tolist() == [int(model.backbone.lm_logits(states[-1]).argmax()) for states in held.states]
+    assert said.tolist() != held.labels.tolist()
+    torch.testing.assert_close(rewards_of_all(model, held, how), -exit_losses(logits, said))
+    always = torch.full((len(said), 2), -60.0)  # all go to the last exit, whose loss of its own word counts
+    model.policy.exit_logit, before = lambda k, state: always[: len(state), k], model.policy.exit_logit
+    loss = consistent.learn_task(model, Batch((), held.labels, list(held.states.unbind(1)), None), how)
+    model.policy.exit_logit = before
+    assert loss.item() == pytest.approx(exit_losses(logits, said)[:, -1].mean().item(), abs=1e-5)
+
+
+def test_of_tokens_the_policy_step_changes_policies_alone_and_the_task_step_heads_alone(tuned, tmp_path):
+    other, before = copy_of(tuned[0]), tuned[0].state_dict()
+    for number, part in ((1, "policy"), (2, "heads")):
+        stages = [recipe(other, TOKENS)[number]._replace(judge=lambda *_: {"score": 0.0})]
+        fit_tokens(other, stages, tmp_path / part)
+        now = {name: value.clone() for name, value in other.state_dict().items()}
+        assert {name.split(".")[0] for name, value in now.items() if not torch.equal(value, before[name])} == {part}
+        before = now
+
+
+def test_a_head_at_which_no_token_leaves_learns_nothing(tuned):
+    model, train, _ = tuned
+    other = copy_of(model)
+    with torch.no_grad():
+        for network, logit in zip(other.policy.networks, (-50.0, 50.0)):
+            network[2].weight.zero_()
+            network[2].bias.fill_(logit)
+    states, labels = train.batch(np.arange(40), "cpu")
+    reached = gradients_of(consistent.learn_task(other, Batch((), labels, states, None), TOKENS), other)
+    assert reached and {name.rpartition(".")[0].split(".")[1] for name in reached} == {"1"}
+
+
+def test_exits_are_scored_anew_after_every_task_step(tuned, tmp_path):
+    """Its heads learn, though they learn from states."""
+    model, how, verdicts = copy_of(tuned[0]), replace(TOKENS, task_epochs=3, task_lr=0.05), itertools.count()
+    stage = recipe(model, how)[2]._replace(judge=lambda *_: {"score": next(verdicts)})
+    history = fit_tokens(model, [stage], tmp_path)
+    found, _ = TextData(counting(12, 8)).scores(model, 4)
+    assert history[-1]["exit_scores"] == found
+    assert len({tuple(epoch["exit_scores"]) for epoch in history}) == 3
+
+
+def test_held_out_tokens_leave_at_the_first_policy_above_one_half(tuned):
+    model, _, held = tuned
+    how, other = replace(TOKENS, alpha=0.1), mixed(model)
+    found, rewards = held_out(other, held, how), rewards_of_all(other, held, how)
+    with torch.no_grad():
+        p = other.exit_logits(held.states.unbind(1)).sigmoid()
+    left = [next((k for k in range(2) if row[k] > 0.5), 2) for row in p]
+    assert len(set(left)) > 1
+    assert found["mean_layers"] == pytest.approx(np.mean([model.exits[k] for k in left]))
+    assert found["score"] == pytest.approx(float(np.mean([rewards[row, k] for row, k in enumerate(left)])), abs=1e-5)
+
+
+@pytest.mark.parametrize("stop_after", [1, 5, 9, 12])
+def test_a_training_on_tokens_that_was_killed_and_resumed_ends_with_the_same_weights(stop_after, tmp_path, monkeypatch):
+    """Step 1 takes 6 steps; then policies take 2 and heads 1 a round."""
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    config, how = replace(QUICK, epochs=2), replace(TOKENS, rounds=3)
+    whole, killed, resumed = decoder_model(), decoder_model(), decoder_model()
+    expected = fit_tokens(whole, recipe(whole, how), tmp_path / "whole", config, texts=10)
+    steps, step = iter(range(stop_after)), torch.optim.AdamW.step
+
+    def stopping(self, *args, **kwargs):
+        next(steps)  # StopIteration: the process ends
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", stopping)
+        with pytest.raises(StopIteration):
+            fit_tokens(killed, recipe(killed, how), tmp_path / "killed", config, texts=10)
+    found = fit_tokens(resumed, recipe(resumed, how), tmp_path / "killed", config, resume=True, texts=10)
+    assert same(whole, resumed)
+    assert [epoch | {"seconds": 0} for epoch in found] == [epoch | {"seconds": 0} for epoch in expected]
+
+
+def test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut(tuned):
+    """With the cache, and by the definition of state copying without one, for the first token behind a prompt."""
+    model, texts = mixed(tuned[0]), counting(20, 6, 4)
+    written, found = model.write(texts, Policy(), max_new_tokens=1), set()
+    with torch.no_grad():
+        for text, each in zip(texts, written):
+            hidden = model.backbone.hidden_states(torch.tensor([text.ids[:5]]))
+            states = [hidden[layer][0, -1] for layer in model.exits]
+            normed = [head.norm(state) for head, state in zip(model.heads, states)]
+            k = next((k for k in range(2) if model.policy.networks[k](normed[k]).sigmoid() > 0.5), 2)
+            assert each.layers_run == [model.exits[k]]
+            assert each.tokens == [int(model.classify(k, states[k]).argmax())]
+            found.add(k)
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), PAPER], ids=["greedy", "paper"])
+def test_cut_1_is_the_full_model_cut_0_the_first_head_and_a_batch_is_its_rows(tuned, sampling):
+    model, texts = mixed(tuned[0]), counting(6, 6, 4)
+    settings = {"max_new_tokens": 6, "sampling": sampling, "seed": 3}
+    assert model.write(texts, Policy(1.0), **settings) == model.write(texts, NeverExit(), **settings)
+    assert model.write(texts, Policy(0.0), **settings) == model.write(texts, FixedExit(0), **settings)
+    together = model.write(texts, Policy(), **settings)
+    assert len({layer for text in together for layer in text.layers_run}) > 1
+    if sampling.temperature == 0:
+        assert together == model.write(texts, Policy(), **settings, batch_size=1)
+
+
+def test_the_papers_decoding_settings():
+    assert (PAPER.temperature, PAPER.top_k, PAPER.top_p) == (1.0, 40, 0.75)
+
+
 # ---- Hardness ----
 
 
@@ -750,3 +982,23 @@ def test_the_resume_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, word
         test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
             8, tmp_path, checkpoint_folder, words, monkeypatch
         )
+
+
+@pytest.mark.parametrize(
+    "planted, test",
+    [
+        (
+            (consistent, "inferred_reward", lambda logits, rewards: float(rewards[:, -1].mean())),
+            test_held_out_tokens_leave_at_the_first_policy_above_one_half,
+        ),
+        (
+            (TokenExits, "policies", property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)),
+            test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut,
+        ),
+    ],
+    ids=["the reward of the last exit", "the policy of the next exit"],
+)
+def test_the_tests_of_tokens_can_fail(tuned, monkeypatch, planted, test):
+    monkeypatch.setattr(*planted)
+    with pytest.raises(AssertionError):
+        test(tuned)
