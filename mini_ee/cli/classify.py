@@ -4,6 +4,7 @@ from pathlib import Path
 
 HELP = "one sentence through the exits, layer by layer"
 EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
+SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 
 
 def add(sub) -> None:
@@ -17,13 +18,13 @@ def add(sub) -> None:
     add_retrieval(sub)
 
 
-def add_where(sub) -> None:
+def add_where(sub, device: bool = True, schedules: bool = True) -> None:
     """Where a run's parts are and what computes; said here without torch, opened in cli/open.py."""
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
-    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
-    sub.add_argument(
-        "--schedule", choices=("restart", "parallel", "adaptive"), help="which LoRA streams start together; restart"
-    )
+    if device:
+        sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    if schedules:
+        sub.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together; restart")
 
 
 def run(args, say) -> dict:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mini_ee import WrongArguments
+from mini_ee.cli.classify import SCHEDULES
 from mini_ee.cli.generate import add_sampling, sampling_of
 from mini_ee.cli.options import positive
 
@@ -28,9 +29,9 @@ def add(sub) -> None:
 def _schedules(text: str) -> tuple[str, ...]:
     import argparse
 
-    names, known = tuple(text.split(",")), ("restart", "parallel", "adaptive")
-    if not set(names) <= set(known):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, with commas, found {text!r}")
+    names = tuple(text.split(","))
+    if not set(names) <= set(SCHEDULES):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(SCHEDULES)}, with commas, found {text!r}")
     return names
 
 
@@ -73,8 +74,8 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.measure.tables import compare_table, losses_table, ranges_table, seeds_table
     from mini_ee.training.train import check_task
 
-    for name in ("text", "top_k", "top_p"):
-        if getattr(args, name) is not None:
+    for name in ("text", "temperature", "top_k", "top_p"):
+        if getattr(args, name):
             raise WrongArguments(f"--{name.replace('_', '-')} is for decoders' runs")
     task = open_task_of([each.one for each in opened], args.task)
     for each in opened:

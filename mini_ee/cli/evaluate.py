@@ -40,11 +40,13 @@ def run(args, say) -> dict:
     """Measure one run, and print what a reader wants to know."""
     from mini_ee.cli.open import open_run, open_trained
     from mini_ee.export.manifest import MANIFEST
+    from mini_ee.training.train import say_left_out
 
     if (args.run / MANIFEST).is_file():
         opened = open_trained(args.run, args)
     else:
         opened = open_run(args.run, args, plain=True)
+        say_left_out(opened.model.backbone, args.run, say)
     if opened.config.get("unit") == "tokens":
         return _tokens(opened, args, say)
     return _rows(opened, args, say)
@@ -89,6 +91,8 @@ def _rows(opened, args, say) -> dict:
         recorded = record(opened.segments(), encoded, args.batch_size, whole=opened.whole_model())
         given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
         answer |= _controls(given, args, answer, say)
+    if answer["always"] is not None:
+        say(f"It always says {answer['always']}.")
     if not task.regression:
         counts = np.bincount(rows.labels, minlength=task.num_labels)
         answer["majority"] = float(counts.max() / counts.sum())

@@ -17,7 +17,7 @@ def add(sub) -> None:
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
-    add_where(sub)
+    add_where(sub, device=False)
     add_rule(sub)
     add_retrieval(sub)
 
@@ -31,6 +31,7 @@ def run(args, say) -> dict:
     from mini_ee.data.tasks import load_task
     from mini_ee.training.train import check_task
 
+    args.device = "cpu"
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))
     precision, begin, texts = "float16" if args.fp16 else "int8" if args.int8 else "float32", time.perf_counter(), None

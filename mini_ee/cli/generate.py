@@ -27,7 +27,7 @@ def add(sub) -> None:
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
     add_sampling(sub)
     sub.add_argument("--repetition-penalty", type=number, default=1.0, help="above 1: less of what is there; 1")
-    add_where(sub)
+    add_where(sub, schedules=False)
     add_rule(sub)
     early = sub.add_argument_group("a run with exits")
     early.add_argument("--fill", choices=FILLS, help="skipped layers: a state stands in (propagate), or they catch up")

@@ -14,16 +14,6 @@ from mini_ee.training.run import Run, is_run, load_run, plain_decoder
 from mini_ee.training.train import check_device
 from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
 
-SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
-
-
-def add_where(parser, schedules: bool = True) -> None:
-    """Where a run's parts are and what computes: --model, --device, and --schedule of LoRA exits."""
-    parser.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
-    if schedules:
-        parser.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together; restart")
-
 
 def open_run(folder: Path, args, plain: bool = False) -> Run:
     """A run on the device that was asked for; with `plain` also a decoder's checkpoint."""

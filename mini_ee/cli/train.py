@@ -90,8 +90,9 @@ def _of_rows(trained, metrics: dict, say) -> dict:
         f"Trained on {metrics['rows']} rows, "
         f"{metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens."
     )
+    scores = ", ".join(f"{name} {held[name]:.3f}" for name in trained.config["task"]["metrics"])
     say(
-        f"On {metrics['rows_held']} rows held out: score {held['score']:.3f}, "
+        f"On {metrics['rows_held']} rows held out: {scores}, "
         f"{held['layers_saved']:.0%} of the layers saved."
     )
     say(metrics["promised"])

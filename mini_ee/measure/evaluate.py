@@ -21,7 +21,7 @@ from mini_ee.early_exit import early_exit
 from mini_ee.methods.consistent import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold
 from mini_ee.training.train import split_rows
-from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
+from mini_ee.units.recording import Record, exit_scores, plan_rows, predictions, record, summary
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 
@@ -156,6 +156,7 @@ def evaluate(one, rule: Rule, task: Task, labels: np.ndarray, encoded: Encoded, 
         "batch_size": batch_size,
         "rows_truncated": encoded.truncated,
         "rule": rule.to_dict(),
+        "always": _one_answer(predictions(main.logits), task),
     }
     if sweep:
         answer["rows"] = [
@@ -168,6 +169,11 @@ def evaluate(one, rule: Rule, task: Task, labels: np.ndarray, encoded: Encoded, 
             for each, each_seconds in zip(rules, sweep_seconds)
         ]
     return answer
+
+
+def _one_answer(said: np.ndarray, task: Task) -> str | None:
+    """The label that all rows are given, where it is one."""
+    return task.label_names[int(said[0])] if not task.regression and (said == said[0]).all() else None
 
 
 def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
