@@ -122,6 +122,8 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     request = Request(name, method, unit, model, None, out, configured(method, own), *made[:2], texts, resume, named)
     check_device(request.common.device)
     if unit == "tokens":
+        if texts.kind == "pieces" != method.defaults.get(unit, {}).get("kind"):
+            raise WrongArguments(f"--task pieces: the end of a piece has no label, and {name} needs one; give continue")
         return request
     found = _open_task(task)
     if found.regression and method.classes_only:
@@ -156,7 +158,9 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
     if kind is not None and not writes:
         raise WrongArguments(f"{model}: holds a {kind.model_type}, which writes no text; give a decoder")
     if task is not None and task not in KINDS:
-        raise WrongArguments(f"--task: expected a task's folder, or for a decoder {' or '.join(KINDS)}, found {task}")
+        raise WrongArguments(
+            f"--task: expected a task's folder, or for a decoder {' or '.join(KINDS[1:])}, found {task}"
+        )
     return "tokens", model or BUILT_IN_DECODER, task
 
 
