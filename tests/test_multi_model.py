@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+import mini_ee
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.multi_model import MultiModel, multi_model
+from mini_ee.baselines.multi_model import METHOD, MultiModel, recipe
 from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned
-from mini_ee.training.fit import TrainConfig
-from mini_ee.training.methods import CONFIGURED, METHODS, method_of
-from mini_ee.training.run import load_run, train_run
+from mini_ee.training.run import load_run
 
 EXITS = (1, 2, 3)
 ATOL = 1e-5  # float32 logits of size 7; measured max 1.2e-6
@@ -75,52 +74,19 @@ def test_speed_is_measured_against_the_deepest_model_alone(model, inputs):
 
 def test_each_stage_trains_one_model(model):
     names = [name for name, _ in model.named_parameters()]
-    learn = [[name for name in names if stage.learns(name)] for stage in multi_model(model)]
+    learn = [[name for name in names if stage.learns(name)] for stage in recipe(model, METHOD.config())]
     assert sorted(sum(learn, [])) == sorted(names)
     assert all(name.startswith(f"models.{k}.") for k, own in enumerate(learn) for name in own)
 
 
 def test_a_run_of_it_is_trained_written_and_read(tmp_path, checkpoint_folder, task_folder):
-    method = method_of("multi-model", {})
-    run = train_run(
-        tmp_path / "run",
-        "multi-model",
-        method.recipe,
-        checkpoint_folder,
-        load_task(task_folder),
-        TrainConfig(epochs=12, lr=3e-3, head_lr=1e-2, batch_size=8),
-        exits=EXITS,
-        build=method.build,
-        candidates=method.candidates,
-    )
+    options = {"epochs": 12, "lr": 3e-3, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS}
+    run = mini_ee.train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", **options)
     again = load_run(tmp_path / "run")
-    assert isinstance(again.model, MultiModel) and again.config["model"] == "MultiModel"
+    assert isinstance(again.model, MultiModel) and again.config["method"] == "multi-model"
     for one, other in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
     dev = load_task(task_folder).split("dev")
     encoded = again.encode(dev.texts).batch(slice(None))
     logits, *_ = read_every_exit(again.segments(), encoded)
     assert ((logits.argmax(axis=2) == dev.labels[:, None]).mean(axis=0) > 0.7).all()
-
-
-@pytest.mark.parametrize("name", sorted({*METHODS, *CONFIGURED}))
-def test_every_method_can_be_had_by_its_name(name, checkpoint_folder):
-    method = method_of(name, {})
-    model = method.build(load_backbone(checkpoint_folder), EXITS, 2, "mean")
-    stages = method.recipe(model)
-    assert stages and all(any(stage.learns(name) for name, _ in model.named_parameters()) for stage in stages)
-
-
-@pytest.mark.parametrize(
-    "name, settings, message",
-    [
-        ("joint", {"rank": 4}, "joint has no setting rank: that is for lora-exits"),
-        ("consistent", {"temperature": 2.0}, "consistent has no setting temperature: that is for lora-exits"),
-        ("pabee", {"alpha": 2.0}, "pabee has no setting alpha: that is for lora-exits or consistent"),
-        ("lora-exits", {"rank": 0}, "rank must be"),
-        ("consistent", {"alpha": -1.0}, "alpha must be"),
-    ],
-)
-def test_settings_of_another_method_and_wrong_ones_are_refused(name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        method_of(name, settings)

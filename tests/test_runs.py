@@ -9,21 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+import mini_ee
+from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.joint import joint
 from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.rules import Threshold
-from mini_ee.training.fit import TrainConfig
-from mini_ee.training.run import encode, load_run, train_run
+from mini_ee.training.run import encode, load_run
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
     out = tmp_path_factory.mktemp("runs") / "run"
-    train_run(out, "joint", joint, checkpoint_folder, load_task(task_folder), TrainConfig(epochs=1, batch_size=8))
+    mini_ee.train("joint", checkpoint_folder, task_folder, out, epochs=1, batch_size=8)
     return out
 
 
@@ -45,7 +44,8 @@ def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder):
         "tokenizer.json",
     ]
     config = json.loads((run_folder / "config.json").read_text())
-    assert config["format_version"] == 1 and config["method"] == "joint" and config["exits"] == [1, 2, 3]
+    assert (config["format_version"], config["unit"], config["method"]) == (2, "rows", "joint")
+    assert config["exits"] == [1, 2, 3]
     assert config["task"] == {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
     assert {
         "backbone",
@@ -105,8 +105,7 @@ def test_a_truncated_file_is_named(copy, name):
 
 def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, task_folder):
     other = tmp_path / "other"
-    config = TrainConfig(epochs=1, batch_size=8, seed=1)
-    train_run(other, "joint", joint, checkpoint_folder, load_task(task_folder), config)
+    mini_ee.train("joint", checkpoint_folder, task_folder, other, epochs=1, batch_size=8, seed=1)
     shutil.copy(other / "model.safetensors", copy / "model.safetensors")
     with pytest.raises(ValueError, match="checksum"):
         load_run(copy)
@@ -115,7 +114,12 @@ def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, t
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 2}, "format_version 1, found 2"),
+        ({"format_version": 1}, "format_version 2, found 1; train it again"),
+        ({"format_version": 3}, "format_version 2, found 3; give a folder that `mini-ee train` wrote"),
+        ({"unit": "words"}, "unit must be one of rows, prompts, tokens, found 'words'"),
+        ({"method": "oracle"}, "'oracle'"),
+        ({"settings": {"rank": 3}}, "rank"),
+        ({"exits": 3}, "wrong type .*; train the run again"),
         ({"exits": [2, 1, 3]}, "ascend"),
         ({"exits": [1, 2]}, "end at the last layer, 3"),
         ({"rule": {"name": "oracle"}}, "'oracle'"),
@@ -125,15 +129,19 @@ def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, t
 )
 def test_a_config_that_says_something_else_is_refused(copy, change, message):
     write_json(copy / "config.json", read_json(copy / "config.json") | change)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{copy}: .*{message}") as error:
         load_run(copy)
+    assert not isinstance(error.value, WrongArguments) and "\n" not in str(error.value)
 
 
-def test_a_config_without_a_key_is_refused(copy):
+@pytest.mark.parametrize(
+    "key", ["pool", "num_labels", "exits", "rule", "unit", "method", "settings", "files", "backbone", "max_length"]
+)
+def test_a_config_without_a_key_is_refused(copy, key):
     config = read_json(copy / "config.json")
-    del config["pool"]
+    del config[key]
     write_json(copy / "config.json", config)
-    with pytest.raises(ValueError, match="no key 'pool'"):
+    with pytest.raises(ValueError, match=f"copy: config.json has no key '{key}'; train the run again$"):
         load_run(copy)
 
 
@@ -154,8 +162,9 @@ def test_an_unfinished_training_is_pointed_to(tmp_path):
 
 
 def test_types_are_asked_of_encoders_only(checkpoint_folder, decoder_checkpoint):
-    tokenizer, config = Tokenizer.from_folder(checkpoint_folder), load_backbone(decoder_checkpoint).config
-    assert encode(tokenizer, [("good film", "bad film")], config).type_ids[0].max() == 1
-    one_type = replace(load_backbone(checkpoint_folder).config, type_vocab_size=1)
+    tokenizer, decoder = Tokenizer.from_folder(checkpoint_folder), load_backbone(decoder_checkpoint)
+    assert encode(tokenizer, [("good film", "bad film")], decoder).type_ids[0].max() == 1
+    one_type = load_backbone(checkpoint_folder)
+    one_type.config = replace(one_type.config, type_vocab_size=1)
     with pytest.raises(ValueError, match="gives the type id 1, the model knows 1"):
         encode(tokenizer, [("good film", "bad film")], one_type)

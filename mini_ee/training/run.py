@@ -159,9 +159,9 @@ def versions() -> dict[str, str]:
 
 
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
-    """The model of a method, its own or the unit's. config: exits, pool, num_labels and settings, as a run's."""
-    exits, pool, how = tuple(config["exits"]), config.get("pool"), configured(method, config["settings"])
-    num_labels = config.get("num_labels", 1)
+    """The model of a method, its own or the unit's. config: exits, settings; of rows pool and num_labels."""
+    exits, how = tuple(config["exits"]), configured(method, config["settings"])
+    pool, num_labels = (config["pool"], config["num_labels"]) if unit == "rows" else (None, 1)
     if method.model is not None:
         return method.model(backbone, exits, num_labels, pool, how)
     if unit == "tokens":
@@ -245,6 +245,8 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
         raise ValueError(
             f"{folder}: config.json holds a value of a wrong type ({error}); train the run again"
         ) from None
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}" if str(folder) not in str(error) else str(error)) from None
 
 
 def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) -> Run:
