@@ -1,5 +1,6 @@
 """What exits cost a decoder: log-likelihoods by a slow loop, positions that leave as the loop says, and the sweep."""
 
+import copy
 import json
 import math
 import os
@@ -10,15 +11,15 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.measure.texts as decoder_evaluation
-from mini_ee.backbones.hub import load_backbone, save_backbone
+import mini_ee.measure.compare as measure_compare
+import mini_ee.measure.texts as measure_texts
+from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import agreement, calibrate, end_to_end, exit_indices
 from mini_ee.cli.main import main
-from mini_ee.confidence import MEASURES
 from mini_ee.data.multiple_choice import Asked, Benchmark, Question, Request
-from mini_ee.data.texts import Text
-from mini_ee.early_exit import Recorded, early_exit
+from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.measure.figures import draw_decoder
 from mini_ee.measure.texts import (
     COMPARED,
@@ -26,26 +27,29 @@ from mini_ee.measure.texts import (
     GRID,
     LEVELS,
     Hearing,
-    WithoutExits,
     at_equal_agreement,
     benchmark_answer,
     hear,
-    holds_decoder,
-    listen,
-    open_decoder_run,
     perplexity,
     sweep,
     timed_decoding,
+    written_texts,
 )
-from mini_ee.methods.self_supervised import CALIBRATION_PROMPTS, SelfSupervised, observe_texts, save_heads
-from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
+from mini_ee.methods.consistent import PolicyNetworks
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.training.rule import Chosen, observe
+from mini_ee.training.run import load_run, save_run
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate, generated_texts
+from mini_ee.units.tokens import TokenExits, record_texts
 
-GOLDEN = Path(__file__).parent / "golden"
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6
-RULES = (NeverExit(), FixedExit(1), Threshold(0.1, "breaking_ties"), Threshold((0.02, 0.01, 0.0), "breaking_ties"))
+RULES = (
+    *(NeverExit(), FixedExit(1), Threshold(0.015, "breaking_ties")),
+    *(Threshold((0.02, 0.01, 0.0), "breaking_ties"), Patience(1), PatienceConfidence(2, 0.005, "breaking_ties")),
+    *(Policy(), Policy(0.45)),
+)
 LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -79,20 +83,47 @@ def decoder_folder(tmp_path_factory):
     return folder
 
 
+def write_run(folder, decoder_folder, exits, rule, settings=None, metrics=None):
+    """A run of heads that are copies of the model's own."""
+    model, tokenizer = TokenExits(load_backbone(decoder_folder), exits), Tokenizer.from_folder(decoder_folder)
+    about = {
+        "method": "self-supervised",
+        "unit": "tokens",
+        "settings": {"penalty": 0.95, "target": "soft", "init": "copy"} | (settings or {}),
+        "backbone": {"folder": str(decoder_folder), "sha256": backbone_sha256(decoder_folder)},
+        "text": {"text": None, "kind": "pieces", "texts": None, "new_tokens": 8, "prompt": None},
+        "rank": None,
+        "seed": 0,
+        "training": {},
+    }
+    save_run(folder, model, tokenizer, Chosen(rule, None), about, metrics or {})
+
+
 @pytest.fixture(scope="module")
 def run_folder(decoder_folder):
     """A run on it: heads after layers 1 and 2, copied, with a rule under which tokens leave everywhere."""
     folder = decoder_folder.with_name("run")
-    model = SelfSupervised(load_backbone(decoder_folder), (1, 2, 3), "copy")
     history = [{"step": s, "loss": 1.0, "agreement": [0.1 * s, 0.2 * s], "entropy": [2.0, 1.0]} for s in (0, 1, 2)]
     rule = Threshold((0.015, 0.012, -math.inf), "breaking_ties")
-    save_heads(model, folder, decoder_folder, rule=rule, metrics={"history": history})
+    metrics = {"history": history, "agreement": [0.2, 0.4], "entropy": [2.0, 1.0]}
+    write_run(folder, decoder_folder, (1, 2, 3), rule, metrics=metrics)
     return folder
 
 
 @pytest.fixture(scope="module")
 def opened(run_folder):
-    return open_decoder_run(run_folder, None, "cpu")
+    return load_run(run_folder)
+
+
+@pytest.fixture(scope="module")
+def with_policies(opened):
+    """The run, with policies that are unsure to a different degree from token to token."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = TokenExits(opened.model.backbone, (1, 2, 3), "copy", PolicyNetworks).eval()
+        for network in model.policy.networks:
+            torch.nn.init.normal_(network[2].weight, std=0.5)
+    return opened._replace(model=model)
 
 
 @pytest.fixture
@@ -107,114 +138,57 @@ def benchmark():
     return Benchmark("tiny", "test", questions, "log_p a character")
 
 
-@pytest.fixture(params=["llama", "gemma", "phi"])
-def model(request):
-    """Random heads on a random decoder; the embeddings are drawn wider, so that positions differ."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = SelfSupervised(load_backbone(GOLDEN / request.param), (1, 2, 3))
-        for head in model.heads:
-            torch.nn.init.normal_(head.linear.weight, std=0.5)
-    return model
-
-
-TEXTS = [
-    Text([3, 1, 4, 1, 5, 9, 2], 0),
-    Text([2, 6], 0),
-    Text([5, 3, 5, 8, 9, 7, 9, 3, 2], 4),
-    Text([3, 8, 4, 6], 2),
-    Text([3, 8, 4, 7], 1),  # after the same tokens as the one before
-]
-
-
 def slow(model, text):
-    """log p of the next token at every exit, and where each position's logits are largest: one text, in float64."""
-    decoder = model.decoder.double()
-    states = decoder.hidden_states(torch.tensor([text.ids]))
-    rows = []
+    """log p of the next token, logits, and the policy's logit of every exit: one text, in float64."""
+    model, rows = copy.deepcopy(model).double(), []
+    states = model.backbone.hidden_states(torch.tensor([text.ids]))
     for at in range(text.start, len(text.ids) - 1):
         row = []
         for k, layer in enumerate(model.exits):
-            hidden = states[layer][0, at]
+            hidden, leave = states[layer][0, at], None
             if k < len(model.heads):
-                head = model.heads[k].double()
-                logits = head.linear(head.norm(hidden)).numpy()
+                logits = model.heads[k].linear(model.heads[k].norm(hidden)).numpy()
+                leave = float(model.policy.networks[k](model.heads[k].norm(hidden))[0])
             else:
-                logits = decoder.lm_logits(hidden).double().numpy()
-            row.append((logits[text.ids[at + 1]] - math.log(np.exp(logits).sum()), logits))
+                logits = model.backbone.lm_logits(hidden).double().numpy()
+            row.append((logits[text.ids[at + 1]] - math.log(np.exp(logits).sum()), logits, leave))
         rows.append(row)
     return rows
 
 
-# ---- What every exit says ----
+def left_at(rule, row):
+    """The exit, from 0, at which a token leaves, from what `slow` says of it."""
+    streak = 0
+    for k, (_, logits, leave) in enumerate(row[:-1]):
+        second, first = np.sort(np.exp(logits) / np.exp(logits).sum())[-2:]
+        match rule:
+            case FixedExit():
+                leaves = k == rule.exit
+            case Threshold():
+                leaves = first - second >= np.broadcast_to(rule.threshold, 3)[k]
+            case Patience():
+                streak = streak + 1 if k and logits.argmax() == row[k - 1][1].argmax() else 0
+                leaves = streak >= rule.patience
+            case PatienceConfidence():
+                streak = streak + 1 if first - second >= rule.threshold else 0
+                leaves = streak >= rule.patience
+            case Policy():
+                leaves = 1 / (1 + math.exp(-leave)) > rule.cut
+            case NeverExit():
+                leaves = False
+        if leaves:
+            return k
+    return len(row) - 1
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("measure", MEASURES)
-def test_log_p_and_confidence_are_those_of_a_slow_loop_in_float64(model, measure):
-    found = listen(model, TEXTS, measure, batch_size=3)
-    at = 0
-    for number, text in enumerate(TEXTS):
-        for row, following in zip(slow(model, text), text.ids[text.start + 1 :]):
-            assert found.log_p[at] == pytest.approx([log_p for log_p, _ in row], abs=ATOL)
-            assert found.likeliest[at].tolist() == [logits.argmax() == following for _, logits in row]
-            said = [logits.argmax() for _, logits in row]
-            assert found.observed.agrees[at].tolist() == [word == said[-1] for word in said[:-1]]
-            sure = [MEASURES[measure][0](logits[None])[0] for _, logits in row[:-1]]
-            assert found.observed.confidence[at] == pytest.approx(sure, abs=ATOL)
-            assert found.observed.groups[at] == number
-            at += 1
-    assert at == len(found.log_p)
-
-
-def test_a_batch_of_texts_is_its_texts_alone(model):
-    together, alone = listen(model, TEXTS), [listen(model, [text]) for text in TEXTS]
-    assert together.log_p == pytest.approx(np.concatenate([one.log_p for one in alone]), abs=ATOL)
-    assert (together.likeliest == np.concatenate([one.likeliest for one in alone])).all()
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_positions_leave_as_the_loop_lets_them(model, rule):
-    heard = listen(model, TEXTS)
-    logits = []
-    for text in TEXTS:
-        each, full = model(torch.tensor([text.ids[:-1]]))
-        logits.append(torch.stack([*each, full], dim=2)[0, text.start :])
-    logits = torch.cat(logits).numpy()
-    recorded = Recorded(model.exits, logits, np.zeros((*logits.shape[:2], 2)), [1, 1, 1])
-    result = early_exit(recorded, rule, range(len(logits)))
-    assert heard.leave(rule).tolist() == result.exit_index.tolist()
-
-
-def test_the_thresholds_of_that_test_use_every_exit(model):
-    heard = listen(model, TEXTS)
-    assert len({k for rule in RULES for k in heard.leave(rule)}) == 3
-
-
-def test_a_rule_that_needs_more_than_confidence_is_refused(model):
-    with pytest.raises(ValueError, match="leave by never, fixed or threshold, got the rule patience"):
-        listen(model, TEXTS).leave(Patience(1))
-
-
-def test_a_threshold_on_another_measure_than_was_heard_is_refused(model):
-    with pytest.raises(ValueError, match="expected a threshold on entropy, which was observed, got breaking_ties"):
-        listen(model, TEXTS, "entropy").leave(RULES[2])
-
-
-def test_a_plain_decoder_is_a_model_whose_only_exit_is_the_last(model):
-    plain, full = listen(WithoutExits(model.decoder, (3,)), TEXTS), listen(model, TEXTS)
-    assert plain.log_p[:, 0] == pytest.approx(full.log_p[:, -1], abs=ATOL) and plain.log_p.shape[1] == 1
-    assert set(plain.leave(Threshold(0.5))) == {0}
-
-
-def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(model):
-    heard, rule = listen(model, TEXTS), RULES[2]
-    total = 0.0
-    for row, k in zip(heard.log_p, heard.leave(rule)):
-        total -= row[k]
-    assert perplexity(heard, rule) == pytest.approx(math.exp(total / len(heard.log_p)))
-    assert perplexity(heard, NeverExit()) == pytest.approx(math.exp(-heard.log_p[:, -1].mean()))
+def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(opened):
+    texts, rule = [Text([0, *range(20, 50)], 0), Text([0, 7, 9, 8], 1)], RULES[2]
+    recorded = record_texts(opened.model, texts, last=False)
+    log_p, left = recorded.logits[:, :, 0], recorded.replay(rule).exit_index
+    assert len(log_p) == 32 and len(set(left)) == 3
+    total = -sum(row[k] for row, k in zip(log_p, left))
+    assert perplexity(recorded, rule) == pytest.approx(math.exp(total / 32))
+    assert perplexity(recorded, NeverExit()) == pytest.approx(math.exp(-log_p[:, -1].mean()))
 
 
 # ---- Benchmarks ----
@@ -222,9 +196,10 @@ def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_accuracy_is_that_of_a_loop_over_options_one_by_one(opened, benchmark, rule):
-    answer = benchmark_answer(opened.model, hear(opened.model, benchmark, opened.tokenizer), rule)
-    encode = opened.tokenizer.backend.encode
+def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(with_policies, benchmark, rule):
+    run = with_policies
+    answer = benchmark_answer(hear(run, benchmark, 3), rule)
+    encode = run.tokenizer.backend.encode
     rights, layers, right_log_p, alone = [], [], [], [[], [], []]
     for question in benchmark.questions:
         shots = [*question.shots]
@@ -234,62 +209,60 @@ def test_accuracy_is_that_of_a_loop_over_options_one_by_one(opened, benchmark, r
         for context, option in zip(question.contexts, question.options):
             before = encode(question.introduction + "".join(shots) + context).ids
             text = Text([*before, *encode(option, add_special_tokens=False).ids], len(before) - 1)
-            total = 0.0
-            rows = slow(opened.model, text)
-            for row in rows:
-                k = 2
-                if isinstance(rule, FixedExit):
-                    k = rule.exit
-                elif isinstance(rule, Threshold):
-                    each = np.broadcast_to(rule.threshold, 3)
-                    gaps = [np.diff(np.sort(np.exp(logits) / np.exp(logits).sum())[-2:])[0] for _, logits in row[:2]]
-                    k = next((k for k in range(2) if gaps[k] >= each[k]), 2)
-                total += row[k][0]
-                layers.append(k + 1)
+            rows = slow(run.model, text)
+            left = [left_at(rule, row) for row in rows]
+            layers += [k + 1 for k in left]
             for k in range(3):
                 scores_at[k].append(sum(row[k][0] for row in rows) / len(option.strip()))
-            scores.append(total / len(option.strip()))
+            scores.append(sum(row[k][0] for row, k in zip(rows, left)) / len(option.strip()))
         rights.append(int(np.argmax(scores)) == question.answer)
         right_log_p.append(scores[question.answer] * len(question.options[question.answer].strip()))
         for k in range(3):
             alone[k].append(int(np.argmax(scores_at[k])) == question.answer)
-    opened.model.float()
     assert answer["accuracy"] == np.mean(rights) and answer["mean_layers"] == pytest.approx(np.mean(layers))
     assert answer["exit_counts"] == [layers.count(1), layers.count(2), layers.count(3)]
     assert answer["per_exit_accuracy"] == [np.mean(each) for each in alone]
     assert answer["log_likelihood"] == pytest.approx(np.mean(right_log_p), abs=1e-3)
     assert answer["shots"] == [3, 0, 1, 0] and answer["rows_truncated"] == 0 and answer["rows"] == 4
+    assert answer["rule"] == rule.to_dict()
+    assert isinstance(rule, NeverExit | FixedExit) or len(set(layers)) > 1
 
 
 def test_a_cloze_is_right_where_every_token_is_that_of_greedy_decoding(opened):
     asked, right = [], []
     for context in ([0, 65, 66], [0, 80], [0, 7, 7, 9]):
-        (text,) = gather(generate(opened.model.decoder, [context], max_new_tokens=2), 1)
+        (text,) = gather(generate(opened.model.backbone, [context], max_new_tokens=2), 1)
         first, second = text.tokens
         for option in ([first, second], [first, second ^ 1], [first ^ 1, second], [first], [first ^ 1]):
             asked.append(Asked([Request([*context, *option], len(context))], 0, False))
             right.append(option == text.tokens[: len(option)])
     benchmark = Benchmark("cloze", "test", (Question(("",), ("",), 0, 0),) * len(asked), "greedy")
     texts = [Text(one.requests[0].ids, one.requests[0].start - 1) for one in asked]
-    hearing = Hearing(benchmark, asked, listen(opened.model, texts))
-    assert hearing.right(np.full(len(hearing.heard.log_p), 2)).tolist() == right
+    hearing = Hearing(benchmark, asked, record_texts(opened.model, texts, last=False))
+    assert hearing.right(np.full(len(hearing.recorded.logits), 2)).tolist() == right
 
 
 # ---- Over epsilon ----
 
 
+SMALL = {"TEXTS": 24, "NEW_TOKENS": 12, "DECODED": 6}
+
+
 @pytest.fixture(scope="module")
 def swept(opened):
-    prompts = [[0, 65, 70], [0, 80]]
-    calibration, fresh = (generated_texts(opened.model.decoder, prompts, 24, 12, seed=seed) for seed in (0, 100))
-    held = listen(opened.model, [Text(list(range(1, 40)))])
-    answer = sweep(opened.model, calibration, fresh, prompts, new_tokens=6, held=held)
-    return answer, calibration, fresh, held
+    """The sweep, and the records that it makes: of calibration texts, of fresh ones, and of a held-out one."""
+    held = record_texts(opened.model, [Text(list(range(1, 40)))], last=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(measure_texts, name, value)
+        _, calibration, fresh = written_texts(opened, 0)
+        answer = sweep(opened, "breaking_ties", held)
+    return answer, record_texts(opened.model, calibration), record_texts(opened.model, fresh), held
 
 
-def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(opened, swept):
+def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(swept):
     answer, calibration, fresh, held = swept
-    taken, checked = (observe_texts(opened.model, texts, "breaking_ties") for texts in (calibration, fresh))
+    taken, checked = (observe(each, "breaking_ties") for each in (calibration, fresh))
     assert [row["epsilon"] for row in answer["rows"]] == list(EPSILONS)
     for row in answer["rows"]:
         rule = calibrate(taken, row["epsilon"], measure="breaking_ties")
@@ -299,8 +272,9 @@ def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(ope
         assert row["exit_counts"] == [int((left == k).sum()) for k in range(3)]
         assert row["mean_layers"] == pytest.approx((left + 1).mean())
         assert row["perplexity"] == perplexity(held, rule)
-    assert answer["full_perplexity"] == perplexity(held, NeverExit())
-    assert answer["tokens_fresh"] == len(checked.groups)
+    assert answer["full_perplexity"] == perplexity(held, NeverExit()) and answer["tokens_text"] == 38
+    assert answer["tokens_fresh"] == len(checked.groups) != answer["tokens_calibration"] == len(taken.groups)
+    assert not (calibration.logits.shape == fresh.logits.shape and (calibration.logits == fresh.logits).all())
 
 
 def test_deeper_on_the_whole_as_epsilon_rises(swept):
@@ -313,7 +287,7 @@ def test_speed_is_a_ratio_of_seconds_measured_here(swept):
     recomputed = [row["recompute"] for row in answer["rows"]]
     assert [row["seconds"] for row in recomputed] != [row["seconds"] for row in answer["rows"]]
     for row in (*answer["rows"], *recomputed):
-        assert row["tokens_per_second"] == pytest.approx(12 / row["seconds"])
+        assert row["tokens_per_second"] == pytest.approx(6 * len(CALIBRATION_PROMPTS) / row["seconds"])
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / answer["full_tokens_per_second"])
 
 
@@ -327,12 +301,12 @@ def test_without_exits_the_text_is_wholly_the_full_models(opened):
     assert first["decoded_agreement"] < 1 and first["decoded_layers"] == 1
 
 
-def test_measures_are_compared_where_calibration_reaches_the_level(opened, swept):
+def test_measures_are_compared_where_calibration_reaches_the_level(swept):
     answer, calibration, fresh, _ = swept
     assert [row["measure"] for row in answer["measures"]] == [each for each in COMPARED for _ in LEVELS]
     strict = set()
-    for row in at_equal_agreement(opened.model, calibration, fresh, COMPARED, (0.9, 0.99, 1.0)):
-        taken, checked = (observe_texts(opened.model, texts, row["measure"]) for texts in (calibration, fresh))
+    for row in at_equal_agreement(calibration, fresh, COMPARED, (0.9, 0.99, 1.0)):
+        taken, checked = (observe(each, row["measure"]) for each in (calibration, fresh))
         rule = calibrate(taken, row["epsilon"], measure=row["measure"])
         assert end_to_end(taken, rule) >= row["level"] and row["end_to_end"] == end_to_end(checked, rule)
         below = GRID[GRID < row["epsilon"]]
@@ -388,6 +362,8 @@ def test_evaluate_scores_a_benchmark_under_the_runs_own_rule_or_another(capsys, 
     assert fixed["mean_layers"] == 2 and fixed["accuracy"] == own["per_exit_accuracy"][1]
     loose = answer_of(capsys, run_folder, "--task", hellaswag, "--threshold", 0, "--measure", "max_probability")
     assert loose["exit_counts"][1:] == [0, 0] and loose["rule"]["measure"] == "max_probability"
+    agreed = answer_of(capsys, run_folder, "--task", hellaswag, "--patience", 1)
+    assert agreed["exit_counts"][0] == 0 < agreed["exit_counts"][1] and agreed["rule"]["name"] == "patience"
     never = answer_of(capsys, run_folder, "--task", hellaswag, "--rule", "never", "--max-rows", 4)
     assert never["rows"] == 4 and never["accuracy"] == never["full_accuracy"] and never["mean_layers"] == 3
 
@@ -403,7 +379,7 @@ def test_evaluate_takes_a_plain_decoder(capsys, decoder_folder, run_folder, hell
 def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_folder, hellaswag):
     small = {"TEXTS": 12, "NEW_TOKENS": 8, "DECODED": 4, "PIECE": 16, "REPEATS": 1, "EPSILONS": (0.5, 0.9)}
     for name, value in small.items():
-        monkeypatch.setattr(decoder_evaluation, name, value)
+        monkeypatch.setattr(measure_texts, name, value)
     text, picture = tmp_path / "held.txt", tmp_path / "picture.png"
     text.write_text("A held-out story of some words. " * 9)
     options = ("--sweep", "--task", hellaswag, "--text", text, "--picture", picture)
@@ -417,43 +393,51 @@ def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_f
 
 
 def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tmp_path, run_folder, decoder_folder):
-    for name, value in {"TEXTS": 12, "NEW_TOKENS": 8, "GRID": np.array([0.1, 1.0]), "LEVEL": 0.1}.items():
-        monkeypatch.setattr(decoder_evaluation, name, value)
+    for name, value in {"TEXTS": 12, "NEW_TOKENS": 8, "GRID": np.array([0.1, 1.0])}.items():
+        monkeypatch.setattr(measure_texts, name, value)
+    monkeypatch.setattr(measure_compare, "LEVEL", 0.1)
     other, picture = tmp_path / "$a_$", tmp_path / "picture.png"
-    model = SelfSupervised(load_backbone(decoder_folder), (2, 3), "copy")
     history = [{"step": step, "loss": 1.0, "agreement": [0.5], "entropy": [3.0 - step]} for step in (0, 1)]
-    save_heads(
-        model, other, decoder_folder, about={"training": {"init": "copy", "penalty": 0.5}}, metrics={"history": history}
-    )
-    assert main(["compare", str(run_folder), str(other), "--picture", str(picture), "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["rows"]
-    assert (first["agreement"], first["entropy"], first["init"]) == ([0.2, 0.4], [2.0, 1.0], None)
+    metrics = {"history": history, "agreement": [0.5], "entropy": [2.0]}
+    write_run(other, decoder_folder, (2, 3), NeverExit(), {"penalty": 0.5}, metrics)
+    argv = ["compare", str(run_folder), str(other), "--picture", str(picture), "--max-rows", "2", "--json"]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["heads"]
+    assert found["level"] == 0.1 and (found["texts"], found["task"]) == (2, "pieces")
+    assert [(row["run"], row["measure"]) for row in found["rows"]] == [
+        *((str(run_folder), "full model"), (str(run_folder), "threshold")),
+        *((str(other), "full model"), (str(other), "never")),
+    ]
+    assert all(row["rouge_l"] == 1 for row in found["rows"] if row["mean_layers"] == 3)
+    assert (first["agreement"], first["entropy"], first["init"]) == ([0.2, 0.4], [2.0, 1.0], "copy")
     assert (second["entropy"], second["init"], second["penalty"]) == ([2.0], "copy", 0.5)
-    opened = open_decoder_run(other, None, "cpu")
+    opened = load_run(other)
     prompts = [[0, *map(opened.tokenizer.backend.token_to_id, text.replace(" ", "Ġ"))] for text in CALIBRATION_PROMPTS]
-    taken, checked = (
-        observe_texts(opened.model, generated_texts(opened.model.decoder, prompts, 12, 8, stop=[5], seed=seed))
-        for seed in (0, 12)
-    )
+    written = (generated_texts(opened.model.backbone, prompts, 12, 8, stop=[5], seed=seed) for seed in (0, 12))
+    taken, checked = (observe(record_texts(opened.model, texts), "breaking_ties") for texts in written)
     rule = calibrate(taken, second["equal"]["epsilon"], measure="breaking_ties")
     assert second["equal"]["end_to_end"] == end_to_end(checked, rule) and second["equal"]["exit_counts"][0] > 0
     assert second["equal"]["mean_layers"] == pytest.approx(np.array([2, 3])[exit_indices(checked, rule)].mean())
     assert picture.stat().st_size > 10_000
 
 
-def test_compare_refuses_what_is_no_run_on_the_same_decoder(capsys, tmp_path, run_folder, decoder_folder):
-    other, trained = decoder_folder.with_name("decoder-2"), {"history": [{"step": 0}]}
+def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tmp_path, run_folder, decoder_folder):
+    other = decoder_folder.with_name("decoder-2")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         save_backbone(Decoder(load_backbone(decoder_folder).config), other)
     (other / "tokenizer.json").write_bytes((decoder_folder / "tokenizer.json").read_bytes())
-    save_heads(SelfSupervised(load_backbone(other), (1, 3)), tmp_path / "run", other, metrics=trained)
-    for argv, message in (
-        ([run_folder, decoder_folder], "holds no heads that `mini-ee train self-supervised` trained"),
-        ([run_folder, tmp_path / "run"], "has another decoder than"),
-        ([run_folder, run_folder, "--task", "x"], "--task is not for runs of self-supervised"),
+    write_run(tmp_path / "run", other, (1, 3), NeverExit())
+    assert main(["compare", str(run_folder), str(tmp_path / "run"), "--max-rows", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["heads"] == [] and len(found["rows"]) == 4
+    for argv, message, status in (
+        ([run_folder, decoder_folder], "give a folder that `mini-ee train` wrote", 1),
+        ([run_folder, run_folder, "--task", "x"], "--task is not for decoders' runs", 2),
+        ([run_folder, run_folder, "--schedule", "restart"], "--schedule is for LoRA exits", 2),
     ):
-        assert main(["compare", *map(str, argv)]) == 2
+        assert main(["compare", *map(str, argv)]) == status
         assert message in capsys.readouterr().err
 
 
@@ -468,15 +452,21 @@ def test_compare_refuses_what_is_no_run_on_the_same_decoder(capsys, tmp_path, ru
         (["RUN", "--task", "DATA", "--rule", "threshold"], 2, "the rule threshold needs --threshold"),
         (["RUN", "--task", "DATA", "--threshold", ".1,.2"], 2, "expected one threshold or 3"),
         (["RUN", "--task", "DATA", "--threshold", "2"], 2, "a threshold on breaking_ties must be from 0.0 to 1.0"),
-        (["RUN", "--task", "DATA", "--rule", "policy"], 2, "the rule policy is for classifiers; a decoder takes"),
+        (["RUN", "--task", "DATA", "--rule", "policy"], 2, "the rule policy needs a model that says when to leave"),
         (["RUN", "--task", "DATA", "--split", "dev"], 2, "--split is for classifiers"),
         (["RUN", "--task", "DATA", "--rule", "never", "--layer", "1"], 2, "the rule never does not take --layer"),
-        (["RUN", "--task", "DATA", "--layer", "1", "--measure", "entropy"], 2, "--measure says what a threshold is on"),
-        (["RUN", "--sweep", "--threshold", ".5"], 2, "--threshold is not for --sweep, which finds thresholds itself"),
+        (
+            ["RUN", "--task", "DATA", "--layer", "1", "--measure", "entropy"],
+            2,
+            "the rule fixed does not take --measure",
+        ),
+        (["RUN", "--sweep", "--threshold", ".5"], 2, "--sweep finds thresholds itself: leave out --threshold"),
         (["RUN", "--sweep", "--text", "missing.txt"], 2, "missing.txt: No such file or directory"),
         (["RUN", "--sweep", "--text", "BYTES"], 2, "expected text in UTF-8, found invalid start byte at byte 3"),
         (["RUN", "--sweep", "--text", "SHORT"], 1, "expected a text of at least 95 tokens, got 4"),
+        (["RUN", "--sweep", "--fallback-top", "1"], 2, "--sweep finds thresholds itself: leave out --fallback-top"),
         (["PLAIN", "--sweep"], 2, "a decoder without exits has no epsilon"),
+        (["PLAIN", "--task", "DATA", "--threshold", ".5"], 2, "the rule threshold needs exits before the last layer"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -488,12 +478,6 @@ def test_wrong_input_is_one_line(
     names = {"RUN": run_folder, "PLAIN": decoder_folder, "DATA": hellaswag, "BYTES": "bytes.txt", "SHORT": "short.txt"}
     line, found = refused(capsys, *[names.get(part, part) for part in argv])
     assert message in line and found == status
-
-
-def test_options_for_decoders_are_refused_for_others(capsys, checkpoint_folder):
-    assert not holds_decoder(checkpoint_folder)
-    line, status = refused(capsys, checkpoint_folder, "--max-rows", 3)
-    assert "--max-rows is for a decoder's run" in line and status == 2
 
 
 @pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")

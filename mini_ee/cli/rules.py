@@ -89,7 +89,8 @@ def _made(name: str, given: dict, run) -> Rule:
     known = {each.name: each for each in fields(kind) if each.metadata}
     foreign = sorted(given.keys() - known.keys())
     if foreign:
-        raise ValueError(f"the rule {name} does not take --{', --'.join(foreign).replace('--exit', '--layer')}")
+        options = ", ".join(f"--{each}" for each in foreign).replace("--exit", "--layer")
+        raise ValueError(f"the rule {name} does not take {options}")
     missing = [each for each in known.values() if each.default is MISSING and each.name not in given]
     if missing:
         raise ValueError(f"the rule {name} needs {', '.join(flag_of(each.name, each.metadata) for each in missing)}")
