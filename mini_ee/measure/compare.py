@@ -52,8 +52,8 @@ class Compared(NamedTuple):
 
 def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool) -> dict:
     """Each under its own rule, all timed in turns; with `swept` also the curve of each, and what it saves at no and
-    little loss: rules are then chosen on the rows held out in training, and a loss is counted from the best full model
-    of all that are compared.
+    little loss: rules are then chosen on the rows held out in training, or `chosen_on` says where else, and a loss is
+    counted from the best full model of all that are compared there.
     """
     told, timed = [], []
     for name, one, how in compared:
@@ -113,18 +113,21 @@ def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_si
     The rule is chosen on rows held out in training where the run knows them, else on these; returns what to time.
     """
     chosen_on = []
-    for one, (_, recorded, _) in zip(ones, told):
-        held = _held_out(one, task)
-        if held is None or one.rule.plans_from_texts:
+    for one, (row, recorded, _) in zip(ones, told):
+        held = None if one.rule.plans_from_texts else _held_out(one, task)
+        row["chosen_on"] = "reported rows" if held is None else "hold-out"
+        if held is None:
             chosen_on.append((recorded, labels))
         else:
             chosen_on.append((record(one.segments(), one.encode(held.texts), batch_size, "hold-out"), held.labels))
     points = [curve(each, _rules(one, each, task), task, some) for one, (each, some) in zip(ones, chosen_on)]
-    full = [point["score"] for some in points for point in some if point["rule"]["name"] == "never"]
-    reference = max(full, default=0.0)
+    best: dict[str, float] = {}  # full model's score, by the rows that rules are chosen on
+    for (row, *_), some in zip(told, points):
+        full = [point["score"] for point in some if point["rule"]["name"] == "never"]
+        best[row["chosen_on"]] = max([best.get(row["chosen_on"], -1.0), *full])
     timed = []
     for (row, recorded, (segments, encoded)), some in zip(told, points):
-        picks = {name: most_saved(some, reference - loss - 1e-9) for name, loss in LOSSES.items()}
+        picks = {name: most_saved(some, best[row["chosen_on"]] - loss - 1e-9) for name, loss in LOSSES.items()}
         picks |= {name: best_within(some, share) for name, share in RANGES.items()}
         for name, found in picks.items():
             row[name] = {}

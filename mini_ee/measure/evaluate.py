@@ -187,7 +187,7 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
             same = {name: config[name] for name in ("method", "exits", "pool", "task")}
             begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
             same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
-            same["schedule"] = row.get("schedule")
+            same |= {"settings": config.get("settings"), "schedule": row.get("schedule")}
             groups.setdefault(json.dumps(same, sort_keys=True), []).append(row | {"seed": config["seed"]})
     return [_together(group) for group in groups.values() if len({row["seed"] for row in group}) > 1]
 

@@ -165,15 +165,18 @@ def compare_table(rows: list[dict]) -> str:
 
 
 def losses_table(rows: list[dict]) -> str:
-    """What each run saves at no loss and at one point, its rule chosen on the hold-out."""
+    """What each run saves, and scores, under rules that lose nothing or one point where they were chosen."""
     lines = []
     for row in rows:
         line = {"run": row["run"], "how": row["how"], "full": f"{row['full_score']:.3f}"}
         for name in LOSSES:
             point = row[name]
-            line[name] = f"{point['layers_saved']:.1%}, {point['speedup']:.2f} x" if point else "-"
-        lines.append(line)
-    return "\n" + table(lines, {"run": "run", "how": "method", "full": "full"} | LOSS_HEADINGS)
+            said = "{layers_saved:.1%}, {speedup:.2f} x, score {score:.3f}"
+            line[name] = said.format(**point) if point else "-"
+        lines.append(line | {"chosen_on": row["chosen_on"]})
+    headings = {"run": "run", "how": "method", "full": "full"} | LOSS_HEADINGS | {"chosen_on": "rules chosen on"}
+    about = "A loss is counted from the best full model of all, on the rows that rules are chosen on."
+    return f"\n{table(lines, headings)}\n{about}"
 
 
 def ranges_table(rows: list[dict], timed_rows: int) -> str:
