@@ -11,7 +11,7 @@ import torch
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.cli.decoder_commands import settled_length
+from mini_ee.cli.generate import settled_length
 from mini_ee.cli.main import main
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.units.decoding import gather

@@ -9,7 +9,11 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.cli.writing_commands as writing_commands
+import mini_ee.baselines.calm as calm
+import mini_ee.measure.compare as measure_compare
+import mini_ee.measure.texts as measure_texts
+import mini_ee.methods.consistent as consistent
+import mini_ee.training.texts as training_texts
 from mini_ee.backbones.hub import BUILT_IN_DECODER, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
@@ -63,20 +67,22 @@ def text_file(tmp_path_factory):
 
 
 SMALL = {
-    "HELD_TEXTS": 12,
-    "TESTED_TEXTS": 4,
-    "TIMED_TEXTS": 1,
-    "REPEATS": 1,
-    "TOLERANCE": 0.9,
-    "GIVEN": 20,
-    "FOLLOW": 8,
+    training_texts: {"HELD_STORIES": 12, "GIVEN": 20, "FOLLOW": 8},
+    measure_compare: {"TESTED_TEXTS": 4, "TIMED_TEXTS": 1},
+    measure_texts: {"REPEATS": 1},
+    calm: {"TOLERANCE": 0.9},
 }
+
+
+def make_small(patch):
+    for module, values in SMALL.items():
+        for name, value in values.items():
+            patch.setattr(module, name, value)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(writing_commands, name, value)
+    make_small(monkeypatch)
 
 
 def ask(capsys, *argv):
@@ -147,8 +153,7 @@ def runs(decoder_folder, text_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     shared = ("--model", str(decoder_folder), "--text", str(text_file), "--epochs", "2", "--batch-size", "8")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(writing_commands, name, value)
+        make_small(patch)
         for method, more in (("consistent", ("--alpha", "0.01", "--rounds", "1")), ("calm", ())):
             assert main(["train", method, *shared, *more, "--exits", "1,2,3", "--out", str(folder / method)]) == 0
     return folder
@@ -158,7 +163,8 @@ def test_a_run_says_what_it_is(runs):
     config = json.loads((runs / "consistent" / "config.json").read_text())
     assert config["method"] == "consistent" and config["exits"] == [1, 2, 3]
     assert config["rule"] == {"name": "policy", "cut": 0.5}
-    assert config["training"]["alpha"] == 0.01 and config["training"]["reward"] == "vanilla"
+    assert config["settings"]["alpha"] == 0.01 and config["settings"]["reward"] == "vanilla"
+    assert config["text"]["kind"] == "continue" and config["rank"] == 8
     metrics = json.loads((runs / "calm" / "metrics.json").read_text())
     assert list(metrics["own"]) == list(metrics["sweep"]) == ["gap", "saturation", "classifier"]
 
@@ -190,7 +196,7 @@ def test_compare_measures_every_rule_against_the_full_model(runs, capsys, tmp_pa
 
 def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, monkeypatch):
     pairs = []
-    monkeypatch.setattr(writing_commands, "rouge_l", lambda *pair: (pairs.append(pair), rouge_l(*pair))[1])
+    monkeypatch.setattr(measure_texts, "rouge_l", lambda *pair: (pairs.append(pair), rouge_l(*pair))[1])
     status, answer = ask(capsys, "compare", runs / "consistent", "--max-rows", 3)
     assert status == 0
     found = [rouge_l(*pair) for pair in pairs]  # of two rules, against the full model and the references, three each
@@ -227,10 +233,10 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
     "argv, status, message",
     [
         (("--alpha", "-1"), 2, "alpha must be a number of at least 0, got -1.0"),
-        (("--epsilon", "1.5"), 2, "expected a number from 0 to 1, found '1.5'"),
-        (("--exits", "1,2"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 1,2"),
-        (("--task", "sing"), 2, "--task: a decoder learns to continue or to copy text, found sing"),
-        (("--target", "soft"), 2, "--target: consistent on a decoder learns from the text"),
+        (("--epsilon", "1.5"), 2, "epsilon must be a number of at least 0 and of at most 1, got 1.5"),
+        (("--exits", "4"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 4,3"),
+        (("--task", "sing"), 2, "--task: expected a task's folder, or for a decoder continue or copy, found sing"),
+        (("--target", "soft"), 2, "argument --target: invalid choice: 'soft'"),
         (("--resume",), 2, "no unfinished training here; start without --resume"),
         (("--text", "nowhere.txt"), 2, "nowhere.txt: No such file or directory"),
         (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; begin anew with a smaller --lr"),
@@ -249,20 +255,22 @@ def test_wrong_arguments_of_train_are_one_line(decoder_folder, text_file, capsys
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method, step", [("consistent", "learn"), ("calm", "learn_classifier")])
+@pytest.mark.parametrize("method, step", [(consistent, "rewards_of_all"), (calm, "agreement")])
 def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
     decoder_folder, text_file, tmp_path, monkeypatch, method, step
 ):
-    command = ["train", method, "--model", str(decoder_folder), "--text", str(text_file), "--epochs", "1", "--out"]
+    """What its second stage, the policies or the classifier, asks first."""
+    name = method.__name__.rpartition(".")[2]
+    command = ["train", name, "--model", str(decoder_folder), "--text", str(text_file), "--epochs", "1", "--out"]
 
     class Killed(BaseException):
         pass
 
-    def kill(*arguments):
+    def kill(*arguments, **settings):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing_commands, step, kill)
+        patch.setattr(method, step, kill)
         with pytest.raises(Killed):
             main([*command, str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
@@ -274,14 +282,15 @@ def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
 
 
 def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, tmp_path):
-    for argv, message in (
-        ((runs / "calm", decoder_folder), "is no decoder's run of consistent or calm"),
-        ((runs / "calm", "--task", "SST-2"), "--task is not for decoders' runs"),
-        ((runs / "calm", "--top-p", 2), "top_p must be from 1e-06 to 1, got 2.0"),
-        ((runs / "calm", "--model", tmp_path), "config.json"),
+    for argv, message, expected in (
+        ((runs / "calm", decoder_folder), "give a folder that `mini-ee train` wrote", 1),
+        ((runs / "calm", "--task", "SST-2"), "--task is not for decoders' runs", 2),
+        ((runs / "calm", "--top-p", 2), "top_p must be from 1e-06 to 1, got 2.0", 2),
+        ((runs / "calm", "--model", tmp_path), "config.json", 2),
+        ((runs / "calm", "--picture", tmp_path / "a.png"), "draws what they save and lose: give --sweep too", 2),
     ):
         status, line = ask(capsys, "compare", *argv)
-        assert status == 2 and message in line and "\n" not in line
+        assert status == expected and message in line and "\n" not in line
 
 
 def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
@@ -297,7 +306,7 @@ def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
 
 @pytest.mark.skipif(not SHARED, reason="needs the real stories260K and TinyStories (2026-11)")
 def test_on_real_stories_the_gap_writes_better_the_stricter_it_is(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing_commands, "FOLLOW", 24)
+    monkeypatch.setattr(training_texts, "FOLLOW", 24)
     shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 200, "--batch-size", 16)
     text = Path(SHARED) / "data" / "TinyStories" / "tinystories_sample.txt"
     status, _ = ask(capsys, "train", "calm", *shared, "--text", text, "--out", tmp_path / "calm")

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Backbone, Layout, shortened, some_of
 from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
 from mini_ee.registry import BACKBONES
@@ -45,6 +46,13 @@ def backbone_class(model_type: str) -> type[Backbone]:
 def generates(model_type) -> bool:
     """Whether this is the model_type of a backbone that writes text; False for what is no backbone's."""
     return isinstance(model_type, str) and model_type in BACKBONES and backbone_class(model_type).generates
+
+
+def check_generates(folder: str | Path, model_type: str) -> None:
+    """Raise WrongArguments for a folder whose model_type writes no text, with those that do."""
+    if not generates(model_type):
+        found = ", ".join(filter(generates, BACKBONES))
+        raise WrongArguments(f"{folder}: holds a {model_type}, which writes no text; give one of {found}")
 
 
 def layout_of(model_type: str) -> Layout:

@@ -22,8 +22,8 @@ from torch import nn
 from mini_ee import __version__
 from mini_ee.backbones.hub import (
     backbone_sha256,
+    check_generates,
     empty_backbone,
-    generates,
     load_backbone,
     load_strict,
     read_config,
@@ -323,11 +323,10 @@ def _backbone_of(source: dict, run: Path, folder: str | Path | None):
 
 
 def plain_decoder(folder: str | Path) -> Run:
-    """A decoder's checkpoint as a run whose only exit is the last. Raises ValueError for one that writes no text."""
+    """A decoder's checkpoint as a run whose only exit is the last; WrongArguments for one that writes no text."""
     folder = Path(folder)
     config = read_config(folder / "config.json")
-    if not generates(config.model_type):
-        raise ValueError(f"{folder}: holds a {config.model_type}, which writes no text; give a decoder")
+    check_generates(folder, config.model_type)
     model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
     about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
     about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}

@@ -16,6 +16,7 @@ import numpy as np
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_text
 from mini_ee.data.texts import (
+    BETWEEN_TEXTS,
     CALIBRATION_PROMPTS,
     TRAINING_PROMPTS,
     Text,
@@ -136,7 +137,7 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
     if len(found) < 2 * HELD_STORIES:
         raise ValueError(
             f"{options.text or '--texts'}: expected at least {2 * HELD_STORIES} texts, half of them to hold out, "
-            f"found {len(found)}; give more"
+            f"found {len(found)}; give more{f' ({BETWEEN_TEXTS})' if options.text else ''}"
         )
     order = np.random.default_rng(source.seed).permutation(len(found))
     shuffled = [found[row] for row in order]

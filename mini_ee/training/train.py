@@ -16,6 +16,7 @@ from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
     backbone_sha256,
+    check_generates,
     generates,
     load_backbone,
     read_config,
@@ -148,15 +149,15 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
     writes = kind is not None and generates(kind.model_type)
     labelled = task is not None and (str(task) == TOY or Path(task).is_dir())
     if "tokens" not in method.units or labelled or (kind is not None and not writes and task not in KINDS):
-        if "rows" not in method.units and kind is not None and not writes:
-            raise WrongArguments(f"{model}: holds a {kind.model_type}, which writes no text; give a decoder")
+        if "rows" not in method.units and kind is not None:
+            check_generates(model, kind.model_type)
         if "rows" not in method.units:
             raise WrongArguments("this method teaches a decoder's tokens: give --model a decoder, and no --task folder")
         return "rows", model or BUILT_IN_MODEL, task or TOY
     if "rows" in method.units and kind is None and method.units[0] == "rows" and task not in KINDS:
         return "rows", BUILT_IN_MODEL, task or TOY
-    if kind is not None and not writes:
-        raise WrongArguments(f"{model}: holds a {kind.model_type}, which writes no text; give a decoder")
+    if kind is not None:
+        check_generates(model, kind.model_type)
     if task is not None and task not in KINDS:
         raise WrongArguments(
             f"--task: expected a task's folder, or for a decoder {' or '.join(KINDS[1:])}, found {task}"
