@@ -121,7 +121,8 @@ class _Training:
             "step": 0,
             "best": None,
             "round_best": None,
-            "losses": [],
+            "losses": [],  # of the epoch under way
+            "unwatched": [],  # losses since the stage was last watched
             "seconds": 0.0,  # of the epoch under way
             "history": [],
             "watched": [],
@@ -182,7 +183,7 @@ class _Training:
         every, last_save = max(1, total // CURVE_POINTS), time.monotonic()
         scores = None
         if stage.watch and not progress["step"]:
-            self._watch(stage, 0, None)
+            self._watch(stage)
         for epoch in range(progress["step"] // per_epoch, config.epochs):
             order = list(train.order(config.batch_size, config.seed * 10_000 + number * 100 + epoch))
             self._train_mode(stage)
@@ -194,10 +195,11 @@ class _Training:
                     )
                 )
                 progress["step"] += 1
+                progress["unwatched"] += progress["losses"][-1:] if stage.watch else []
                 bar.update()
                 bar.set_postfix(self._shown(stage), refresh=False)
                 if stage.watch and (progress["step"] % every == 0 or progress["step"] == total):
-                    self._watch(stage, progress["step"], progress["losses"][-every:])
+                    self._watch(stage)
                     self._train_mode(stage)
                 if time.monotonic() - last_save > SAVE_SECONDS and progress["step"] < (epoch + 1) * per_epoch:
                     progress["seconds"] = time.perf_counter() - begin
@@ -245,10 +247,13 @@ class _Training:
         names = (name for name, _ in self.model.named_parameters() if name.startswith("heads."))
         return not stage.on_states or any(stage.learns(name) for name in names)
 
-    def _watch(self, stage: Stage, step: int, losses: list[float] | None) -> None:
+    def _watch(self, stage: Stage) -> None:
         self.model.eval()
-        told = {"stage": stage.name, "step": step, "loss": None if losses is None else float(np.mean(losses))}
-        self.progress["watched"].append(told | stage.watch(self.model, self.held))
+        progress = self.progress
+        loss = float(np.mean(progress["unwatched"])) if progress["unwatched"] else None
+        told = {"stage": stage.name, "step": progress["step"], "loss": loss}
+        progress["watched"].append(told | stage.watch(self.model, self.held))
+        progress["unwatched"] = []
 
     def _shown(self, stage: Stage) -> dict:
         """What the progress bar says."""
