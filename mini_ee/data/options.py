@@ -53,7 +53,8 @@ def check_options(settings) -> None:
         expected = _expected(scalar_type(each.type), limits)
         for one in values:
             if not _fits(one, scalar_type(each.type), limits):
-                raise ValueError(f"{each.name} must be {expected}, got {one!r}")
+                flag = f" ({limits['flag']})" if "flag" in limits else ""
+                raise ValueError(f"{each.name}{flag} must be {expected}, got {one!r}")
 
 
 def _fits(value, kind: type, limits) -> bool:
