@@ -258,6 +258,18 @@ def test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k(random_model, 
         assert (found[k] - wrong).abs().max() > 100 * ATOL
 
 
+def test_in_training_dropout_is_drawn_exit_by_exit_so_that_a_seed_means_the_same(random_model, padded_inputs):
+    """What an exit draws does not depend on the layers above it: scores of a seed were measured so."""
+    model, (ids, mask, types) = deepcopy(random_model()).train(), arrays(padded_inputs)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        found = model(ids, mask, types)[0]
+        torch.manual_seed(3)
+        hidden = model.backbone.embed(padded_inputs)
+        hidden = model.backbone.run_layers(hidden, model.backbone.around(padded_inputs), 0, 1)
+        torch.testing.assert_close(found, model.heads[0](hidden, padding_mask(mask)))
+
+
 @each_pool
 def test_a_row_says_the_same_alone_and_in_a_padded_batch(random_model, padded_inputs, pool):
     model = random_model(pool=pool)

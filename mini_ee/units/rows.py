@@ -106,13 +106,17 @@ class RowExits(ExitModel):
 
         detach: no gradient flows from an exit past the one before it (SWEET).
         """
+        return list(self._each_state(input_ids, attention_mask, token_type_ids, detach))
+
+    def _each_state(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool
+    ) -> Iterator[Tensor]:
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
+        around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
         for layer, head in zip(self.exits, self.heads):
             hidden, depth = self.backbone.run_layers(hidden, around, depth, layer), layer
-            states.append(head.state(hidden, around.padding))
+            yield head.state(hidden, around.padding)
             hidden = hidden.detach() if detach else hidden
-        return states
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C) of exit k."""
@@ -125,8 +129,8 @@ class RowExits(ExitModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
     ) -> list[Tensor]:
-        """Logits (B, C) of every exit. Arguments as in `states`."""
-        states = self.states(input_ids, attention_mask, token_type_ids, detach)
+        """Logits (B, C) of every exit. Arguments as in `states`. Dropout is drawn in the order of depth."""
+        states = self._each_state(input_ids, attention_mask, token_type_ids, detach)
         return [self.classify(k, state) for k, state in enumerate(states)]
 
     def segments(self) -> "RowSegments":
