@@ -19,11 +19,12 @@ import tokenizers
 import torch
 from safetensors.numpy import load_file
 
-import mini_ee.backbones.llama as llama_module
+import mini_ee.backbones.cache as cache_module
 import mini_ee.export.writer as writer
-from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer, RMSNorm
-from mini_ee.baselines.calm import CalmDecoder
+from mini_ee.baselines.calm import Classifier
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
@@ -34,14 +35,13 @@ from mini_ee.export.sessions import Session
 from mini_ee.export.token_segments import OrtTokenSegments, Sessions, open_sessions
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import export
-from mini_ee.measure.texts import WithoutExits, open_decoder_run
-from mini_ee.methods.consistent_tokens import ConsistentDecoder
-from mini_ee.methods.self_supervised import SelfSupervised, save_heads
+from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
-from mini_ee.training.run import Run
-from mini_ee.training.run_tokens import save_decoder_run
+from mini_ee.training.rule import Chosen
+from mini_ee.training.run import Run, load_run, save_run
 from mini_ee.units.decoding import FILLS, decode, gather
 from mini_ee.units.generation import generate
+from mini_ee.units.tokens import TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")
@@ -59,13 +59,21 @@ ATOL = 2e-5  # float32 logits of size 8; measured max 6.7e-6, onnxruntime 1.31 a
 class Made(NamedTuple):
     """What is exported."""
 
-    model: SelfSupervised | WithoutExits
+    method: str
+    model: TokenExits
     tokenizer: Tokenizer
     rule: Rule
 
     def export(self, folder, prompts=TEXTS, precision="float32"):
-        run = Run({"method": "self-supervised", "unit": "tokens"}, *self)
-        return export(run, folder, prompts, precision)
+        config = {"method": self.method, "unit": "tokens", "settings": {}}
+        return export(Run(Path("run"), config, *self[1:]), folder, prompts, precision)
+
+    def save(self, folder, checkpoint):
+        """A run on disk."""
+        source = {"folder": str(checkpoint), "sha256": backbone_sha256(checkpoint)}
+        about = {"method": self.method, "unit": "tokens", "settings": {}, "backbone": source, "rank": self.model.rank}
+        about |= {"text": {}, "seed": 0, "training": {}}
+        save_run(folder, self.model, self.tokenizer, Chosen(self.rule, None, None, {}), about, {})
 
 
 def words():
@@ -77,18 +85,18 @@ def words():
 
 def with_heads(decoder, exits=EXITS, rule=MIXED):
     """Two drawn heads, norms and biases too, that are unsure to a different degree from token to token."""
-    model = SelfSupervised(decoder, exits).eval()
+    model = TokenExits(decoder, exits, "scratch").eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.heads.named_parameters():
             spread = 2 * decoder.config.hidden_size**-0.5 if name.endswith("linear.weight") else 0.2
             mean = 1.0 if name.endswith("norm.weight") and decoder.config.model_type != "gemma" else 0.0
             parameter.copy_(mean + spread * torch.randn(parameter.shape, generator=generator))
-    return Made(model, words(), rule)
+    return Made("self-supervised", model, words(), rule)
 
 
 def plain(decoder):
-    return Made(WithoutExits(decoder, (decoder.config.num_hidden_layers,)), words(), NeverExit())
+    return Made("none", TokenExits(decoder, (decoder.config.num_hidden_layers,)), words(), NeverExit())
 
 
 class Case(NamedTuple):
@@ -108,7 +116,7 @@ class Case(NamedTuple):
     def torch_writes(self, prompts, rule=MIXED, fill="propagate", new=NEW):
         model = self.opened.model
         settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
-        return gather(generate(model.decoder, prompts, max_new_tokens=new, **settings), len(prompts))
+        return gather(generate(model.backbone, prompts, max_new_tokens=new, **settings), len(prompts))
 
 
 def make_case(folder, opened):
@@ -140,7 +148,7 @@ each_fill = pytest.mark.parametrize("fill", FILLS)
 class Drawn(Rule):
     """Rows leave at exits that are drawn."""
 
-    reads = False
+    needs = None
 
     def __init__(self):
         self.random = np.random.default_rng(1)
@@ -155,14 +163,14 @@ def logits_by_definition(model, prompt, tokens, layers, fill):
     inputs[i][l] is what layer l + 1 computes the key and value of token i from: the token's own states, above its exit
     those (recompute) or that at its exit (propagate).
     """
-    heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.decoder.lm_logits])}
+    heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.backbone.lm_logits])}
     inputs, said, text = [], [], prompt + tokens[:-1]
     for at, token in enumerate(text):
-        states = [model.decoder.embed(torch.tensor([[token]]))]
+        states = [model.backbone.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(3):
             read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
-            block = model.decoder.block(torch.arange(at + 1)[None])
-            states.append(model.decoder.run_layers(read, block, depth, depth + 1)[:, -1:])
+            block = model.backbone.block(torch.arange(at + 1)[None])
+            states.append(model.backbone.run_layers(read, block, depth, depth + 1)[:, -1:])
         step = at - len(prompt) + 1
         if step >= 0:
             layer = layers[step]
@@ -228,32 +236,35 @@ def test_every_activation_is_exported(activation, tmp_path):
     config = read_json(GOLDEN / "llama" / "config.json") | {"hidden_act": activation, "initializer_range": 0.3}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        decoder = Decoder(DecoderConfig.from_dict(config)).eval()
+        decoder = Decoder(DecoderConfig.from_hugging_face(config)).eval()
     manifest = plain(decoder).export(tmp_path / "exported")
     assert manifest["verified"]["max_logit_difference"] < ATOL
 
 
-def with_policies(kind):
-    """Drawn policies, which leave at every exit."""
-    model = kind(load_backbone(GOLDEN / "llama"), EXITS).eval()
-    model.unfold()
+POLICIES = {"consistent": PolicyNetworks, "calm": Classifier}
+
+
+def with_policies(method):
+    """Drawn adapters, heads and policies, which leave at every exit."""
+    model = TokenExits(load_backbone(GOLDEN / "llama"), EXITS, "copy", POLICIES[method], rank=8).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for name, parameter in model.own.named_parameters():
-            parameter.copy_(float("norm" in name) + 0.4 * torch.randn(parameter.shape, generator=generator))
+        for name, parameter in model.named_parameters():
+            if model.learns(name):
+                parameter.copy_(float("norm" in name) + 0.4 * torch.randn(parameter.shape, generator=generator))
     model.fold()
-    return Made(model, words(), Policy())
+    return Made(method, model, words(), Policy())
 
 
-@pytest.mark.parametrize("kind", [ConsistentDecoder, CalmDecoder])
-def test_policies_decide_as_in_torch(tmp_path, kind):
-    case = make_case(tmp_path / "exported", with_policies(kind))
+@pytest.mark.parametrize("method", POLICIES)
+def test_policies_decide_as_in_torch(tmp_path, method):
+    case = make_case(tmp_path / "exported", with_policies(method))
     model, rules = case.opened.model, [Policy(cut) for cut in (0.3, 0.5, 0.7)]
     through_torch = functools.partial(torch_segments(case.folder), "recompute")
     found = []
     for rule in rules:
         settings = {"exits": EXITS, "heads": model.heads, "policies": model.policies, "rule": rule, "fill": "recompute"}
-        expected = gather(generate(model.decoder, PROMPTS, max_new_tokens=NEW, **settings), B)
+        expected = gather(generate(model.backbone, PROMPTS, max_new_tokens=NEW, **settings), B)
         assert case.write(PROMPTS, rule, "recompute") == expected
         assert gather(decode(through_torch(B, 40), PROMPTS, NEW, rule), B) == expected
         found += expected
@@ -292,7 +303,7 @@ def test_a_token_is_written_in_its_slot_of_its_own_row_and_nowhere_else(case_of,
 
 def test_weights_are_stored_once_under_the_names_of_torch(case_of):
     case = case_of("phi")
-    model = torch.nn.ModuleDict({"decoder": case.opened.model.decoder, "heads": case.opened.model.heads})
+    model = torch.nn.ModuleDict({"backbone": case.opened.model.backbone, "heads": case.opened.model.heads})
     stored = load_file(case.folder / "model.safetensors")
     expected = {name: value.detach().numpy() for name, value in model.named_parameters()}
     assert stored.keys() == expected.keys()
@@ -391,19 +402,19 @@ GRAPH_BUGS = {
     "the MLP after attention": ("phi", Layer, "graph", mlp_after_attention),
     "no Llama 3 scaling": (
         "llama3",
-        llama_module,
+        cache_module,
         "rope_frequencies",
         lambda right, config: right(dataclasses.replace(config, rope_scaling=None)),
     ),
     "no norm before the policy": (
         "policies",
-        ConsistentDecoder,
+        PolicyNetworks,
         "graph_exit_logit",
-        lambda right, self, g, k, state: g.op("Squeeze", g.apply(self.networks[k], state), g.integers(1)),
+        lambda right, self, g, k, state: right(self, g, k, g.input("hidden")),
     ),
     "the next head": (
         "llama",
-        SelfSupervised,
+        TokenExits,
         "_graph_head",
         lambda right, self, k, g: right(self, k if k == 2 else 1 - k, g),
     ),
@@ -413,7 +424,7 @@ GRAPH_BUGS = {
 @pytest.mark.parametrize("bug", GRAPH_BUGS)
 def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug):
     kind, *change = GRAPH_BUGS[bug]
-    made = with_policies(ConsistentDecoder) if kind == "policies" else with_heads(load_backbone(GOLDEN / kind))
+    made = with_policies("consistent") if kind == "policies" else with_heads(load_backbone(GOLDEN / kind))
     instead(monkeypatch, *change)
     with pytest.raises(ValueError, match="differ from torch"):
         made.export(tmp_path / "exported")
@@ -603,9 +614,9 @@ def run_folder(tmp_path_factory):
     """A run of self-supervised exits on a checkpoint with a tokenizer."""
     root = tmp_path_factory.mktemp("run")
     opened = with_heads(load_backbone(GOLDEN / "llama"))
-    save_backbone(opened.model.decoder, root / "llama")
+    save_backbone(opened.model.backbone, root / "llama")
     opened.tokenizer.save(root / "llama" / "tokenizer.json")
-    save_heads(opened.model, root / "run", root / "llama", rule=MIXED)
+    opened.save(root / "run", root / "llama")
     return root / "run"
 
 
@@ -626,9 +637,9 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     assert (summary["rows"], summary["failed"], summary["engine"]) == (7, 5, "onnxruntime")
     assert [line.split(": ")[1] for line in told] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
-    opened = open_decoder_run(run_folder, None, "cpu")
+    opened = load_run(run_folder)
     settings = {"exits": EXITS, "heads": opened.model.heads, "rule": MIXED, "fill": "recompute", "stop": [2]}
-    steps = generate(opened.model.decoder, [[5, 9], [40, 41]], max_new_tokens=6, **settings)
+    steps = generate(opened.model.backbone, [[5, 9], [40, 41]], max_new_tokens=6, **settings)
     for row, text in zip(rows, gather(steps, 2)):
         assert row.keys() == {"line", "text", "tokens", "layers", "mean_layers", "milliseconds"}
         assert (row["tokens"], row["layers"]) == text
@@ -638,10 +649,9 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     assert all(row.keys() == {"line", "error"} for row in rows[2:])
 
 
-@pytest.mark.parametrize("kind, method", [(ConsistentDecoder, "consistent"), (CalmDecoder, "calm")])
-def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, kind, method):
-    checkpoint, made = run_folder.parent / "llama", with_policies(kind)
-    save_decoder_run(made.model, tmp_path / "run", checkpoint, made.rule, {"method": method}, {})
+@pytest.mark.parametrize("method", POLICIES)
+def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
+    with_policies(method).save(tmp_path / "run", run_folder.parent / "llama")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["method"], answer["rule"]["name"], answer["exits"]) == (method, "policy", [1, 2, 3])
@@ -670,8 +680,8 @@ def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_p
 
 
 def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
-    model = SelfSupervised(load_backbone(BUILT_IN_DECODER), (4, 8), "copy").eval()
-    made = Made(model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
+    model = TokenExits(load_backbone(BUILT_IN_DECODER), (4, 8), "copy").eval()
+    made = Made("self-supervised", model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "VERIFIED_TOKENS", 16)
         manifest = made.export(tmp_path / "exported", REAL_TEXTS, "int8")
@@ -696,7 +706,7 @@ def test_what_is_exported_already_is_told(case, tmp_path, capsys):
     "options, message",
     [
         (["--rule", "policy"], "policy"),
-        (["--tau", ".5"], "--tau is for classifiers"),
+        (["--tau", ".5"], "--tau is for a run of raee"),
         (["--task", "SST-2"], "--task is for classifiers"),
         (["--rule", "fixed", "--layer", "4"], "1,2,3"),
     ],
@@ -720,12 +730,12 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers_and_with_e
     assert len(expected) == 200 and gather(steps, 1)[0].tokens == expected
 
     prompts = [tokenizer.backend.encode(text).ids for text in REAL_TEXTS]
-    model, rule = SelfSupervised(load_backbone(folder), (2, 4, 5), "copy"), Threshold((0.999, 0.7, 0.0))
-    Made(model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS)
+    model, rule = TokenExits(load_backbone(folder), (2, 4, 5), "copy"), Threshold((0.999, 0.7, 0.0))
+    Made("self-supervised", model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS)
     for fill in FILLS:
         runtime = Runtime(tmp_path / "exits", fill=fill, threads=1)
         found = gather(runtime.generate(prompts, max_new_tokens=200), 3)
         settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
-        steps = generate(model.decoder, prompts, max_new_tokens=200, stop=runtime.config["stop"], **settings)
+        steps = generate(model.backbone, prompts, max_new_tokens=200, stop=runtime.config["stop"], **settings)
         assert found == gather(steps, 3)
         assert {layers for text in found for layers in text.layers_run} == {2, 4, 5}
