@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ def export_random(folder, checkpoint_folder, random_model, texts, num_labels=3):
     labels = ["bad", "fair", "good"] if num_labels > 1 else []
     task = {"name": "words", "label_names": labels, "metrics": ["accuracy"], "texts": texts}
     model, tokenizer = random_model((1, 2, 4, 6), num_labels), Tokenizer.from_folder(checkpoint_folder, 30)
-    run = Run({"method": "joint", "task": task}, model, tokenizer, Threshold(0.9))
+    config = {"method": "joint", "unit": "rows", "num_labels": num_labels, "settings": {}, "task": task}
+    run = Run(Path("run"), config, model, tokenizer, Threshold(0.9))
     export(run, folder, [(sentence,) * texts for sentence in SENTENCES[:8]])
     return run
 
