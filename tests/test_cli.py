@@ -439,7 +439,7 @@ def test_compare_picks_rules_on_the_hold_out_and_counts_a_loss_from_the_best_ful
                 run, dev = load_run(row["run"]), task.split("dev")
                 recorded = record(run.segments(), run.encode(dev.texts), 32)
                 replayed = summary(recorded.replay(rule_from_dict(found["rule"])), recorded, task, dev.labels)
-                assert {key: row[name][key] for key in replayed} == pytest.approx(replayed)
+                assert all(row[name][key] == replayed[key] for key in ("score", "mean_layers", "exit_counts"))
 
 
 def test_low_and_high_range_are_the_best_scores_for_a_third_and_two_thirds_of_the_operations_on_the_hold_out(

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-import mini_ee.training.run as training
+import mini_ee
+import mini_ee.methods.raee_collect as collecting
+from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.data.prompts import Prompt
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.methods.raee import Retrieval, controls
-from mini_ee.training.fit import TrainConfig
-from mini_ee.training.run import collect_run, load_run, prompt_run, training_folder
+from mini_ee.training.run import load_run, training_folder
+from mini_ee.training.train import split_rows
 from mini_ee.units.prompts import draw_shots
 from mini_ee.units.recording import record
 
@@ -33,7 +34,10 @@ def answer(capsys, *argv):
 
 
 def refused(capsys, *argv):
-    assert called(*argv) in (1, 2)
+    try:
+        assert called(*argv) in (1, 2)
+    except SystemExit as stop:
+        assert stop.code == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1, printed.err
     return printed.err
@@ -52,10 +56,18 @@ def task(task_folder):
     return load_task(task_folder)
 
 
+THREE = {"k": 3, "tau": 0.5}
+
+
+def collect(out, model, task_folder, **options):
+    """The run that `train raee` writes."""
+    return mini_ee.train("raee", model, task_folder, out, **options)
+
+
 @pytest.fixture(scope="module")
-def own(tmp_path_factory, base, task):
+def own(tmp_path_factory, base, task_folder):
     out = tmp_path_factory.mktemp("own") / "raee"
-    collect_run(out, base, task, Retrieval(k=3, tau=0.5))
+    collect(out, base, task_folder, **THREE)
     return out
 
 
@@ -94,12 +106,33 @@ def test_a_loaded_run_plans_and_runs_as_one_row_does(own):
         np.testing.assert_allclose(alone.logits[0], together.logits[row], atol=1e-5)
 
 
-def test_max_train_collects_so_many_rows(tmp_path, base, task):
-    assert len(collect_run(tmp_path / "out", base, task, Retrieval(), max_train=3).rule.datastore) == 3
+def test_max_train_collects_so_many_rows(tmp_path, base, task_folder):
+    assert len(collect(tmp_path / "out", base, task_folder, max_train=3).rule.datastore) == 3
 
 
-def test_a_collected_run_can_be_collected_again(tmp_path, own, task):
-    again = collect_run(tmp_path / "out", own, task, Retrieval(k=1), layer=2)
+def test_the_datastore_holds_all_rows_that_a_training_with_max_train_left(
+    tmp_path, checkpoint_folder, task, task_folder
+):
+    trained = mini_ee.train("joint", checkpoint_folder, task_folder, tmp_path / "run", max_train=20, epochs=1, seed=4)
+    fitted, held = split_rows(task, 4, 20)
+    store = collect(tmp_path / "raee", trained.folder, task_folder, **THREE).rule.datastore
+    train = task.split("train").texts
+    assert (len(train), len(fitted), len(held), len(store)) == (60, 20, 2, 40)
+    assert sorted(store.texts) == sorted(set(train) - set(fitted.texts))
+
+
+def test_all_rows_that_are_left_is_what_a_held_out_tenth_is_not(tmp_path, task, task_folder, monkeypatch, request):
+    def held_alone(run, task):
+        return holdout(task.split("train"), run.config["seed"])[1]
+
+    monkeypatch.setattr(collecting, "untrained_rows", held_alone)
+    given = tmp_path, request.getfixturevalue("checkpoint_folder"), task, task_folder
+    with pytest.raises(AssertionError):
+        test_the_datastore_holds_all_rows_that_a_training_with_max_train_left(*given)
+
+
+def test_a_collected_run_can_be_collected_again(tmp_path, own, task_folder):
+    again = collect(tmp_path / "out", own, task_folder, k=1, layer=2)
     assert again.rule.k == 1 and again.rule.datastore.encoder.startswith("layer 2 of ")
     assert len(list((tmp_path / "out" / "datastore").iterdir())) == 3
 
@@ -107,27 +140,27 @@ def test_a_collected_run_can_be_collected_again(tmp_path, own, task):
 # Durability
 
 
-def test_a_run_is_not_written_over(own, base, task):
+def test_a_run_is_not_written_over(own, base, task_folder):
     with pytest.raises(FileExistsError, match="is there already; name another folder or remove it"):
-        collect_run(own, base, task, Retrieval())
+        collect(own, base, task_folder)
 
 
 @pytest.mark.parametrize("step", ["build", "write_json"])
 def test_a_collection_that_was_killed_leaves_no_run_and_the_same_call_ends_as_if_it_had_not(
-    tmp_path, base, own, task, monkeypatch, step
+    tmp_path, base, own, task_folder, monkeypatch, step
 ):
     def killed(*arguments, **options):
         if step == "build":
             real(*arguments, **options)
         raise KeyboardInterrupt
 
-    real = getattr(training, step)
+    real = getattr(collecting, step)
     with monkeypatch.context() as patch:
-        patch.setattr(training, step, killed)
+        patch.setattr(collecting, step, killed)
         with pytest.raises(KeyboardInterrupt):
-            collect_run(tmp_path / "out", base, task, Retrieval(k=3, tau=0.5))
+            collect(tmp_path / "out", base, task_folder, **THREE)
     assert not (tmp_path / "out").exists()
-    run, whole = collect_run(tmp_path / "out", base, task, Retrieval(k=3, tau=0.5)), load_run(own)
+    run, whole = collect(tmp_path / "out", base, task_folder, **THREE), load_run(own)
     np.testing.assert_array_equal(run.rule.datastore.values, whole.rule.datastore.values)
     np.testing.assert_array_equal(run.rule.datastore.embeddings, whole.rule.datastore.embeddings)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -151,16 +184,16 @@ def test_a_changed_byte_in_the_datastore_is_told(tmp_path, own, name):
         load_run(tmp_path / "run")
 
 
-def test_a_datastore_of_another_layer_is_told(tmp_path, base, own, task):
-    collect_run(tmp_path / "other", base, task, Retrieval(), layer=1)
+def test_a_datastore_of_another_layer_is_told(tmp_path, base, own, task_folder):
+    collect(tmp_path / "other", base, task_folder, layer=1)
     shutil.rmtree(tmp_path / "other" / "datastore")
     shutil.copytree(own / "datastore", tmp_path / "other" / "datastore")
     with pytest.raises(ValueError, match=r"encoder: expected layer 1 of \w+, found layer 0 of \w+; give that encoder"):
         load_run(tmp_path / "other")
 
 
-def test_an_encoder_that_moved_or_changed_is_told(tmp_path, base, task, encoder):
-    run = collect_run(tmp_path / "out", base, task, Retrieval(), encoder=encoder)
+def test_an_encoder_that_moved_or_changed_is_told(tmp_path, base, task_folder, encoder):
+    run = collect(tmp_path / "out", base, task_folder, encoder=encoder)
     assert run.rule.datastore.encoder == run.rule.embed.name and run.rule.embed.tokenizer is not None
     changed = load_backbone(encoder)
     with torch.no_grad():
@@ -174,12 +207,13 @@ def test_an_encoder_that_moved_or_changed_is_told(tmp_path, base, task, encoder)
         load_run(tmp_path / "out")
 
 
-def test_a_regression_run_is_refused(tmp_path, base, task, monkeypatch):
-    trained = load_run(base)
-    config = trained.config | {"task": trained.config["task"] | {"label_names": []}}
-    monkeypatch.setattr(training, "load_run", lambda folder: trained._replace(config=config))
-    with pytest.raises(ValueError, match="regression run, of which no exit is right or wrong"):
-        collect_run(tmp_path / "out", base, task, Retrieval())
+def test_a_regression_is_refused(tmp_path, base):
+    folder = tmp_path / "STS-B"
+    folder.mkdir()
+    rows = "".join(f"a film\ta film {row}\t{row / 5:.1f}\n" for row in range(20))
+    (folder / "train.tsv").write_text("sentence1\tsentence2\tscore\n" + rows)
+    with pytest.raises(WrongArguments, match="raee asks how sure or how right an exit is, and STS-B is a regression"):
+        collect(tmp_path / "out", base, folder)
 
 
 # The controls
@@ -202,14 +236,18 @@ def drawn(own, task):
 def scores_by_hand(run, recorded, task):
     """Accuracy of each control, row by row."""
     texts, labels = task.split("dev").texts, task.split("dev").labels
-    store, found = run.rule.datastore, {"knn_labels": [], "best_single_layer": [], "oracle": [], "full_model": []}
+    store = run.rule.datastore
+    found = {name: [] for name in ("knn_labels", "knn_weighted", "best_single_layer", "oracle", "full_model")}
     best = max(range(3), key=lambda k: (sum(row[k] > 0 for row in store.values), -k))
     for row, (text, label) in enumerate(zip(texts, labels)):
         said = recorded.logits[row].argmax(axis=1).tolist()
         query = run.rule.embed(run.encode([text]).batch(slice(None)))[0]
         distances = ((store.embeddings - query / np.linalg.norm(query)) ** 2).sum(axis=1)
-        near = store.labels[np.argsort(distances, kind="stable")[: run.rule.k]].tolist()
+        order = np.argsort(distances, kind="stable")[: run.rule.k]
+        near, far = store.labels[order].tolist(), distances[order]
+        votes = {each: sum(far[0] / d for other, d in zip(near, far) if other == each) for each in near}
         found["knn_labels"].append(max(near, key=lambda each: (near.count(each), -near.index(each))) == label)
+        found["knn_weighted"].append(max(near, key=votes.get) == label)
         found["best_single_layer"].append(said[best] == label)
         found["oracle"].append(label in said)
         found["full_model"].append(said[-1] == label)
@@ -228,6 +266,17 @@ def test_controls_are_those_of_loops_over_rows(drawn, task):
     assert found["full_model"]["mean_layers"] == 3 and found["knn_labels"]["mean_layers"] == 0
 
 
+def test_the_layers_of_a_vote_are_those_of_its_queries(tmp_path, base, task, task_folder, encoder):
+    for name, options, layers in (("own", {"layer": 2}, 2), ("other", {"encoder": encoder}, 3)):
+        run = collect(tmp_path / name, base, task_folder, **options)
+        encoded = run.encode(task.split("dev").texts)
+        recorded = record(run.segments(), encoded, 8)
+        found = controls(run.rule, recorded, encoded, task, task.split("dev").labels, 8)
+        for vote in ("knn_labels", "knn_weighted"):
+            assert found[vote]["mean_layers"] == pytest.approx(layers, rel=0.01)
+            assert found[vote]["flops_ratio"] == pytest.approx(layers / 3, rel=0.01)
+
+
 def test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task):
     run, _ = drawn
     inputs = run.encode(task.split("dev").texts).batch(slice(None))
@@ -237,10 +286,11 @@ def test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task):
     assert one == same and one["mean_layers"] == pytest.approx(depth.mean()) and one["spread"] > 0
 
 
-@pytest.mark.parametrize("name", ["knn_labels", "best_single_exit", "earliest_right_exit"])
+@pytest.mark.parametrize("name", ["knn_labels", "neighbour_weights", "best_single_exit", "earliest_right_exit"])
 def test_the_test_of_the_controls_can_fail(drawn, task, monkeypatch, name):
     wrong = {
-        "knn_labels": lambda labels: labels[:, 0],
+        "knn_labels": lambda labels, weights: labels[:, 0],
+        "neighbour_weights": lambda distances: 1 / (1e-6 + distances[:, ::-1]),
         "best_single_exit": lambda values: values.shape[1] - 1,
         "earliest_right_exit": lambda values: np.zeros(len(values), np.int64),
     }[name]
@@ -263,7 +313,7 @@ def test_train_evaluate_and_compare_answer(capsys, tmp_path, base, task_folder):
     assert said["method"] == "raee" and said["rule"]["k"] == 2 and said["rows"] == 6
     assert said["datastore_bytes"] == sum(path.stat().st_size for path in (tmp_path / "raee" / "datastore").iterdir())
     said = answer(capsys, "evaluate", tmp_path / "raee", "--task", task_folder, "--batch-size", 8)
-    names = ["knn_labels", "best_single_layer", "random_layers", "oracle", "full_model"]
+    names = ["knn_labels", "knn_weighted", "best_single_layer", "random_layers", "oracle", "full_model"]
     assert said["rule"]["k"] == 2 and list(said["controls"]) == names
     rows = answer(capsys, "compare", base, tmp_path / "raee", "--task", task_folder)["rows"]
     assert rows[1]["mean_layers"] == said["mean_layers"] and rows[1]["accuracy"] == said["accuracy"]
@@ -285,40 +335,37 @@ def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folde
 
 
 def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_folder):
+    assert "--k is for a run of raee" in refused(capsys, "evaluate", base, "--task", task_folder, "--k", 3)
     message = "--k is for a run of raee under its own rule"
-    assert message in refused(capsys, "evaluate", base, "--task", task_folder, "--k", 3)
     assert message in refused(capsys, "evaluate", own, "--task", task_folder, "--rule", "never", "--k", 3)
 
 
 def test_a_missing_model_and_a_wrong_tau_are_told(capsys, tmp_path, base, task_folder):
     assert "no such folder" in refused(capsys, "train", "raee", "--model", tmp_path / "no", "--out", tmp_path / "out")
-    with pytest.raises(SystemExit):
-        called("train", "raee", "--model", base, "--task", task_folder, "--out", tmp_path / "out", "--tau", "2")
+    options = ("--task", task_folder, "--out", tmp_path / "out", "--tau", 2)
+    message = "tau must be a number of at least 0 and of at most 1, got 2.0"
+    assert message in refused(capsys, "train", "raee", "--model", base, *options)
 
 
 # Prompt mode
 
 
-TUNED = TrainConfig(epochs=2, lr=3e-3, batch_size=8, seed=5)
+TUNED = {"shots": 4, "epochs": 2, "lr": 3e-3, "batch_size": 8, "seed": 5}
+WORDS = {"template": "{text} is {mask}", "words": ("0=awful", "1=great")}
 TERRIBLE = ("--template", "{text} is {mask}", "--words", "0=awful,1=great")
 
 
 @pytest.fixture(scope="module")
-def prompt():
-    return Prompt("{text} is {mask}", ("awful", "great"))
-
-
-@pytest.fixture(scope="module")
-def prompted(tmp_path_factory, checkpoint_folder, task, prompt):
+def prompted(tmp_path_factory, checkpoint_folder, task_folder):
     out = tmp_path_factory.mktemp("prompted") / "raee"
-    prompt_run(out, checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5))
+    collect(out, checkpoint_folder, task_folder, **WORDS, **THREE)
     return out
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory, checkpoint_folder, task, prompt):
+def tuned(tmp_path_factory, checkpoint_folder, task_folder):
     out = tmp_path_factory.mktemp("tuned") / "raee"
-    prompt_run(out, checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5), shots=4, config=TUNED)
+    collect(out, checkpoint_folder, task_folder, **WORDS, **THREE, **TUNED)
     return out
 
 
@@ -371,10 +418,9 @@ def test_with_shots_the_backbone_is_the_runs_own_and_its_shots_are_not_in_the_da
     assert read_json(tuned / "config.json")["training"]["from"]["folder"] == str(checkpoint_folder)
 
 
-def test_the_same_seed_gives_the_same_weights_and_a_moved_run_is_read_where_it_is(tuned, task, prompt, tmp_path):
+def test_the_same_seed_gives_the_same_weights_and_a_moved_run_is_read_where_it_is(tuned, task_folder, tmp_path):
     source = read_json(tuned / "config.json")["training"]["from"]["folder"]
-    config = TrainConfig(epochs=2, lr=3e-3, batch_size=8, seed=5)
-    prompt_run(tmp_path / "again", source, prompt, task, Retrieval(k=3, tau=0.5), shots=4, config=config)
+    collect(tmp_path / "again", source, task_folder, **WORDS, **THREE, **TUNED)
     (tmp_path / "again").rename(tmp_path / "moved")
     names = ("backbone", "model.safetensors")
     assert tuned.joinpath(*names).read_bytes() == (tmp_path / "moved").joinpath(*names).read_bytes()
@@ -414,7 +460,14 @@ def test_the_exits_of_a_prompt_are_those_that_are_asked_for(capsys, tmp_path, ch
     for option, value in (("--exits", "3"), ("--lr", "1")):
         message = f"{option} is that of {base}, a trained run"
         assert message in refused(capsys, "train", "raee", "--model", base, *options, option, value)
-    assert "--pool is for methods that train heads" in refused(capsys, "train", "raee", *through, "--pool", "first")
+    assert "--lr is for fine-tuning on a few rows: give --shots too" in refused(
+        capsys, "train", "raee", *through, "--lr", "1"
+    )
+    message = "--layer says which of the model's own states are the queries: leave it out, or --encoder"
+    queries = ("--layer", 1, "--encoder", checkpoint_folder)
+    assert message in refused(capsys, "train", "raee", *through, *queries)
+    for option in ("--pool", "--head-lr", "--max-loss", "--confidence"):
+        assert f"unrecognized arguments: {option} 1" in refused(capsys, "train", "raee", *through, option, "1")
 
 
 def test_a_plan_is_not_calibrated_and_another_methods_training_stays(capsys, tmp_path, prompted, base, task_folder):
@@ -509,28 +562,25 @@ def test_a_sweep_is_the_rules_figure_for_each_k_and_share_of_the_datastore(capsy
     assert len(points) == 24 and (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_killed_prompted_collection_goes_on_with_the_same_call(
-    tmp_path, checkpoint_folder, task, prompt, monkeypatch
-):
+def test_a_killed_prompted_collection_goes_on_with_the_same_call(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     def killed(*arguments, **options):
         raise KeyboardInterrupt
 
-    config = TrainConfig(epochs=1, lr=1e-3, batch_size=8)
-    arguments = tmp_path / "out", checkpoint_folder, prompt, task, Retrieval(k=3)
+    arguments, options = (tmp_path / "out", checkpoint_folder, task_folder), WORDS | TUNED | {"epochs": 1}
     for step in ("fit", "save_run", "build"):
         with monkeypatch.context() as patch:
-            patch.setattr(training, step, killed)
+            patch.setattr(collecting, step, killed)
             with pytest.raises(KeyboardInterrupt):
-                prompt_run(*arguments, shots=4, config=config)
+                collect(*arguments, **options)
         assert not (tmp_path / "out").exists()
-    assert len(prompt_run(*arguments, shots=4, config=config).rule.datastore) == 44
+    assert len(collect(*arguments, **options).rule.datastore) == 44
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
-    tmp_path, tuned, checkpoint_folder, task, prompt, monkeypatch
+    tmp_path, tuned, checkpoint_folder, task_folder, monkeypatch
 ):
-    arguments = tmp_path / "out", checkpoint_folder, prompt, task, Retrieval(k=3, tau=0.5)
+    arguments, options = (tmp_path / "out", checkpoint_folder, task_folder), WORDS | THREE | TUNED
     step, done = torch.optim.AdamW.step, []
 
     def stepping(self, *rest):
@@ -542,13 +592,13 @@ def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", stepping)
         with pytest.raises(KeyboardInterrupt):
-            prompt_run(*arguments, shots=4, config=TUNED)
+            collect(*arguments, **options)
     with pytest.raises(ValueError, match="was started with shots 4, .*; resume with the same settings"):
-        prompt_run(*arguments, shots=3, config=TUNED)
+        collect(*arguments, **options | {"shots": 3})
     done[:] = ["another"]
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
     expected = load_run(tuned).model.state_dict()
-    found = prompt_run(*arguments, shots=4, config=TUNED).model.state_dict()
+    found = collect(*arguments, **options).model.state_dict()
     assert done == ["another", "a step"] and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -577,18 +627,16 @@ def test_wrong_prompts_are_told(capsys, tmp_path, checkpoint_folder, task_folder
 
 
 def test_words_that_are_no_pairs_are_told(capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        called("train", "raee", "--out", tmp_path / "out", "--template", "{text} {mask}", "--words", "bad,good")
-    assert "expected a word for each class, as 0=terrible,1=great, found 'bad,good'" in capsys.readouterr().err
+    given = ("--template", "{text} {mask}", "--words", "bad,good")
+    line = refused(capsys, "train", "raee", "--out", tmp_path / "out", *given)
+    assert "expected a word for each class, as 0=terrible,1=great, found bad,good" in line
 
 
 def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path, base, prompted, task_folder):
     run = ("--model", base, "--task", task_folder, "--out", tmp_path / "out")
-    assert "--shots is for raee on a checkpoint, read by a prompt" in refused(
-        capsys, "train", "raee", *run, "--shots", 2
-    )
+    assert "--shots is for a checkpoint, read by a prompt" in refused(capsys, "train", "raee", *run, "--shots", 2)
     assert "is a trained run, which has heads" in refused(capsys, "train", "raee", *run, *TERRIBLE)
-    message = "--template is for raee on a checkpoint, read by a prompt; joint trains heads"
+    message = "mini-ee train joint: unrecognized arguments: --template"
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
     picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
     assert "--picture is for the --sweep of a decoder or of raee" in refused(capsys, "evaluate", prompted, *picture)

@@ -1017,6 +1017,13 @@ def test_the_label_vote_is_the_most_frequent_label_and_the_nearest_of_equals():
     assert knn_labels(np.array([[4], [0]])).tolist() == [4, 0]
 
 
+def test_a_weighted_vote_is_the_label_whose_neighbours_weigh_most_by_eq5():
+    labels = np.array([[0, 1, 1], [0, 1, 1], [0, 1, 1]])
+    distances = np.array([[0.1, 0.3, 0.4], [0.1, 0.15, 0.2], [0.1, 0.2, 0.2]])  # 1 against 7/12, 7/6 and 1
+    assert knn_labels(labels, neighbour_weights(distances)).tolist() == [0, 1, 0]
+    assert knn_labels(labels).tolist() == [1, 1, 1]
+
+
 def test_the_best_single_exit_is_right_most_often_the_earliest_of_equals():
     assert best_single_exit(np.array([[0.5, 0.0, 0.9], [0.5, 0.9, 0.9], [0.0, 0.9, 0.0]])) == 0
     assert best_single_exit(np.array([[0.0, 0.6, 0.6], [0.9, 0.6, 0.6]])) == 1

@@ -10,7 +10,7 @@ from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU, CUDA
-from mini_ee.training.run import Run, is_run, load_run, plain_decoder
+from mini_ee.training.run import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
 from mini_ee.training.train import check_device
 from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
 
@@ -22,7 +22,8 @@ def open_run(folder: Path, args, plain: bool = False) -> Run:
         raise WrongArguments(f"{folder}: is exported already; give the run that it came from")
     if not plain or is_run(folder) or not (folder / "config.json").is_file():
         run = load_run(folder, args.model)
-        if args.model and "config" in run.config["backbone"]:
+        held = run.config["backbone"]
+        if args.model and ("config" in held or held["folder"] == OWN_BACKBONE):
             raise WrongArguments("--model says where a backbone is that a run does not hold; this run holds its own")
     else:
         if args.model:

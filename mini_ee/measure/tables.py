@@ -81,13 +81,16 @@ def controls_table(answer: dict, found: dict[str, dict]) -> str:
     """RAEE's figure and those without which it says nothing."""
     names = {
         "knn_labels": "kNN label vote",
+        "knn_weighted": "kNN label vote, weighted",
         "best_single_layer": f"best single layer, {found['best_single_layer']['layer']}",
         "random_layers": f"random layers, +- {found['random_layers']['spread']:.3f}",
         "oracle": "oracle: earliest right layer",
         "full_model": "full model",
     }
     rows = [answer | {"name": "RAEE"}, *(found[key] | {"name": name} for key, name in names.items())]
-    return "\n" + table(rows, {"name": "what chooses", "score": "score:.3f", "mean_layers": "mean layers:.2f"}) + "\n"
+    headings = {"name": "what chooses", "score": "score:.3f", "mean_layers": "mean layers:.2f"}
+    about = "A vote's layers are those of its queries; the search in the index is in measured time alone."
+    return f"\n{table(rows, headings)}\n{about}\n"
 
 
 def ablation_table(points: list[dict]) -> str:

@@ -151,6 +151,10 @@ class Retrieval(Rule):
         return self.chosen(self.datastore.search(self.embed(inputs), self.k))
 
     def plan_flops(self, inputs: Inputs) -> float:
+        """What a row's embedding takes. The search is not in it: how many distances it computes, hnswlib does not say.
+
+        A measured speed-up has the search in it.
+        """
         return self.embed.flops(inputs) if hasattr(self.embed, "flops") else 0.0
 
     def chosen(self, neighbours: Neighbours) -> np.ndarray:
@@ -218,12 +222,14 @@ def plan_ahead(rule: Rule, inputs: Iterable[Inputs]) -> Iterator[tuple[Inputs, P
 
 
 # The controls
-def knn_labels(labels: np.ndarray) -> np.ndarray:
+def knn_labels(labels: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """The neighbours' labels (B, k), nearest first -> the class that most of them have (B,), the nearest of equals.
 
-    What the embeddings know without the model.
+    weights: what each neighbour's vote counts (B, k), in place of 1. What the embeddings know without the exits.
     """
-    votes = (labels[:, :, None] == labels[:, None, :]).sum(axis=2)  # (B, k): how many agree with each neighbour
+    weights = np.ones(labels.shape) if weights is None else weights
+    same = labels[:, :, None] == labels[:, None, :]
+    votes = (same * weights[:, None, :]).sum(axis=2)  # (B, k): the votes for each neighbour's class
     return np.take_along_axis(labels, votes.argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
@@ -253,7 +259,8 @@ def controls(
 ) -> dict[str, dict]:
     """What must stand beside RAEE's figure on the same N rows, under DESIGN.md's JSON keys.
 
-    knn_labels         the neighbours' labels alone: no layer of the model but what the embedding takes
+    knn_labels         the neighbours' labels alone; its layers are what the queries take, by operations
+    knn_weighted       the same, each vote weighted by Eq. 5 as RAEE's are
     best_single_layer  the one exit that is right most often on the collected rows
     random_layers      RAEE's exits given to rows by lot: the mean over LOTS draws, and `spread`, the standard deviation
     oracle             the earliest exit that is right
@@ -261,7 +268,8 @@ def controls(
 
     recorded: what every exit says of these rows, as `record` returns it.
     """
-    near = rule.datastore.search(_queries(rule, encoded, batch_size)[0], rule.k)
+    queries, cost = _queries(rule, encoded, batch_size)
+    near = rule.datastore.search(queries, rule.k)
     plan, last = rule.chosen(near), len(recorded.segments.exits) - 1
     single = best_single_exit(rule.datastore.values)
     right = (recorded.logits.argmax(axis=2) == labels[:, None]).astype(np.float32)
@@ -269,10 +277,16 @@ def controls(
     def planned(exit_index: np.ndarray) -> dict:
         return summary(recorded.replay(Planned(exit_index)), recorded, task, labels)
 
+    def voted(weights: np.ndarray | None) -> dict:
+        share = cost / recorded.full_flops
+        depth = {"mean_layers": share * recorded.segments.exits[-1], "flops_ratio": share}
+        return task.score(knn_labels(rule.datastore.labels[near.rows], weights), labels) | depth
+
     drawn = [planned(shuffled_plan(plan, seed + lot)) for lot in range(LOTS)]
     scores = {name: float(np.mean([each[name] for each in drawn])) for name in task.score(labels, labels)}
     return {
-        "knn_labels": task.score(knn_labels(rule.datastore.labels[near.rows]), labels) | {"mean_layers": 0.0},
+        "knn_labels": voted(None),
+        "knn_weighted": voted(neighbour_weights(near.distances)),
         "best_single_layer": planned(np.full(len(labels), single)) | {"layer": recorded.segments.exits[single]},
         "random_layers": scores
         | {"spread": float(np.std([each["score"] for each in drawn])), "mean_layers": drawn[0]["mean_layers"]},

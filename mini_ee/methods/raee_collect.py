@@ -194,6 +194,10 @@ def prompt_asked(request: Request) -> Prompt:
         if how.template is None:
             return prompt_of(request.task, kind, how.prompts or PROMPTS)
         pairs = [word.partition("=") for word in how.words]
+        if not all(key.strip() and word.strip() for key, _, word in pairs):
+            raise ValueError(
+                f"--words: expected a word for each class, as 0=terrible,1=great, found {','.join(how.words)}"
+            )
         words = {key.strip(): word.strip() for key, _, word in pairs}
         return Prompt.from_dict({"template": how.template, "words": words}, request.task.label_names)
     except ValueError as error:

@@ -191,7 +191,7 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
                 config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
         else:
             digests["model.safetensors"] = write_tensors(partial / "model.safetensors", model.own_state())
-        if model.holds_backbone:
+        if model.holds_backbone and model.unit != "prompts":
             config["backbone"] = config["backbone"] | {"config": model.backbone.config.to_dict()}
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
