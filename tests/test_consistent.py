@@ -543,7 +543,7 @@ FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 HOW = Config(rounds=2, policy_epochs=2, policy_lr=1e-2, task_lr=1e-3)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def words(checkpoint_folder, task_folder):
     """(train, held) of the task that one word decides: 3 steps of 8 rows an epoch."""
     task, tokenizer = load_task(task_folder), Tokenizer.from_folder(checkpoint_folder)
@@ -564,13 +564,18 @@ def same(a, b):
     return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
 
 
+@pytest.fixture(scope="module")
+def never_stopped(checkpoint_folder, words, tmp_path_factory):
+    return train_model(checkpoint_folder, words, tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("stop_after", [4, 6, 8, 12, 14, 17, 23])
 def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
-    stop_after, tmp_path, checkpoint_folder, words, monkeypatch
+    stop_after, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
 ):
     """Initialisation ends after 6 steps, then policies take 6 and the task 3 a round."""
     monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
-    whole, told = train_model(checkpoint_folder, words, tmp_path / "whole")
+    whole, told = never_stopped
     steps, step = 0, torch.optim.AdamW.step
 
     def stopping(self, *args, **kwargs):
@@ -975,12 +980,12 @@ def test_the_rounds_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, word
         )
 
 
-def test_the_resume_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words):
+def test_the_resume_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words, never_stopped):
     """Planted bug: a resumed training draws other trajectories."""
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     with pytest.raises(AssertionError):
         test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
-            8, tmp_path, checkpoint_folder, words, monkeypatch
+            8, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
         )
 
 
