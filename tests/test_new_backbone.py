@@ -6,7 +6,10 @@ and reaches so many tokens only, with a norm of one number (Nguyen & Salazar 201
 """
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +19,16 @@ from safetensors.torch import load_file
 from mini_ee import registry
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import backbone_class, generates, load_backbone, read_config, save_backbone
+from mini_ee.cli.main import main
+from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import read_every_exit
+from mini_ee.export.row_segments import OrtSegments
+from mini_ee.export.writer import write_graphs
+from mini_ee.rules import FixedExit, rule_from_dict
+from mini_ee.training.run import load_run
 from mini_ee.units.heads import exit_heads
+from mini_ee.units.prompts import PromptModel
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 1e-4
@@ -32,6 +43,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,6 +99,11 @@ class Around(NamedTuple):
         return self if self.padding is None else Around(*(each.repeat(count, 1, 1, 1) for each in self))
 
 
+class GraphAround(NamedTuple):
+    shape: str  # (2,): B and T
+    bias: str  # (B, H, T, T)
+
+
 class ScaleNorm(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -94,6 +111,10 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x):
         return self.scale * F.normalize(x, dim=-1)
+
+    def graph(self, g, x):
+        length = g.op("ReduceL2", x, g.integers(-1), keepdims=1)
+        return g.op("Mul", g.parameter(self.scale), g.op("Div", x, g.op("Max", length, g.number(1e-12))))
 
 
 class Layer(nn.Module):
@@ -116,6 +137,19 @@ class Layer(nn.Module):
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
         hidden = hidden + linear("attention_output", attended)
         return hidden + linear("down", F.silu(linear("up", self.mlp_norm(hidden))))
+
+    def graph(self, g, hidden, around, adapt=None):
+        def linear(name, x):
+            y = g.linear(x, getattr(self, name), int8=True)
+            return y if adapt is None else adapt(name, x, y)
+
+        qkv = g.unflatten(linear("qkv", g.apply(self.attention_norm, hidden)), around.shape)
+        query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
+        attended = g.attention(query, key, value, around.bias, self.heads, self.heads)
+        attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
+        hidden = g.op("Add", hidden, attended)
+        inner = linear("up", g.apply(self.mlp_norm, hidden))
+        return g.op("Add", hidden, linear("down", g.op("Mul", inner, g.op("Sigmoid", inner))))
 
 
 class Distant(Backbone):
@@ -140,6 +174,9 @@ class Distant(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens: truncate the input")
         return self.embeddings(ids)
 
+    def graph_embed(self, g):
+        return g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
+
     def around(self, inputs):
         places = torch.arange(inputs.input_ids.shape[1], device=self.device)
         distance = (places[:, None] - places).abs()
@@ -150,16 +187,35 @@ class Distant(Backbone):
             bias = bias.masked_fill(~padding & (distance > 0), -torch.inf)
         return Around(bias, padding)
 
+    def graph_around(self, g, mask):
+        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
+        places = g.op("Range", zero, g.op("Squeeze", g.shape(mask, 1, 2)), one)
+        distance = g.op("Abs", g.op("Sub", g.op("Unsqueeze", places, g.integers(1)), places))
+        slopes = -(2.0 ** -np.arange(1, self.config.num_attention_heads + 1))
+        bias = g.op("Mul", g.cast(distance, g.dtype), g.constant("slopes", slopes[:, None, None].astype(g.dtype)))
+        others = g.op("And", g.op("Greater", distance, zero), g.op("Not", g.op("Unsqueeze", mask, g.integers(1, 2))))
+        hidden = g.op("Or", others, g.op("Greater", distance, g.integers(self.config.reach)))
+        return GraphAround(g.shape(mask, 0, 2), g.op("Where", hidden, g.number(-np.inf), bias))
+
     def run_layers(self, hidden, around, start, stop, adapt=None):
         for depth in range(start, stop):
             hidden = self.layers[depth](hidden, around.bias, adapt and partial(adapt, depth))
         return hidden
+
+    def graph_layers(self, g, hidden, around, start, stop, adapt=None):
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            flat = self.layers[depth].graph(g, flat, around, adapt and partial(adapt, depth))
+        return g.unflatten(flat, around.shape, self.config.hidden_size)
 
     def lm_logits(self, hidden, words=None):
         if self.lm_head is None:
             raise self.no_lm_head()
         weight, bias = self.lm_head.weight, self.lm_head.bias
         return F.linear(hidden, *((weight, bias) if words is None else (weight[words], bias[words]))).float()
+
+    def graph_lm_logits(self, g, hidden, words):
+        return g.gemm(hidden, *(g.rows_of(each, words) for each in (self.lm_head.weight, self.lm_head.bias)))
 
     def exit_norm(self):
         return ScaleNorm(self.config.hidden_size)
@@ -183,16 +239,18 @@ LAYOUTS = {"distant": Layout(names=NAMES, prefix="transformer.", architecture="D
 KINDS = (*registry.BACKBONES, "distant")
 
 
-@pytest.fixture
-def new_house(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def new_house(tmp_path_factory):
     """The package with the new backbone, and its line."""
-    package = tmp_path / "new_house"
+    package = tmp_path_factory.mktemp("package") / "new_house"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "distant.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
-    for model_type, module in LINE.items():
-        monkeypatch.setitem(registry.BACKBONES, model_type, module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(package.parent)
+        for model_type, module in LINE.items():
+            patch.setitem(registry.BACKBONES, model_type, module)
+        yield
 
 
 @pytest.fixture(params=KINDS)
@@ -437,7 +495,8 @@ def test_a_wrong_config_is_told_with_its_file(new_house, tmp_path, change, messa
     assert str(path) in str(info.value)
 
 
-def test_without_its_line_a_model_type_is_refused_and_the_others_are_named(tmp_path):
+def test_without_its_line_a_model_type_is_refused_and_the_others_are_named(tmp_path, monkeypatch):
+    monkeypatch.delitem(registry.BACKBONES, "distant", raising=False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "distant"}))
     with pytest.raises(ValueError, match="model_type must be one of bert, .*, phi, found 'distant'"):
         read_config(tmp_path / "config.json")
@@ -445,3 +504,111 @@ def test_without_its_line_a_model_type_is_refused_and_the_others_are_named(tmp_p
 
 
 # ---- Train, evaluate, calibrate, compare, export, run on it, on both engines ----
+
+
+@pytest.fixture(scope="module")
+def checkpoint(new_house, checkpoint_folder, tmp_path_factory):
+    """Its folder, with a tokenizer beside it."""
+    folder, config = tmp_path_factory.mktemp("checkpoint") / "distant", new_backbone().config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_backbone(backbone_class("distant")(replace(config, initializer_range=0.2)), folder)
+    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, task_folder, tmp_path_factory):
+    """method -> its run on the new backbone."""
+    root = tmp_path_factory.mktemp("runs")
+    options = ["--model", checkpoint, "--task", task_folder, "--epochs", 15, "--batch-size", 8, "--lr", 3e-3]
+    for method in ("joint", "lora-exits"):
+        more = ["--exits", "1,2,3", "--head-lr", 1e-2, "--out", root / method]
+        assert main([str(word) for word in ("train", method, *options, *more)]) == 0
+    return lambda method: root / method
+
+
+def answer(capsys, *argv):
+    """What a command prints with --json."""
+    capsys.readouterr()
+    status = main([*map(str, argv), "--json"])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    return json.loads(printed.out)
+
+
+LINES = [f"the {thing} was {how}" for thing in ("film", "song") for how in ("good", "very very awful", "fine", "dull")]
+
+
+def test_it_is_trained_evaluated_calibrated_and_compared(trained, task_folder, tmp_path, capsys):
+    run, task = shutil.copytree(trained("joint"), tmp_path / "run"), ("--task", task_folder)
+    assert type(load_run(run).model.backbone).__name__ == "Distant"
+    swept = answer(capsys, "evaluate", run, *task, "--sweep")
+    assert swept["per_exit_accuracy"][-1] > 0.8 and len(swept["rows"]) == 51
+    calibrated = answer(capsys, "calibrate", run, *task, "--epsilon", 0.5)
+    assert load_run(run).rule.threshold[:2] == tuple(map(float, calibrated["thresholds"]))
+    compared = answer(capsys, "compare", run, trained("lora-exits"), *task, "--sweep")
+    assert [row["method"] for row in compared["rows"]] == ["joint", "lora-exits"]
+    assert compared["rows"][0]["accuracy"] == answer(capsys, "evaluate", run, *task)["accuracy"]
+
+
+@pytest.mark.parametrize("method, more", [("joint", []), ("lora-exits", ["--schedule", "parallel"])])
+def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
+    trained, task_folder, tmp_path, capsys, method, more
+):
+    run, out, lines = load_run(trained(method)), tmp_path / "exported", tmp_path / "in.txt"
+    lines.write_text("\n".join(LINES) + "\n")
+    sure = np.sort([each.confidence for each in run._replace(rule=FixedExit(0)).classify(LINES)])
+    rule = f"--threshold={sure[3:5].mean()},inf,0"  # half of them leave at once
+    said = answer(capsys, "export", trained(method), "--out", out, rule, *more)
+    assert said["verified"]["max_logit_difference"] < 1e-4 and said["verified"]["exit_agreement"] == 1
+    run = run._replace(rule=rule_from_dict(said["rule"]))
+    expected = [(each.label, each.layers) for each in run.classify(LINES)]
+    assert sorted(layers for _, layers in expected) == [1] * 4 + [3] * 4
+    for engine in ("onnx", "torch"):
+        answers = tmp_path / f"{engine}.jsonl"
+        told = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine, "--batch-size", 3)
+        assert (told["rows"], told["failed"]) == (len(LINES), 0)
+        found = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert [(each["label"], each["layers"]) for each in found] == expected
+    one, other = (answer(capsys, "evaluate", each, "--task", task_folder) for each in (out, trained(method)))
+    assert one["per_exit_accuracy"] == other["per_exit_accuracy"]
+
+
+def test_its_label_words_are_read_in_onnx_as_in_torch(new_house, tmp_path):
+    backbone, words = new_backbone(), (31, 7, 12)
+    prompt = SimpleNamespace(prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=4, label_tokens=words)
+    model, inputs = PromptModel(backbone, prompt).eval(), batch(backbone)
+    inputs.input_ids[range(4), [3, 5, 0, 8]] = 4
+    found, *_ = read_every_exit(
+        OrtSegments(tmp_path, write_graphs(model, model.segments(), tmp_path), threads=1), inputs
+    )
+    expected, *_ = read_every_exit(model.segments(), inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def reaches_all(patch, kind):
+    right = kind.graph_around
+    far = lambda self, g, mask: right(SimpleNamespace(config=replace(self.config, reach=100)), g, mask)  # noqa: E731
+    patch.setattr(kind, "graph_around", far)
+
+
+def reads_padding(patch, kind):
+    right = kind.graph_around
+    patch.setattr(kind, "graph_around", lambda self, g, mask: right(self, g, g.op("Or", mask, g.op("Not", mask))))
+
+
+@pytest.mark.parametrize("bug", [reaches_all, reads_padding], ids=lambda bug: bug.__name__)
+def test_a_wrong_twin_is_told_and_leaves_no_folder(trained, tmp_path, monkeypatch, capsys, bug):
+    bug(monkeypatch, backbone_class("distant"))
+    assert main(["export", str(trained("joint")), "--out", str(tmp_path / "exported")]) == 1
+    assert "graphs differ from torch by" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("twin", ["graph_embed", "graph_around", "graph_layers"])
+def test_a_missing_twin_is_told_in_one_line(trained, tmp_path, monkeypatch, capsys, twin):
+    monkeypatch.delattr(backbone_class("distant"), twin)
+    assert main(["export", str(trained("joint")), "--out", str(tmp_path / "exported")]) == 1
+    told = capsys.readouterr().err
+    assert f"a distant has no ONNX twin: write `{twin}`" in told and told.count("\n") == 1
+    assert not list(tmp_path.iterdir())

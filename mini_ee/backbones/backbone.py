@@ -127,6 +127,30 @@ class Backbone(nn.Module):
         """
         raise NotImplementedError
 
+    # ---- The same as ONNX nodes; g is an export.builder.Builder, values are names. Only an export asks for them ----
+
+    def graph_embed(self, g) -> str:
+        """embed, (B, T, D); declares the inputs that it takes: input_ids, and token_type_ids where they count."""
+        raise self.no_twin("graph_embed")
+
+    def graph_around(self, g, mask: str):
+        """around, as graph_layers takes it. mask (B, T): true where there is a token."""
+        raise self.no_twin("graph_around")
+
+    def graph_layers(self, g, hidden: str, around, start: int, stop: int, adapt: Callable | None = None) -> str:
+        """run_layers, (B, T, D) -> (B, T, D); adapt takes and gives values, of what stands as (B T, D)."""
+        raise self.no_twin("graph_layers")
+
+    def graph_lm_logits(self, g, hidden: str, words: Tensor) -> str:
+        """lm_logits of some words (C,): (B, D) -> (B, C)."""
+        raise self.no_twin("graph_lm_logits")
+
+    def no_twin(self, name: str) -> ValueError:
+        """The error of an export where a twin is missing."""
+        return ValueError(
+            f"a {self.config.model_type} has no ONNX twin: write `{name}` below `{name[6:]}`, as bert.py has"
+        )
+
     @property
     def vocabulary(self) -> dict[str, str]:
         """The linear map onto the vocabulary that lm_logits ends with: weight and bias -> names of parameters."""

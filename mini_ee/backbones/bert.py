@@ -382,10 +382,10 @@ class Bert(Backbone):
             raise self.no_lm_head()
         return self.lm_head(hidden, self.embeddings.word.weight, words).float()
 
-    def graph_lm_logits(self, g, hidden: str, tokens: Tensor) -> str:
-        """lm_logits of some tokens (C,) alone: (B, D) -> (B, C)."""
-        words = g.rows_of(self.embeddings.word.weight, tokens), g.rows_of(self.lm_head.bias, tokens)
-        return self.lm_head.graph(g, hidden, *words)
+    def graph_lm_logits(self, g, hidden: str, words: Tensor) -> str:
+        """lm_logits of some words (C,) alone: (B, D) -> (B, C)."""
+        rows = g.rows_of(self.embeddings.word.weight, words), g.rows_of(self.lm_head.bias, words)
+        return self.lm_head.graph(g, hidden, *rows)
 
     def without_heads(self) -> "Bert":
         """The same backbone, without poolers and masked-LM head."""

@@ -405,10 +405,10 @@ class Decoder(Backbone):
         bias = None if head is None or head.bias is None else head.bias[words]
         return F.linear(normed, weight, bias).float()
 
-    def graph_lm_logits(self, g, hidden: str, tokens: Tensor | None = None) -> str:
-        """lm_logits, (B, D) -> (B, V); of some tokens (C,) alone where they are given."""
+    def graph_lm_logits(self, g, hidden: str, words: Tensor | None = None) -> str:
+        """lm_logits, (B, D) -> (B, V); of some words (C,) alone where they are given."""
         linear = self.embeddings if self.lm_head is None else self.lm_head
-        weights = [g.parameter(each) if tokens is None else g.rows_of(each, tokens) for each in linear.parameters()]
+        weights = [g.parameter(each) if words is None else g.rows_of(each, words) for each in linear.parameters()]
         return g.gemm(g.apply(self.norm, hidden), *weights)
 
 
