@@ -191,6 +191,7 @@ class Recorded(Segments):
 
     logits (N, K, C), or whatever C numbers are wanted of the exit where a unit leaves. measures: fields of a Reading by
     name, (N, K - 1) or (N, K), where a rule could not or need not compute them from the logits. flops (N, K, 2).
+    state_flops: of each exit, for segments that need not read logits where a rule needs the state alone.
     """
 
     def __init__(
@@ -200,14 +201,16 @@ class Recorded(Segments):
         flops: np.ndarray,
         layer_passes: list[int],
         measures: dict[str, np.ndarray] | None = None,
+        state_flops: list[float] | None = None,
     ):
         self.exits, self.logits, self.measures = exits, logits, measures or {}
-        self._flops, self._layer_passes = flops, layer_passes
+        self._flops, self._layer_passes, self._state_flops = flops, layer_passes, state_flops
 
     def take(self, units: np.ndarray) -> "Recorded":
         """Some of the units: an index or a mask (N,)."""
         measures = {name: values[units] for name, values in self.measures.items()}
-        return Recorded(self.exits, self.logits[units], self._flops[units], self._layer_passes, measures)
+        flops, passes = self._flops[units], self._layer_passes
+        return Recorded(self.exits, self.logits[units], flops, passes, measures, self._state_flops)
 
     @property
     def exit_logits(self) -> np.ndarray | None:
@@ -224,6 +227,13 @@ class Recorded(Segments):
     def read(self, k: int, state: "RecordedRows") -> Reading:
         measures = {name: values[state.rows, k] for name, values in self.measures.items() if k < values.shape[1]}
         return Reading(self.logits[state.rows, k], **measures)
+
+    def read_state(self, k: int, state: "RecordedRows") -> Reading:
+        reading = self.read(k, state)
+        return reading if self._state_flops is None else reading._replace(logits=None)
+
+    def state_flops(self, k: int) -> float:
+        return self._state_flops[k]
 
     def layer_passes(self, k: int) -> int:
         return self._layer_passes[k]

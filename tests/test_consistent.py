@@ -45,11 +45,12 @@ from mini_ee.methods.consistent import (
     sample_exits,
     vanilla_rewards,
 )
-from mini_ee.rules import FixedExit, NeverExit, Policy
+from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import encode
 from mini_ee.units.generation import PAPER, Sampling
+from mini_ee.units.recording import record
 from mini_ee.units.rows import RowData, RowExits, States
 from mini_ee.units.tokens import TextData, TokenExits
 
@@ -398,6 +399,16 @@ def test_the_cut_is_a_knob_of_speed_from_always_to_never(padded_inputs):
     assert all((a <= b).all() for a, b in zip(layers, layers[1:]))
     first, full = (early_exit(segments, rule, padded_inputs) for rule in (FixedExit(0), NeverExit()))
     assert layers[0].tolist() == first.layers_run.tolist() and layers[-1].tolist() == full.layers_run.tolist()
+
+
+@pytest.mark.parametrize("rule", [Policy(), Policy(0.9), Threshold(0.6), FixedExit(1), NeverExit()])
+def test_a_replay_costs_what_the_loop_costs(rule, padded_inputs):
+    """Under a policy heads are read where rows leave, and nowhere else."""
+    segments = policy_model().segments()
+    found = record(segments, EncodedInputs(padded_inputs), 7).take(np.arange(7)).replay(rule)
+    expected = early_exit(segments, rule, padded_inputs)
+    np.testing.assert_array_equal(found.exit_index, expected.exit_index)
+    np.testing.assert_array_equal(found.cost.flops, expected.cost.flops)
 
 
 def test_policies_begin_with_all_exits_equally_likely(padded_inputs, checkpoint_folder):

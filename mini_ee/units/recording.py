@@ -68,7 +68,9 @@ def record(
     logits, flops, exit_logits = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts))
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
     measures = {} if exit_logits is None else {"exit_logit": exit_logits}
-    recorded = Recorded(segments.exits, logits, flops, passes, measures)
+    alone = type(segments).read_state is not Segments.read_state
+    state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if alone else None
+    recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
     return Record(recorded, logits, sum(full) / len(encoded))
 
 
