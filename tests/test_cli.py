@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 import mini_ee.backbones.hub as checkpoint
 import mini_ee.cli.open as opening
@@ -30,11 +31,11 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import read_every_exit
-from mini_ee.measure.evaluate import curve, over_seeds
+from mini_ee.measure.evaluate import curve, over_seeds, rows_of
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, rule_from_dict
 from mini_ee.training.method import load_method
-from mini_ee.training.options import TextOptions
+from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
 from mini_ee.training.rule import thresholds
 from mini_ee.training.run import load_run, training_folder
 from mini_ee.training.train import asked
@@ -105,24 +106,39 @@ def test_a_setting_of_0_is_a_setting(argv, name):
     assert getattr(request.train if name == "weight_decay" else request.how, name) == 0
 
 
-SHARED = {"--epochs", "--lr", "--exits", "--max-train", "--max-loss", "--confidence", "--device", "--seed", "--resume"}
+BESIDE = {"--help", "--json", "--seed", "--threads", "--model", "--task", "--out", "--resume"}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys, method):
     with pytest.raises(SystemExit) as stop:
         main(["train", method, "--help"])
-    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out))
-    assert stop.value.code == 0
-    own = {flag_of(each.name, each.metadata) for each in fields(load_method(method).config)}
-    foreign = {flag_of(each.name, each.metadata) for name in METHODS for each in fields(load_method(name).config)} - own
-    tokens = {flag_of(each.name, each.metadata) for each in fields(TextOptions) if each.metadata}
-    if "tokens" in load_method(method).units:
-        assert tokens <= shown
-        foreign -= tokens
-    else:
-        foreign |= tokens - own
-    assert own | SHARED <= shown and not foreign & shown
+    usage, _, _ = capsys.readouterr().out.partition("\n\n")
+    found = load_method(method)
+    parts = [found.config, TrainOptions, RowOptions if "rows" in found.units else CommonOptions]
+    parts += [TextOptions] if "tokens" in found.units else []
+    asked_for = {each.name: each.metadata for part in parts for each in fields(part) if each.metadata}
+    flags = {flag_of(name, about) for name, about in asked_for.items() if name not in found.lacks}
+    assert stop.value.code == 0 and set(re.findall(r"(?<=\[)--[a-z-]+", usage)) | BESIDE == flags | BESIDE
+    if method in ("joint", "pabee"):
+        assert not {"--k", "--alpha", "--lambda", "--template", "--shots"} & set(re.findall(r"--[a-z-]+", usage))
+
+
+STARTS = """
+import sys
+sys.modules["torch"] = None
+from mini_ee.cli.main import main
+main({argv})
+"""
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_the_parser_starts_without_torch(command):
+    code = STARTS.format(argv=[*([command] if command else []), "--help"])
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert found.returncode == 0 and found.stdout.startswith("usage: mini-ee"), found.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,9 +158,116 @@ def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys
         ("raee", "--pool-of-nobody"),
     ],
 )
-def test_an_option_of_another_method_is_refused_by_name_before_torch_does_anything(capsys, tmp_path, method, option):
+def test_an_option_of_another_method_is_refused_by_name(capsys, tmp_path, method, option):
     line = refused(capsys, "train", method, "--out", tmp_path / "run", option, "1", status=2)
     assert f"mini-ee train {method}: unrecognized arguments: {option} 1; see mini-ee train {method} --help" == line
+
+
+def test_an_unknown_option_of_a_command_names_its_help(capsys, run_folder):
+    line = refused(capsys, "evaluate", run_folder, "--nonsense", status=2)
+    assert line == "mini-ee evaluate: unrecognized arguments: --nonsense; see mini-ee evaluate --help"
+
+
+def test_max_rows_of_a_classifiers_task_are_drawn_with_the_seed(capsys, run_folder, task_folder):
+    given = ("--task", task_folder, "--max-rows", 7)
+    one, same, other = (answer(capsys, "evaluate", run_folder, *given, "--seed", seed) for seed in (0, 0, 1))
+    assert sum(one["exit_counts"]) == 7 and one["timed_rows"] == 7
+    assert one["per_exit_accuracy"] == same["per_exit_accuracy"]
+    (row,) = answer(capsys, "compare", run_folder, *given)["rows"]
+    assert row["accuracy"] == one["accuracy"] and sum(row["exit_counts"]) == 7
+    everyone = answer(capsys, "evaluate", run_folder, "--task", task_folder, "--max-rows", 1000)
+    assert sum(everyone["exit_counts"]) == 20
+    task, names = load_task(task_folder), []
+    for seed in (0, 1):
+        _, rows = rows_of(task, None, 7, seed)
+        names.append(rows.texts)
+    assert names[0] != names[1] and set(names[0]) < set(task.split("dev").texts) and other["split"] == "dev"
+
+
+def test_what_a_model_has_to_beat_stands_beside_its_figure(capsys, run_folder, task_folder, tmp_path):
+    folder, rows = tmp_path / "words", (task_folder / "dev.jsonl").read_text().splitlines(keepends=True)
+    folder.mkdir()
+    shutil.copy(task_folder / "train.jsonl", folder)
+    good = [row for row in rows if '"good"' in row]
+    (folder / "dev.jsonl").write_text("".join([*good, *(row for row in rows if row not in good)][:-3]))
+    said = answer(capsys, "evaluate", run_folder, "--task", folder)
+    assert said["majority"] == len(good) / (len(rows) - 3)
+    assert main(["evaluate", str(run_folder), "--task", str(folder)]) == 0
+    assert f"Always saying good: accuracy {said['majority']:.3f}." in capsys.readouterr().out
+
+
+def with_heads(folder, copy, change):
+    """A copy of a run whose heads' biases, (2,) each, were changed."""
+    state = {name: value.clone() for name, value in load_run(folder).model.own_state().items()}
+    for name in state:
+        if name.startswith("heads.") and state[name].shape == (2,):
+            state[name] += torch.tensor(change)
+    shutil.copytree(folder, copy)
+    config = read_json(copy / "config.json")
+    config["files"]["model.safetensors"] = checkpoint.write_tensors(copy / "model.safetensors", state)
+    write_json(copy / "config.json", config)
+    return copy
+
+
+def test_a_model_that_always_gives_one_answer_is_told(capsys, run_folder, task_folder, tmp_path):
+    run, dev = load_run(run_folder), load_task(task_folder).split("dev")
+    logits = record(run.segments(), run.encode(dev.texts), 32).logits[:, -1]
+    both = with_heads(run_folder, tmp_path / "both", [float(np.median(logits[:, 1] - logits[:, 0])), 0.0])
+    bad = with_heads(run_folder, tmp_path / "bad", [100.0, 0.0])
+    for folder, expected in ((both, None), (bad, "bad")):
+        given = ("evaluate", str(folder), "--task", str(task_folder), "--rule", "never")
+        assert answer(capsys, *given)["always"] == expected
+        assert main([*given]) == 0
+        assert ("It always says bad.\n" in capsys.readouterr().out) == (expected == "bad")
+
+
+def test_a_tasks_own_metric_is_printed_by_its_name(capsys, checkpoint_folder, task_folder, tmp_path):
+    folder, given = tmp_path / "CoLA", ("--task", tmp_path / "CoLA")
+    folder.mkdir()
+    for split in ("train", "dev"):
+        rows = [json.loads(line) for line in (task_folder / f"{split}.jsonl").read_text().splitlines()]
+        lines = (f"x\t{int(row['label'] == 'good')}\t\t{row['sentence']}\n" for row in rows)
+        (folder / f"{split}.tsv").write_text("".join(lines))
+    run = tmp_path / "run"
+    said = answer(capsys, "train", "joint", "--model", checkpoint_folder, *given, *FAST, "--out", run)
+    assert said["score"] == said["matthews"]
+    for command in ("evaluate", "compare"):
+        assert main([command, str(run), *map(str, given)]) == 0
+        shown = capsys.readouterr().out
+        assert "matthews" in shown and not re.search(r"\bscore\b", shown)
+    shutil.rmtree(run)
+    assert main([*map(str, ("train", "joint", "--model", checkpoint_folder, *given, *FAST, "--out", run))]) == 0
+    assert f"rows held out: matthews {said['matthews']:.3f}," in capsys.readouterr().out
+
+
+def test_a_checkpoints_other_head_is_told_where_it_is_left_out(capsys, checkpoint_folder, task_folder, tmp_path):
+    folder = shutil.copytree(checkpoint_folder, tmp_path / "classifier")
+    tensors = checkpoint.read_tensors(folder / "model.safetensors")
+    tensors |= {"classifier.weight": torch.zeros(2, 16), "classifier.bias": torch.zeros(2)}
+    checkpoint.write_tensors(folder / "model.safetensors", tensors)
+    options = ("--model", folder, "--task", task_folder, *FAST)
+    told = f"{folder}: 2 tensors of another head were left out (classifier.bias, classifier.weight).\n"
+    assert main([*map(str, ("train", "lora-exits", *options, "--out", tmp_path / "lora"))]) == 0
+    assert told in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "lora"), "--task", str(task_folder)]) == 0
+    assert "2 tensors of another head were left out" in capsys.readouterr().out
+    answer(capsys, "train", "joint", *options, "--out", tmp_path / "joint")  # what is said goes to standard error
+    assert main(["evaluate", str(tmp_path / "joint"), "--task", str(task_folder)]) == 0
+    assert "left out" not in capsys.readouterr().out  # the run holds a backbone of its own
+
+
+def test_a_task_with_train_alone_is_learned_and_reported_where_a_split_is_named(
+    capsys, checkpoint_folder, task_folder, tmp_path
+):
+    folder = tmp_path / "words"
+    folder.mkdir()
+    shutil.copy(task_folder / "train.jsonl", folder)
+    given = ("--model", checkpoint_folder, "--task", folder, *FAST, "--out", tmp_path / "run")
+    assert answer(capsys, "train", "joint", *given)["split"] == "hold-out"
+    line = refused(capsys, "evaluate", tmp_path / "run", "--task", folder)
+    assert "expected a dev or a test file, whose rows are reported, found train alone" in line
+    assert "or give --split train" in line
+    assert answer(capsys, "evaluate", tmp_path / "run", "--task", folder, "--split", "train")["split"] == "train"
 
 
 @pytest.mark.parametrize("method", ["deebert", "fastbert", "right-tool", "pcee-bert"])
@@ -693,7 +816,9 @@ def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_
     monkeypatch.setattr("mini_ee.measure.figures.can_draw", lambda: False)
     argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
     assert main([*map(str, argv)]) == 0
-    assert "speed-up" in capsys.readouterr().out and not list((tmp_path / "demo").glob("*.png"))
+    shown = capsys.readouterr().out
+    assert shown.startswith("Training 3 exits on bert (3 layers) for words: all exits at once")
+    assert "speed-up" in shown and not list((tmp_path / "demo").glob("*.png"))
     assert "+-----" in (tmp_path / "demo" / "report.md").read_text()
 
 

@@ -71,7 +71,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.measure.compare import compare_rows
     from mini_ee.measure.evaluate import over_seeds, rows_of
     from mini_ee.measure.figures import draw_compared
-    from mini_ee.measure.tables import compare_table, losses_table, ranges_table, seeds_table
+    from mini_ee.measure.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
     from mini_ee.training.train import check_task
 
     for name in ("text", "temperature", "top_k", "top_p"):
@@ -87,7 +87,7 @@ def _rows(opened, args, say) -> dict:
     answer = {"task": task.name, "split": split, "batch_size": args.batch_size} | found
     for row, each in zip(answer["rows"], opened):
         row |= schedule_of(each.one)
-    say(compare_table(answer["rows"]))
+    say(compare_table(answer["rows"], score_name(task.metrics)))
     if args.sweep:
         say(losses_table(answer["rows"]))
         say(ranges_table(answer["rows"], answer["timed_rows"]))

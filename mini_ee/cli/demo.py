@@ -49,7 +49,7 @@ def run(args, say) -> dict:
         raise FileExistsError(f"{out}: is there and holds no demo report; name another folder with --out")
     given = given_options(args, TrainOptions, RowOptions) | {"seed": seed}
     with atomic_folder(out, replace=True) as folder:
-        say("Training all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1).")
+        say(_begun(args, out, given))
         trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
         task = _task_of(args.task)
         split, rows = rows_of(task, None, None, seed)
@@ -89,6 +89,19 @@ def run(args, say) -> dict:
         "pictures": [str(out / name) for name in pictures],
         "wall_seconds": time.perf_counter() - begin,
     }
+
+
+def _begun(args, out: Path, given: dict) -> str:
+    """What is about to be trained; WrongArguments where it cannot be."""
+    from mini_ee.backbones.hub import read_config
+    from mini_ee.training.train import asked, exits_of
+
+    request = asked("joint", args.model, args.task, out, False, given)
+    layers = read_config(request.model / "config.json").num_hidden_layers
+    return (
+        f"Training {len(exits_of(request, layers))} exits on {request.model.name} ({layers} layers) for "
+        f"{request.task.name}: all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1)."
+    )
 
 
 def _pictures(folder: Path, answer: dict) -> list[str]:

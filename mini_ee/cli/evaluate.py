@@ -7,6 +7,7 @@ import numpy as np
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
 from mini_ee.cli.options import positive
+from mini_ee.data.metrics import majority
 
 HELP = "accuracy, layers saved and measured speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
@@ -59,7 +60,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.measure.evaluate import evaluate, rows_of
-    from mini_ee.measure.tables import exits_table, sweep_table
+    from mini_ee.measure.tables import exits_table, score_name, sweep_table
     from mini_ee.training.train import check_task
     from mini_ee.units.recording import record
 
@@ -80,9 +81,9 @@ def _rows(opened, args, say) -> dict:
     answer = {"method": opened.config["method"], "split": split} | schedule_of(opened) | answer
     if "schedule" in answer:
         say(f"Exits whose streams start together: {answer['schedule']}")
-    say(exits_table(answer))
+    say(exits_table(answer, score_name(task.metrics)))
     if sweep:
-        say(sweep_table(answer["rows"], task.regression))
+        say(sweep_table(answer["rows"], score_name(task.metrics)))
     if args.overthinking:
         answer["overthinking"] = _overthinking(opened, task, rows, encoded, args, say)
     if args.hardness:
@@ -94,9 +95,9 @@ def _rows(opened, args, say) -> dict:
     if answer["always"] is not None:
         say(f"It always says {answer['always']}.")
     if not task.regression:
-        counts = np.bincount(rows.labels, minlength=task.num_labels)
-        answer["majority"] = float(counts.max() / counts.sum())
-        say(f"Always saying {task.label_names[counts.argmax()]}: accuracy {answer['majority']:.3f}.")
+        most = task.label_names[np.bincount(rows.labels).argmax()]
+        answer["majority"] = majority(rows.labels)
+        say(f"Always saying {most}: accuracy {answer['majority']:.3f}.")
     metrics = ", ".join(f"{name} {answer[name]:.3f}" for name in task.metrics)
     say(
         f"{task.name} {split}: {metrics} (full model {answer['full_score']:.3f}), "

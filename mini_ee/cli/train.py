@@ -91,10 +91,7 @@ def _of_rows(trained, metrics: dict, say) -> dict:
         f"{metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens."
     )
     scores = ", ".join(f"{name} {held[name]:.3f}" for name in trained.config["task"]["metrics"])
-    say(
-        f"On {metrics['rows_held']} rows held out: {scores}, "
-        f"{held['layers_saved']:.0%} of the layers saved."
-    )
+    say(f"On {metrics['rows_held']} rows held out: {scores}, {held['layers_saved']:.0%} of the layers saved.")
     say(metrics["promised"])
     return told | held | {name: metrics[name] for name in ("rows_truncated", "rows_held", "rows_needed")}
 

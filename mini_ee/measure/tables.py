@@ -56,19 +56,28 @@ def heads_trained_table(metrics: dict, exits: tuple[int, ...]) -> str:
 # ---- evaluate ----
 
 
-def exits_table(answer: dict) -> str:
-    """Every exit on its own, and how many rows left there."""
+def score_name(metrics: tuple[str, ...]) -> str:
+    """What a task's score is called, the mean of its metrics.
+
+    >>> score_name(("matthews",)), score_name(("f1", "accuracy"))
+    ('matthews', 'mean of f1, accuracy')
+    """
+    return metrics[0] if len(metrics) == 1 else f"mean of {', '.join(metrics)}"
+
+
+def exits_table(answer: dict, score: str) -> str:
+    """Every exit on its own, and how many rows left there. score: its name."""
     columns = zip(answer["exits"], answer["per_exit_score"], answer["exit_counts"])
     rows = [{"layer": layer, "score": score, "left": count} for layer, score, count in columns]
-    return table(rows, {"layer": "layer", "score": "score:.3f", "left": "left here"})
+    return table(rows, {"layer": "layer", "score": f"{score}:.3f", "left": "left here"})
 
 
-def sweep_table(rows: list[dict], regression: bool) -> str:
-    """A curve, a rule a line."""
+def sweep_table(rows: list[dict], score: str) -> str:
+    """A curve, a rule a line. score: its name."""
     lines = [row | {"setting": row["rule"].get("threshold", row["rule"].get("patience"))} for row in rows]
     headings = {
-        "setting": "patience" if regression else "threshold:.3f",
-        "score": "score:.3f",
+        "setting": "threshold:.3f" if "threshold" in rows[0]["rule"] else "patience",
+        "score": f"{score}:.3f",
         "mean_layers": "mean layers:.2f",
         "layers_saved": "layers saved:.1%",
         "flops_ratio": "flops:.3f",
@@ -149,13 +158,13 @@ def epsilon_table(answer: dict) -> str:
 # ---- compare ----
 
 
-def compare_table(rows: list[dict]) -> str:
-    """Each run under its own rule."""
+def compare_table(rows: list[dict], score: str) -> str:
+    """Each run under its own rule. score: its name."""
     columns = {
         "run": "run",
         "how": "method",
         "engine": "engine",
-        "score": "score:.3f",
+        "score": f"{score}:.3f",
         "full_score": "full:.3f",
         "mean_layers": "layers:.2f",
         "layer_passes": "passes:.2f",

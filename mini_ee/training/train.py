@@ -237,8 +237,6 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
             f"learn; give rows with different labels"
         )
     exits = exits_of(request, backbone.config.num_hidden_layers)
-    layers = backbone.config.num_hidden_layers
-    say(f"Training {len(exits)} exits on {request.model.name} ({layers} layers) for {task.name}.")
     about = _about(request, exits) | {"num_labels": task.num_labels, "task": about_task(task)}
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held)}
     model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
