@@ -1,0 +1,333 @@
+"""What holds for every registered method, on every unit that it teaches, on both engines: said once, asked of all.
+
+A method's own tests are its equations. Each is trained briefly here, on a small model, with the settings that it has.
+"""
+
+import functools
+import random
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import WORDS, random_decoder
+
+import mini_ee
+from mini_ee.backbones.hub import save_backbone
+from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.data.texts import Text
+from mini_ee.early_exit import early_exit
+from mini_ee.export.runtime import Runtime
+from mini_ee.registry import METHODS
+from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
+from mini_ee.training import fit as fitting
+from mini_ee.training import train as training
+from mini_ee.training.method import load_method
+from mini_ee.units.decoding import gather
+from mini_ee.units.tokens import record_texts
+
+EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
+UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}
+GROUP = {name: pytest.mark.xdist_group(name) for name in METHODS}  # where tests run side by side: trained once
+CASES = [
+    pytest.param(name, unit, id=f"{name}-{unit}", marks=GROUP[name]) for name, units in UNITS.items() for unit in units
+]
+ROWS = [pytest.param(name, marks=GROUP[name]) for name, units in UNITS.items() if "rows" in units]
+TOKENS = [pytest.param(name, marks=GROUP[name]) for name, units in UNITS.items() if "tokens" in units]
+TRAINED = [case for case in CASES if load_method(case.values[0]).train is None]  # by the one training loop
+EXACT = 2e-6
+"""Logits of one batch against those of its rows alone, and of a chain against the whole; measured maximum 4.8e-7."""
+ENGINES = 1e-5
+"""Logits of ONNX Runtime against torch's; measured maximum 1.1e-6."""
+TEXTS = ("the film was good", "a very very very awful book", "the room is poor and the song is lovely", "dull")
+PROMPTS = ("the film", "a very dull song was", "book")
+THRESHOLDS = (1.0, 0.8, 0.6, 0.52, 0.4, 0.2, 0.0)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
+    """Trainings and exports, each made once: `run(method, unit)`, `folder(method, unit)`, `exported(method, unit)`."""
+    root = tmp_path_factory.mktemp("conformance")
+    decoder = root / "decoder"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = random_decoder("llama", 2).config.to_dict() | {"max_position_embeddings": 64}
+        save_backbone(Decoder(DecoderConfig.from_hugging_face(config)), decoder)
+    shutil.copy(decoder_checkpoint / "tokenizer.json", decoder)
+    stories, draw = root / "stories.txt", random.Random(0)
+    stories.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=48)) for _ in range(64)))
+    models, kept = {"rows": checkpoint_folder, "tokens": decoder}, {}
+
+    def train(method, unit, out, **more):
+        """As the command does, but for brevity; the model as it was before it was saved is kept."""
+        options = {"epochs": 2, "batch_size": 16, "exits": EXITS[unit]}
+        options |= {"text": stories, "epochs": 1, "new_tokens": 4} if unit == "tokens" else {}
+        lacks = load_method(method).lacks
+        model, task = models[unit], task_folder if unit == "rows" else None
+        if load_method(method).train is not None:  # collected on exits that are trained already
+            model, options = folder("joint", unit), {}
+        options = {name: value for name, value in options.items() if name not in lacks}
+        with pytest.MonkeyPatch.context() as patch:
+            saved = training.save_run
+
+            def save_run(folder, model, *others):
+                kept[folder] = model
+                saved(folder, model, *others)
+
+            patch.setattr(training, "save_run", save_run)
+            patch.setattr("mini_ee.training.texts.HELD_STORIES", 16)
+            return mini_ee.train(method, model, task, out, **options, **more)
+
+    @functools.cache
+    def folder(method, unit):
+        train(method, unit, root / f"{method}-{unit}")
+        return root / f"{method}-{unit}"
+
+    @functools.cache
+    def exported(method, unit):
+        out = root / f"{method}-{unit}.onnx"
+        mini_ee.export(mini_ee.load_run(folder(method, unit)), out)
+        return Runtime(out, threads=1)
+
+    run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))
+    return SimpleNamespace(train=train, folder=folder, run=run, exported=exported, kept=kept, models=models)
+
+
+def answers(run, rule, texts=TEXTS):
+    """(logits, exit index) of some texts in one batch."""
+    result = early_exit(run.segments(), rule, run.encode(texts).batch(slice(None)))
+    return result.logits, result.exit_index
+
+
+def each_exit(model, inputs):
+    """Logits of every exit as training computes them, layer after layer without a loop: an oracle of (B, K, C)."""
+    arrays = inputs.input_ids, inputs.attention_mask, inputs.token_type_ids
+    tensors = [torch.from_numpy(array) for array in arrays]
+    with torch.inference_mode():
+        return torch.stack(model(*tensors), 1).numpy()
+
+
+def ids_of(run, prompts=PROMPTS):
+    run.tokenizer.backend.no_truncation()
+    return [run.tokenizer.backend.encode(prompt).ids for prompt in prompts]
+
+
+def texts_of(run):
+    return [Text(ids, 0) for ids in ids_of(run)]
+
+
+def decoded(run, rule, prompts=PROMPTS, fill="propagate", stop=()):
+    """(tokens, layers) that each prompt is continued with."""
+    ids = ids_of(run, prompts)
+    written = gather(run.model.generate(ids, rule, max_new_tokens=8, fill=fill, stop=stop), len(ids))
+    return [(each.tokens, each.layers_run) for each in written]
+
+
+def greedy(run, k, prompt):
+    """What exit k says token by token, the whole text read anew each time: an oracle without cache and loop."""
+    ids, written = ids_of(run, (prompt,))[0], []
+    for _ in range(8):
+        tokens = torch.tensor([ids + written])
+        with torch.inference_mode():
+            states = run.model.states(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            written.append(int(run.model.classify(k, states[k][-1]).argmax()))
+    return written
+
+
+# ---- The loop, on torch ----
+@pytest.mark.parametrize("method", ROWS)
+def test_rows_that_never_leave_are_the_full_model_and_rows_that_always_leave_the_first_head(house, method):
+    run = house.run(method, "rows")
+    expected = each_exit(run.model, run.encode(TEXTS).batch(slice(None)))
+    for k in range(len(run.exits)):  # the chain of segments, as far as any exit
+        np.testing.assert_allclose(answers(run, FixedExit(k))[0], expected[:, k], atol=EXACT)
+    for segments in (run.segments(), run.whole_model()):
+        result = early_exit(segments, NeverExit(), run.encode(TEXTS).batch(slice(None)))
+        np.testing.assert_allclose(result.logits, expected[:, -1], atol=EXACT)
+        assert set(result.layers_run) == {run.exits[-1]}
+    logits, exit_index = answers(run, Threshold(0.0))
+    assert not exit_index.any()
+    np.testing.assert_allclose(logits, expected[:, 0], atol=EXACT)
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_a_batch_of_rows_is_its_rows_alone_padding_included(house, method):
+    run = house.run(method, "rows")
+    for rule in (run.rule, NeverExit(), Threshold(0.55)):
+        logits, exit_index = answers(run, rule)
+        alone = [answers(run, rule, [text]) for text in TEXTS]
+        np.testing.assert_allclose(logits, np.concatenate([one for one, _ in alone]), atol=EXACT)
+        assert exit_index.tolist() == [int(index[0]) for _, index in alone]
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_rows_run_no_more_layers_as_a_rule_loosens(house, method):
+    run = house.run(method, "rows")
+    rules = [[Threshold(threshold) for threshold in THRESHOLDS]]
+    if getattr(run.model, "policy", None) is not None:
+        rules.append([Policy(cut) for cut in THRESHOLDS])
+    for loosening in rules:
+        layers = np.array([answers(run, rule)[1] for rule in loosening])
+        assert (np.diff(layers, axis=0) <= 0).all() and layers[-1].max() == 0
+
+
+@pytest.mark.parametrize("method", TOKENS)
+def test_tokens_that_never_leave_are_the_full_model_and_tokens_that_always_leave_the_first_head(house, method):
+    run = house.run(method, "tokens")
+    for k, rule in ((0, FixedExit(0)), (0, Threshold(0.0)), (len(run.exits) - 1, NeverExit())):
+        for (tokens, layers), prompt in zip(decoded(run, rule), PROMPTS):
+            assert tokens == greedy(run, k, prompt) and set(layers) == {run.exits[k]}
+
+
+@pytest.mark.parametrize("method", TOKENS)
+def test_a_batch_of_prompts_is_its_prompts_alone(house, method):
+    run = house.run(method, "tokens")
+    for rule in (run.rule, Threshold(0.1)):
+        for fill in ("propagate", "recompute"):
+            together = decoded(run, rule, fill=fill)
+            assert together == [decoded(run, rule, [prompt], fill=fill)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("method", TOKENS)
+def test_tokens_run_no_more_layers_as_a_rule_loosens(house, method):
+    run = house.run(method, "tokens")
+    recorded = record_texts(run.model, texts_of(run))
+    rules = [[Threshold(threshold) for threshold in THRESHOLDS]]
+    if run.model.policy is not None:
+        rules.append([Policy(cut) for cut in THRESHOLDS])
+    for loosening in rules:
+        layers = np.array([recorded.replay(rule).layers_run for rule in loosening])
+        assert (np.diff(layers, axis=0) <= 0).all() and set(layers[-1]) == {run.exits[0]}
+
+
+# ---- The run on disk ----
+@pytest.mark.parametrize(("method", "unit"), TRAINED)
+def test_a_run_that_is_loaded_is_the_one_that_was_saved(house, method, unit):
+    run, model = house.run(method, unit), house.kept[house.folder(method, unit)].eval()
+    assert run.config["method"] == method and run.unit == unit
+    if unit == "rows":
+        inputs = run.encode(TEXTS).batch(slice(None))
+        assert (each_exit(model, inputs) == each_exit(run.model, inputs)).all()
+    else:
+        record, again = record_texts(model, texts_of(run)), record_texts(run.model, texts_of(run))
+        np.testing.assert_allclose(record.logits, again.logits, atol=ENGINES)  # adapters are folded as it is loaded
+
+
+@pytest.mark.parametrize(("method", "unit"), TRAINED)
+def test_a_training_that_is_killed_and_resumed_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
+    steps, step, most = [], torch.optim.AdamW.step, [None]
+
+    def counted(self, *args, **settings):
+        if len(steps) == most[0]:
+            raise KeyboardInterrupt
+        steps.append(1)
+        return step(self, *args, **settings)
+
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    house.train(method, unit, tmp_path / "whole")
+    most[0] = len(steps) * 2 // 3
+    steps.clear()
+    with pytest.raises(KeyboardInterrupt):
+        house.train(method, unit, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    most[0] = None
+    house.train(method, unit, tmp_path / "run", resume=True)
+    whole, run = (read_json(tmp_path / name / "config.json") for name in ("whole", "run"))
+    for config in (whole, run):
+        del config["files"]["metrics.json"]  # it tells seconds
+    assert run == whole
+
+
+# ---- The export ----
+@pytest.mark.parametrize("method", ROWS)
+def test_onnx_answers_rows_as_torch_does(house, method):
+    run, runtime = house.run(method, "rows"), house.exported(method, "rows")
+    assert runtime.exits == run.exits
+    for rule in (NeverExit(), *(FixedExit(k) for k in range(len(run.exits))), run.rule):
+        expected, left = answers(run, rule)
+        found = runtime.run(list(TEXTS), rule=None if rule is run.rule else rule)
+        np.testing.assert_allclose([answer.logits for answer in found], expected, atol=ENGINES)
+        assert [answer.exit for answer in found] == left.tolist()
+
+
+@pytest.mark.parametrize("method", TOKENS)
+def test_onnx_writes_tokens_as_torch_does(house, method):
+    run, runtime = house.run(method, "tokens"), house.exported(method, "tokens")
+    ids = ids_of(run)
+    for rule in (NeverExit(), FixedExit(0), run.rule):
+        steps = runtime.generate(ids, max_new_tokens=8, rule=rule)
+        found = [(each.tokens, each.layers_run) for each in gather(steps, len(ids))]
+        assert found == decoded(run, rule, stop=run.model.backbone.config.stop_tokens)
+
+
+# ---- Bad input is one line ----
+def one_line(capsys, *argv):
+    """(status, what the command says) of one that fails."""
+    capsys.readouterr()
+    try:
+        status = main([*map(str, argv)])
+    except SystemExit as ended:
+        status = ended.code
+    captured = capsys.readouterr()
+    said = captured.err.rstrip("\n").split("\n")[-1]
+    assert not captured.out and "Traceback" not in captured.err and len(captured.err.rstrip("\n").split("\n")) == 1
+    return status, said
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_option_of_another_method_is_refused(method, tmp_path, capsys):
+    own = set(load_method(method).config.__dataclass_fields__)
+    others = [name for other in METHODS for name in load_method(other).config.__dataclass_fields__]
+    for name in ("no-such", *sorted(set(others) - own)):
+        option = f"--{name.replace('_', '-')}"
+        status, said = one_line(capsys, "train", method, "--out", tmp_path / "x", option, "1")
+        assert status == 2 and option in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("method", "unit"), CASES)
+def test_a_damaged_run_is_refused(house, method, unit, tmp_path, capsys):
+    command = ("classify", "--text", "a film") if unit == "rows" else ("generate", "--prompt", "a film")
+    for file in sorted(path.name for path in house.folder(method, unit).glob("*.*") if path.is_file()):
+        copy = shutil.copytree(house.folder(method, unit), tmp_path / file)
+        data = bytearray((copy / file).read_bytes())
+        data[len(data) // 2] ^= 255
+        (copy / file).write_bytes(data)
+        status, said = one_line(capsys, command[0], copy, *command[1:])
+        assert status == 1 and str(copy) in said
+    status, said = one_line(capsys, command[0], tmp_path, *command[1:])
+    assert status in (1, 2) and str(tmp_path) in said
+
+
+@pytest.mark.parametrize(("method", "unit"), CASES)
+def test_a_damaged_export_is_refused(house, method, unit, tmp_path, capsys):
+    source = house.exported(method, unit).folder
+    for file in ("manifest.json", "weights.safetensors", "segment_1.onnx"):
+        if not (source / file).is_file():
+            continue
+        copy = shutil.copytree(source, tmp_path / file)
+        data = bytearray((copy / file).read_bytes())
+        data[len(data) // 2] ^= 255
+        (copy / file).write_bytes(data)
+        status, said = one_line(capsys, "run", copy)
+        assert status == 1 and str(copy) in said
+
+
+# ---- The tests can fail ----
+def test_a_batch_that_forgets_its_padding_is_found(house, monkeypatch):
+    """Planted bug: padding is attended to."""
+    run = house.run("joint", "rows")
+    batch = type(run.encode(TEXTS)).batch
+
+    def unmasked(self, rows):
+        inputs = batch(self, rows)
+        return replace(inputs, attention_mask=np.ones_like(inputs.attention_mask))
+
+    monkeypatch.setattr(type(run.encode(TEXTS)), "batch", unmasked)
+    with pytest.raises(AssertionError):
+        test_a_batch_of_rows_is_its_rows_alone_padding_included(house, "joint")
