@@ -37,8 +37,10 @@ from mini_ee.measure.texts import (
 )
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.training.options import TextOptions
 from mini_ee.training.rule import Chosen, observe
 from mini_ee.training.run import load_run, save_run
+from mini_ee.training.texts import Source, texts_to_learn, texts_to_test
 from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate, generated_texts
 from mini_ee.units.tokens import TokenExits, record_texts
@@ -439,6 +441,29 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tm
     ):
         assert main(["compare", *map(str, argv)]) == status
         assert message in capsys.readouterr().err
+
+
+def test_an_exported_decoder_is_named_where_a_run_is_expected(capsys, tmp_path, run_folder, hellaswag):
+    assert main(["export", str(run_folder), "--out", str(tmp_path / "exported")]) == 0
+    for command in (["evaluate", "--task", str(hellaswag)], ["compare"], ["calibrate", "--epsilon", ".9"]):
+        capsys.readouterr()
+        assert main([command[0], str(tmp_path / "exported"), *command[1:]]) == 2
+        assert "exported: is exported already; give the run that it came from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [None, "file"])
+def test_what_pieces_are_tested_on_was_not_learned(tmp_path, opened, text):
+    letters = np.random.default_rng(0).choice(list("abcdefghijklmnop"), 1000)
+    (tmp_path / "text.txt").write_text("".join(letters))
+    options = TextOptions(kind="pieces", text=text and tmp_path / "text.txt", new_tokens=8, texts=60)
+    source = Source(opened.model.backbone, opened.tokenizer, options, 3)
+    train, held = texts_to_learn(source)
+    tested = texts_to_test(source, 50)
+    assert len(tested) == (6 if text else 50) and len(train) == (54 if text else 60)
+    assert not {tuple(each.ids) for each in tested} & {tuple(each.ids) for each in train.texts}
+    assert all(0 < each.start < len(each.ids) for each in tested)
+    if text:  # the first half of each is given
+        assert tested == [Text(each.ids, 4) for each in held.texts]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,13 @@ from mini_ee.backbones.hub import BUILT_IN_DECODER, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.metrics import rouge_l
-from mini_ee.data.texts import continuations, copies, read_stories
+from mini_ee.data.texts import Text, continuations, copies, read_stories
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.rules import rule_from_dict
+from mini_ee.training.options import TextOptions
+from mini_ee.training.run import load_run
+from mini_ee.training.texts import Source
+from mini_ee.units.tokens import TextData, TokenExits
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 NAMES, THINGS = ("Tom", "Lily", "Ben", "Mia", "Sam"), ("ball", "cat", "tree", "boat", "hat", "dog")
@@ -204,6 +210,58 @@ def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, mon
     np.testing.assert_allclose(rows, np.reshape(found, (2, 2, 3)).mean(2))
 
 
+def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, monkeypatch):
+    run, asked = load_run(runs / "calm"), {"proposing": [], "tested": []}
+    held = TextData([Text([0, *range(20 + at, 28 + at)], 3) for at in range(12)])
+    source = Source(run.model.backbone, run.tokenizer, TextOptions(), 0)
+    right, write = calm.record_texts, TokenExits.write
+    monkeypatch.setattr(
+        calm, "record_texts", lambda model, texts: (asked["proposing"].extend(texts), right(model, texts))[1]
+    )
+    monkeypatch.setattr(
+        TokenExits,
+        "write",
+        lambda model, texts, *rest, **how: (asked["tested"].extend(texts), write(model, texts, *rest, **how))[1],
+    )
+    chosen = calm.promised_rule(run.model, source, held)
+    proposing, tested = ({text.ids[1] for text in asked[name]} for name in ("proposing", "tested"))
+    assert len(proposing) == 3 and len(tested) == 9 and not proposing & tested
+    assert chosen.promise is None or (chosen.promise["rows"], chosen.promise["max_loss"]) == (9, 0.9)
+    assert (
+        list(chosen.about["own"]) == ["gap", "saturation", "classifier"]
+        and chosen.rule.to_dict() == chosen.about["own"]["gap"]
+    )
+
+
+def test_train_says_which_rules_keep_calms_promise(decoder_folder, text_file, capsys, tmp_path):
+    command = [
+        "train",
+        "calm",
+        "--model",
+        decoder_folder,
+        "--text",
+        text_file,
+        "--epochs",
+        1,
+        "--out",
+        tmp_path / "run",
+    ]
+    assert main([*map(str, command)]) == 0
+    shown = capsys.readouterr().out
+    assert "Texts lose at most 0.9 of Rouge-L in the mean, with confidence 95%, under each of:" in shown
+    for measure, rule in json.loads((tmp_path / "run" / "metrics.json").read_text())["own"].items():
+        assert f"{measure}: {rule_from_dict(rule)}" in shown
+
+
+def test_a_calibrated_rule_stands_beside_the_trainings_own(runs, capsys, tmp_path):
+    run = shutil.copytree(runs / "calm", tmp_path / "run")
+    status, answer = ask(capsys, "calibrate", run, "--epsilon", ".6", "--texts", 8, "--new-tokens", 6)
+    assert status == 0 and answer["method"] == "calm"
+    status, answer = ask(capsys, "compare", run, "--max-rows", 2)
+    assert [row["measure"] for row in answer["rows"]] == ["full model", "threshold", "gap", "saturation", "classifier"]
+    assert answer["rows"][1]["rule"] == load_run(run).rule.to_dict()
+
+
 def test_sampled_texts_are_compared_too(runs, capsys):
     settings = ("--temperature", 1, "--top-p", 0.75, "--top-k", 40, "--max-rows", 2)
     status, answer = ask(capsys, "compare", runs / "calm", *settings)
@@ -237,6 +295,9 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
         (("--exits", "4"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 4,3"),
         (("--task", "sing"), 2, "--task: expected a task's folder, or for a decoder continue or copy, found sing"),
         (("--target", "soft"), 2, "argument --target: invalid choice: 'soft'"),
+        (("--task", "pieces"), 2, "--task pieces: the end of a piece has no label, and consistent needs one"),
+        (("--pool", "first"), 2, "consistent on tokens has no option pool; see `mini-ee train consistent --help`"),
+        (("--max-train", "3"), 2, "consistent on tokens has no option max_train"),
         (("--resume",), 2, "no unfinished training here; start without --resume"),
         (("--text", "nowhere.txt"), 2, "nowhere.txt: No such file or directory"),
         (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; begin anew with a smaller --lr"),
@@ -291,6 +352,12 @@ def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, t
     ):
         status, line = ask(capsys, "compare", *argv)
         assert status == expected and message in line and "\n" not in line
+
+
+def test_a_prompt_is_not_for_stories(decoder_folder, capsys, tmp_path):
+    for given in (("--prompt", "a"), ("--greedy",)):
+        status, line = ask(capsys, "train", "calm", "--model", decoder_folder, *given, "--out", tmp_path / "run")
+        assert status == 2 and f"{given[0]}: calm learns from stories, which begin anywhere; leave it out" in line
 
 
 def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):

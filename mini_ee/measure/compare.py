@@ -162,7 +162,9 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
         references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in some]
         full = decoded(run, run.model.write(some, NeverExit(), seed=seed, **settings))
         metrics = read_json(run.folder / "metrics.json")
-        own = metrics.get("own") or {run.rule.name: run.rule.to_dict()}
+        own = metrics.get("own", {})
+        if run.rule.to_dict() not in own.values():  # `mini-ee calibrate` wrote it
+            own = {run.rule.name: run.rule.to_dict()} | own
         for measure, rule in {"full model": NeverExit().to_dict(), **own}.items():
             others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
             for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):

@@ -148,7 +148,7 @@ def texts_to_calibrate(source: Source) -> list[Text]:
     """What thresholds are taken from, and checked on: not what was learned, unless a file says so."""
     options = source.options
     if options.text is not None:
-        return source.pieces() if options.kind == "pieces" else source.stories()
+        return source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
     return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or 512, options.greedy)
 
 

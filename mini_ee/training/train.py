@@ -125,6 +125,9 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     if unit == "tokens":
         if texts.kind == "pieces" != method.defaults.get(unit, {}).get("kind"):
             raise WrongArguments(f"--task pieces: the end of a piece has no label, and {name} needs one; give continue")
+        if texts.kind != "pieces" and (texts.prompt or texts.greedy):
+            given = "prompt" if texts.prompt else "greedy"
+            raise WrongArguments(f"--{given}: {name} learns from stories, which begin anywhere; leave it out")
         return request
     found = _open_task(task)
     if found.regression and method.classes_only:
