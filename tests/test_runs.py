@@ -3,7 +3,10 @@
 import json
 import random
 import shutil
+from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 
 import numpy as np
 import pytest
@@ -143,6 +146,34 @@ def test_a_config_without_a_key_is_refused(copy, key):
     write_json(copy / "config.json", config)
     with pytest.raises(ValueError, match=f"copy: config.json has no key '{key}'; train the run again$"):
         load_run(copy)
+
+
+def places(content, at=()):
+    """The keys and indices that lead to each value of a JSON object."""
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        yield (*at, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*at, key))
+
+
+def test_whatever_value_is_forged_is_told_or_does_no_harm(run_folder, copy):
+    """With its checksum, which anyone can make."""
+    config, told = read_json(run_folder / "config.json"), 0
+    elsewhere = ("backbone", "versions", "files", "training", "promise")  # a backbone's config has tests of its own
+    for *into, last in places({key: value for key, value in config.items() if key not in elsewhere}):
+        for wrong in (None, 10**60, 1.5, {"a": 1}):
+            forged = deepcopy(config)
+            reduce(getitem, into, forged)[last] = wrong
+            write_json(copy / "config.json", forged)
+            try:
+                run = load_run(copy)
+            except (ValueError, FileNotFoundError) as error:
+                assert str(copy) in str(error) and "\n" not in str(error)
+                told += 1
+            else:
+                answers(run)
+                assert len(run.classify(["the film was lovely"])) == 1
+    assert told > 40
 
 
 def test_an_edited_config_is_told(copy):

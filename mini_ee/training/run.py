@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from mini_ee import __version__
+from mini_ee.backbones.backbone import check_integer, shortened
 from mini_ee.backbones.hub import (
     backbone_sha256,
     check_generates,
@@ -242,8 +243,9 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
     except KeyError as error:
         raise ValueError(f"{folder}: config.json has no key {error}; train the run again") from None
     except (TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{folder}: config.json holds a value of a wrong type ({error}); train the run again"
+            f"{folder}: config.json holds a value of a wrong type ({reason}); train the run again"
         ) from None
     except ValueError as error:
         raise ValueError(f"{folder}: {error}" if str(folder) not in str(error) else str(error)) from None
@@ -259,11 +261,27 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
             )
     if config["unit"] not in UNITS:
         raise ValueError(f"{folder}: unit must be one of {', '.join(UNITS)}, found {config['unit']!r}; train it again")
+    _check_values(config)
     read = _read_prompted if config["unit"] == "prompts" else _read_trained
     model, tokenizer = read(folder, config, backbone_folder)
     rule = rule_from_dict(config["rule"]).opened(folder, config, model)
     rule.check(len(model.exits))
     return Run(folder, config, model.eval(), tokenizer, rule)
+
+
+def _check_values(config: dict) -> None:
+    """Raise ValueError for values that nothing else looks at before they are used."""
+    check_integer("max_length", config["max_length"])
+    if config["unit"] == "tokens":
+        return
+    names = config["task"]["label_names"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"label_names must be a list of names, found {shortened(names)}; train the run again")
+    if config["unit"] == "rows" and config["num_labels"] != max(1, len(names)):
+        raise ValueError(
+            f"num_labels must be {max(1, len(names))}, as there are label names, found "
+            f"{shortened(config['num_labels'])}; train the run again"
+        )
 
 
 def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:

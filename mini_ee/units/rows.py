@@ -38,8 +38,8 @@ def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
 
 def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """The same exits, or ValueError: they must ascend within 1..L and end at L."""
-    ascending = all(a < b for a, b in zip(exits, exits[1:]))
-    if not exits or not ascending or exits[0] < 1 or exits[-1] != num_layers:
+    ascending = all(isinstance(b, int) and a < b for a, b in zip((0, *exits), exits))
+    if not exits or not ascending or exits[-1] != num_layers:
         raise ValueError(
             f"exits must ascend from at least 1 and end at the last layer, {num_layers}, "
             f"got {','.join(map(str, exits)) or 'none'}"
