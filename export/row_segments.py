@@ -31,7 +31,7 @@ class OrtState(NamedTuple):
 
 
 class OrtSegments(Segments):
-    """The segments of an exported folder. Inputs are tasks.Inputs."""
+    """The segments of an exported folder. Inputs are data.tokens.Inputs."""
 
     engine = "onnxruntime"
 

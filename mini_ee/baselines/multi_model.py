@@ -63,7 +63,7 @@ def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
 class CascadeState(NamedTuple):
     """The rows still in the cascade."""
 
-    inputs: object  # tasks.Inputs
+    inputs: object  # data.tokens.Inputs
     running: RowState | None  # in the model that was asked last
 
     def keep(self, rows: np.ndarray) -> "CascadeState":
@@ -71,7 +71,7 @@ class CascadeState(NamedTuple):
 
 
 class CascadeSegments(Segments):
-    """The models of a MultiModel in eval mode, one after the other. Inputs are tasks.Inputs."""
+    """The models of a MultiModel in eval mode, one after the other. Inputs are data.tokens.Inputs."""
 
     engine = "torch"
 

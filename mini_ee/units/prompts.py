@@ -97,7 +97,7 @@ class PromptState(NamedTuple):
 
 
 class PromptSegments(RowSegments):
-    """The segments of a PromptModel in eval mode. Inputs are tasks.Inputs, encoded by a PromptTokenizer."""
+    """The segments of a PromptModel in eval mode. Inputs are data.tokens.Inputs, encoded by a PromptTokenizer."""
 
     def start(self, inputs) -> PromptState:
         backbone = self.model.backbone

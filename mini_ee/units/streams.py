@@ -97,7 +97,7 @@ class LoRAState(NamedTuple):
 
 
 class LoRASegments(RowSegments):
-    """The segments of a LoRAExits in eval mode under a schedule. Inputs are tasks.Inputs."""
+    """The segments of a LoRAExits in eval mode under a schedule. Inputs are data.tokens.Inputs."""
 
     def __init__(self, model: nn.Module, schedule: Sequence[Sequence[int]]):
         if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
