@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.early_exit import Recorded
-from mini_ee.measure.figures import table
+from mini_ee.measure.tables import table
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.training.promise import POWER, paired_p_values
 from mini_ee.training.rule import default_rule, thresholds
@@ -83,7 +83,7 @@ def rows_of(logits: np.ndarray) -> Record:
 def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
     """The rule that saves most among those that lose at most MAX_LOSS on the hold-out itself."""
     best, most = NeverExit(), 0.0
-    for rule in thresholds(recorded.logits, None):
+    for rule in thresholds(recorded):
         loss, saved = outcome(recorded, labels, rule)
         if loss.mean() <= MAX_LOSS and saved.mean() > most:
             best, most = rule, saved.mean()
