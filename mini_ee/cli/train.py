@@ -30,7 +30,12 @@ def _add_method(sub: Parser, name: str) -> None:
     method = load_method(name)
     sub.description = (method_doc(name) or "").partition("\n\n")[0]
     add_common(sub)
-    sub.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint's folder; a built-in one by default")
+    sub.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint's folder; a built-in one by default, with --lr and --epochs of its own",
+    )
     words = ["a task's folder; the built-in reviews by default"] if "rows" in method.units else []
     words += [f"of a decoder's tokens {' or '.join(KINDS[1:])}"] if "tokens" in method.units else []
     sub.add_argument("--task", metavar="TASK", help="; ".join(words))
