@@ -74,7 +74,11 @@ class Config:
     t_squared: bool = option(False, "multiply the distillation loss by T squared, which the paper does not")
     rank: int = option(8, "of the adapters", least=1)
     alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
-    targets: tuple[str, ...] = option(("query", "value"), "projections with adapters, of query, key, value, attention_output, up, down, gate", choices=tuple(TARGETS))
+    targets: tuple[str, ...] = option(
+        ("query", "value"),
+        "projections with adapters, of query, key, value, attention_output, up, down, gate",
+        choices=tuple(TARGETS),
+    )
 
     def __post_init__(self):
         check_options(self)
