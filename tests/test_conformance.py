@@ -6,7 +6,7 @@ A method's own tests are its equations. Each is trained briefly here, on a small
 import functools
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,11 +27,13 @@ from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training import fit as fitting
 from mini_ee.training import train as training
 from mini_ee.training.method import load_method
+from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
 from mini_ee.units.decoding import gather
 from mini_ee.units.tokens import record_texts
 
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
 UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}
+SHARED = (TrainOptions, RowOptions, TextOptions)
 GROUP = {name: pytest.mark.xdist_group(name) for name in METHODS}  # where tests run side by side: trained once
 CASES = [
     pytest.param(name, unit, id=f"{name}-{unit}", marks=GROUP[name]) for name, units in UNITS.items() for unit in units
@@ -281,9 +283,9 @@ def one_line(capsys, *argv):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_option_of_another_method_is_refused(method, tmp_path, capsys):
-    own = set(load_method(method).config.__dataclass_fields__)
-    others = [name for other in METHODS for name in load_method(other).config.__dataclass_fields__]
-    for name in ("no-such", *sorted(set(others) - own)):
+    known = {field.name for part in (load_method(method).config, *SHARED) for field in fields(part)}
+    others = {name for other in METHODS for name in load_method(other).config.__dataclass_fields__}
+    for name in ("no-such", *sorted(others - known)):
         option = f"--{name.replace('_', '-')}"
         status, said = one_line(capsys, "train", method, "--out", tmp_path / "x", option, "1")
         assert status == 2 and option in said
