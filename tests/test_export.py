@@ -30,7 +30,6 @@ import mini_ee.export.manifest as manifest_module
 import mini_ee.export.runtime as runtime
 import mini_ee.export.sessions as sessions
 import mini_ee.export.writer as writer
-import mini_ee.measure.bench as bench_module
 import mini_ee.units.heads as heads_module
 import mini_ee.units.rows as rows_module
 from mini_ee.backbones.bert import Bert, BertConfig, Embeddings

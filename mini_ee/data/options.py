@@ -22,8 +22,8 @@ def option(
 ):
     """A field of a settings class.
 
-    help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above, below: ones that
-    are not. about: `flag`, where the option is not named like the field, and `metavar`.
+    help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above, below:
+    ones that are not. about: `flag`, where the option is not named like the field, and `metavar`.
     """
     limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={"help": help} | limits | about)
