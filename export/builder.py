@@ -10,6 +10,7 @@ them: outside of it ONNX Runtime does not prepack them for its nodes.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +45,9 @@ class Builder:
         self.weights: dict[str, np.ndarray] = {}  # those taken up so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch that is being written
-        self._inputs, self._outputs, self._made = {}, {}, 0
+        self._inputs, self._outputs, self._defaults, self._made = {}, {}, {}, 0
         self._rounded = {}  # value -> its int8 form, where it is visible
+        self._rows, self._taken = None, {}  # those that inputs are asked for, and inputs of which they were taken
 
     # ---- Nodes ----
     def op(self, kind: str, *inputs: str, **attributes) -> str:
@@ -60,9 +62,28 @@ class Builder:
         return names
 
     def input(self, name: str, *axes: str | int, dtype: type = np.int64) -> str:
-        """Declare an input with its axes, or ask for it again."""
+        """Declare an input with its axes, or ask for it again; inside of `rows`, for those rows of it."""
         self._inputs.setdefault(name, _info(name, dtype, axes))
+        if self._rows is None or axes[:1] != ("batch",):
+            return name
+        if name not in self._taken:
+            self._taken[name] = self.op("Gather", name, self._rows)
+        return self._taken[name]
+
+    def default(self, name: str, values: np.ndarray, *axes: str | int) -> str:
+        """Declare an input that has these values where nobody feeds it others: an overridable initialiser."""
+        self._defaults[name] = values
+        self._inputs[name] = _info(name, values.dtype, axes)
         return name
+
+    @contextmanager
+    def rows(self, index: str) -> Iterator[None]:
+        """Inputs whose first axis is "batch" are from now on those rows (N,) of what they were. In a branch of its own."""
+        outside = self._rows, self._taken
+        self._rows = index if self._rows is None else self.op("Gather", self._rows, index)
+        self._taken = {}
+        yield
+        self._rows, self._taken = outside
 
     def output(self, name: str, value: str, *axes: str | int, dtype: type | None = None) -> None:
         """Declare a value of the graph as an output under this name; of the graph's dtype unless it says another."""
@@ -89,13 +110,17 @@ class Builder:
         names = self.several(len(values), "If", condition, then_branch=branch, else_branch=nothing)
         return [value._replace(name=name) for value, name in zip(values, names)]
 
+    def any(self, x: str) -> str:
+        """Whether one of (N,) bool is true: (), false of none."""
+        return self.op("Greater", self.op("ReduceSum", self.cast(x, np.int32), keepdims=0), self.constant("none", _NONE))
+
     def _without_rows(self, value: Value) -> Value:
         axes = (0, *value.axes[1:])
         array = numpy_helper.from_array(np.empty(axes, value.dtype))
         return Value(self.op("Constant", value=array), value.dtype, axes)
 
     def _branch(self, write: Callable[[], Sequence[Value]]) -> tuple[GraphProto, Sequence[Value]]:
-        outside, self._nodes, rounded = self._nodes, [], dict(self._rounded)
+        outside, self._nodes, rounded, taken = self._nodes, [], dict(self._rounded), dict(self._taken)
         outputs, values = [], write()
         for value in values:
             made_here = any(value.name in node.output for node in self._nodes)
@@ -103,7 +128,7 @@ class Builder:
             outputs.append(_info(name, value.dtype, value.axes))
         self._made += 1
         graph = helper.make_graph(self._nodes, f"branch_{self._made}", [], outputs)
-        self._nodes, self._rounded = outside, rounded
+        self._nodes, self._rounded, self._taken = outside, rounded, taken
         return graph, values
 
     # ---- Constants and weights ----
@@ -231,11 +256,14 @@ class Builder:
             for key, value in {"location": weights_file, "offset": offset, "length": length}.items():
                 tensors[weight].external_data.add(key=key, value=str(value))
         _place(graph, tensors)
+        graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
         opset = helper.make_opsetid("", OPSET)
         return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")
 
 
 SOME_ROWS = "[rows]"
+
+_NONE = np.array(0, np.int32)
 
 
 def _kind(dtype: type) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mini_ee.data.files import file_sha256, read_json
 
-FORMAT_VERSION = 3  # since the manifest has units and costs
+FORMAT_VERSION = 4  # since model.onnx
 
 MANIFEST = "manifest.json"
 
@@ -17,7 +17,6 @@ ROWS = {
     "precision": str,
     "max_length": int,
     "task": {"name": str, "texts": int, "label_names": (str,)},
-    "pool": str,
     "num_labels": int,
     "layer_passes": [int],
     "flops": [[[float]]],
@@ -71,8 +70,6 @@ def _check_values(manifest: dict, folder: Path) -> None:
     if unit not in FORMS:
         raise ValueError(f"{folder}: {MANIFEST} has the unit {unit!r}, not {', '.join(FORMS)}; export the run again")
     _check(manifest, FORMS[unit], folder)
-    if manifest.get("pool") == "mask":
-        _check(manifest, {"mask_token_id": int}, folder)
     if "encoder" in manifest:
         _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
     if unit == "tokens":

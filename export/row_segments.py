@@ -1,4 +1,8 @@
-"""The segments of an exported folder of rows, and the encoder that a rule retrieves with. No torch here."""
+"""An exported folder of rows through ONNX Runtime, and the encoder that a rule retrieves with. No torch here.
+
+OrtModel      model.onnx, the graph that stops by itself: one call a batch
+OrtSegments   one graph a segment, which the loop of early_exit.py drives, for rules that model.onnx does not hold
+"""
 
 from collections.abc import Container
 from pathlib import Path
@@ -10,71 +14,26 @@ from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.sessions import CPU, HIDDEN, Session
+from mini_ee.rules import Rule, rule_from_dict
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
 
-class OrtState(NamedTuple):
-    """The rows still in the model."""
-
-    inputs: Inputs
-    where: np.ndarray  # (B,) int64: where they stand in the inputs
-    said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
-    rows: np.ndarray  # (B,) int64: those of the B' that go on
-    around: dict[str, np.ndarray]  # what every graph takes: attention_mask (B, T), read_at (B, 1) of prompts
-    every: np.ndarray  # (B,) int64: 0, 1, 2, ..., which are all rows of what the next graph says
-    heads: Container[int] | None = None  # those that will be read; None: any
-
-    def keep(self, rows: np.ndarray) -> "OrtState":
-        around = {name: value[rows] for name, value in self.around.items()}
-        return self._replace(where=self.where[rows], rows=self.rows[rows], around=around, every=self.every[: len(rows)])
-
-
-class OrtSegments(Segments):
-    """The segments of an exported folder. Inputs are data.tokens.Inputs."""
+class OrtRows(Segments):
+    """What both have in common: what the manifest says they cost."""
 
     engine = "onnxruntime"
 
-    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+    def __init__(self, folder: Path, manifest: dict, graphs: list[str], provider: str, threads: int):
         self.exits = tuple(manifest["exits"])
-        self.sessions = [Session(folder / f"segment_{layer}.onnx", provider, threads) for layer in self.exits]
+        self.sessions = [Session(folder / f"{name}.onnx", provider, threads) for name in graphs]
         self.provider = self.sessions[0].provider
         self._manifest = manifest
-        for layer, session in zip(self.exits, self.sessions):
+        for name, session in zip(graphs, self.sessions):
             wanted, (found,) = manifest["num_labels"], session.widths["logits"]
             if found != wanted:
-                name = f"segment_{layer}.onnx"
-                says = f"{name} gives {found} logits, {MANIFEST} says {wanted}"
+                says = f"{name}.onnx gives {found} logits, {MANIFEST} says {wanted}"
                 raise ValueError(f"{folder}: {says}; export the run again")
-
-    def start(self, inputs: Inputs) -> OrtState:
-        every = np.arange(len(inputs))
-        return OrtState(inputs, every, {}, every, _around(inputs, self._manifest), every)
-
-    def will_read(self, heads: Container[int], state: OrtState) -> OrtState:
-        return state._replace(heads=heads)
-
-    def advance(self, k: int, state: OrtState) -> OrtState:
-        session = self.sessions[k]
-        if not session.begins:
-            inputs = {"hidden": state.said[HIDDEN], "rows": state.rows} | state.around
-        elif len(state.where) == len(state.inputs):
-            inputs = session.ids(state.inputs) | state.around
-        else:  # a stream that starts anew, with the rows that are left
-            ids = session.ids(state.inputs)
-            inputs = {name: value[state.where] for name, value in ids.items()} | state.around
-        read = state.heads is None or k in state.heads
-        if "read" in session.inputs:
-            inputs["read"] = READ[read]
-        said = session.run(inputs, read)
-        # _replace takes 10 us more
-        return OrtState(state.inputs, state.where, said, state.every, state.around, state.every, state.heads)
-
-    def read(self, k: int, state: OrtState) -> Reading:
-        reading = _reading(state.said)
-        if len(state.rows) == len(reading.logits):
-            return reading
-        return Reading(*(each if each is None else each[state.rows] for each in reading))
 
     def layer_passes(self, k: int) -> int:
         return self._manifest["layer_passes"][k]
@@ -85,44 +44,135 @@ class OrtSegments(Segments):
         return _polynomial(advance, tokens), _polynomial(read, tokens)
 
 
-class WholeGraph(Segments):
-    """The same model in one graph, without early exits: what a speed-up is measured against."""
+class AtExit(NamedTuple):
+    """Rows that are to leave at one exit: the state of an OrtModel whose exits are read one by one."""
+
+    inputs: Inputs
+    rows: np.ndarray  # (B,) int64: those that are left
+
+    def keep(self, rows: np.ndarray) -> "AtExit":
+        return AtExit(self.inputs, self.rows[rows])
+
+
+class OrtModel(OrtRows):
+    """model.onnx. Inputs are data.tokens.Inputs. To read each exit is to run up to each, from the embeddings on."""
+
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+        super().__init__(folder, manifest, ["model"], provider, threads)
+        self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
+        self._rule = Rule() if "encoder" in manifest else rule_from_dict(manifest["rule"])
+        self._by_segment = None
+
+    def run_batch(self, rule: Rule, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+        """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
+        plan, last, feeds = rule.plan(inputs), len(self.exits) - 1, {}
+        if plan is not None:
+            feeds["exit_at"] = plan
+        elif rule.needs is None:
+            feeds["exit_at"] = np.array([last])
+        elif rule.served_by(self._rule):
+            feeds = rule.graph_settings(last) if last else {}
+        else:
+            return self.by_segment(rule).run_batch(rule, inputs)
+        said = self._run(inputs, feeds)
+        exit_index = np.searchsorted(self.exits, said["layers"])
+        shown = [rule.needs if plan is None else None] * last
+        return said["logits"], exit_index, [*shown, None]
+
+    def by_segment(self, rule: Rule) -> "OrtSegments":
+        """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
+        folder, manifest, *settings = self._settings
+        if f"segment_{self.exits[0]}" not in manifest["graphs"]:
+            holds = self._rule.name or "raee"
+            raise ValueError(
+                f"{folder}: model.onnx stops by the rule {holds} with its settings, asked for {rule.to_dict()}; "
+                f"export the run with that rule (--rule), or with --segments for any"
+            )
+        self._by_segment = self._by_segment or OrtSegments(folder, manifest, *settings)
+        return self._by_segment
+
+    def start(self, inputs: Inputs) -> AtExit:
+        return AtExit(inputs, np.arange(len(inputs)))
+
+    def advance(self, k: int, state: AtExit) -> AtExit:
+        return state
+
+    def read(self, k: int, state: AtExit) -> Reading:
+        said = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
+        decides = "exit_logit" in said and k < len(self.exits) - 1
+        return Reading(said["logits"], said["exit_logit"] if decides else None)
+
+    def whole(self) -> "WholeModel":
+        """The same without early exits."""
+        return WholeModel(self)
+
+    def _run(self, inputs: Inputs, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self._session.run(self._session.of_rows(inputs) | feeds)
+
+
+class WholeModel(Segments):
+    """model.onnx run to its end, no head read on the way: what a speed-up is measured against."""
 
     engine = "onnxruntime"
 
-    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
-        self.exits = (manifest["exits"][-1],)
-        self._session = Session(folder / "full.onnx", provider, threads)
-        self._manifest = manifest
+    def __init__(self, model: OrtModel):
+        self.exits, self._model = model.exits[-1:], model
 
-    def start(self, inputs: Inputs) -> Inputs:
-        return inputs
-
-    def advance(self, k: int, state: Inputs) -> Reading:
-        return _reading(self._session.run(self._session.ids(state) | _around(state, self._manifest)))
-
-    def read(self, k: int, state: Reading) -> Reading:
-        return state
+    def run_batch(self, rule: Rule, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+        logits, exit_index, _ = self._model.run_batch(rule, inputs)
+        return logits, np.zeros_like(exit_index), [None]
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
-        advance, read = self._manifest["whole_flops"]
+        advance, read = self._model._manifest["whole_flops"]
         tokens = inputs.input_ids.shape[1]
         return _polynomial(advance, tokens), _polynomial(read, tokens)
 
 
-def _around(inputs: Inputs, manifest: dict) -> dict[str, np.ndarray]:
-    around = {"attention_mask": inputs.attention_mask}
-    if manifest["pool"] == "mask":
-        around["read_at"] = (inputs.input_ids == manifest["mask_token_id"]).argmax(axis=1)[:, None]
-    elif manifest["pool"] == "last":
-        last = inputs.attention_mask[:, ::-1].argmax(axis=1)  # counted from the end
-        around["read_at"] = inputs.attention_mask.shape[1] - 1 - last[:, None]
-    return around
+class OrtState(NamedTuple):
+    """The rows still in the model."""
+
+    ids: dict[str, np.ndarray]  # of these rows: what graphs take of the inputs, (B, T) int64 each
+    said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
+    rows: np.ndarray  # (B,) int64: those of the B' that go on
+    every: np.ndarray  # (B,) int64: 0, 1, 2, ..., which are all rows of what the next graph says
+    heads: Container[int] | None = None  # those that will be read; None: any
+
+    def keep(self, rows: np.ndarray) -> "OrtState":
+        ids = {name: value[rows] for name, value in self.ids.items()}
+        return self._replace(rows=self.rows[rows], ids=ids, every=self.every[: len(rows)])
 
 
-def _reading(said: dict[str, np.ndarray]) -> Reading:
-    """Logits; where there are classes the largest probability; where there is a policy what it says."""
-    return Reading(said["logits"], said.get("exit_logit"), said.get("max_probability"))
+class OrtSegments(OrtRows):
+    """segment_*.onnx. Inputs are data.tokens.Inputs."""
+
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+        super().__init__(folder, manifest, [f"segment_{layer}" for layer in manifest["exits"]], provider, threads)
+
+    def start(self, inputs: Inputs) -> OrtState:
+        every = np.arange(len(inputs))
+        ids = {name: value for session in self.sessions for name, value in session.of_rows(inputs).items()}
+        return OrtState(ids, {}, every, every)
+
+    def will_read(self, heads: Container[int], state: OrtState) -> OrtState:
+        return state._replace(heads=heads)
+
+    def advance(self, k: int, state: OrtState) -> OrtState:
+        session = self.sessions[k]
+        inputs = {name: state.ids[name] for name in session.ids}
+        if "hidden" in session.inputs:
+            inputs |= {"hidden": state.said[HIDDEN], "rows": state.rows}
+        read = state.heads is None or k in state.heads
+        if "read" in session.inputs:
+            inputs["read"] = READ[read]
+        # _replace takes 10 us more
+        return OrtState(state.ids, session.run(inputs, read), state.every, state.every, state.heads)
+
+    def read(self, k: int, state: OrtState) -> Reading:
+        said = state.said
+        reading = Reading(said["logits"], said.get("exit_logit"), said.get("max_probability"))
+        if len(state.rows) == len(reading.logits):
+            return reading
+        return Reading(*(each if each is None else each[state.rows] for each in reading))
 
 
 def _polynomial(coefficients: list[float], tokens: int) -> float:
@@ -141,7 +191,7 @@ class OrtEncoder:
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
         inputs = self._encoded(inputs)
-        return self._session.run(self._session.ids(inputs) | {"attention_mask": inputs.attention_mask})["embedding"]
+        return self._session.run(self._session.of_rows(inputs))["embedding"]
 
     def flops(self, inputs: Inputs) -> float:
         return _polynomial(self._config["flops"], self._encoded(inputs).input_ids.shape[1])

@@ -1,4 +1,4 @@
-"""Serve an exported folder with numpy and ONNX Runtime only: the same loop, the same rules, one session a graph.
+"""Serve an exported folder with numpy and ONNX Runtime only.
 
     Runtime(folder).run(["A warm and funny film."])
     [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
@@ -6,8 +6,7 @@
     Runtime(decoder_folder).run(["Once upon a time"], max_new_tokens=50)
     [Continuation(text=" there was a little girl ...", tokens=[...], layers=[...], milliseconds=61.0)]
 
-ONNX Runtime cannot stop inside a graph, so the loop of early_exit.py drives one graph a segment. Hidden states stay on
-the device between them; a row that has left is dropped by the Gather with which the next graph begins.
+Rows go through model.onnx, one call a batch: the graph stops by itself.
 """
 
 import time
@@ -23,10 +22,10 @@ from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches
 from mini_ee.early_exit import Segments, early_exit
 from mini_ee.export.manifest import blaming_manifest, read_manifest
-from mini_ee.export.row_segments import OrtEncoder, OrtSegments, WholeGraph
+from mini_ee.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.export.sessions import CPU, wanted_provider
 from mini_ee.export.token_segments import OrtTokenSegments, open_sessions
-from mini_ee.rules import Rule, rule_from_dict
+from mini_ee.rules import Planned, Rule, rule_from_dict
 from mini_ee.units.decoding import FILLS, CachedSegments, Step, check_prompts, decode, gather
 
 NEW_TOKENS = 100
@@ -127,7 +126,7 @@ class Runtime:
 
     def _open(self, provider: str) -> tuple[Segments, str]:
         """ONNX Runtime's engine, and the provider that it got."""
-        segments = OrtSegments(self.folder, self.config, provider, self._threads)
+        segments = OrtModel(self.folder, self.config, provider, self._threads)
         return segments, segments.provider
 
     @property
@@ -155,9 +154,9 @@ class Runtime:
         """What early_exit drives."""
         return self._segments
 
-    def whole_model(self) -> WholeGraph:
-        """What a speed-up is measured against: one graph without early exits, on the same device."""
-        return WholeGraph(self.folder, self.config, self.provider or CPU, self._threads)
+    def whole_model(self) -> Segments:
+        """What a speed-up is measured against: the same model without early exits, on the same device."""
+        return self._segments.whole()
 
     def encode(self, texts) -> Encoded:
         """Tokenize texts of one sentence or two."""
@@ -168,13 +167,10 @@ class Runtime:
         self.encode([row])
 
     def warm_up(self, batch_size: int = 1) -> None:
-        """Run a sentence through every graph: the first run of a session is slower."""
+        """Run a sentence to each exit: the first run of a graph is slower."""
         inputs = self.encode([("warm up",) * self.num_texts] * batch_size).batch(slice(None))
-        with self._segments.running():
-            state = self._segments.start(inputs)
-            for k in range(len(self.exits)):
-                state = self._segments.advance(k, state)
-                self._segments.read(k, state)
+        for k in range(len(self.exits)):
+            early_exit(self._segments, Planned([k] * batch_size), inputs)
 
     def run(self, texts: Sequence, batch_size: int = 32, rule: Rule | None = None) -> list[Answer]:
         """Answers in the order of the texts; rows of two sentences are tuples. Memory is bounded by the batch.

@@ -42,14 +42,13 @@ class Session:
         self._run = getattr(self._session, "_sess", self._session).run
         self.provider = self._session.get_providers()[0]
         self.inputs = {each.name for each in self._session.get_inputs()}
-        self.begins = "input_ids" in self.inputs  # from the embeddings
+        self.ids = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in self.inputs]
         self._outputs = [output.name for output in self._session.get_outputs()]
         self._unread = [HIDDEN] if HIDDEN in self._outputs else self._outputs
 
-    def ids(self, inputs: Inputs) -> dict[str, np.ndarray]:
-        """What a graph that begins takes of the rows: a decoder knows no token types."""
-        ids = {"input_ids": inputs.input_ids, "token_type_ids": inputs.token_type_ids}
-        return {name: value for name, value in ids.items() if name in self.inputs}
+    def of_rows(self, inputs: Inputs) -> dict[str, np.ndarray]:
+        """What the graph takes of the rows, (B, T) each: a decoder knows no token types."""
+        return {name: getattr(inputs, name) for name in self.ids}
 
     def run(self, inputs: dict, read: bool = True) -> dict:
         """Outputs by name: hidden states as the next graph takes them, on the device; if read, the others in numpy."""

@@ -2,8 +2,8 @@
 
 exported/manifest.json         format_version, what the run was, unit, exits, rule, labels, costs, the graphs with their
                                inputs and outputs, checksums of all files, and how far the graphs were from torch
-exported/segment_{layer}.onnx  the layers up to an exit, and of rows its head
-exported/full.onnx             of rows: the model without exits
+exported/model.onnx            of rows: the model with its rule, which stops by itself; see model_graph.py
+exported/segment_{layer}.onnx  the layers up to an exit, and of rows its head: of rows where they are asked for
 exported/head_{layer}.onnx     of tokens: what an exit says; policy_{layer}.onnx whether to leave; fill_{layer}.onnx the
                                keys and values of a segment for tokens that left below it
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
@@ -31,10 +31,11 @@ from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Reading, Segments, read_every_exit
 from mini_ee.export.builder import OPSET, Builder, parameters_of
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST
+from mini_ee.export.model_graph import write_model_graph
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU
 from mini_ee.methods.raee import Retrieval
-from mini_ee.rules import Policy, Rule
+from mini_ee.rules import NeverExit, Policy, Rule
 from mini_ee.training.run import Run, versions
 from mini_ee.units.decoding import FILLS, CachedSegments, decode, gather, greedy
 from mini_ee.units.generation import token_segments
@@ -53,14 +54,22 @@ VERIFIED_TOKENS = 32  # written from each prompt
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
 
-def export(run: Run, out: str | Path, texts: Sequence | None = None, precision: str = "float32", seed: int = 0) -> dict:
+def export(
+    run: Run,
+    out: str | Path,
+    texts: Sequence | None = None,
+    precision: str = "float32",
+    seed: int = 0,
+    segments: bool = False,
+) -> dict:
     """Write the exported folder and return its manifest.
 
     texts: real rows of one sentence or two, by default built-in ones, of a decoder prompts; VERIFIED_TEXTS of them show
     that every exit says what torch says, in batches of one and of many, and that a decoder writes the same with each
-    fill. precision: float32, float16, or int8 for maps inside the layers.
-    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where a decoder's rule
-    asks for more than its graphs say, or where float32 graphs differ from torch by more than TOLERANCE; then there is
+    fill. precision: float32, float16, or int8 for maps inside the layers. segments: of rows, graphs by segment beside
+    model.onnx, for other rules than the run's and for servers that take rows together again after each exit.
+    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where the graphs cannot
+    hold the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is
     no folder.
     """
     for name, parameter in run.model.named_parameters():
@@ -80,7 +89,7 @@ def export(run: Run, out: str | Path, texts: Sequence | None = None, precision: 
             "rule": run.rule.to_dict(),
             **{key: run.config[key] for key in OF_THE_RUN if key in run.config},
             "max_length": run.tokenizer.max_length,
-            **write_graphs(run.model, source, partial_folder, precision, _encoder(run.rule)),
+            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments),
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save(partial_folder / "tokenizer.json")
@@ -95,20 +104,25 @@ def export(run: Run, out: str | Path, texts: Sequence | None = None, precision: 
 
 
 def write_graphs(
-    model: nn.Module, source, folder: Path, precision: str = "float32", encoder: nn.Module | None = None
+    model: nn.Module, source, rule: Rule, folder: Path, precision: str = "float32", segments: bool = False
 ) -> dict:
     """Write graphs and weights into a folder that is there; returns what the manifest says of them.
 
-    source: what has `graphs()` and `facts()`: the segments of a model of rows, a model of tokens itself. encoder: of a
-    rule that retrieves. Raises ValueError for an unknown precision.
+    source: what has `graphs()` and `facts()`: the segments of a model of rows, a model of tokens itself.
+    Raises ValueError for an unknown precision, and for a rule without twin where there are no segments either.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": precision == "int8"}
-    own, made = parameters_of(model), {}
-    for name, write in source.graphs().items():
+    own, made, facts = parameters_of(model), {}, source.facts()
+    graphs = source.graphs() if segments or source is model else {}
+    if source is not model:
+        held = NeverExit() if segments and type(rule).graph_stop is Rule.graph_stop else rule
+        graphs = {"model": partial(write_model_graph, segments=source, rule=held)} | graphs
+    for name, write in graphs.items():
         made[name] = Builder(own, **settings)
         write(made[name])
+    encoder = rule.embed.states if isinstance(rule, Retrieval) else None  # the queries are averaged from its states
     if encoder is not None:
         others = parameters_of(encoder.backbone, "encoder.backbone.")
         if own.keys().isdisjoint(others):
@@ -122,7 +136,6 @@ def write_graphs(
         onnx.save(graph, path)
         onnx.checker.check_model(path, full_check=True)
         graphs[name] = _interface(graph)
-    facts = source.facts()
     return {
         "opset": OPSET,
         "precision": precision,
@@ -150,7 +163,7 @@ def _costs(model: nn.Module, source) -> dict:
         return np.array([segments.flops(k, _row(tokens)) for k in range(len(segments.exits))])
 
     def whole(tokens: int) -> np.ndarray:
-        each = costs(model.whole(), tokens)
+        each = costs(source.whole(), tokens)
         return np.array([each[:, 0].sum(), each[-1, 1]])
 
     return {
@@ -172,11 +185,6 @@ def _quadratic(of: Callable[[int], np.ndarray]) -> list[list[float]]:
     square = (three - 2 * two + one) / 2
     slope = two - one - 3 * square
     return np.stack((one - slope - square, slope, square), axis=-1).tolist()
-
-
-def _encoder(rule: Rule) -> nn.Module | None:
-    """The states that a rule's queries are averaged from."""
-    return rule.embed.states if isinstance(rule, Retrieval) else None
 
 
 def _write_retrieval(rule: Retrieval, folder: Path) -> dict:

@@ -71,6 +71,48 @@ def _gap(values: np.ndarray) -> np.ndarray:
     return first - second
 
 
+# ---- The same as ONNX nodes: of logits (B, C) float32, (B,); g is an export.builder.Builder ----
+def graph_max_probability(g, logits: str) -> str:
+    """max_probability."""
+    return g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
+
+
+def graph_entropy(g, logits: str) -> str:
+    """entropy."""
+    log_p = g.op("LogSoftmax", logits, axis=1)
+    p = g.op("Exp", log_p)
+    zero = g.constant("zero", np.zeros((), np.float32))
+    terms = g.op("Where", g.op("Greater", p, zero), g.op("Mul", p, log_p), zero)
+    return g.op("ReduceSum", terms, g.integers(1), keepdims=0)
+
+
+def graph_normalised_entropy(g, logits: str) -> str:
+    """normalised_entropy."""
+    largest = g.op("Log", g.cast(g.op("Squeeze", g.shape(logits, 1, 2)), np.float32))
+    least = g.constant("least", np.float32(-1).reshape(()))
+    return g.op("Max", g.op("Div", graph_entropy(g, logits), largest), least)
+
+
+def graph_breaking_ties(g, logits: str) -> str:
+    """breaking_ties."""
+    return graph_breaking_ties_logits(g, g.op("Softmax", logits, axis=1))
+
+
+def graph_breaking_ties_logits(g, logits: str) -> str:
+    """breaking_ties_logits."""
+    largest, _ = g.several(2, "TopK", logits, g.integers(2), axis=1)
+    first, second = g.several(2, "Split", largest, axis=1, num_outputs=2)
+    return g.op("Squeeze", g.op("Sub", first, second), g.integers(1))
+
+
+GRAPH_MEASURES = {
+    "max_probability": graph_max_probability,
+    "entropy": graph_entropy,
+    "normalised_entropy": graph_normalised_entropy,
+    "breaking_ties": graph_breaking_ties,
+    "breaking_ties_logits": graph_breaking_ties_logits,
+}
+
 MEASURES = {
     "max_probability": (max_probability, 0.0, 1.0),
     "entropy": (entropy, -np.inf, 0.0),

@@ -54,6 +54,14 @@ class Segments:
         """Held while a batch runs, for engines that have a mode for it."""
         return nullcontext()
 
+    def run_batch(self, rule, inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+        """What the loop gives; an engine whose graph holds the loop runs that."""
+        return _run(self, rule, inputs)
+
+    def whole(self) -> "Segments":
+        """The model without early exits, for rules that never leave: what a speed-up is measured against."""
+        return self
+
     def will_read(self, heads: Container[int], state):
         """The same state, for most engines."""
         return state
@@ -91,7 +99,7 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
         raise ValueError("expected a batch of at least one row, got none")
     begin = time.perf_counter()
     with segments.running():
-        logits, exit_index, shown = _run(segments, rule, inputs)
+        logits, exit_index, shown = segments.run_batch(rule, inputs)
     layers_run = np.asarray(segments.exits)[exit_index]
     seconds = time.perf_counter() - begin
     cost = Cost(seconds, segments, rule, inputs, logits.shape[1], exit_index, shown)

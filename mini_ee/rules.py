@@ -6,6 +6,7 @@
     rule.flops(classes)                                what one decision costs for one unit
     rule.plan_flops(inputs)                            what a plan costs for one unit
     rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
+    rule.graph_stop(g, k, reading, bar, memory)        `stop` as ONNX nodes, for a graph that stops by itself
 
 A rule is a frozen dataclass; its fields carry their help, from which the command line's options are made.
 
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.confidence import MEASURES
+from mini_ee.confidence import GRAPH_MEASURES, MEASURES
 from mini_ee.data.options import option
 from mini_ee.registry import METHODS
 
@@ -57,6 +58,26 @@ class Rule:
     def plan_flops(self, inputs) -> float:
         """What a plan costs for one row."""
         return 0.0
+
+    # ---- In a graph that stops by itself (export/model_graph.py) ----
+    fed: tuple[str, ...] = ()  # settings that such a graph takes as inputs; the first is what `graph_stop` compares with
+
+    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
+        """Input -> its values, of a graph with `count` exits besides the last. The first is the bar: (count,) or (1,)."""
+        return {}
+
+    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
+        """stop: (B,) bool. bar (B,) float32: that of exit k for each row, -inf and inf where a plan decides.
+
+        Raises ValueError for a rule that was not given this twin.
+        """
+        raise ValueError(f"the rule {self.name} has no ONNX twin: write `graph_stop` below `stop`, or export --segments")
+
+    def served_by(self, other: "Rule") -> bool:
+        """Whether a graph with the rule `other` in it can be fed so that it stops by this one."""
+        return type(self) is type(other) and all(
+            value == getattr(other, name) for name, value in vars(self).items() if name not in self.fed
+        )
 
     def opened(self, folder: Path, config: dict, model) -> "Rule":
         """The rule of a run on disk, with what it needs of the run's other files. Most need nothing."""
@@ -130,6 +151,22 @@ def confidence(reading, measure: str) -> np.ndarray:
     return MEASURES[measure][0](reading.logits) if handed_over is None else handed_over
 
 
+def graph_confidence(g, reading, measure: str) -> str:
+    """confidence."""
+    handed_over = getattr(reading, measure, None)
+    if handed_over is None and measure in STATE_MEASURES:
+        raise ValueError(f"{measure} is a measure of hidden states, which this model does not hand over")
+    return GRAPH_MEASURES[measure](g, reading.logits) if handed_over is None else handed_over
+
+
+def graph_streak(g, same: str, memory: dict[str, str]) -> str:
+    """How many exits in a row were (B,) bool, in float32; kept in the memory."""
+    one = g.cast(same, np.int64)
+    streak = g.op("Mul", g.op("Add", memory["streak"], one), one) if "streak" in memory else one
+    memory["streak"] = streak
+    return g.cast(streak, np.float32)
+
+
 @dataclass(frozen=True)
 class Threshold(Rule):
     """Leave where a confidence is at least the threshold: one number, or one for each exit (the last is not asked).
@@ -162,6 +199,15 @@ class Threshold(Rule):
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
         return confidence(reading, self.measure) >= threshold
+
+    fed = ("threshold",)
+
+    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
+        values = self.threshold[:count] if isinstance(self.threshold, tuple) else [self.threshold] * count
+        return {"threshold": np.array(values, np.float32)}
+
+    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
+        return g.op("GreaterOrEqual", graph_confidence(g, reading, self.measure), bar)
 
     def check(self, num_exits: int) -> None:
         if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
@@ -200,6 +246,26 @@ class Patience(Rule):
         memory["prediction"] = prediction
         return memory["streak"] >= self.patience
 
+    fed = ("patience",)
+
+    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
+        return {"patience": np.array([self.patience])}
+
+    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
+        before = memory.get("prediction")
+        if reading.prediction is not None:  # a number
+            memory["prediction"] = reading.prediction
+            if before is not None:
+                apart = g.op("Abs", g.op("Sub", reading.prediction, before))
+                same = g.op("Less", apart, g.constant("tolerance", np.array(self.tolerance, np.float32)))
+        else:
+            memory["prediction"] = g.op("ArgMax", reading.logits, axis=1, keepdims=0)
+            if before is not None:
+                same = g.op("Equal", memory["prediction"], before)
+        if before is None:
+            same = g.op("Greater", bar, bar)  # nothing to repeat
+        return g.op("GreaterOrEqual", graph_streak(g, same, memory), bar)
+
     def flops(self, classes: int) -> float:
         return classes + 3.0
 
@@ -228,6 +294,16 @@ class PatienceConfidence(Rule):
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
 
+    fed = ("patience", "threshold")
+
+    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
+        return {"patience": np.array([self.patience]), "threshold": np.full(count, self.threshold, np.float32)}
+
+    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
+        sure = graph_confidence(g, reading, self.measure)
+        confident = g.op("GreaterOrEqual", sure, g.op("Gather", "threshold", g.integers(k)))
+        return g.op("GreaterOrEqual", graph_streak(g, confident, memory), bar)
+
     def flops(self, classes: int) -> float:
         return 5.0 * classes + 2.0
 
@@ -252,6 +328,17 @@ class Policy(Rule):
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY)
         return reading.exit_logit > self._cut_logit
+
+    fed = ("cut",)
+
+    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
+        """The bar is on the exit_logit: float32 holds more of it than of the cut."""
+        return {"threshold": np.full(count, self._cut_logit, np.float32)}
+
+    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
+        if reading.exit_logit is None:
+            raise ValueError(NO_POLICY)
+        return g.op("Greater", reading.exit_logit, bar)
 
     @property
     def _cut_logit(self) -> float:

@@ -41,11 +41,6 @@ class MultiModel(ExitModel):
         """What early_exit drives."""
         return CascadeSegments(self)
 
-    def whole(self) -> Segments:
-        """The deepest model alone: what a speed-up is measured against."""
-        return self.models[-1].segments()
-
-
 def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
     """One stage a model: plain fine-tuning."""
 
@@ -98,14 +93,28 @@ class CascadeSegments(Segments):
     def flops(self, k: int, inputs) -> tuple[float, float]:
         return self._models[k].flops(0, inputs)
 
+    def whole(self) -> Segments:
+        """The deepest model alone."""
+        return self._models[-1]
+
     def facts(self) -> dict:
         """As of a model with exits."""
         return self._models[-1].facts()
 
     def graphs(self) -> dict[str, Callable]:
         """As of a model with exits; each begins with the embeddings."""
-        segments = {f"segment_{layer}": each.graph_whole for layer, each in zip(self.exits, self._models)}
-        return segments | {"full": self._models[-1].graph_whole}
+        return {name: write for each in self._models for name, write in each.graphs().items()}
+
+    def graph_start(self, g) -> None:
+        """Nothing: each model begins anew, where somebody asks its head."""
+
+    def graph_advance(self, k: int, g, hidden: None) -> None:
+        """Nothing."""
+
+    def graph_read(self, k: int, g, hidden: None) -> str:
+        """The model of exit k from its embeddings on: logits (B, C)."""
+        model = self._models[k]
+        return model.graph_read(0, g, model.graph_advance(0, g, model.graph_start(g)))
 
 
 METHOD = Method(NoConfig, recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))

@@ -17,6 +17,7 @@ def add(sub) -> None:
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
+    sub.add_argument("--segments", action="store_true", help="graphs by segment too, for other rules and re-batching")
     add_where(sub, device=False)
     add_rule(sub)
     add_retrieval(sub)
@@ -41,7 +42,7 @@ def run(args, say) -> dict:
         task = load_task(args.task)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
-    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed)
+    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, segments=args.segments)
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
     equal = verified.get("token_agreement", verified.get("prediction_agreement"))

@@ -322,10 +322,6 @@ class LoRAExits(ExitModel):
     def load_parts(self, folder: Path, digests: dict[str, str]) -> None:
         load_adapters(self, folder, digests)
 
-    def whole(self) -> Segments:
-        """The last exit alone, merged: what a speed-up is measured against."""
-        return self.merged(len(self.exits) - 1).segments()
-
     def merged(self, k: int) -> RowExits:
         """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
         small = self.backbone.first_layers(self.exits[k])

@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
     def whole_model(self) -> Segments:
         """What a speed-up is measured against, under NeverExit: the last exit alone."""
-        return self.model.whole()
+        return self.segments().whole()
 
     @property
     def label_names(self) -> list[str]:

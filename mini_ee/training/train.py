@@ -243,7 +243,7 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     about = _about(request, exits) | {"num_labels": task.num_labels, "task": about_task(task)}
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held)}
     model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
-    recorded = record(model.segments(), held.encoded, request.train.batch_size, whole=model.whole())
+    recorded = record(model.segments(), held.encoded, request.train.batch_size, whole=model.segments().whole())
     if not np.isfinite(recorded.logits).all():
         raise ValueError("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
     promise = {"max_loss": common.max_loss, "confidence": common.confidence}

@@ -69,10 +69,17 @@ class PromptModel(ExitModel):
         read = hidden[torch.arange(len(hidden), device=hidden.device), at]
         return self.backbone.lm_logits(read, self.label_tokens).float()
 
+    def graph_read_at(self, g) -> str:
+        """read_at."""
+        if self.mask_token_id is None:
+            return g.op("ArgMax", g.input("attention_mask", "batch", "tokens"), axis=1, keepdims=0, select_last_index=1)
+        masks = g.op("Equal", g.input("input_ids", "batch", "tokens"), g.integers(self.mask_token_id))
+        return g.op("ArgMax", g.cast(masks, np.int32), axis=1, keepdims=0)
+
     def graph_label_logits(self, g, hidden: str) -> str:
-        """label_logits; `at` is the input read_at (B, 1). The graph holds the label words, not the whole vocabulary."""
-        read = g.op("GatherND", hidden, g.input("read_at", "batch", 1), batch_dims=1)
-        return self.backbone.graph_lm_logits(g, read, self.label_tokens)
+        """label_logits. The graph holds the label words, not the whole vocabulary."""
+        at = g.op("Unsqueeze", self.graph_read_at(g), g.integers(1))
+        return self.backbone.graph_lm_logits(g, g.op("GatherND", hidden, at, batch_dims=1), self.label_tokens)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
@@ -119,10 +126,10 @@ class PromptSegments(RowSegments):
         return layers, head_flops(backbone.config.hidden_size, self.model.num_labels, 0)
 
     def facts(self) -> dict:
-        return super().facts() | {"unit": "prompts", "mask_token_id": self.model.mask_token_id}
+        return super().facts() | {"unit": "prompts"}
 
-    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, None]:
-        return self.model.graph_label_logits(g, hidden), None
+    def graph_read(self, k: int, g, hidden: str) -> str:
+        return self.model.graph_label_logits(g, hidden)
 
 
 def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:

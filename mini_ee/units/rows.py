@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, Tensors
 from mini_ee.backbones.flops import head_flops
+from mini_ee.confidence import graph_max_probability
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Reading, Segments
@@ -71,10 +72,6 @@ class ExitModel(nn.Module):
     def segments(self) -> Segments:
         """What early_exit drives."""
         raise NotImplementedError
-
-    def whole(self) -> Segments:
-        """The model without early exits, for NeverExit: what a speed-up is measured against."""
-        return self.segments()
 
 
 class RowExits(ExitModel):
@@ -203,31 +200,60 @@ class RowSegments(Segments):
         """What an exported folder says of the model beside its graphs."""
         return {"unit": "rows", "pool": self.model.pool, "num_labels": self.model.num_labels}
 
+    def graph_start(self, g) -> str | None:
+        """start, of the rows that g is asked for; None where all begins at `graph_read`."""
+        return self.model.backbone.graph_embed(g)
+
+    def graph_advance(self, k: int, g, hidden: str | None) -> str | None:
+        """advance: (B, T, D) -> (B, T, D)."""
+        backbone = self.model.backbone
+        return backbone.graph_layers(g, hidden, backbone.graph_around(g, graph_mask(g)), self.starts[k], self.exits[k])
+
+    def graph_read(self, k: int, g, hidden: str | None) -> str:
+        """read: logits (B, C)."""
+        head = self.model.heads[k]
+        return head.graph_classify(g, head.graph_state(g, hidden, graph_mask(g)))
+
+    def graph_read_state(self, k: int, g, hidden: str | None) -> Reading:
+        """read_state: the exit_logit (B,), where the exit decides."""
+        if not self._decides(k):
+            return Reading(None)
+        state = self.model.heads[k].graph_state(g, hidden, graph_mask(g))
+        return Reading(None, g.float32(self.model.policy.graph_exit_logit(g, k, state)))
+
     def graphs(self) -> dict[str, Callable]:
-        """ONNX graphs: name -> what writes one. A segment is `advance` and `read` of one exit."""
-        segments = {f"segment_{layer}": partial(self._graph, k) for k, layer in enumerate(self.exits)}
-        return segments | {"full": self.graph_whole}
+        """Graphs by segment: name -> what writes one, `advance` and `read` of one exit."""
+        return {f"segment_{layer}": partial(self._graph, k) for k, layer in enumerate(self.exits)}
 
-    def graph_whole(self, g) -> None:
-        """All layers and the last head: the model without early exits."""
-        self._graph(len(self.exits) - 1, g, whole=True)
-
-    def _graph(self, k: int, g, whole: bool = False) -> None:
-        backbone, last, begins = self.model.backbone, k == len(self.exits) - 1, whole or k == 0
-        width = backbone.config.hidden_size
-        hidden, mask = backbone.graph_embed(g) if begins else graph_rows(g, width), graph_mask(g)
-        start = 0 if begins else self.starts[k]
-        hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, self.exits[k])
+    def _graph(self, k: int, g) -> None:
+        last, width = k == len(self.exits) - 1, self.model.backbone.config.hidden_size
+        hidden = self.graph_advance(k, g, graph_rows(g, width) if k else self.graph_start(g))
         if not last:
             g.output("hidden_out", hidden, "batch", "tokens", width)
-        graph_reading(g, partial(self._graph_read, k, g, hidden, mask), self.model.num_labels, optional=not last)
+        self.graph_reading(k, g, hidden, optional=not last)
 
-    def _graph_read(self, k: int, g, hidden: str, mask: str) -> tuple[str, str | None]:
-        """read: logits (B, C), and the exit_logit (B,) where the exit decides."""
-        head = self.model.heads[k]
-        state = head.graph_state(g, hidden, mask)
-        decided = self.model.policy.graph_exit_logit(g, k, state) if self._decides(k) else None
-        return head.graph_classify(g, state), decided
+    def graph_reading(self, k: int, g, hidden: str | None, optional: bool) -> None:
+        """What an exit says, as outputs in float32: logits; max_probability of classes; exit_logit where it decides.
+
+        The head is in the graph of its segment, since a graph of its own costs more to call than to compute. optional:
+        it runs where the input `read` () is true, else its outputs have no rows.
+        """
+
+        def said() -> list:
+            logits = g.float32(self.graph_read(k, g, hidden))
+            values = [g.value(logits, "batch", classes, dtype=np.float32)]
+            if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
+                values.append(g.value(graph_max_probability(g, logits), "batch", dtype=np.float32))
+            if self._decides(k):
+                exit_logit = self.graph_read_state(k, g, hidden).exit_logit
+                values.append(g.value(exit_logit, "batch", dtype=np.float32))
+            return values
+
+        classes = self.model.num_labels
+        names = ["logits", *["max_probability"] * (classes > 1), "exit_logit"]
+        values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
+        for name, value in zip(names, values):
+            g.output(name, value.name, *value.axes, dtype=value.dtype)
 
 
 def graph_mask(g) -> str:
@@ -239,31 +265,6 @@ def graph_rows(g, width: int) -> str:
     """Hidden states (B', T, D) of the graph before, and of them those `rows` (B,): compaction, on the device."""
     hidden = g.input("hidden", "rows_before", "tokens", width, dtype=g.dtype)
     return g.op("Gather", hidden, g.input("rows", "batch"))
-
-
-def graph_reading(g, read: Callable[[], tuple[str, str | None]], classes: int, optional: bool) -> None:
-    """What an exit says, as outputs in float32: logits; max_probability of classes; exit_logit where it decides.
-
-    read: writes the logits (B, C) and the exit_logit (B,) or None. The head is in the graph of its segment, since a
-    graph of its own costs more to call than to compute. optional: it runs where the input `read` () is true, else its
-    outputs have no rows.
-    """
-
-    def said() -> list:
-        logits, exit_logit = read()
-        logits = g.float32(logits)
-        values = [g.value(logits, "batch", classes, dtype=np.float32)]
-        if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
-            surest = g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
-            values.append(g.value(surest, "batch", dtype=np.float32))
-        if exit_logit is not None:
-            values.append(g.value(g.float32(exit_logit), "batch", dtype=np.float32))
-        return values
-
-    names = ["logits", *["max_probability"] * (classes > 1), "exit_logit"]
-    values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
-    for name, value in zip(names, values):
-        g.output(name, value.name, *value.axes, dtype=value.dtype)
 
 
 # ---- What training takes ----

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Tensors
 from mini_ee.backbones.flops import head_flops
-from mini_ee.early_exit import Reading
-from mini_ee.units.rows import RowSegments, graph_mask, graph_reading
+from mini_ee.early_exit import Reading, Segments
+from mini_ee.units.rows import RowSegments, graph_mask
 
 
 # ---- Schedules: which streams start together ----
@@ -115,6 +115,10 @@ class LoRASegments(RowSegments):
         storages = [tensor.untyped_storage() for tensor in (*self.model.parameters(), *stacked)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    def whole(self) -> Segments:
+        """The last exit alone, its adapters folded in."""
+        return self.model.merged(len(self.exits) - 1).segments()
+
     def start(self, inputs) -> LoRAState:
         return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.around(inputs))
 
@@ -148,21 +152,39 @@ class LoRASegments(RowSegments):
         shape = {"rank": self.model.rank, "alpha": self.model.alpha, "targets": list(self.model.targets)}
         return super().facts() | {"lora": shape, "schedule": [list(group) for group in self.schedule]}
 
-    def _graph(self, k: int, g, whole: bool = False) -> None:
-        """hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first; the whole model is the last one."""
-        backbone, last, begins = self.model.backbone, len(self.exits) - 1, whole or k == self._group[k][0]
-        count, width = 1 if whole else self._group[k][-1] - k + 1, backbone.config.hidden_size
-        hidden, mask = backbone.graph_embed(g) if begins else _graph_streams(g, count, width), graph_mask(g)
-        if begins and count > 1:
-            hidden = g.op("Concat", *[hidden] * count, axis=0)
-        around = backbone.graph_around(g, g.op("Concat", *[mask] * count, axis=0) if count > 1 else mask)
-        start, adapt = 0 if begins else self.exits[k - 1], self.model.graph_streams(g, k, k + count)
-        hidden = backbone.graph_layers(g, hidden, around, start, self.exits[k], adapt)
+    # The graph that stops by itself restarts: no stream runs for an exit that nobody asks.
+    def graph_start(self, g) -> None:
+        return None
+
+    def graph_advance(self, k: int, g, hidden: None) -> None:
+        return None
+
+    def graph_read(self, k: int, g, hidden: str | None) -> str:
+        if hidden is None:
+            hidden = self._graph_layers(g, self.model.backbone.graph_embed(g), graph_mask(g), (0, k), k + 1)
+        return super().graph_read(k, g, hidden)
+
+    def _graph_layers(self, g, hidden: str, mask: str, at: tuple[int, int], stop: int) -> str:
+        """The streams k .. stop - 1 from layer `start` to exit k; at: (start, k)."""
+        start, k = at
+        backbone, adapt = self.model.backbone, self.model.graph_streams(g, k, stop)
+        return backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, self.exits[k], adapt)
+
+    def _graph(self, k: int, g) -> None:
+        """hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first."""
+        backbone, last, begins = self.model.backbone, len(self.exits) - 1, k == self._group[k][0]
+        count, width, mask = self._group[k][-1] - k + 1, backbone.config.hidden_size, graph_mask(g)
+        hidden = backbone.graph_embed(g) if begins else _graph_streams(g, count, width)
+        masks = mask
+        if count > 1:
+            hidden = g.op("Concat", *[hidden] * count, axis=0) if begins else hidden
+            masks = g.op("Concat", *[mask] * count, axis=0)
+        hidden = self._graph_layers(g, hidden, masks, (0 if begins else self.exits[k - 1], k), k + count)
         if count > 1:
             shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 2), axis=0)
             g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "tokens", width)
             hidden = g.op("Slice", hidden, g.integers(0), g.shape(mask, 0, 1), g.integers(0))
-        graph_reading(g, partial(self._graph_read, k, g, hidden, mask), self.model.num_labels, optional=k < last)
+        self.graph_reading(k, g, hidden, optional=k < last)
 
 
 def _graph_streams(g, count: int, width: int) -> str:
