@@ -1,24 +1,22 @@
-"""The benchmark onnx: exported segments over the whole graph, over torch, and int8 over float32."""
+"""The benchmark onnx: the graph that stops by itself over the same model without exits, over graphs by segment, and
+over torch; int8 over float32.
+"""
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from copy import copy
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mini_ee.confidence import max_probability
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import early_exit
-from mini_ee.export.row_segments import OrtSegments, WholeGraph
+from mini_ee.early_exit import Segments, early_exit, read_every_exit
+from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.writer import write_graphs
 from mini_ee.measure.bench.common import (
     BERT_BASE,
-    MIN_ROUNDS,
-    WARM_ROUNDS,
-    forced_out,
     inputs_of,
     medians,
     minilm_of,
@@ -26,71 +24,92 @@ from mini_ee.measure.bench.common import (
     row_of,
 )
 from mini_ee.measure.evaluate import REST
-from mini_ee.rules import NeverExit
-from mini_ee.units.rows import RowExits, RowSegments
+from mini_ee.rules import NeverExit, Threshold
+from mini_ee.units.rows import RowExits
 
-DISPATCH = 100e-6  # seconds that the loop may take an exit
+REACHED_BY_NONE = 1.0  # of a random model: every head is read, nobody leaves
+FIRST_EXIT, LATER_EXIT, NEVER, MIXED, CHAIN = 1.03, 1.06, 1.06, 1.06, 1.0  # bars
 
 
 def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
-    """Segments in sequence over the whole graph; forced out at layer e, every head on the way read and judged, over
-    e/L of the whole graph; the loop without its graphs, an exit; segments over torch; int8 over float32.
+    """Leaving at layer e, every head on the way read and judged, over e/L of the same model with its last head alone;
+    never leaving, every head read, over that; at larger batches rows of mixed depths over the sum of what their layers
+    cost there; the graph over graphs by segment; and at a large model the graph over torch, and int8 over float32.
     """
     cases = (
-        ("minilm", minilm_of(model, seed), (2, 4, 6), 32, (1, 8)),
-        ("bert-base", random_encoder(BERT_BASE, seed), (3, 6, 9, 12), 128, (1, 8)),
+        ("minilm", minilm_of(model, seed), (2, 4, 6), 32, (1, 8, 32)),
+        ("bert-base", random_encoder(BERT_BASE, seed), (3, 6, 9, 12), 128, (1,)),
     )
     for name, backbone, exits, tokens, sizes in cases:
         model = RowExits(backbone, exits, num_labels=2, pool="first").eval()
+        plain = RowExits(backbone, exits[-1:], num_labels=2, pool="first").eval()
         with tempfile.TemporaryDirectory() as folder:
-            opened = {kind: _exported(model, Path(folder) / kind, kind) for kind in ("float32", "int8")}
+            graph, without = (exported(each, Path(folder) / key) for key, each in (("exits", model), ("none", plain)))
             for batch in sizes:
-                inputs = inputs_of(backbone.config, batch, tokens, seed)
-                yield from _onnx(f"{name} b{batch} t{tokens}", model, opened, inputs)
+                inputs, case = inputs_of(backbone.config, batch, tokens, seed), f"{name} b{batch} t{tokens}"
+                yield from _at_one(case, graph, without, inputs) if batch == 1 else _mixed(case, graph, without, inputs)
+            if name == "bert-base":
+                int8 = exported(model, Path(folder) / "int8", "int8")
+                yield from _engines(
+                    f"{name} b1 t{tokens}", model, graph, int8, inputs_of(backbone.config, 1, tokens, seed)
+                )
 
 
-def _onnx(case: str, model: RowExits, opened: dict, inputs: Inputs) -> Iterator[dict]:
-    (segments, whole), (int8, _) = opened["float32"], opened["int8"]
-    exits, base = segments.exits, case.startswith("bert-base b1 ")
-    forced = [
-        partial(early_exit, segments, forced_out(k, len(exits)), inputs) for k in range(len(exits) if base else 0)
-    ]
-    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (whole, segments)]
-    full, chain, *times = medians([*runs, *forced], f"onnx {case}", seconds_a_case=24.0)
-    yield row_of(f"{case} segments", chain, full, bar=1.03)
-    for layer, seconds in zip(exits[:-1], times):
-        yield row_of(f"{case} e{layer}", seconds, full * layer / exits[-1], bar=1.05)
-    if base:
-        yield row_of(f"{case} dispatch", _dispatch(segments, inputs), DISPATCH, bar=1.0)
-        compared = [partial(early_exit, each, NeverExit(), inputs) for each in (RowSegments(model), segments, int8)]
-        torch_seconds, onnx_seconds, int8_seconds = medians(compared, f"onnx {case} engines", REST)
-        yield row_of(f"{case} torch", onnx_seconds, torch_seconds, bar=0.80)
-        yield row_of(f"{case} int8", int8_seconds, onnx_seconds, bar=0.50)
-
-
-def _exported(model: RowExits, folder: Path, precision: str) -> tuple[OrtSegments, WholeGraph]:
-    """The segments of a model, and its whole graph, on as many threads as torch has."""
+def exported(model: RowExits, folder: Path, precision: str = "float32") -> OrtModel:
+    """A model's graph, whose rule is a threshold, on as many threads as torch has."""
     folder.mkdir()
-    manifest = write_graphs(model, model.segments(), folder, precision)
-    threads = torch.get_num_threads()
-    return OrtSegments(folder, manifest, threads=threads), WholeGraph(folder, manifest, threads=threads)
+    manifest = write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder, precision, segments=True)
+    return OrtModel(folder, manifest, threads=torch.get_num_threads())
 
 
-def _dispatch(segments: OrtSegments, inputs: Inputs) -> float:
-    """Seconds an exit of a run to the last exit that are not spent in a graph."""
-    rule, inside, outside = forced_out(len(segments.exits) - 1, len(segments.exits)), [], []
+def _at_one(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
+    exits, last = graph.exits, len(graph.exits) - 1
+    chain, leaving = graph.by_segment(NeverExit()), [leave_at(k, len(exits)) for k in range(len(exits))]
+    runs = [_run(without, NeverExit(), inputs), *(_run(graph, rule, inputs) for rule in leaving)]
+    runs += [_run(chain, rule, inputs) for rule in leaving]
+    full, *seconds = medians(runs, f"onnx {case}", seconds_a_case=24.0)
+    for k, layer in enumerate(exits[:-1]):
+        yield row_of(f"{case} e{layer} graph", seconds[k], full * layer / exits[-1], LATER_EXIT if k else FIRST_EXIT)
+    yield row_of(f"{case} never graph", seconds[last], full, NEVER)
+    for k, layer in enumerate(exits):
+        yield row_of(f"{case} e{layer} chain", seconds[k], seconds[len(exits) + k], CHAIN)
 
-    def timed(run: Callable, *args):
-        begin = time.perf_counter()
-        value = run(*args)
-        inside[-1] += time.perf_counter() - begin
-        return value
 
-    watched = copy(segments)
-    watched.sessions = list(map(copy, segments.sessions))
-    for session in watched.sessions:
-        session.run = partial(timed, session.run)
-    for _ in range(WARM_ROUNDS + MIN_ROUNDS):
-        inside.append(0.0)
-        outside.append(early_exit(watched, rule, inputs).cost.seconds - inside[-1])
-    return float(np.median(outside[WARM_ROUNDS:])) / len(segments.exits)
+def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
+    """At each exit the surer half of the rows that are left leaves."""
+    logits, *_ = read_every_exit(graph, inputs)
+    rule, sizes = halving(logits, len(inputs)), []
+    runs = [_run(graph, rule, inputs)]
+    exit_index = early_exit(graph, rule, inputs).exit_index
+    for k in range(len(graph.exits)):
+        sizes.append(int((exit_index >= k).sum()))
+        runs.append(_run(without, NeverExit(), inputs.take(np.arange(sizes[-1]))))
+    found, *whole = medians(runs, f"onnx {case} mixed", seconds_a_case=24.0)
+    layers = np.diff((0, *graph.exits))
+    yield row_of(f"{case} mixed graph", found, float(np.dot(layers / graph.exits[-1], whole)), MIXED)
+
+
+def _engines(case: str, model: RowExits, graph: OrtModel, int8: OrtModel, inputs: Inputs) -> Iterator[dict]:
+    runs = [_run(each, NeverExit(), inputs) for each in (model.segments(), graph, int8)]
+    torch_seconds, onnx_seconds, int8_seconds = medians(runs, f"onnx {case} engines", REST)
+    yield row_of(f"{case} torch", onnx_seconds, torch_seconds, bar=0.80)
+    yield row_of(f"{case} int8", int8_seconds, onnx_seconds, bar=0.50)
+
+
+def leave_at(k: int, num_exits: int) -> Threshold:
+    """Judged at every exit, and reached at exit k first."""
+    return Threshold(tuple(-np.inf if exit >= k else REACHED_BY_NONE for exit in range(num_exits)))
+
+
+def halving(logits: np.ndarray, count: int) -> Threshold:
+    """Thresholds at which half of those that come to an exit leave. logits (N, K, C)."""
+    thresholds, here = [], np.arange(count)
+    for k in range(logits.shape[1] - 1):
+        sure = np.sort(max_probability(logits[here, k]))
+        thresholds.append(float(sure[len(sure) // 2]))
+        here = here[max_probability(logits[here, k]) < thresholds[-1]]
+    return Threshold((*thresholds, 0.0))
+
+
+def _run(segments: Segments, rule, inputs: Inputs) -> Callable:
+    return partial(early_exit, segments, rule, inputs)

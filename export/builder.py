@@ -78,7 +78,7 @@ class Builder:
 
     @contextmanager
     def rows(self, index: str) -> Iterator[None]:
-        """Inputs whose first axis is "batch" are from now on those rows (N,) of what they were. In a branch of its own."""
+        """In a branch of its own: inputs whose first axis is "batch" are those rows (N,) of what they were outside."""
         outside = self._rows, self._taken
         self._rows = index if self._rows is None else self.op("Gather", self._rows, index)
         self._taken = {}
@@ -111,8 +111,8 @@ class Builder:
         return [value._replace(name=name) for value, name in zip(values, names)]
 
     def any(self, x: str) -> str:
-        """Whether one of (N,) bool is true: (), false of none."""
-        return self.op("Greater", self.op("ReduceSum", self.cast(x, np.int32), keepdims=0), self.constant("none", _NONE))
+        """Whether one of (N,) bool is true: ()."""
+        return self.op("ReduceMax", x, keepdims=0)
 
     def _without_rows(self, value: Value) -> Value:
         axes = (0, *value.axes[1:])
@@ -262,8 +262,6 @@ class Builder:
 
 
 SOME_ROWS = "[rows]"
-
-_NONE = np.array(0, np.int32)
 
 
 def _kind(dtype: type) -> int:

@@ -12,7 +12,6 @@ is not run costs nothing. The segments say what is computed: graph_start, graph_
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 
@@ -68,7 +67,7 @@ class _ModelGraph:
         if not self.decides:
             return g.op("Expand", bars, shape)
         settings = [(name, g.default(name, value, len(value))) for name, value in rule.graph_settings(last).items()]
-        own = g.cast(settings[0][1], np.float32)
+        own = g.cast(settings[0][1], np.float32) if settings else g.constant("zero", np.zeros(1, np.float32))
         return g.op("Expand", g.op("Where", g.op("IsNaN", bars), own, bars), shape)
 
     def _from_exit(self, k: int, state: str | None, bars: str, memory: dict[str, str]) -> list[str]:
@@ -129,7 +128,13 @@ class _ModelGraph:
         g = self.g
 
         def nothing() -> list:
-            zeros = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), g.op("Concat", rows, g.integers(self.classes), axis=0))
+            zeros = g.op(
+                "Expand",
+                g.constant("zero", np.zeros(1, np.float32)),
+                g.op("Concat", rows, g.integers(self.classes), axis=0),
+            )
             return [g.value(zeros, "rows_read", self.classes, dtype=np.float32)]
 
-        return g.either(condition, lambda: [g.value(read(), "rows_read", self.classes, dtype=np.float32)], nothing)[0].name
+        return g.either(condition, lambda: [g.value(read(), "rows_read", self.classes, dtype=np.float32)], nothing)[
+            0
+        ].name

@@ -86,7 +86,6 @@ def export(
         manifest = {
             "format_version": FORMAT_VERSION,
             "method": run.config["method"],
-            "rule": run.rule.to_dict(),
             **{key: run.config[key] for key in OF_THE_RUN if key in run.config},
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments),
@@ -142,6 +141,7 @@ def write_graphs(
         "model": type(model).__name__,
         "backbone": model.backbone.config.to_dict(),
         "exits": list(model.exits),
+        "rule": rule.to_dict(),
         **facts,
         **_costs(model, source),
         "graphs": graphs,

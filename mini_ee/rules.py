@@ -60,10 +60,12 @@ class Rule:
         return 0.0
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----
-    fed: tuple[str, ...] = ()  # settings that such a graph takes as inputs; the first is what `graph_stop` compares with
+    fed: tuple[
+        str, ...
+    ] = ()  # settings that such a graph takes as inputs; the first is what `graph_stop` compares with
 
     def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        """Input -> its values, of a graph with `count` exits besides the last. The first is the bar: (count,) or (1,)."""
+        """Input -> its values, for `count` exits besides the last. The first is the bar: (count,) or (1,)."""
         return {}
 
     def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
@@ -71,7 +73,9 @@ class Rule:
 
         Raises ValueError for a rule that was not given this twin.
         """
-        raise ValueError(f"the rule {self.name} has no ONNX twin: write `graph_stop` below `stop`, or export --segments")
+        raise ValueError(
+            f"the rule {self.name} has no ONNX twin: write `graph_stop` below `stop`, or export --segments"
+        )
 
     def served_by(self, other: "Rule") -> bool:
         """Whether a graph with the rule `other` in it can be fed so that it stops by this one."""

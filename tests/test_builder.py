@@ -5,16 +5,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from conftest import random_decoder
 from safetensors.numpy import save_file
 from torch import nn
 
-from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import tensor_places
-from mini_ee.early_exit import early_exit
 from mini_ee.export.builder import Builder, branches_of, parameters_of
-from mini_ee.rules import Threshold
-from mini_ee.units.rows import RowExits, graph_mask
 
 EXITS, C = (1, 2, 4), 3
 ATOL = 1e-5  # float32 logits of size 2
@@ -92,74 +87,3 @@ def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
     for number, is_first in ((0, True), (1, False)):
         (found,) = session.run(None, {"x": values.numpy(), "first": np.array(is_first)})
         np.testing.assert_allclose(found, maps[number](values).detach(), rtol=0, atol=0.02)
-
-
-def one_graph(model, g):
-    """A model that stops by itself: behind each exit a branch for the rows that are not sure, and in it the same."""
-    backbone, last = model.backbone, len(model.exits) - 1
-    threshold = g.input("threshold", last, dtype=np.float32)
-
-    def from_exit(k, hidden, mask, start):
-        hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, model.exits[k])
-        logits = model.heads[k].graph_classify(g, model.heads[k].graph_state(g, hidden, mask))
-        rows = g.shape(logits, 0, 1)
-        depth = g.op("Expand", g.integers(model.exits[k]), rows)
-        said = [g.value(logits, "batch", C), g.value(depth, "batch", dtype=np.int64)]
-        if k == last:
-            return said
-        surest = g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
-        stay = g.op("Less", surest, g.op("Gather", threshold, g.integers(k)))
-
-        def go_on():
-            index = g.op("Squeeze", g.op("NonZero", stay), g.integers(0))
-            later = from_exit(k + 1, g.op("Gather", hidden, index), g.op("Gather", mask, index), model.exits[k])
-            places = g.op("Unsqueeze", index, g.integers(1))
-            return [
-                value._replace(name=g.op("ScatterND", value.name, places, new.name)) for value, new in zip(said, later)
-            ]
-
-        some = g.cast(g.op("ReduceMax", g.cast(stay, np.int32), keepdims=0), bool)
-        return g.either(some, go_on, lambda: said)
-
-    mask, hidden = graph_mask(g), backbone.graph_embed(g)
-    logits, layers = from_exit(0, hidden, mask, 0)
-    g.output("logits", logits.name, "batch", C)
-    g.output("layers", layers.name, "batch", dtype=np.int64)
-
-
-def small_model(kind):
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        if kind == "llama":
-            backbone = random_decoder(kind, 4).without_heads()
-        else:
-            sizes = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 48}
-            sizes |= {"vocab_size": 60, "max_position_embeddings": 40}
-            backbone = Bert(BertConfig(model_type="bert", **sizes), lm_head=False, pooler=False)
-        model = RowExits(backbone, EXITS, C).eval()
-        for parameter in model.heads.parameters():
-            nn.init.normal_(parameter, std=0.6)
-    return model
-
-
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_branches_within_branches_are_a_model_that_stops_by_itself(tmp_path, kind, int8, padded_inputs):
-    model, inputs = small_model(kind), padded_inputs
-    g = Builder(parameters_of(model), int8=int8)
-    one_graph(model, g)
-    session = opened(g, tmp_path)
-    feeds = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
-    feeds |= {"token_type_ids": inputs.token_type_ids} if kind == "bert" else {}
-    depths = set()
-    for threshold in (0.0, 0.5, 0.6, 0.8, 1.0):
-        logits, layers = session.run(None, feeds | {"threshold": np.full(2, threshold, np.float32)})
-        expected = early_exit(model.segments(), Threshold(threshold), inputs)
-        if not int8:
-            np.testing.assert_array_equal(layers, expected.layers_run)
-            np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=ATOL)
-        depths |= set(layers.tolist())
-    assert depths == set(EXITS)
-    stands = where_weights_stand(onnx.load(tmp_path / "graph.onnx").graph)
-    suffix = "_int8" if int8 else ""
-    assert [stands[f"backbone.layers.{layer}.up.weight{suffix}"] for layer in range(4)] == [0, 1, 2, 2]

@@ -43,9 +43,9 @@ from mini_ee.data.files import read_json, write_json
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.early_exit import Reading, Segments, early_exit, read_every_exit
+from mini_ee.early_exit import Reading, early_exit, read_every_exit
 from mini_ee.export.builder import OPSET, Builder, branches_of
-from mini_ee.export.row_segments import OrtSegments, OrtState, WholeGraph
+from mini_ee.export.row_segments import OrtModel, OrtSegments, OrtState, WholeModel
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.export.torch_engine import torch_segments
@@ -121,6 +121,11 @@ def torch_logits(model, inputs):
     return torch.stack(said, 1).numpy()
 
 
+def engines_of(folder, manifest):
+    """Graphs by segment, and model.onnx without early exits."""
+    return OrtSegments(folder, manifest, threads=1), OrtModel(folder, manifest, threads=1).whole()
+
+
 class Case(NamedTuple):
     """A model, the folder that was written of it, and a padded batch with torch's answer row by row."""
 
@@ -130,7 +135,7 @@ class Case(NamedTuple):
     inputs: Inputs
     logits: np.ndarray  # (B, K, C), each row alone
     segments: OrtSegments
-    whole: WholeGraph
+    whole: WholeModel
 
 
 def make_case(folder, *shape):
@@ -138,9 +143,8 @@ def make_case(folder, *shape):
     folder.mkdir(parents=True)
     inputs = make_inputs(LENGTHS, model.backbone.config.pad_token_id)
     logits = np.concatenate([torch_logits(model, alone(inputs, row)) for row in range(B)])
-    manifest = write_graphs(model, model.segments(), folder)
-    engines = [engine(folder, manifest, threads=1) for engine in (OrtSegments, WholeGraph)]
-    return Case(model, folder, manifest, inputs, logits, *engines)
+    manifest = write_graphs(model, model.segments(), Threshold(0.9), folder, segments=True)
+    return Case(model, folder, manifest, inputs, logits, *engines_of(folder, manifest))
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +154,8 @@ def case_of(tmp_path_factory):
 
 
 WITHOUT_RUN = {
-    "format_version": 3,
+    "format_version": 4,
     "files": {},
-    "rule": {"name": "never"},
     "max_length": 30,
     "task": {"name": "words", "label_names": list("abc"), "texts": 1},
     "method": "joint",
@@ -178,7 +181,7 @@ def assert_says_what_torch_says(case, lengths):
     found, *_ = read_every_exit(case.segments, inputs)
     assert found.dtype == np.float32 and found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(read_every_exit(case.whole, inputs)[0][:, 0], expected[:, -1], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(case.whole, NeverExit(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
 
 
 @each_shape
@@ -328,8 +331,7 @@ def prompt_inputs(kind="bert"):
 @pytest.mark.parametrize("exits", [None, (0, 1, 2, 3, 4), (1, 4)], ids=str)
 def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, exits):
     model, inputs = prompt_model(kind, exits), prompt_inputs(kind)
-    manifest = write_graphs(model, model.segments(), tmp_path)
-    ours, whole = (engine(tmp_path, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
+    ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True))
     found, *_ = read_every_exit(ours, inputs)
     ids, mask, types = map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
     with torch.no_grad():
@@ -349,7 +351,7 @@ def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(
 
     def wrong(self, rows):
         kept = keep(self, rows)
-        return kept._replace(around=kept.around | {"read_at": self.around["read_at"][: len(rows)]})
+        return kept._replace(ids=kept.ids | {"input_ids": self.ids["input_ids"][: len(rows)]})
 
     monkeypatch.setattr(OrtState, "keep", wrong)
     with pytest.raises(AssertionError):
@@ -366,10 +368,7 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
     prompt = SimpleNamespace(prompt=Prompt("{text} so", ("a", "b", "c")), label_tokens=LABEL_TOKENS)
     model = PromptModel(backbone, prompt, tuple(range(first, backbone.config.num_hidden_layers + 1))).eval()
     inputs = make_inputs(LENGTHS)
-    ours, whole = (
-        engine(tmp_path, write_graphs(model, model.segments(), tmp_path), threads=1)
-        for engine in (OrtSegments, WholeGraph)
-    )
+    ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True))
     found, *_ = read_every_exit(ours, inputs)
     with torch.no_grad():
         for row, length in enumerate(LENGTHS):  # alone, without padding, through decoder.py's own forward
@@ -447,9 +446,9 @@ def lora_model(kind="bert", targets=("query", "value")):
 
 def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     """The same logits at every exit, exits, layer passes, operations; and the whole graph is the last exit."""
-    manifest = write_graphs(model, model.segments(schedule) if schedule else model.segments(), folder)
-    ours, whole = (engine(folder, manifest, threads=1) for engine in (OrtSegments, WholeGraph))
     theirs = model.segments(schedule) if schedule else model.segments()
+    manifest = write_graphs(model, theirs, NeverExit(), folder, segments=True)
+    ours, whole = engines_of(folder, manifest)
     (found, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
     np.testing.assert_allclose(costs, expected_costs)
@@ -475,12 +474,13 @@ def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, t
     assert manifest["layer_passes"] == by_hand and manifest["schedule"] == schedule
 
 
-@pytest.mark.parametrize("keep_where", [True, False])
-def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_others(tmp_path, monkeypatch, keep_where):
+@pytest.mark.parametrize("every_row", [True, False])
+def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_others(tmp_path, monkeypatch, every_row):
     keep = OrtState.keep
 
     def wrong(self, rows):
-        return keep(self, rows)._replace(where=self.where[: len(rows)] if keep_where else rows)
+        first = {name: value[: len(rows)] for name, value in self.ids.items()}
+        return keep(self, rows)._replace(ids=first if every_row else {name: ids[::-1] for name, ids in first.items()})
 
     monkeypatch.setattr(OrtState, "keep", wrong)
     with pytest.raises(AssertionError):
@@ -519,7 +519,7 @@ def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_t
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_have_outliers(tmp_path, kind):
     model = RowExits(backbone_of(kind), EXITS, C).eval()
-    write_graphs(model, model.segments(), tmp_path, "int8")
+    write_graphs(model, model.segments(), NeverExit(), tmp_path, "int8")
     kept = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
     assert "heads.0.dense.weight" in kept and "backbone.layers.0.up.weight" not in kept
     assert ("backbone.layers.0.down.weight" in kept) == (kind == "llama")
@@ -568,7 +568,7 @@ GRAPH_BUGS = {
     "exact gelu for gelu_new": gelus("none"),
     "tanh gelu for gelu": gelus("tanh"),
     "gelu for relu": gelus("none"),
-    "the next head": (RowSegments, "_graph_read", lambda right, self, k, *args: right(self, (k + 1) % 3, *args)),
+    "the next head": (RowSegments, "graph_read", lambda right, self, k, *args: right(self, (k + 1) % 3, *args)),
     "the other pool": (heads_module, "graph_pooled", other_pool),
     "padding counted in the mean": (
         heads_module,
@@ -623,16 +623,12 @@ def test_the_tests_of_compaction_can_fail_where_the_graphs_ignore_rows(monkeypat
             caught(case, "planned")
 
 
-def masked(mask):
-    return {"attention_mask": mask}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda mask, rows: {"around": masked(mask[: len(rows)])},
+        lambda mask, rows: {"ids": {"attention_mask": mask[: len(rows)]}},
         lambda mask, rows: {"rows": np.arange(len(rows))},
-        lambda mask, rows: {"around": masked(np.ones_like(mask[rows]))},
+        lambda mask, rows: {"ids": {"attention_mask": np.ones_like(mask[rows])}},
         lambda mask, rows: {"rows": rows % 2},
     ],
     ids=["forgets the mask", "forgets the rows", "unmasks", "takes others"],
@@ -641,7 +637,7 @@ def test_the_tests_of_compaction_can_fail_where_keep_loses_track(monkeypatch, ca
     case, keep = case_of("bert", "gelu", "mean"), OrtState.keep
 
     def keep_wrong(self, rows):
-        return keep(self, rows)._replace(**wrong(self.around["attention_mask"], rows))
+        return keep(self, rows)._replace(**wrong(self.ids["attention_mask"], rows))
 
     monkeypatch.setattr(OrtState, "keep", keep_wrong)
     for caught in (
@@ -712,13 +708,21 @@ def exported(tmp_path_factory, run):
     return folder
 
 
+@pytest.fixture(scope="module")
+def by_segment(tmp_path_factory, run):
+    """The same with graphs by segment beside."""
+    folder = tmp_path_factory.mktemp("segments") / "bert"
+    export(run, folder, TEXTS, segments=True)
+    return folder
+
+
 @pytest.fixture
 def copy(exported, tmp_path):
     return shutil.copytree(exported, tmp_path / "copy")
 
 
-NAMES = sorted([*(f"segment_{layer}.onnx" for layer in EXITS), "full.onnx"])
-FILES = sorted([*NAMES, "manifest.json", "model.safetensors", "tokenizer.json"])
+NAMES = sorted([*(f"segment_{layer}.onnx" for layer in EXITS), "model.onnx"])  # with segments
+FILES = sorted(["model.onnx", "manifest.json", "model.safetensors", "tokenizer.json"])
 
 
 def torch_answers(run, texts):
@@ -756,10 +760,17 @@ def test_that_test_can_fail_where_rows_of_a_batch_change_places(exported, run, m
         test_the_runtime_answers_like_torch_in_the_order_of_the_texts(exported, run, 32)
 
 
-def test_another_rule_may_be_given_to_a_call(exported, run):
-    for rule in (NeverExit(), FixedExit(1), Patience(1)):
-        answers = Runtime(exported, threads=1).run(TEXTS, rule=rule)
+def test_another_rule_may_be_given_to_a_call(exported, by_segment, run):
+    for rule in (NeverExit(), FixedExit(1), Threshold((0.8, 0.5, 0.0)), Patience(1)):
+        folder = by_segment if isinstance(rule, Patience) else exported
+        answers = Runtime(folder, threads=1).run(TEXTS, rule=rule)
         assert_answers_like_torch(answers, run._replace(rule=rule), TEXTS)
+
+
+@pytest.mark.parametrize("rule", [Patience(1), Threshold(0.5, "breaking_ties"), Policy()], ids=lambda rule: rule.name)
+def test_a_rule_that_the_graph_does_not_hold_is_told(exported, rule):
+    with pytest.raises(ValueError, match="stops by the rule threshold, asked for .*--rule.*--segments"):
+        Runtime(exported, threads=1).run(TEXTS, rule=rule)
 
 
 def test_the_folder_holds_the_files_of_the_design_and_nothing_else(exported):
@@ -769,13 +780,13 @@ def test_the_folder_holds_the_files_of_the_design_and_nothing_else(exported):
 
 def test_the_manifest_says_what_was_exported(exported, run):
     manifest = read_json(exported / "manifest.json", signed="format_version")
-    assert manifest["format_version"] == 3 and manifest["opset"] == OPSET and manifest["precision"] == "float32"
+    assert manifest["format_version"] == 4 and manifest["opset"] == OPSET and manifest["precision"] == "float32"
     assert manifest["exits"] == list(EXITS) and manifest["rule"] == run.rule.to_dict()
     assert manifest["task"] == run.config["task"] and manifest["max_length"] == 30 and manifest["method"] == "joint"
     assert manifest["versions"] == versions() | {"onnx": onnx.__version__}
     assert BertConfig(**manifest["backbone"]) == run.model.backbone.config
     assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
-    assert sorted(manifest["graphs"]) == [name.removesuffix(".onnx") for name in NAMES]
+    assert list(manifest["graphs"]) == ["model"]
     verified = manifest["verified"]
     assert verified["texts"] == len(TEXTS) and 0 < verified["max_logit_difference"] < ATOL
     assert verified["prediction_agreement"] == verified["exit_agreement"] == 1
@@ -792,8 +803,8 @@ def test_the_manifest_says_what_was_exported(exported, run):
     ],
     ids=["never", "0", "1", "planned", "threshold"],
 )
-def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read):
-    segments, found = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1), []
+def test_a_graph_passes_over_a_head_that_nobody_reads(by_segment, run, rule, read):
+    segments, found = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1), []
     for session in segments.sessions:
         session.run = lambda inputs, *read, run=session.run: found.append(inputs.get("read")) or run(inputs, *read)
     inputs = run.encode(TEXTS[:3]).batch(slice(None))
@@ -804,31 +815,38 @@ def test_a_graph_passes_over_a_head_that_nobody_reads(exported, run, rule, read)
     np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
 
 
-def test_a_head_that_nobody_reads_is_not_asked_what_it_says(exported, run):
-    segments = OrtSegments(exported, read_json(exported / "manifest.json"), threads=1)
+def test_a_head_that_nobody_reads_is_not_asked_what_it_says(by_segment, run):
+    segments = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1)
     state = segments.start(run.encode(TEXTS[:3]).batch(slice(None)))
     assert set(segments.advance(0, segments.will_read({1}, state)).said) == {"hidden_out"}
     assert set(segments.advance(0, segments.will_read({0}, state)).said) > {"hidden_out"}
 
 
-def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(exported):
-    no_axes = {"dtype": "bool", "axes": []}
+def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(by_segment):
+    no_axes, settings = {"dtype": "bool", "axes": []}, {"exit_at": ["rows_planned"], "threshold": [K - 1]}
     types = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
-    for name, interface in read_json(exported / "manifest.json")["graphs"].items():
-        session = onnxruntime.InferenceSession(exported / f"{name}.onnx", providers=[CPU])
-        for kind, found in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+    for name, interface in read_json(by_segment / "manifest.json")["graphs"].items():
+        session = onnxruntime.InferenceSession(by_segment / f"{name}.onnx", providers=[CPU])
+        given = [*session.get_inputs(), *session.get_overridable_initializers()]
+        for kind, found in (("inputs", given), ("outputs", session.get_outputs())):
             expected = {each.name: {"dtype": types[each.type], "axes": each.shape} for each in found}
             assert interface[kind] == expected
             assert expected.pop("read", no_axes) == no_axes
+            if kind == "inputs" and name == "model":
+                assert {key: expected.pop(key)["axes"] for key in settings} == settings
             for value in expected.values():
                 assert value["axes"][0] in ("batch", "rows_before")
                 assert all(axis == "tokens" for axis in value["axes"][1:2] if len(value["axes"]) == 3)
         assert interface["inputs"]["attention_mask"]["axes"] == ["batch", "tokens"]
-        logits = {"logits": {"dtype": "float32", "axes": ["batch", C]}}
-        surest = {"max_probability": {"dtype": "float32", "axes": ["batch"]}}
-        hidden = {"hidden_out": {"dtype": "float32", "axes": ["batch", "tokens", 24]}}
-        goes_on = name not in ("full", f"segment_{EXITS[-1]}")
-        assert interface["outputs"] == (hidden if goes_on else {}) | logits | surest
+        expected = {"logits": {"dtype": "float32", "axes": ["batch", C]}}
+        if name == "model":
+            expected |= {key: {"dtype": "int64", "axes": ["batch"]} for key in ("label", "layers")}
+            expected["confidence"] = {"dtype": "float32", "axes": ["batch"]}
+        else:
+            expected["max_probability"] = {"dtype": "float32", "axes": ["batch"]}
+        if name.startswith("segment") and name != f"segment_{EXITS[-1]}":
+            expected["hidden_out"] = {"dtype": "float32", "axes": ["batch", "tokens", 24]}
+        assert interface["outputs"] == expected
 
 
 def initializers(graph):
@@ -852,7 +870,7 @@ def test_every_graph_passes_the_checker_and_holds_no_weight(case_of, shape):
                 )
                 used.add(tensor.name)
             else:
-                assert numpy_helper.to_array(tensor).nbytes <= 24
+                assert numpy_helper.to_array(tensor).nbytes <= 32  # a plan's bars: (K + 1, K - 1)
         whole = onnx.load(case.folder / name)
         for tensor in initializers(whole.graph):
             if tensor.name in weights:
@@ -973,7 +991,11 @@ def test_a_regression_on_pairs_leaves_by_patience_and_answers_numbers(tmp_path, 
     run = make_run(tokenizer, make_model(pool=pool, num_labels=1), Patience(1, 2.0), texts=2)
     texts = sentences(30, texts=2)
     manifest = export(run, tmp_path / "out", texts)
-    assert manifest["rule"] == run.rule.to_dict() and manifest["graphs"]["full"]["outputs"].keys() == {"logits"}
+    assert manifest["rule"] == run.rule.to_dict() and manifest["graphs"]["model"]["outputs"].keys() == {
+        "logits",
+        "layers",
+        "label",
+    }
     answers = Runtime(tmp_path / "out", threads=1).run(texts, batch_size=8)
     assert len({answer.exit for answer in answers}) >= 2
     for answer, text in zip(answers, texts):
@@ -1077,7 +1099,7 @@ def test_a_graph_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypa
     save = onnx.save
 
     def full(graph, path):
-        if path.name == "segment_2.onnx":
+        if path.name == "model.onnx":
             raise OSError(28, "No space left on device", str(path))
         save(graph, path)
 
@@ -1179,10 +1201,10 @@ def test_a_manifest_without_its_checksum_is_told(copy):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 4}, "format_version 3, found 4; install a newer mini_ee"),
-        ({"format_version": 2}, "format_version 3, found 2; export the run again"),
-        ({"format_version": "3"}, "format_version 3, found '3'; export the run again"),
-        ({"format_version": None}, "format_version 3, found None"),
+        ({"format_version": 5}, "format_version 4, found 5; install a newer mini_ee"),
+        ({"format_version": 3}, "format_version 4, found 3; export the run again"),
+        ({"format_version": "4"}, "format_version 4, found '4'; export the run again"),
+        ({"format_version": None}, "format_version 4, found None"),
     ],
 )
 def test_a_manifest_of_another_format_is_refused(copy, change, message):
@@ -1205,7 +1227,7 @@ def test_a_rule_that_does_not_fit_is_refused(copy, change, message):
         Runtime(copy, threads=1)
 
 
-@pytest.mark.parametrize("name", ["segment_2.onnx", "full.onnx", "model.safetensors"])
+@pytest.mark.parametrize("name", ["model.onnx", "model.safetensors"])
 def test_a_file_of_another_run_is_refused(copy, tmp_path, tokenizer, name):
     export(make_run(tokenizer, make_model(pool="first", activation="relu", hidden_size=48)), tmp_path / "other", TEXTS)
     shutil.copy(tmp_path / "other" / name, copy / name)
@@ -1269,25 +1291,18 @@ def test_a_batch_size_of_none_is_told(exported):
         Runtime(exported, threads=1).run(TEXTS, batch_size=0)
 
 
-class Watched(Segments):
-    """Segments that write down how many rows and tokens they are given at a time."""
+class Watched(OrtModel):
+    """Writes down how many rows and tokens it is given at a time."""
 
-    def __init__(self, inner):
-        self.inner, self.exits, self.given = inner, inner.exits, []
+    given = ()
 
-    def start(self, inputs):
-        self.given.append(inputs.input_ids.shape)
-        return self.inner.start(inputs)
-
-    def advance(self, k, state):
-        return self.inner.advance(k, state)
-
-    def read(self, k, state):
-        return self.inner.read(k, state)
+    def run_batch(self, rule, inputs):
+        self.given = (*self.given, inputs.input_ids.shape)
+        return super().run_batch(rule, inputs)
 
 
 def test_ten_thousand_rows_are_run_a_batch_at_a_time(exported):
-    watched = Watched(OrtSegments(exported, read_json(exported / "manifest.json"), threads=1))
+    watched = Watched(exported, read_json(exported / "manifest.json"), threads=1)
     texts = [(f"the {word}",) for word in WORDS] * 527
     texts = [*texts[:9_999], ("the film was very " * 10,)]
     answers = Runtime(exported, segments=watched).run(texts, batch_size=64)
@@ -1331,20 +1346,20 @@ def asked(runtime, count=8):
         yield texts, size, rule, runtime.run(texts, size, rule)
 
 
-def test_eight_threads_get_the_answers_that_one_gets(exported):
-    opened = Runtime(exported, threads=1)
-    wrong, done = answers_in_threads(opened, list(asked(opened)), seconds=2)
+def test_eight_threads_get_the_answers_that_one_gets(by_segment):
+    opened = Runtime(by_segment, threads=1)
+    wrong, done = answers_in_threads(opened, list(asked(opened)), seconds=1)
     assert not wrong and min(done) > 0
 
 
-def test_that_test_can_fail_where_the_state_is_shared(exported):
+def test_that_test_can_fail_where_the_state_is_shared(by_segment):
     class Shared(OrtSegments):
         def advance(self, k, state):
             self.state = super().advance(k, state)
             time.sleep(1e-4)
             return self.state
 
-    opened = Runtime(exported, segments=Shared(exported, read_json(exported / "manifest.json"), threads=1))
+    opened = Runtime(by_segment, segments=Shared(by_segment, read_json(by_segment / "manifest.json"), threads=1))
     assert answers_in_threads(opened, list(asked(opened, 1)), 0.1, count=1)[0] == []
     wrong, _ = answers_in_threads(opened, list(asked(opened)), seconds=0.3)
     assert wrong
@@ -1398,7 +1413,7 @@ def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, 
         for answer in Runtime(sys.argv[1]).run(["the film was lovely", "a dull song"], batch_size=1):
             print(answer.label, answer.exit)
         try:
-            onnxruntime.InferenceSession(sys.argv[1] + "/full.onnx", providers=["CPUExecutionProvider"])
+            onnxruntime.InferenceSession(sys.argv[1] + "/model.onnx", providers=["CPUExecutionProvider"])
         except RuntimeError:
             print("others are refused")
         """,

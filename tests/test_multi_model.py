@@ -67,7 +67,7 @@ def test_a_row_that_stops_at_model_k_has_run_all_models_up_to_it(model, inputs, 
 
 
 def test_speed_is_measured_against_the_deepest_model_alone(model, inputs):
-    result = early_exit(model.whole(), NeverExit(), inputs)
+    result = early_exit(model.segments().whole(), NeverExit(), inputs)
     np.testing.assert_allclose(result.logits, read_every_exit(model.segments(), inputs)[0][:, -1], rtol=0, atol=ATOL)
     assert set(result.cost.layer_passes) == {3}
 

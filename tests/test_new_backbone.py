@@ -23,9 +23,9 @@ from mini_ee.cli.main import main
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import read_every_exit
-from mini_ee.export.row_segments import OrtSegments
+from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.writer import write_graphs
-from mini_ee.rules import FixedExit, rule_from_dict
+from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
 from mini_ee.training.run import load_run
 from mini_ee.units.heads import exit_heads
 from mini_ee.units.prompts import PromptModel
@@ -580,9 +580,8 @@ def test_its_label_words_are_read_in_onnx_as_in_torch(new_house, tmp_path):
     prompt = SimpleNamespace(prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=4, label_tokens=words)
     model, inputs = PromptModel(backbone, prompt).eval(), batch(backbone)
     inputs.input_ids[range(4), [3, 5, 0, 8]] = 4
-    found, *_ = read_every_exit(
-        OrtSegments(tmp_path, write_graphs(model, model.segments(), tmp_path), threads=1), inputs
-    )
+    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path)
+    found, *_ = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)
     expected, *_ = read_every_exit(model.segments(), inputs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 

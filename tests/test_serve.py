@@ -235,8 +235,6 @@ def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkey
         ("layer_passes", ["1"], "wrong type"),
         ("flops", [[1, 2]], "wrong type"),
         ("whole_flops", None, "no key 'whole_flops'"),
-        ("pool", None, "no key 'pool'"),
-        ("pool", "mask", "no key 'mask_token_id'"),
         ("unit", "pages", "the unit 'pages', not rows, prompts, tokens"),
         ("layer_passes", [1, 1], "4 exits, the layers of 2 and the costs of 4"),
         ("flops", [[[1.0]]] * 4, "two each"),

@@ -41,6 +41,7 @@ class MultiModel(ExitModel):
         """What early_exit drives."""
         return CascadeSegments(self)
 
+
 def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
     """One stage a model: plain fine-tuning."""
 

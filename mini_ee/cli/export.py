@@ -42,7 +42,9 @@ def run(args, say) -> dict:
         task = load_task(args.task)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
-    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, segments=args.segments)
+    manifest = mini_ee.export(
+        opened, args.out, texts=texts, precision=precision, seed=args.seed, segments=args.segments
+    )
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
     equal = verified.get("token_agreement", verified.get("prediction_agreement"))

@@ -71,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             from mini_ee.export.sessions import share_threads
 
             share_threads(args.threads or 0)
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: in a log each step of a bar is a line of its own
         answer = answer_of(args)
         status = 1 if answer.get("failed") else 0
         if args.json:

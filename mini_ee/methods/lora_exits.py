@@ -52,7 +52,6 @@ from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of, loa
 from mini_ee.backbones.sgmv import sgmv
 from mini_ee.data.options import check_options, option
 from mini_ee.data.tokens import batches
-from mini_ee.early_exit import Segments
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.units.heads import exit_heads

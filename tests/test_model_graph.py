@@ -1,0 +1,354 @@
+"""model.onnx, the graph that stops by itself: row by row what the loop does, on every model, under every rule."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from conftest import random_decoder
+from test_builder import where_weights_stand
+from torch import nn
+
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.baselines.berxit import Certainty
+from mini_ee.baselines.multi_model import MultiModel
+from mini_ee.data.prompts import Prompt
+from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.export.builder import Builder
+from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.writer import write_graphs
+from mini_ee.methods.consistent import PolicyNetworks
+from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Rule, Threshold
+from mini_ee.units.prompts import PromptModel
+from mini_ee.units.rows import RowExits
+
+EXITS, K, C, B = (1, 2, 4), 3, 3, 24
+ATOL = 1e-5  # float32 logits of size 2
+MASK = 4
+
+
+def backbone_of(kind):
+    if kind in ("llama", "gemma", "phi"):
+        return random_decoder(kind, EXITS[-1])
+    sizes = {"hidden_size": 24, "num_hidden_layers": EXITS[-1], "num_attention_heads": 3, "intermediate_size": 48}
+    sizes |= {"vocab_size": 60, "max_position_embeddings": 40}
+    return Bert(BertConfig(model_type=kind, **sizes), pooler=False)
+
+
+def prompt_model(kind):
+    prompt = SimpleNamespace(
+        prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=MASK, label_tokens=(31, 7, 12)
+    )
+    if kind == "llama":
+        prompt.prompt = Prompt("{text} so", ("a", "b", "c"))
+    return PromptModel(backbone_of(kind), prompt, (0, *EXITS))
+
+
+MODELS = {
+    "bert": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, C, "first"),
+    "roberta": lambda: RowExits(backbone_of("roberta").without_heads(), EXITS, C),
+    "llama": lambda: RowExits(backbone_of("llama").without_heads(), EXITS, C),
+    "phi": lambda: RowExits(backbone_of("phi").without_heads(), EXITS, C),
+    "a number": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, 1),
+    "policy": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, C, policy=PolicyNetworks),
+    "certainty": lambda: RowExits(backbone_of("gemma").without_heads(), EXITS, C, policy=Certainty),
+    "lora": lambda: LoRAExits(backbone_of("bert").without_heads(), EXITS, C, rank=2),
+    "cascade": lambda: MultiModel(backbone_of("bert").without_heads(), EXITS, C),
+    "prompt": lambda: prompt_model("bert"),
+    "prompt of a decoder": lambda: prompt_model("llama"),
+    "one exit": lambda: RowExits(backbone_of("bert").without_heads(), EXITS[-1:], C),
+}
+OWN_STREAMS = ("lora", "cascade")
+
+
+def made(name):
+    """Drawn so that exits disagree and are sure of some rows."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = MODELS[name]().eval()
+        for key, parameter in model.named_parameters():
+            if not key.startswith("backbone.") or ".word." in key or key == "backbone.embeddings.weight":
+                nn.init.normal_(parameter, std=0.6)
+    return model
+
+
+def rows(seed=0):
+    drawn = np.random.default_rng(seed)
+    lengths = drawn.integers(2, 12, B)
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    ids = drawn.integers(5, 60, mask.shape) * mask
+    ids[np.arange(B), drawn.integers(0, lengths)] = MASK
+    return Inputs(ids, mask, drawn.integers(0, 2, mask.shape) * mask, (("",),) * B)
+
+
+def sure(model, inputs, measure):
+    """Thresholds that some rows reach at each exit but the last."""
+    logits, *_ = read_every_exit(model.segments(), inputs)
+    confidences = [model_graph_measure(logits[:, k], measure) for k in range(len(model.exits))]
+    return tuple(float(np.median(each)) for each in confidences)
+
+
+def model_graph_measure(logits, measure):
+    from mini_ee.confidence import MEASURES
+
+    return MEASURES[measure][0](logits)
+
+
+def rules_of(name, model, inputs):
+    if name == "a number":
+        return [Patience(1, 1.0), Patience(2, 2.0), FixedExit(1)]
+    if name in ("policy", "certainty"):
+        decided = early_exit_logits(model, inputs)
+        return [Policy(float(1 / (1 + np.exp(-np.median(decided[:, 0]))))), Policy(0.5), Threshold(0.6)]
+    if name == "one exit":
+        return [NeverExit(), Threshold(0.5), Patience(1)]
+    measures = ("max_probability", "entropy", "normalised_entropy", "breaking_ties", "breaking_ties_logits")
+    some = [Threshold(sure(model, inputs, measure), measure) for measure in measures[: None if name == "bert" else 1]]
+    return [
+        *some,
+        Patience(1),
+        PatienceConfidence(2, 0.5),
+        PatienceConfidence(1, -0.9, "entropy"),
+        FixedExit(1),
+        NeverExit(),
+    ]
+
+
+def early_exit_logits(model, inputs):
+    *_, exit_logits = read_every_exit(model.segments(), inputs)
+    return exit_logits
+
+
+def written(model, rule, folder):
+    folder.mkdir(exist_ok=True)
+    return OrtModel(folder, write_graphs(model, model.segments(), rule, folder), threads=1)
+
+
+def assert_same(found, expected):
+    np.testing.assert_array_equal(found.exit_index, expected.exit_index)
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=ATOL)
+
+
+def assert_stops_as_the_loop(name, folder):
+    model, inputs = made(name), rows()
+    last, left = len(model.exits) - 1, set()
+    for number, rule in enumerate(rules_of(name, model, inputs)):
+        graph = written(model, rule, folder / str(number))
+        expected = early_exit(model.segments(), rule, inputs)
+        assert_same(early_exit(graph, rule, inputs), expected)
+        for row in range(4):
+            one = inputs.take([row])
+            assert_same(early_exit(graph, rule, one), early_exit(model.segments(), rule, one))
+        for other in (NeverExit(), FixedExit(0), Planned(np.arange(B) % (last + 1))):
+            assert_same(early_exit(graph, other, inputs), early_exit(model.segments(), other, inputs))
+        np.testing.assert_allclose(
+            early_exit(graph.whole(), NeverExit(), inputs).logits,
+            early_exit(model.segments(), NeverExit(), inputs).logits,
+            rtol=0,
+            atol=ATOL,
+        )
+        left |= set(expected.exit_index.tolist())
+    assert len(left) >= min(2, last + 1), "the rules have to send rows to several exits"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says(tmp_path, name):
+    assert_stops_as_the_loop(name, tmp_path)
+
+
+BUGS = {
+    "rows of a row": lambda patch: patch.setattr(Builder, "rows", rows_that_are_not_composed),
+    "the first exit's bar": lambda patch: op_instead(
+        patch,
+        "Gather",
+        lambda *wires: wires if wires[1] != "constant_scalar_1_int64" else (wires[0], "constant_scalar_0_int64"),
+    ),
+    "all stay": lambda patch: op_instead(patch, "Not", lambda x: (), becomes=lambda g, x: g.op("Equal", x, x)),
+    "a streak that is not kept": lambda patch: patch.setattr(
+        "mini_ee.rules.graph_streak", lambda g, same, memory: g.cast(same, np.float32)
+    ),
+}
+
+
+def rows_that_are_not_composed(self, index):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def wrong():
+        outside = self._rows, self._taken
+        self._rows, self._taken = index, {}
+        yield
+        self._rows, self._taken = outside
+
+    return wrong()
+
+
+def op_instead(patch, kind, wires, becomes=None):
+    right = Builder.op
+
+    def op(self, each, *inputs, **attributes):
+        if each != kind:
+            return right(self, each, *inputs, **attributes)
+        return becomes(self, *inputs) if becomes else right(self, each, *wires(*inputs), **attributes)
+
+    patch.setattr(Builder, "op", op)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_that_test_can_fail(tmp_path, monkeypatch, bug):
+    BUGS[bug](monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017  another answer, or a graph that does not run
+        assert_stops_as_the_loop("bert", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written_bert(tmp_path_factory):
+    """A folder of one model under a threshold on the largest probability, and a session of nothing but ONNX Runtime."""
+    model, folder, inputs = made("bert"), tmp_path_factory.mktemp("graph") / "bert", rows()
+    rule = Threshold(sure(model, inputs, "max_probability"))
+    graph = written(model, rule, folder)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    return SimpleNamespace(
+        model=model, folder=folder, inputs=inputs, rule=rule, graph=graph, session=session, feeds=feeds
+    )
+
+
+def said(case, **feeds):
+    names = [each.name for each in case.session.get_outputs()]
+    return SimpleNamespace(**dict(zip(names, case.session.run(None, case.feeds | feeds))))
+
+
+def test_it_says_label_confidence_and_layers_and_stops_by_the_runs_own_thresholds(written_bert):
+    case = written_bert
+    expected, found = early_exit(case.model.segments(), case.rule, case.inputs), said(case)
+    np.testing.assert_array_equal(found.layers, expected.layers_run)
+    np.testing.assert_array_equal(found.label, expected.logits.argmax(1))
+    powers = np.exp(expected.logits)
+    np.testing.assert_allclose(found.confidence, powers.max(1) / powers.sum(1), rtol=0, atol=1e-6)
+    assert {each.name for each in case.session.get_overridable_initializers()} == {"threshold", "exit_at"}
+
+
+def test_other_thresholds_may_be_fed(written_bert):
+    case = written_bert
+    for values in ((0.4, 0.9), (0.9, 0.4), (-np.inf, 0.0), (np.inf, 0.5), (np.inf, np.inf)):
+        found = said(case, threshold=np.array(values, np.float32))
+        expected = early_exit(case.model.segments(), Threshold((*values, 0.0)), case.inputs)
+        np.testing.assert_array_equal(found.layers, expected.layers_run)
+
+
+def test_a_plan_may_be_fed_for_some_rows_and_the_rule_decides_of_the_others(written_bert):
+    case, plan = written_bert, np.arange(B) % (K + 1) - 1
+    by_rule = early_exit(case.model.segments(), case.rule, case.inputs).exit_index
+    exit_index = np.where(plan < 0, by_rule, plan)
+    found = said(case, exit_at=plan)
+    np.testing.assert_array_equal(found.layers, np.array(EXITS)[exit_index])
+    logits, *_ = read_every_exit(case.model.segments(), case.inputs)
+    np.testing.assert_allclose(found.logits, logits[np.arange(B), exit_index], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "heads"),
+    [
+        ({"exit_at": [K - 1]}, 1),
+        ({"exit_at": [1]}, 1),
+        ({"threshold": [np.inf, np.inf]}, 1),
+        ({"threshold": [np.inf, -np.inf]}, 1),
+        ({"threshold": [1.0, 1.0]}, K),
+        ({"exit_at": [0] + [2] * (B - 1)}, 2),
+    ],
+    ids=str,
+)
+def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, heads):
+    case, options = written_bert, onnxruntime.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(case.folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    types = {"exit_at": np.int64, "threshold": np.float32}
+    session.run(None, case.feeds | {name: np.array(value, types[name]) for name, value in feeds.items()})
+    with open(session.end_profiling()) as file:
+        names = [each["name"] for each in json.load(file) if each.get("cat") == "Node"]
+    assert sum("heads." in name and ".out.weight" in name for name in names) == heads
+
+
+@pytest.mark.parametrize(
+    "feeds",
+    [
+        {"threshold": np.zeros(K, np.float32)},
+        {"threshold": np.zeros(K - 2, np.float32)},
+        {"exit_at": np.array([K])},
+        {"exit_at": np.array([-2])},
+        {"exit_at": np.zeros(B - 1, np.int64)},
+        {"input_ids": np.full((B, 3), 60)},
+        {"attention_mask": np.ones((B + 1, 3), np.int64)},
+    ],
+    ids=lambda feeds: next(f"{name} {value.shape} {value.flat[0]}" for name, value in feeds.items()),
+)
+def test_bad_input_is_an_error_and_no_answer(written_bert, feeds):
+    with pytest.raises(Exception) as told:  # noqa: B017  onnxruntime has types of its own for each
+        said(written_bert, **feeds)
+    assert type(told.value).__module__.startswith("onnxruntime")
+
+
+def test_no_rows_and_ten_thousand_rows(written_bert):
+    case = written_bert
+    many = {name: np.tile(value, (10_000 // B + 1, 1))[:10_000] for name, value in case.feeds.items()}
+    found = said(case, **many)
+    np.testing.assert_array_equal(found.layers, np.tile(said(case).layers, 10_000 // B + 1)[:10_000])
+    with pytest.raises(Exception, match="Reshape"):
+        said(case, **{name: value[:0] for name, value in case.feeds.items()})
+
+
+def test_nothing_of_ours_is_needed(written_bert, tmp_path):
+    code = """
+import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1] + "/model.onnx", providers=["CPUExecutionProvider"])
+feeds = dict(numpy.load(sys.argv[2]))
+numpy.savez(sys.argv[3], *session.run(["logits", "layers"], feeds))
+assert not {"torch", "mini_ee", "onnx", "tokenizers"} & sys.modules.keys()
+"""
+    case, given, answer = written_bert, tmp_path / "given.npz", tmp_path / "answer.npz"
+    np.savez(given, **case.feeds)
+    subprocess.run([sys.executable, "-c", code, case.folder, given, answer], check=True, capture_output=True)
+    found, expected = np.load(answer), said(case)
+    np.testing.assert_array_equal(found["arr_0"], expected.logits)
+    np.testing.assert_array_equal(found["arr_1"], expected.layers)
+
+
+def test_a_weight_stands_in_the_branch_that_uses_it(written_bert):
+    stands = where_weights_stand(onnx.load(written_bert.folder / "model.onnx").graph)
+    assert [stands[f"backbone.layers.{layer}.up.weight"] for layer in range(4)] == [0, 1, 2, 2]
+    assert [stands[f"heads.{k}.dense.weight"] for k in range(K)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_other_precisions_leave_near_where_torch_leaves(tmp_path, precision):
+    model, inputs = made("bert"), rows()
+    manifest = write_graphs(model, model.segments(), Threshold(0.6), tmp_path, precision)
+    found = early_exit(OrtModel(tmp_path, manifest, threads=1), Threshold(0.6), inputs)
+    expected = early_exit(model.segments(), Threshold(0.6), inputs)
+    assert (found.exit_index == expected.exit_index).mean() > 0.8
+
+
+def test_a_rule_without_twin_is_told_unless_there_are_segments(tmp_path):
+    class Coin(Rule):
+        name = "coin"
+
+        def stop(self, k, reading, memory):
+            return np.arange(len(reading.logits)) % 2 == 0
+
+    model, inputs = made("bert"), rows()
+    with pytest.raises(ValueError, match="the rule coin has no ONNX twin: write `graph_stop`"):
+        write_graphs(model, model.segments(), Coin(), tmp_path)
+    manifest = write_graphs(model, model.segments(), Coin(), tmp_path, segments=True)
+    manifest["rule"] = {"name": "never"}
+    assert_same(early_exit(OrtModel(tmp_path, manifest), Coin(), inputs), early_exit(model.segments(), Coin(), inputs))
