@@ -38,10 +38,14 @@ class Value(NamedTuple):
 
 
 class Builder:
-    """One graph. dtype: of all weights and hidden states; int8: whether maps that can bear it become int8."""
+    """One graph. dtype: of all weights and hidden states; int8: whether maps that can bear it become int8.
 
-    def __init__(self, parameters: Parameters, dtype: type = np.float32, int8: bool = False):
-        self.dtype, self.int8 = np.dtype(dtype), int8
+    plain: inputs with values of their own become inputs like others, for callers that cannot feed those: JavaScript,
+    and whoever binds memory.
+    """
+
+    def __init__(self, parameters: Parameters, dtype: type = np.float32, int8: bool = False, plain: bool = False):
+        self.dtype, self.int8, self.plain = np.dtype(dtype), int8, plain
         self.weights: dict[str, np.ndarray] = {}  # those taken up so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch that is being written
@@ -72,7 +76,8 @@ class Builder:
 
     def default(self, name: str, values: np.ndarray, *axes: str | int) -> str:
         """Declare an input that has these values where nobody feeds it others: an overridable initialiser."""
-        self._defaults[name] = values
+        if not self.plain:
+            self._defaults[name] = values
         self._inputs[name] = _info(name, values.dtype, axes)
         return name
 

@@ -13,8 +13,8 @@ import numpy as np
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.export.manifest import MANIFEST
-from mini_ee.export.sessions import CPU, HIDDEN, Session
-from mini_ee.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
+from mini_ee.rules import Rule
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
@@ -60,44 +60,25 @@ class OrtModel(OrtRows):
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         super().__init__(folder, manifest, ["model"], provider, threads)
         self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
-        self._rule = NeverExit() if "encoder" in manifest else rule_from_dict(manifest["rule"])
-        self._holds_rule = type(self._rule).graph_stop is not Rule.graph_stop
-        self._by_segment, self._fed = None, (None, None)
+        self._held, self._by_segment = HeldRule(folder, manifest), None
         self._index_of_depth = np.zeros(self.exits[-1] + 1, np.int64)
         self._index_of_depth[list(self.exits)] = np.arange(len(self.exits))
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
         """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
         plan = rule.plan(inputs)
-        if plan is not None:
-            feeds = {"exit_at": plan}
-        else:
-            if self._fed[0] is not rule:  # one rule most often serves many batches
-                self._fed = rule, self._feeds(rule)
-            feeds = self._fed[1]
-            if feeds is None:
-                return self.by_segment(rule).run_batch(rule, inputs)
+        feeds = self._held.feeds(rule, plan)
+        if feeds is None:
+            return self.by_segment(rule).run_batch(rule, inputs)
         said = self._run(inputs, feeds)
         shown = [rule.needs if plan is None else None] * (len(self.exits) - 1)
         return said["logits"], self._index_of_depth[said["layers"]], [*shown, None]
-
-    def _feeds(self, rule: Rule) -> dict[str, np.ndarray] | None:
-        """What makes model.onnx stop by this rule; None where nothing does."""
-        last = len(self.exits) - 1
-        if rule.needs is None:
-            return {"exit_at": np.array([last])}
-        if not (self._holds_rule and rule.served_by(self._rule)):
-            return None
-        return rule.graph_settings(last) if last else {}
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
         """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
         folder, manifest, *settings = self._settings
         if f"segment_{self.exits[0]}" not in manifest["graphs"]:
-            raise ValueError(
-                f"{folder}: model.onnx stops by the rule {manifest['rule']['name']}, asked for {rule.to_dict()}; "
-                f"export the run with that rule (--rule), or with --segments for any"
-            )
+            raise self._held.another(rule)
         self._by_segment = self._by_segment or OrtSegments(folder, manifest, *settings)
         return self._by_segment
 

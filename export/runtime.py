@@ -6,12 +6,12 @@
     Runtime(decoder_folder).run(["Once upon a time"], max_new_tokens=50)
     [Continuation(text=" there was a little girl ...", tokens=[...], layers=[...], milliseconds=61.0)]
 
-Rows go through model.onnx, one call a batch: the graph stops by itself.
+A batch of rows, or a token of a batch of texts, is one call of model.onnx, which stops by itself.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +23,13 @@ from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches
 from mini_ee.early_exit import Segments, early_exit
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
-from mini_ee.export.sessions import CPU, wanted_provider
-from mini_ee.export.token_segments import OrtTokenSegments, open_sessions
+from mini_ee.export.sessions import CPU, HeldRule, Session, wanted_provider
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.rules import Planned, Rule, rule_from_dict
-from mini_ee.units.decoding import FILLS, CachedSegments, Step, check_prompts, decode, gather
+from mini_ee.units.decoding import FILLS, DecoderSegments, Step, check_prompts, decode, gather
 
 NEW_TOKENS = 100
+RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --segments, or leave out --fill"
 
 
 def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
@@ -228,27 +229,55 @@ class TokenRuntime(Runtime):
         *,
         fill: str = "propagate",
         max_new_tokens: int = NEW_TOKENS,
-        segments: Callable[[str, int, int], CachedSegments] | None = None,
+        segments: Callable[[str, int, int], DecoderSegments] | None = None,
         **settings,
     ):
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
-        self.fill, self.max_new_tokens = fill, max_new_tokens
+        self.fill, self.max_new_tokens, self._model = fill, max_new_tokens, None
         super().__init__(folder, providers, segments=segments, **settings)
+        if self._model and fill == "recompute" and not self.by_segment:
+            raise ValueError(f"{self.folder}: {RECOMPUTE}")
         self.tokenizer.backend.no_truncation()
 
-    def _open(self, provider: str) -> tuple[Callable[[str, int, int], CachedSegments], str]:
-        sessions = open_sessions(self.folder, self.config, self.fill, provider, self._threads)
-        return partial(OrtTokenSegments, sessions, self.config), sessions.heads[0].provider
+    def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
+        self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*self._about)
+        sessions = cache(partial(open_sessions, *self._about, "propagate", provider, self._threads))
+
+        def by_segment(fill: str, num_rows: int, capacity: int) -> OrtTokenSegments:
+            return OrtTokenSegments(sessions(), self.config, fill, num_rows, capacity)
+
+        return by_segment, self._model.provider
+
+    @property
+    def _about(self) -> tuple[Path, dict]:
+        return self.folder, self.config
 
     @property
     def engine(self) -> str:
         """Who computes."""
-        return self.segments(1, 1).engine
+        return "onnxruntime" if self._model else self._segments(self.fill, 1, 1).engine
 
-    def segments(self, num_rows: int, capacity: int, fill: str | None = None) -> CachedSegments:
-        """What `decode` drives, for one batch of texts. A runtime that propagates can recompute too."""
-        return self._segments(fill or self.fill, num_rows, capacity)
+    @property
+    def by_segment(self) -> bool:
+        """Whether graphs by segment were exported as well."""
+        return f"segment_{self.exits[0]}" in self.config["graphs"]
+
+    def segments(
+        self, num_rows: int, capacity: int, fill: str | None = None, rule: Rule | None = None
+    ) -> DecoderSegments:
+        """What `decode` drives under a rule, for one batch of texts: model.onnx, or graphs by segment for what it does
+        not hold. Raises ValueError where those were not exported.
+        """
+        fill, rule = fill or self.fill, rule or self.rule
+        if self._model is None:
+            return self._segments(fill, num_rows, capacity)
+        held = self._held.feeds(rule, None) is not None
+        if held and fill == "propagate":
+            return OrtTokenModel(self._model, self._held, self.config, num_rows, capacity)
+        if not self.by_segment:
+            raise self._held.another(rule) if not held else ValueError(f"{self.folder}: {RECOMPUTE}")
+        return self._segments(fill, num_rows, capacity)
 
     def encode(self, text: str, max_new_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. Raises ValueError where it is empty, or where the context has no room for both."""
@@ -276,7 +305,7 @@ class TokenRuntime(Runtime):
         """Greedy continuations of token ids, a step a token, as generation.generate. Raises ValueError as it does."""
         rule = rule or self.rule
         rule.check(len(self.exits))
-        segments = self.segments(len(prompts), self._check(prompts, max_new_tokens))
+        segments = self.segments(len(prompts), self._check(prompts, max_new_tokens), rule=rule)
         return decode(segments, prompts, max_new_tokens, rule, stop=self.config["stop"])
 
     def run(

@@ -11,6 +11,7 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from mini_ee.data.tokens import Inputs
+from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -72,6 +73,44 @@ class Session:
     def run_bound(self, binding: ort.IOBinding) -> None:
         """Run with what is bound."""
         self._session.run_with_iobinding(binding)
+
+
+class HeldRule:
+    """The rule that stands in model.onnx, and how the graph is fed to stop by another."""
+
+    def __init__(self, folder: Path, manifest: dict):
+        self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
+        self._rule = NeverExit() if "encoder" in manifest else rule_from_dict(manifest["rule"])
+        self._has_twin = type(self._rule).graph_stop is not Rule.graph_stop
+        self._fed: tuple = (None, None)
+        plan = self._rule.plan(range(1))
+        if plan is None:
+            plan = np.array([self._last if self._rule.needs is None or not self._last else -1])
+        self.own = {"exit_at": plan}  # what the graph is fed by itself, where its inputs have values of their own
+        if plan[0] < 0:
+            self.own |= self._rule.graph_settings(self._last)
+
+    def feeds(self, rule: Rule, plan: np.ndarray | None) -> dict[str, np.ndarray] | None:
+        """Inputs that make it stop by a rule, whose plan (B,) is known; None where nothing does."""
+        if plan is not None:
+            return {"exit_at": plan}
+        if self._fed[0] is not rule:  # one rule most often serves many batches
+            self._fed = rule, self._settings(rule)
+        return self._fed[1]
+
+    def _settings(self, rule: Rule) -> dict[str, np.ndarray] | None:
+        if rule.needs is None:
+            return {"exit_at": np.array([self._last])}
+        if not (self._has_twin and rule.served_by(self._rule)):
+            return None
+        return rule.graph_settings(self._last) if self._last else {}
+
+    def another(self, rule: Rule) -> ValueError:
+        """The error where a graph cannot stop by a rule, and there are no segments that could."""
+        return ValueError(
+            f"{self._folder}: model.onnx stops by the rule {self._name}, asked for {rule.to_dict()}; "
+            f"export the run with that rule (--rule), or with --segments for any"
+        )
 
 
 def share_threads(threads: int = 0) -> None:

@@ -1,4 +1,7 @@
-"""The segments of an exported folder of tokens: what the loop of units/decoding.py drives. No torch here.
+"""An exported folder of tokens through ONNX Runtime: what the loop of units/decoding.py drives. No torch here.
+
+OrtTokenModel      model.onnx, the graph that stops by itself: one call a token; what a token did not run is propagated
+OrtTokenSegments   one graph a segment, to recompute instead, and for rules that model.onnx does not hold
 
 The caches stay where they are for the life of a batch, on the device: every graph has them as inputs and, in the same
 memory, as outputs, and writes the new tokens into their slots. Hidden states cross the host between graphs, a row of D
@@ -13,8 +16,75 @@ import numpy as np
 import onnxruntime as ort
 
 from mini_ee.early_exit import Reading
-from mini_ee.export.sessions import CPU, HIDDEN, Session
-from mini_ee.units.decoding import CachedSegments, TokenState, Weights, judged
+from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
+from mini_ee.rules import Rule
+from mini_ee.units.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
+
+
+class OrtTokenModel(DecoderSegments):
+    """model.onnx with the caches of one batch of texts laid under it."""
+
+    engine = "onnxruntime"
+
+    def __init__(self, session: Session, held: HeldRule, manifest: dict, num_rows: int, capacity: int):
+        self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
+        self._session, self._held, self._vocabulary = session, held, manifest["vocab_size"]
+        self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
+        self._index_of_depth = np.zeros(self.exits[-1] + 1, np.int64)
+        self._index_of_depth[list(self.exits)] = np.arange(len(self.exits))
+
+    def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
+        self._run(ids, rows, positions, {"exit_at": np.array([len(self.exits) - 1])})
+
+    def run_batch(self, rule: Rule, inputs: Tokens) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+        """One call. Raises ValueError for a rule that the graph does not hold."""
+        plan = rule.plan(inputs)
+        feeds = self._held.feeds(rule, plan)
+        if feeds is None:
+            raise self._held.another(rule)
+        logits, layers = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
+        shown = [rule.needs if plan is None else None] * (len(self.exits) - 1)
+        return logits.copy(), self._index_of_depth[layers], [*shown, None]
+
+    def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Logits (B, V) and layers (B,); the memory of the logits is used again by the next call."""
+        given = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
+        given |= {"rows": np.array(rows, np.int64)} | self._held.own | feeds
+        shapes = tuple((name, value.shape) for name, value in given.items())
+        if shapes not in self._bound:  # most often the shapes are those of the call before
+            self._bound = {shapes: self._binding(given)}
+        binding, inputs, *outputs = self._bound[shapes]
+        for name, value in given.items():
+            inputs[name][...] = value
+        self._session.run_bound(binding)
+        return outputs
+
+    def _binding(self, given: dict[str, np.ndarray]) -> tuple:
+        binding, inputs = self._session.io_binding(), {name: value.copy() for name, value in given.items()}
+        for name, value in inputs.items():
+            binding.bind_cpu_input(name, value)
+        logits = np.empty((len(inputs["rows"]), self._vocabulary), np.float32)
+        layers = np.empty(len(logits), np.int64)
+        for name, value in (("logits", logits), ("layers", layers)):
+            binding.bind_output(name, "cpu", 0, value.dtype, value.shape, value.ctypes.data)
+        bind_caches(binding, self._caches)
+        return binding, inputs, logits, layers
+
+
+def new_caches(manifest: dict, provider: str, num_rows: int, capacity: int) -> dict[str, ort.OrtValue]:
+    """Empty caches of all layers, on the device."""
+    dtype = np.float16 if manifest["precision"] == "float16" else np.float32
+    empty = np.zeros((num_rows, capacity + 1, manifest["cache_width"]), dtype)
+    names = (f"{kind}_{layer}" for layer in range(manifest["exits"][-1]) for kind in ("keys", "values"))
+    device = "cpu" if provider == CPU else "cuda"
+    return {name: ort.OrtValue.ortvalue_from_numpy(empty.copy(), device) for name in names}
+
+
+def bind_caches(binding: ort.IOBinding, caches: dict[str, ort.OrtValue]) -> None:
+    """Each is input and output in the same memory."""
+    for name, cache in caches.items():
+        binding.bind_ortvalue_input(name, cache)
+        binding.bind_ortvalue_output(f"{name}_out", cache)
 
 
 class Block(NamedTuple):
@@ -52,9 +122,7 @@ class Cached:
     def __init__(self, session: Session, caches: dict[str, ort.OrtValue]):
         self._session, self._binding = session, session.io_binding()
         self._caches = {name: cache for name, cache in caches.items() if name in session.inputs}  # kept alive
-        for name, cache in self._caches.items():
-            self._binding.bind_ortvalue_input(name, cache)
-            self._binding.bind_ortvalue_output(f"{name}_out", cache)
+        bind_caches(self._binding, self._caches)
 
     def run(self, hidden: np.ndarray, block: Block, out: np.ndarray | None = None) -> None:
         """Fill the caches, and `out` (B, T, D) with what the graph says. hidden: (B, T, D), or token ids (B, T)."""
@@ -77,14 +145,8 @@ class OrtTokenSegments(CachedSegments):
         self.weights = Weights(**manifest["weights"])
         self._width = manifest["width"]
         self._heads, self._policies = sessions.heads, sessions.policies
-        device = "cpu" if sessions.heads[0].provider == CPU else "cuda"
-        shape = num_rows, capacity + 1, manifest["cache_width"]
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
-        caches = {
-            f"{kind}_{layer}": ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, self._dtype), device)
-            for layer in range(self.exits[-1])
-            for kind in ("keys", "values")
-        }
+        caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
         self._segments, self._fills = ([Cached(each, caches) for each in some] for some in sessions[:2])
         self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
 

@@ -2,10 +2,10 @@
 
 exported/manifest.json         format_version, what the run was, unit, exits, rule, labels, costs, the graphs with their
                                inputs and outputs, checksums of all files, and how far the graphs were from torch
-exported/model.onnx            of rows: the model with its rule, which stops by itself; see model_graph.py
-exported/segment_{layer}.onnx  the layers up to an exit, and of rows its head: of rows where they are asked for
-exported/head_{layer}.onnx     of tokens: what an exit says; policy_{layer}.onnx whether to leave; fill_{layer}.onnx the
-                               keys and values of a segment for tokens that left below it
+exported/model.onnx            the model with its rule, which stops by itself; see model_graph.py
+exported/segment_{layer}.onnx  where asked for: the layers up to an exit, and of rows its head; of tokens also
+                               head_{layer}.onnx, what an exit says, policy_{layer}.onnx, whether to leave, and
+                               fill_{layer}.onnx, the keys and values of a segment for tokens that left below it
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
 exported/tokenizer.json
 exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
@@ -28,18 +28,19 @@ from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import Reading, Segments, read_every_exit
+from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.export.builder import OPSET, Builder, parameters_of
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST
 from mini_ee.export.model_graph import write_model_graph
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU
 from mini_ee.methods.raee import Retrieval
-from mini_ee.rules import NeverExit, Policy, Rule
+from mini_ee.rules import NeverExit, Rule
 from mini_ee.training.run import Run, versions
-from mini_ee.units.decoding import FILLS, CachedSegments, decode, gather, greedy
+from mini_ee.units.decoding import FILLS, DecoderSegments, decode, gather, greedy
 from mini_ee.units.generation import token_segments
 from mini_ee.units.recording import plan_rows, predictions, record
+from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import token_weights
 
 WEIGHTS = "model.safetensors"
@@ -65,23 +66,19 @@ def export(
     """Write the exported folder and return its manifest.
 
     texts: real rows of one sentence or two, by default built-in ones, of a decoder prompts; VERIFIED_TEXTS of them show
-    that every exit says what torch says, in batches of one and of many, and that a decoder writes the same with each
-    fill. precision: float32, float16, or int8 for maps inside the layers. segments: of rows, graphs by segment beside
-    model.onnx, for other rules than the run's and for servers that take rows together again after each exit.
-    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where the graphs cannot
-    hold the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is
-    no folder.
+    that every exit says what torch says, in batches of one and of many, and that a decoder writes the same. precision:
+    float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
+    it does not hold, for servers that take rows together again after each exit, and to recompute caches.
+    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where a graph cannot hold
+    the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is no folder.
     """
     for name, parameter in run.model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise ValueError(f"the run's {name} must be finite, found NaN or infinity; no folder was written")
     tokens = run.unit == "tokens"
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
-    source = run.model if tokens else run.segments()
+    source = TokenGraphs(run.model) if tokens else run.segments()
     run.rule.check(len(run.exits))
-    if tokens and run.rule.needs == "state" and not (source.facts()["decides"] and isinstance(run.rule, Policy)):
-        name = run.rule.name
-        raise ValueError(f"the rule {name} asks for more than this model's graphs say; choose another with --rule")
     with atomic_folder(out) as partial_folder:
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -107,19 +104,17 @@ def write_graphs(
 ) -> dict:
     """Write graphs and weights into a folder that is there; returns what the manifest says of them.
 
-    source: what has `graphs()` and `facts()`: the segments of a model of rows, a model of tokens itself.
+    source: the segments of a model of rows, the TokenGraphs of a model of tokens.
     Raises ValueError for an unknown precision, and for a rule without twin where there are no segments either.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": precision == "int8"}
     own, made, facts = parameters_of(model), {}, source.facts()
-    graphs = source.graphs() if segments or source is model else {}
-    if source is not model:
-        held = NeverExit() if segments and type(rule).graph_stop is Rule.graph_stop else rule
-        graphs = {"model": partial(write_model_graph, segments=source, rule=held)} | graphs
+    held = NeverExit() if segments and type(rule).graph_stop is Rule.graph_stop else rule
+    graphs = {"model": partial(write_model_graph, segments=source, rule=held)} | (source.graphs() if segments else {})
     for name, write in graphs.items():
-        made[name] = Builder(own, **settings)
+        made[name] = Builder(own, **settings, plain=facts["unit"] == "tokens")
         write(made[name])
     encoder = rule.embed.states if isinstance(rule, Retrieval) else None  # the queries are averaged from its states
     if encoder is not None:
@@ -143,7 +138,7 @@ def write_graphs(
         "exits": list(model.exits),
         "rule": rule.to_dict(),
         **facts,
-        **_costs(model, source),
+        **(_costs(source) if facts["unit"] != "tokens" else {"weights": token_weights(model.backbone)._asdict()}),
         "graphs": graphs,
     }
 
@@ -153,11 +148,8 @@ def _built_in_texts(run: Run) -> list[tuple[str, ...]]:
     return [(text,) * run.config["task"]["texts"] for (text,) in toy_task().split("dev").texts]
 
 
-def _costs(model: nn.Module, source) -> dict:
-    """What the runtime counts operations with. Of rows: coefficients of polynomials in the number of tokens."""
-    if source is model:
-        layer, attention, head = token_weights(model.backbone)
-        return {"weights": {"layer": layer, "attention": attention, "head": head}}
+def _costs(source: Segments) -> dict:
+    """What the runtime counts operations with: coefficients of polynomials in the number of tokens."""
 
     def costs(segments: Segments, tokens: int) -> np.ndarray:
         return np.array([segments.flops(k, _row(tokens)) for k in range(len(segments.exits))])
@@ -256,22 +248,22 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
 
 
 def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> dict:
-    """The same tokens through both engines, all prompts in one batch padded on the left, with each fill.
+    """The same tokens through both engines, all prompts in one batch padded on the left, with each fill that is there.
 
     What exits say is compared where it is drawn who leaves; texts where the rule and greed decide.
     """
     run.tokenizer.backend.no_truncation()
     ids = [run.tokenizer.backend.encode(prompt).ids for prompt in prompts]
-    longest, decides = max(map(len, ids)), served.config["decides"]
+    longest = max(map(len, ids))
     count = max(1, min(VERIFIED_TOKENS, served.config["max_tokens"] - longest))
     differences, equal = [], []
-    for fill in FILLS:
+    for fill in FILLS if served.by_segment else ("propagate",):
         engines = [
             partial(token_segments, run.model, fill, len(ids), longest + count),
             partial(served.segments, len(ids), longest + count, fill),
         ]
-        expected, tokens = drawn_text(engines[0](), ids, count, decides, seed)
-        found, _ = drawn_text(engines[1](), ids, count, decides, seed, tokens)
+        expected, tokens = drawn_text(engines[0](), ids, count, seed)
+        found, _ = drawn_text(engines[1](), ids, count, seed, tokens)
         differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)]
         with torch.inference_mode():
             texts = [gather(decode(engine(), ids, count, run.rule), len(ids)) for engine in engines]
@@ -287,33 +279,30 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
 
 
 class _Drawn(Rule):
-    """Whether a row leaves is drawn: nothing to be unsure about, and every gap in a cache. Notes what it was told."""
+    """Where a token leaves is drawn: nothing to be unsure about, every head is read, and there is every gap."""
 
-    def __init__(self, decides: bool, seed: int):
-        self.needs, self.random, self.told = "state" if decides else "logits", np.random.default_rng(seed), []
+    needs = None
 
-    def stop(self, k: int, reading: Reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        sure = reading.max_probability, reading.breaking_ties
-        told = reading.exit_logit if self.needs == "state" else np.column_stack((reading.logits, *sure))
-        self.told.append(told)
-        return self.random.random(len(told)) < 0.5
+    def __init__(self, num_exits: int, seed: int):
+        self.num_exits, self.random = num_exits, np.random.default_rng(seed)
+
+    def plan(self, inputs) -> np.ndarray:
+        return self.random.integers(0, self.num_exits, len(inputs))
 
 
 @torch.inference_mode()
 def drawn_text(
-    segments: CachedSegments,
+    segments: DecoderSegments,
     prompts: list[list[int]],
     count: int,
-    decides: bool,
     seed: int,
     forced: list[list[int]] | None = None,
 ) -> tuple[list[np.ndarray], list[list[int]]]:
-    """All that is said on the way, and the tokens that are taken: the likeliest, or those of another run."""
-    rule, said = _Drawn(decides, seed), []
+    """The logits of each token, and the tokens that are taken: the likeliest, or those of another run."""
+    rule, said = _Drawn(len(segments.exits), seed), []
 
     def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
         said.append(logits)
         return greedy(logits, rows) if forced is None else forced[len(said) - 1]
 
-    tokens = [step.tokens for step in decode(segments, prompts, count, rule, choose)]
-    return said + rule.told, tokens
+    return said, [step.tokens for step in decode(segments, prompts, count, rule, choose)]

@@ -78,6 +78,20 @@ class Segments:
         """Layers that one unit costs in advance(k)."""
         return self.exits[k] - (self.exits[k - 1] if k else 0)
 
+    # ---- As nodes of a graph that stops by itself: graph_start(g), graph_advance(k, g, state), graph_read(k, g, state)
+    # and graph_read_state(k, g, state) are as above, on names of values; see export/model_graph.py ----
+    def graph_keep(self, g, state, index: str, leaves: str):
+        """keep: the units `index` (N,) of a state, `leaves` (N',) bool being false for them."""
+        return None if state is None else g.op("Gather", state, index)
+
+    def graph_written(self, k: int, g, state) -> list:
+        """What graph_advance(k) leaves behind for later calls, as values with their axes: caches."""
+        return []
+
+    def graph_fill(self, k: int, g, state) -> list:
+        """The same of all layers above, where every unit has left at exit k."""
+        return []
+
 
 class ExitResult(NamedTuple):
     """Where each unit left, and what the exit there said."""

@@ -5,6 +5,7 @@ batch was padded. So one comparison, slot <= position, is the causal mask, and h
 draft has left behind. Rows are named by index: who leaves the batch leaves the cache alone.
 """
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -76,25 +77,55 @@ class GraphCache(NamedTuple):
 
     index: str  # (B, T, 2): row and slot of each token
     rows: str  # (B,): whose caches they are
-    everyone: str  # (1,): whether these are all rows
+    prompts: str  # (1,): how many rows the caches have
 
 
 class GraphBlock:
     """Block as ONNX nodes: whole rows, whose tokens read each other, or tokens whose past stands in caches.
 
     The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
-    the last takes padding. They come out as `keys_3_out`, `values_3_out`, which the caller lays over the inputs: then
-    nothing is copied but the new tokens.
+    the last takes padding. A layer leaves them in `written`, as they are then. The caller lays the outputs over the
+    inputs: then nothing is copied but the new tokens.
     """
 
-    def __init__(self, g, config: DecoderConfig, at: str, readable: str, cache: "GraphCache | None" = None):
+    def __init__(self, g, config: DecoderConfig, at: str, readable: str, cache: GraphCache | None = None):
         """at (B, T): positions, from 0. readable (B, 1, T, S). cache: None where tokens read each other alone."""
         self.config, self.readable, self._cache = config, readable, cache
-        self.shape = g.shape(at, 0, 2)
+        self.shape = self.every_shape = g.shape(at, 0, 2)
         self.width = config.key_value_heads * config.head_width
+        self.written: dict[str, str] = {}  # cache -> what it has become
+        self._gone = None
         frequencies = g.constant("rope_frequencies", rope_frequencies(config).numpy())
         angle = g.op("Mul", g.op("Unsqueeze", g.cast(at, "float32"), g.integers(2)), frequencies)
         self._turn = [g.cast(g.op(each, angle), g.dtype) for each in ("Cos", "Sin")]
+
+    def of_rows(self, g, here: str, left: str, gone: str) -> "GraphBlock":
+        """The block of the rows `here` (B',) alone, while those that have `left` (M,) leave keys and values as well.
+
+        gone (M, T, D): what stands in for the input of all their layers.
+        """
+        block, every = copy(self), g.op("Concat", here, left, axis=0)
+        block.shape = g.op("Concat", g.op("Shape", here), g.shape(gone, 1, 2), axis=0)
+        block.readable, block.written = g.op("Gather", self.readable, here), {}
+        block._turn = [g.op("Gather", each, every) for each in self._turn]
+        index, rows = g.op("Gather", self._cache.index, every), g.op("Gather", self._cache.rows, here)
+        block._cache = GraphCache(index, rows, self._cache.prompts)
+        block._gone = g.flatten(gone, self.config.hidden_size)
+        return block
+
+    def unwritten(self) -> "GraphBlock":
+        """The same, to be written anew, in another branch."""
+        block = copy(self)
+        block.written = {}
+        return block
+
+    def every(self, g, hidden: str) -> str:
+        """(B T, D) of the rows that are here -> of all whose keys and values are written."""
+        return hidden if self._gone is None else g.op("Concat", hidden, self._gone, axis=0)
+
+    def here(self, g, x: str, like: str) -> str:
+        """Of what was made of `every` row, those that are here: as many as `like` has."""
+        return x if self._gone is None else g.op("Slice", x, g.integers(0), g.shape(like, 0, 1), g.integers(0))
 
     def rotate(self, g, heads: str, count: int) -> str:
         """rotate: (B, T, count d) -> the same."""
@@ -104,13 +135,10 @@ class GraphBlock:
 
     def write(self, g, layer: int, key: str, value: str) -> list[str]:
         """Put keys and values (B, T, KV d) into the layer's caches; returns the names of both as they are then."""
-        written = []
         for kind, new in (("keys", key), ("values", value)):
-            axes = "prompts", "slots", self.width
-            cache = g.input(f"{kind}_{layer}", *axes, dtype=g.dtype)
-            written.append(g.op("ScatterND", cache, self._cache.index, new))
-            g.output(f"{cache}_out", written[-1], *axes)
-        return written
+            cache = g.input(f"{kind}_{layer}", "prompts", "slots", self.width, dtype=g.dtype)
+            self.written[cache] = g.op("ScatterND", cache, self._cache.index, new)
+        return [self.written[f"{kind}_{layer}"] for kind in ("keys", "values")]
 
     def attend(self, g, layer: int, query: str, key: str, value: str) -> str:
         """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d)."""
@@ -120,11 +148,12 @@ class GraphBlock:
         caches = self.write(g, layer, key, value)
 
         def of_all() -> list:  # read in place
-            return [g.value(g.attention(query, *caches, self.readable, *heads), "batch", "tokens", width)]
+            return [g.value(g.attention(query, *caches, self.readable, *heads), "some", "tokens", width)]
 
         def of_some() -> list:
             gathered = [g.op("Gather", cache, self._cache.rows) for cache in caches]
-            return [g.value(g.attention(query, *gathered, self.readable, *heads), "batch", "tokens", width)]
+            return [g.value(g.attention(query, *gathered, self.readable, *heads), "some", "tokens", width)]
 
         width = self.config.num_attention_heads * self.config.head_width
-        return g.either(self._cache.everyone, of_all, of_some)[0].name
+        everyone = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
+        return g.either(everyone, of_all, of_some)[0].name

@@ -166,7 +166,7 @@ class Layer(nn.Module):
             for each in (self.qkv.weight, self.qkv.bias)
             if each is not None
         ]
-        stacked = g.unflatten(g.gemm(g.apply(self.attention_norm, hidden), *cut), block.shape)
+        stacked = g.unflatten(g.gemm(g.apply(self.attention_norm, block.every(g, hidden)), *cut), block.every_shape)
         key, value = g.several(2, "Split", stacked, axis=2, num_outputs=2)
         block.write(g, depth, block.rotate(g, key, self.key_value_heads), value)
 
@@ -189,16 +189,16 @@ class Layer(nn.Module):
                 return linear("down", graph_activation(g, inner, self.activation))
             return linear("down", g.op("Mul", graph_activation(g, linear("gate", normed), self.activation), inner))
 
-        normed = g.apply(self.attention_norm, hidden)
+        normed = g.apply(self.attention_norm, block.every(g, hidden))
         query, key, value = self.qkv.sizes
-        stacked = g.unflatten(linear("qkv", normed), block.shape)
+        stacked = g.unflatten(linear("qkv", normed), block.every_shape)
         turning, value = g.several(2, "Split", stacked, g.integers(query + key, value), axis=2)
         turned = block.rotate(g, turning, self.heads + self.key_value_heads)
         query, key = g.several(2, "Split", turned, g.integers(query, key), axis=2)
-        attended = block.attend(g, depth, query, key, value)
+        attended = block.attend(g, depth, block.here(g, query, block.readable), key, value)
         attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
         if self.parallel:
-            return g.op("Add", g.op("Add", hidden, attended), mlp(normed))
+            return g.op("Add", g.op("Add", hidden, attended), mlp(block.here(g, normed, hidden)))
         hidden = g.op("Add", hidden, attended)
         return g.op("Add", hidden, mlp(g.apply(self.mlp_norm, hidden)))
 
@@ -361,8 +361,7 @@ class Decoder(Backbone):
         zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
         every_slot = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
         readable = g.op("LessOrEqual", every_slot, g.op("Unsqueeze", at, g.integers(1, 3)))
-        everyone = g.op("Equal", g.shape(rows, 0, 1), g.shape(keys, 0, 1))
-        return GraphBlock(g, self.config, at, readable, GraphCache(index, rows, everyone))
+        return GraphBlock(g, self.config, at, readable, GraphCache(index, rows, g.shape(keys, 0, 1)))
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""

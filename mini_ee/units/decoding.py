@@ -1,6 +1,6 @@
 """Decoding with exits and a key/value cache, on any engine: the loop over tokens, and what exits leave for later.
 
-generation.py gives it torch, export/decoder_runtime.py ONNX Runtime. No torch here.
+generation.py gives it torch, export/token_segments.py ONNX Runtime. No torch here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ def greedy(logits: np.ndarray, rows: list[int]) -> list[int]:
 
 
 def decode(
-    segments: "CachedSegments",
+    segments: "DecoderSegments",
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     rule: Rule,
@@ -157,7 +157,30 @@ class Weights(NamedTuple):
     head: int
 
 
-class CachedSegments(Segments):
+class DecoderSegments(Segments):
+    """What all engines of a decoder have in common: what a token costs. Inputs are Tokens."""
+
+    weights: Weights
+
+    def prefill(self, prompts: Tokens) -> Tokens:
+        """Run all tokens of the prompts but the last through all layers. Returns the last."""
+        ids, positions = ([some[:-1] for some in numbers] for numbers in (prompts.ids, prompts.positions))
+        if ids[0]:
+            self.run_through(ids, prompts.rows, positions)
+        return Tokens([ids[-1:] for ids in prompts.ids], prompts.rows, [some[-1:] for some in prompts.positions])
+
+    def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
+        """Fill the caches of all layers with these tokens."""
+        raise NotImplementedError
+
+    def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
+        """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
+        reads = np.asarray(inputs.positions) + 1  # (B, T): tokens that attention reads, 0 for padding
+        products = self.weights.layer * (reads > 0).sum(axis=1) + 2 * self.weights.attention * reads.sum(axis=1)
+        return self.layer_passes(k) * 2.0 * products, 2.0 * self.weights.head
+
+
+class CachedSegments(DecoderSegments):
     """The segments of one token's way through a decoder, with what earlier tokens left behind. Inputs are Tokens.
 
     waiting[row][k]: positions of the tokens that have run to exit k, and not above; their hidden states at exit k stand
@@ -175,19 +198,13 @@ class CachedSegments(Segments):
     run_all(hidden, block)      all layers, filling their caches
     """
 
-    weights: Weights
-
     def __init__(self, exits: tuple[int, ...], fill: str, num_rows: int, capacity: int):
         self.exits, self.fill = exits, fill
         self.num_rows, self.capacity = num_rows, capacity
         self.waiting = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
 
-    def prefill(self, prompts: Tokens) -> Tokens:
-        """Run all tokens of the prompts but the last through all layers. Returns the last."""
-        ids, positions = ([some[:-1] for some in numbers] for numbers in (prompts.ids, prompts.positions))
-        if ids[0]:
-            self.run_all(self.embed(self.array(ids)), self.block(prompts.rows, positions))
-        return Tokens([ids[-1:] for ids in prompts.ids], prompts.rows, [some[-1:] for some in prompts.positions])
+    def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
+        self.run_all(self.embed(self.array(ids)), self.block(rows, positions))
 
     def start(self, inputs: Tokens) -> TokenState:
         hidden = self.embed(self.array(inputs.ids))
@@ -217,12 +234,6 @@ class CachedSegments(Segments):
             for row, own, some in zip(rows, positions, behind):
                 self.waiting[row][k] += some + own
         return TokenState(hidden, rows, positions, block, state.hidden)
-
-    def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
-        """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
-        reads = np.asarray(inputs.positions) + 1  # (B, T): tokens that attention reads, 0 for padding
-        products = self.weights.layer * (reads > 0).sum(axis=1) + 2 * self.weights.attention * reads.sum(axis=1)
-        return self.layer_passes(k) * 2.0 * products, 2.0 * self.weights.head
 
     def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple:
         """Where in `left` the hidden states of these positions stand; padding in the last slot."""

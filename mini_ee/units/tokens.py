@@ -7,7 +7,6 @@ record_texts    what every exit says at every token that counts, recorded once, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Recorded
 from mini_ee.rules import NeverExit, Policy, Rule
-from mini_ee.units.decoding import Step, gather
+from mini_ee.units.decoding import Step, Weights, gather
 from mini_ee.units.generation import generate
 from mini_ee.units.heads import VocabularyHead
 from mini_ee.units.recording import Record
@@ -141,70 +140,6 @@ class TokenExits(ExitModel):
             prompts = [text.ids[: text.start + 1] for text in texts[begin : begin + batch_size]]
             written += gather(self.generate(prompts, rule, seed=seed + begin, **settings), len(prompts))
         return written
-
-    # ---- ONNX ----
-
-    def facts(self) -> dict:
-        """What an exported folder says of the model beside its graphs."""
-        config = self.backbone.config
-        return {
-            "unit": "tokens",
-            "vocab_size": config.vocab_size,
-            "max_tokens": config.max_tokens,
-            "stop": config.stop_tokens,
-            "width": config.hidden_size,
-            "cache_width": config.key_value_heads * config.head_width,
-            "decides": self.policy is not None,
-        }
-
-    def graphs(self) -> dict[str, Callable]:
-        """Name -> what writes the graph."""
-        made = {}
-        for k, layer in enumerate(self.exits):
-            made[f"segment_{layer}"] = partial(self._graph_segment, k)
-            made[f"head_{layer}"] = partial(self._graph_head, k)
-            if k:
-                made[f"fill_{layer}"] = partial(self._graph_fill, k)
-            if self.policy is not None and k < len(self.exits) - 1:
-                made[f"policy_{layer}"] = partial(self._graph_policy, k)
-        return made
-
-    def _graph_segment(self, k: int, g) -> None:
-        """input_ids or hidden, positions, rows, caches -> hidden_out, caches: the layers between two exits."""
-        start, width = self.exits[k - 1] if k else 0, self.backbone.config.hidden_size
-        hidden = self._graph_hidden(g) if k else self.backbone.graph_embed(g)
-        hidden = self.backbone.graph_layers(g, hidden, self.backbone.graph_block(g, start), start, self.exits[k])
-        g.output("hidden_out", hidden, "batch", "tokens", width)
-
-    def _graph_fill(self, k: int, g) -> None:
-        """hidden, positions, rows, caches -> caches: keys and values alone, from a state that stands in for the input
-        of all these layers. To recompute needs no graph of its own: it is the segment on those tokens."""
-        start = self.exits[k - 1]
-        block = self.backbone.graph_block(g, start)
-        self.backbone.graph_propagate(g, self._graph_hidden(g), block, start, self.exits[k])
-
-    def _graph_hidden(self, g) -> str:
-        return g.input("hidden", "batch", "tokens", self.backbone.config.hidden_size, dtype=g.dtype)
-
-    def _graph_head(self, k: int, g) -> None:
-        """hidden (B, D) -> logits (B, V); below the last layer `largest` (B, 2), its two largest probabilities."""
-        config, last = self.backbone.config, k == len(self.exits) - 1
-        hidden = g.input("hidden", "batch", config.hidden_size, dtype=g.dtype)
-        logits = g.float32(self.backbone.graph_lm_logits(g, hidden) if last else self.heads[k].graph(g, hidden))
-        g.output("logits", logits, "batch", config.vocab_size, dtype=np.float32)
-        if not last:
-            largest, _ = g.several(2, "TopK", g.op("Softmax", logits, axis=1), g.integers(2), axis=1)
-            g.output("largest", largest, "batch", 2, dtype=np.float32)
-
-    def _graph_policy(self, k: int, g) -> None:
-        """hidden (B, D) -> exit_logit (B,)."""
-        hidden = g.input("hidden", "batch", self.backbone.config.hidden_size, dtype=g.dtype)
-        g.output(
-            "exit_logit",
-            g.float32(self.policy.graph_exit_logit(g, k, g.apply(self.heads[k].norm, hidden))),
-            "batch",
-            dtype=np.float32,
-        )
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -335,11 +270,11 @@ def record_texts(
     return Record(recorded, answers, float(flops[:, :, 0].sum(1).mean() + 2.0 * head), groups)
 
 
-def token_weights(backbone) -> tuple[int, int, int]:
-    """How many weights a token is multiplied with: in one layer, the width of its attention, and in a head."""
+def token_weights(backbone) -> Weights:
+    """How many weights a token is multiplied with."""
     config = backbone.config
     layer = sum(each.numel() for each in backbone.layers[0].parameters() if each.dim() == 2)
-    return layer, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size
+    return Weights(layer, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size)
 
 
 def _said(model: TokenExits, ids: Tensor, places: tuple[Tensor, Tensor], following: Tensor) -> dict[str, np.ndarray]:
