@@ -52,6 +52,8 @@ VERIFIED_TEXTS = 64
 
 VERIFIED_TOKENS = 32  # written from each prompt
 
+AGREEMENT = 0.9  # of the exits at which float32 and torch leave; a row that sits on a threshold may fall either way
+
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
 
@@ -221,10 +223,11 @@ def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> d
     tokens = served.config["unit"] == "tokens"
     found = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
     difference = found["max_logit_difference"]
-    if not np.isfinite(difference) or (precision == "float32" and difference > TOLERANCE):
+    exact = difference <= TOLERANCE and found["exit_agreement"] >= AGREEMENT
+    if not np.isfinite(difference) or (precision == "float32" and not exact):
         raise ValueError(
-            f"the {precision} graphs differ from torch by {difference:.2g} (logits; {TOLERANCE} allowed in float32); "
-            f"no folder was written"
+            f"the {precision} graphs differ from torch by {difference:.2g} (logits; {TOLERANCE} allowed in float32), "
+            f"{found['exit_agreement']:.1%} of the exits are equal; no folder was written"
         )
     return found
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from copy import copy as copy_of
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,8 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.builder import Builder
 from mini_ee.export.manifest import read_manifest
 from mini_ee.export.runtime import Runtime, TokenRuntime
-from mini_ee.export.sessions import Session
-from mini_ee.export.token_segments import OrtTokenSegments, Sessions, open_sessions
+from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Sessions, open_sessions
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import export
 from mini_ee.methods.consistent import PolicyNetworks
@@ -41,11 +42,13 @@ from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, load_run, save_run
 from mini_ee.units.decoding import FILLS, decode, gather
 from mini_ee.units.generation import generate
+from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi")
 EXITS, V = (1, 2, 3), 64
+MODEL = "model"  # model.onnx, which propagates
 PROMPTS = [[5, 9, 33, 2, 60, 7, 7, 21], [11, 3], [40, 41, 42, 2, 17], [1]]
 TEXTS = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
 REAL_TEXTS = ["Once upon a time", "The dog", "Tom had a red ball and"]
@@ -64,9 +67,9 @@ class Made(NamedTuple):
     tokenizer: Tokenizer
     rule: Rule
 
-    def export(self, folder, prompts=TEXTS, precision="float32"):
+    def export(self, folder, prompts=TEXTS, precision="float32", segments=False):
         config = {"method": self.method, "unit": "tokens", "settings": {}}
-        return export(Run(Path("run"), config, *self[1:]), folder, prompts, precision)
+        return export(Run(Path("run"), config, *self[1:]), folder, prompts, precision, segments=segments)
 
     def save(self, folder, checkpoint):
         """A run on disk."""
@@ -106,8 +109,11 @@ class Case(NamedTuple):
     folder: Path
     manifest: dict
     sessions: Sessions  # for both fills
+    session: Session  # of model.onnx
 
     def segments(self, fill, rows=B, capacity=40):
+        if fill == MODEL:
+            return OrtTokenModel(self.session, HeldRule(self.folder, self.manifest), self.manifest, rows, capacity)
         return OrtTokenSegments(self.sessions, self.manifest, fill, rows, capacity)
 
     def write(self, prompts, rule=MIXED, fill="propagate", new=NEW):
@@ -115,13 +121,15 @@ class Case(NamedTuple):
 
     def torch_writes(self, prompts, rule=MIXED, fill="propagate", new=NEW):
         model = self.opened.model
+        fill = "propagate" if fill == MODEL else fill
         settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
         return gather(generate(model.backbone, prompts, max_new_tokens=new, **settings), len(prompts))
 
 
-def make_case(folder, opened):
-    manifest = opened.export(folder)
-    return Case(opened, folder, manifest, open_sessions(folder, manifest, "propagate", threads=1))
+def make_case(folder, opened, precision="float32"):
+    manifest = opened.export(folder, precision=precision, segments=True)
+    session = Session(folder / "model.onnx", CPU, 1)
+    return Case(opened, folder, manifest, open_sessions(folder, manifest, "propagate", threads=1), session)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -139,7 +147,8 @@ def case_of(tmp_path_factory):
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_fill = pytest.mark.parametrize("fill", FILLS)
+each_fill = pytest.mark.parametrize("fill", FILLS)  # of graphs by segment
+each_engine = pytest.mark.parametrize("fill", [MODEL, *FILLS])
 
 
 # What is written
@@ -192,28 +201,30 @@ def assert_every_exit_says_what_its_definition_says(case, fill):
     written = gather(decode(case.segments(fill), PROMPTS, NEW, Drawn(), choose), B)
     with torch.no_grad():
         for prompt, found, (tokens, layers) in zip(PROMPTS, said, written):
-            expected = logits_by_definition(case.opened.model, prompt, tokens, layers, fill)
+            expected = logits_by_definition(
+                case.opened.model, prompt, tokens, layers, "propagate" if fill == MODEL else fill
+            )
             np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=ATOL)
     assert {layer for text in written for layer in text.layers_run} == set(EXITS)
 
 
 @each_kind
-@each_fill
+@each_engine
 def test_every_exit_says_what_its_definition_says_in_a_padded_batch(case_of, kind, fill):
     assert_every_exit_says_what_its_definition_says(case_of(kind), fill)
 
 
 @each_kind
-@each_fill
+@each_engine
 def test_greedy_text_and_its_exits_are_those_of_torch(case_of, kind, fill):
     case = case_of(kind)
-    for rule in (MIXED, NeverExit(), FixedExit(1), Patience(1)):
+    for rule in (MIXED, NeverExit(), FixedExit(1), Threshold((0.2, 0.3, 0.0)) if fill == MODEL else Patience(1)):
         assert case.write(PROMPTS, rule, fill) == case.torch_writes(PROMPTS, rule, fill)
     assert {layers for text in case.write(PROMPTS, MIXED, fill) for layers in text.layers_run} == set(EXITS)
 
 
 @each_kind
-@each_fill
+@each_engine
 def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(case_of, kind, fill):
     case = case_of(kind)
     assert case.write(PROMPTS, MIXED, fill) == [case.write([prompt], MIXED, fill)[0] for prompt in PROMPTS]
@@ -228,7 +239,7 @@ def test_without_exits_the_text_is_that_of_transformers(kind, tmp_path):
     steps = Runtime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=24)
     assert [text.tokens for text in gather(steps, 3)] == golden["greedy"].tolist()
     names = {path.stem for path in (tmp_path / "plain").glob("*.onnx")}
-    assert names == {"segment_3", "head_3"}
+    assert names == {"model"}
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_pytorch_tanh"])  # golden: silu, gelu_new
@@ -260,13 +271,14 @@ def with_policies(method):
 def test_policies_decide_as_in_torch(tmp_path, method):
     case = make_case(tmp_path / "exported", with_policies(method))
     model, rules = case.opened.model, [Policy(cut) for cut in (0.3, 0.5, 0.7)]
-    through_torch = functools.partial(torch_segments(case.folder), "recompute")
     found = []
-    for rule in rules:
-        settings = {"exits": EXITS, "heads": model.heads, "policies": model.policies, "rule": rule, "fill": "recompute"}
+    for rule, fill in product(rules, FILLS):
+        settings = {"exits": EXITS, "heads": model.heads, "policies": model.policies, "rule": rule, "fill": fill}
         expected = gather(generate(model.backbone, PROMPTS, max_new_tokens=NEW, **settings), B)
-        assert case.write(PROMPTS, rule, "recompute") == expected
-        assert gather(decode(through_torch(B, 40), PROMPTS, NEW, rule), B) == expected
+        assert case.write(PROMPTS, rule, fill) == expected
+        assert gather(decode(torch_segments(case.folder)(fill, B, 40), PROMPTS, NEW, rule), B) == expected
+        if fill == "propagate":
+            assert case.write(PROMPTS, rule, MODEL) == expected
         found += expected
     assert {layers for text in found for layers in text.layers_run} == set(EXITS)
 
@@ -308,7 +320,8 @@ def test_weights_are_stored_once_under_the_names_of_torch(case_of):
     expected = {name: value.detach().numpy() for name, value in model.named_parameters()}
     assert stored.keys() == expected.keys()
     assert all(np.array_equal(stored[name], expected[name]) for name in stored)
-    assert all(path.stat().st_size < 12_000 for path in case.folder.glob("*.onnx"))
+    assert all(path.stat().st_size < 12_000 for path in case.folder.glob("*_*.onnx"))
+    assert (case.folder / "model.onnx").stat().st_size < 40_000
     assert {path.stem for path in case.folder.glob("*.onnx")} == set(case.manifest["graphs"])
 
 
@@ -408,26 +421,29 @@ GRAPH_BUGS = {
     ),
     "no norm before the policy": (
         "policies",
-        PolicyNetworks,
-        "graph_exit_logit",
-        lambda right, self, g, k, state: right(self, g, k, g.input("hidden")),
+        TokenGraphs,
+        "_exit_logit",
+        lambda right, self, k, g, newest: g.float32(self.model.policy.graph_exit_logit(g, k, newest)),
     ),
     "the next head": (
         "llama",
-        TokenExits,
-        "_graph_head",
-        lambda right, self, k, g: right(self, k if k == 2 else 1 - k, g),
+        TokenGraphs,
+        "_logits",
+        lambda right, self, k, g, newest: right(self, k if k == 2 else 1 - k, g, newest),
     ),
 }
 
 
+@pytest.mark.parametrize("segments", [False, True], ids=["model", "segments"])
 @pytest.mark.parametrize("bug", GRAPH_BUGS)
-def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug):
+def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug, segments):
+    if bug == "padding in slot 0" and not segments:
+        pytest.skip("the token of slot 0 is written after the padding of its own row, and nothing else is padded")
     kind, *change = GRAPH_BUGS[bug]
     made = with_policies("consistent") if kind == "policies" else with_heads(load_backbone(GOLDEN / kind))
     instead(monkeypatch, *change)
     with pytest.raises(ValueError, match="differ from torch"):
-        made.export(tmp_path / "exported")
+        made.export(tmp_path / "exported", segments=segments)
     assert not list(tmp_path.iterdir())
 
 
@@ -509,7 +525,7 @@ def copied(case, tmp_path):
     return shutil.copytree(case.folder, tmp_path / "copied")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "fill_2.onnx", "head_3.onnx", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.onnx", "fill_2.onnx", "tokenizer.json", "manifest.json"])
 def test_a_changed_byte_is_told_with_the_file(copied, name):
     content = bytearray((copied / name).read_bytes())
     content[len(content) // 2] ^= 1
@@ -518,7 +534,7 @@ def test_a_changed_byte_is_told_with_the_file(copied, name):
         Runtime(copied)
 
 
-@pytest.mark.parametrize("name", ["segment_2.onnx", "fill_3.onnx", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.onnx", "fill_3.onnx", "manifest.json"])
 def test_a_missing_file_is_told(copied, name):
     (copied / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
@@ -528,7 +544,7 @@ def test_a_missing_file_is_told(copied, name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 4}, "found 4; install a newer mini_ee"),
+        ({"format_version": 5}, "found 5; install a newer mini_ee"),
         ({"unit": "rows"}, "no key 'task'"),
     ],
 )
@@ -595,8 +611,8 @@ def test_a_weight_that_is_no_number_is_told_and_leaves_no_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rule_that_asks_for_more_than_the_graphs_say_is_told(tmp_path):
-    with pytest.raises(ValueError, match="the rule policy asks for more than this model's graphs say"):
+def test_a_rule_that_asks_for_more_than_the_model_says_is_told(tmp_path):
+    with pytest.raises(ValueError, match="the rule policy needs a model that says when to leave"):
         with_heads(load_backbone(GOLDEN / "llama"), rule=Policy()).export(tmp_path / "exported")
 
 
@@ -622,7 +638,7 @@ def run_folder(tmp_path_factory):
 
 def test_export_and_run_answer(run_folder, tmp_path, capsys):
     out, answers = tmp_path / "exported", tmp_path / "answers.jsonl"
-    assert main(["export", str(run_folder), "--out", str(out), "--json"]) == 0
+    assert main(["export", str(run_folder), "--out", str(out), "--segments", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["method"], answer["exits"], answer["precision"]) == ("self-supervised", [1, 2, 3], "float32")
     assert answer["verified"].keys() >= {"max_logit_difference", "token_agreement", "exit_agreement"}
@@ -655,7 +671,7 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["method"], answer["rule"]["name"], answer["exits"]) == (method, "policy", [1, 2, 3])
-    assert {path.name for path in (tmp_path / "exported").glob("policy_*")} == {"policy_1.onnx", "policy_2.onnx"}
+    assert sorted(path.name for path in (tmp_path / "exported").glob("*.onnx")) == ["model.onnx"]
 
 
 # Smaller weights
@@ -664,13 +680,9 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
 @each_kind
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
-    manifest = right.opened.export(tmp_path / "exported", precision="float16")
-    sessions = open_sessions(tmp_path / "exported", manifest, "propagate", threads=1)
-    for fill in FILLS:
-        found, expected = (
-            writer.drawn_text(OrtTokenSegments(*engine, fill, B, 40), PROMPTS, NEW, False, 0, FORCED)[0]
-            for engine in ((sessions, manifest), (right.sessions, right.manifest))
-        )
+    half = make_case(tmp_path / "exported", right.opened, "float16")
+    for fill in (MODEL, *FILLS):
+        found, expected = (writer.drawn_text(each.segments(fill), PROMPTS, NEW, 0, FORCED)[0] for each in (half, right))
         difference = max(abs(mine - theirs).max() for mine, theirs in zip(found, expected, strict=True))
         assert 1e-5 < difference < 0.1
     weights = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "exported", right.folder)]
@@ -731,7 +743,7 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers_and_with_e
 
     prompts = [tokenizer.backend.encode(text).ids for text in REAL_TEXTS]
     model, rule = TokenExits(load_backbone(folder), (2, 4, 5), "copy"), Threshold((0.999, 0.7, 0.0))
-    Made("self-supervised", model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS)
+    Made("self-supervised", model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS, segments=True)
     for fill in FILLS:
         runtime = Runtime(tmp_path / "exits", fill=fill, threads=1)
         found = gather(runtime.generate(prompts, max_new_tokens=200), 3)
