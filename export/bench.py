@@ -10,24 +10,34 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
+from mini_ee.backbones.llama import Decoder
 from mini_ee.confidence import max_probability
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Segments, early_exit, read_every_exit
 from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.export.writer import write_graphs
 from mini_ee.measure.bench.common import (
     BERT_BASE,
     inputs_of,
     medians,
     minilm_of,
+    random_decoder,
     random_encoder,
     row_of,
 )
+from mini_ee.measure.bench.decoders import STORIES, generate_of_transformers
 from mini_ee.measure.evaluate import REST
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.units.rows import RowExits
+from mini_ee.units.decoding import Generated, decode, gather
+from mini_ee.units.rows import RowExits, even_exits
+from mini_ee.units.token_graphs import TokenGraphs
+from mini_ee.units.tokens import TokenExits
 
 REACHED_BY_NONE = 1.0  # of a random model: every head is read, nobody leaves
+NEW_TOKENS = 64
 FIRST_EXIT, LATER_EXIT, NEVER, MIXED, CHAIN = 1.03, 1.06, 1.06, 1.06, 1.0  # bars
 
 
@@ -35,7 +45,13 @@ def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
     """Leaving at layer e, every head on the way read and judged, over e/L of the same model with its last head alone;
     never leaving, every head read, over that; at larger batches rows of mixed depths over the sum of what their layers
     cost there; the graph over graphs by segment; and at a large model the graph over torch, and int8 over float32.
+    Of decoders a token's time over that by segment, and over transformers' without exits.
+
+    model: the weights of the minilm cases, or a decoder's for those of stories260k; else random ones of their shapes.
     """
+    stories = random_decoder(STORIES, seed)
+    if model is not None and generates(read_config(model / "config.json").model_type):
+        model, stories = None, load_backbone(model)
     cases = (
         ("minilm", minilm_of(model, seed), (2, 4, 6), 32, (1, 8, 32)),
         ("bert-base", random_encoder(BERT_BASE, seed), (3, 6, 9, 12), 128, (1,)),
@@ -53,6 +69,8 @@ def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
                 yield from _engines(
                     f"{name} b1 t{tokens}", model, graph, int8, inputs_of(backbone.config, 1, tokens, seed)
                 )
+    yield from _decoder("stories260k", stories, even_exits(stories.config.num_hidden_layers, 3), seed)
+    yield from _decoder("llama-8x192", load_backbone(BUILT_IN_DECODER), (3, 5, 8), seed)
 
 
 def exported(model: RowExits, folder: Path, precision: str = "float32") -> OrtModel:
@@ -113,3 +131,49 @@ def halving(logits: np.ndarray, count: int) -> Threshold:
 
 def _run(segments: Segments, rule, inputs: Inputs) -> Callable:
     return partial(early_exit, segments, rule, inputs)
+
+
+def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int) -> Iterator[dict]:
+    """Seconds a token of NEW_TOKENS behind a prompt of 8, prompt included; half of the tokens reach each threshold."""
+    model, random = TokenExits(decoder, exits, "copy").eval(), np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        folder, threads = Path(folder), torch.get_num_threads()
+        manifest = write_graphs(model, TokenGraphs(model), Threshold(REACHED_BY_NONE), folder, segments=True)
+        graph = partial(
+            OrtTokenModel, Session(folder / "model.onnx", CPU, threads), HeldRule(folder, manifest), manifest
+        )
+        chain = partial(OrtTokenSegments, open_sessions(folder, manifest, CPU, threads), manifest, "propagate")
+        for batch in (1, 8):
+            prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
+            yield from _steps(f"{name} b{batch} step", model, (graph, chain), prompts)
+
+
+def _steps(
+    case: str, model: TokenExits, engines: tuple[Callable, Callable], prompts: list[list[int]]
+) -> Iterator[dict]:
+    rule, stories = _half_leave(model, prompts), case.startswith("stories260k")
+
+    def written(segments: Callable) -> list[Generated]:
+        return gather(decode(segments(len(prompts), 8 + NEW_TOKENS), prompts, NEW_TOKENS, rule), len(prompts))
+
+    texts = [written(each) for each in engines]
+    if texts[0] != texts[1]:
+        raise ValueError(f"bench onnx: {case}: the graph's text is not that of the graphs by segment")
+    runs = [partial(written, each) for each in engines]
+    if stories:
+        runs.append(generate_of_transformers(model.backbone, prompts, NEW_TOKENS))
+    own, *others = medians(runs, f"onnx {case}")
+    yield row_of(f"{case} chain", own / NEW_TOKENS, others[0] / NEW_TOKENS, 0.80 if stories else 0.92)
+    if stories:
+        run = np.mean([text.layers_run for text in texts[0]]) / model.exits[-1]
+        yield row_of(f"{case} transformers", own / NEW_TOKENS, others[1] / NEW_TOKENS, float(run))
+
+
+def _half_leave(model: TokenExits, prompts: list[list[int]]) -> Threshold:
+    """Thresholds that half of the tokens of a text without exits reach."""
+    written = gather(model.generate(prompts, NeverExit(), max_new_tokens=NEW_TOKENS, stop=()), len(prompts))
+    ids = torch.tensor([[*prompt, *text.tokens] for prompt, text in zip(prompts, written)])
+    counted = torch.arange(ids.shape[1])[None] >= len(prompts[0])
+    with torch.inference_mode():
+        said = model(ids, counted.expand(ids.shape))
+    return Threshold(tuple(float(each.softmax(-1).amax(-1).median()) for each in said))

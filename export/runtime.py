@@ -242,7 +242,7 @@ class TokenRuntime(Runtime):
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
         self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*self._about)
-        sessions = cache(partial(open_sessions, *self._about, "propagate", provider, self._threads))
+        sessions = cache(partial(open_sessions, *self._about, provider, self._threads))
 
         def by_segment(fill: str, num_rows: int, capacity: int) -> OrtTokenSegments:
             return OrtTokenSegments(sessions(), self.config, fill, num_rows, capacity)

@@ -98,21 +98,20 @@ class Sessions(NamedTuple):
     """The graphs of an exported decoder, each opened once. Several batches may use them at a time."""
 
     segments: list[Session]
-    fills: list[Session]  # of all segments but the first; empty where nothing propagates
+    fills: list[Session]  # of all segments but the first
     heads: list[Session]
     policies: list[Session]  # of all exits but the last; empty where the model has none
 
 
-def open_sessions(folder: Path, manifest: dict, fill: str, provider: str = CPU, threads: int = 0) -> Sessions:
-    """Open the graphs that decoding with `fill` needs."""
+def open_sessions(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Sessions:
+    """Open the graphs by segment."""
 
     def several(kind: str, layers: Sequence[int]) -> list[Session]:
         return [Session(folder / f"{kind}_{layer}.onnx", provider, threads) for layer in layers]
 
     exits = manifest["exits"]
-    fills = exits[1:] if fill == "propagate" else ()
     policies = exits[:-1] if manifest["decides"] else ()
-    kinds = {"segment": exits, "fill": fills, "head": exits, "policy": policies}
+    kinds = {"segment": exits, "fill": exits[1:], "head": exits, "policy": policies}
     return Sessions(*(several(kind, layers) for kind, layers in kinds.items()))
 
 

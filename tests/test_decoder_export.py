@@ -129,7 +129,7 @@ class Case(NamedTuple):
 def make_case(folder, opened, precision="float32"):
     manifest = opened.export(folder, precision=precision, segments=True)
     session = Session(folder / "model.onnx", CPU, 1)
-    return Case(opened, folder, manifest, open_sessions(folder, manifest, "propagate", threads=1), session)
+    return Case(opened, folder, manifest, open_sessions(folder, manifest, threads=1), session)
 
 
 @pytest.fixture(autouse=True, scope="module")

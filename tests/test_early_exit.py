@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from copy import deepcopy
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import mini_ee.early_exit as loop
 from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.bert import Around
-from mini_ee.backbones.flops import head_flops
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
@@ -468,9 +468,12 @@ def test_flops_of_torch_segments_equal_a_count_of_every_matrix_product(cases, po
     np.testing.assert_array_equal(result.cost.flops, result.layers_run * layer + heads + decisions)
 
 
+@pytest.mark.parametrize("linear", [False, True], ids=["dense", "linear"])
 @pytest.mark.parametrize("tokens", [1, 7, 32])
-def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens):
-    model = random_model(pool="first")
+def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens, linear):
+    model = deepcopy(random_model(pool="first"))
+    if linear:
+        model.linear_heads()
     hidden = torch.zeros(2, tokens, 24)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as layer:
@@ -478,7 +481,7 @@ def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens):
         with FlopCounterMode(display=False) as head:
             model.heads[0](hidden, None)
     assert layer.get_total_flops() == 2 * model.backbone.layer_flops(tokens) > 0
-    assert head.get_total_flops() == 2 * head_flops(24, C, 0) > 0
+    assert head.get_total_flops() == 2 * model.heads[0].flops(tokens) > 0
 
 
 def test_seconds_are_the_time_of_the_whole_batch(monkeypatch):

@@ -8,11 +8,14 @@ import pytest
 import torch
 from conftest import random_decoder
 
+import mini_ee
 import mini_ee.units.heads as heads
 from mini_ee.backbones.backbone import padding_mask
 from mini_ee.baselines.berxit import Certainty
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.units.heads import HEAD_DROPOUT, ExitHead, pooled
 from mini_ee.units.rows import RowExits, check_exits, even_exits
@@ -355,3 +358,22 @@ def test_the_gradient_test_can_fail(monkeypatch, random_model, padded_inputs):
     monkeypatch.setitem(model._modules, "heads", torch.nn.ModuleList([model.heads[3]] * 4))
     with pytest.raises(AssertionError):
         test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone(random_model, padded_inputs, 1)
+
+
+@pytest.mark.parametrize("method", ["joint", "lora-exits", "multi-model"])
+def test_linear_heads_are_trained_kept_exported_and_read_by_both_engines(
+    method, tmp_path, checkpoint_folder, task_folder
+):
+    options = {"epochs": 1, "exits": (1, 3), "head": "linear"}
+    run = mini_ee.train(method, checkpoint_folder, task_folder, tmp_path / "run", **options)
+    again = mini_ee.load_run(tmp_path / "run")
+    assert run.config["head"] == again.config["head"] == "linear"
+    assert not [name for name, _ in again.model.named_parameters() if ".dense." in name and "heads." in name]
+    texts = ["a charming film", "a dull song that never ends"]
+    mini_ee.export(again, tmp_path / "exported")
+    served = Runtime(tmp_path / "exported", threads=1)
+    assert again.segments().facts()["head"] == served.config["head"] == "linear"
+    in_torch = Runtime(tmp_path / "exported", segments=torch_segments(tmp_path / "exported"))
+    for one, other, ours in zip(served.run(texts), in_torch.run(texts), again.classify(texts), strict=True):
+        assert (one.label, one.layers) == (other.label, other.layers) == (ours.label, ours.layers)
+        np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=1e-5)

@@ -7,8 +7,3 @@ def layer_flops(weights: int, attention: int, tokens: int) -> float:
     weights: of the matrices; attention: the width of all heads together.
     """
     return 2.0 * tokens * weights + 4.0 * tokens * tokens * attention
-
-
-def head_flops(width: int, num_labels: int, averaged_tokens: int) -> float:
-    """One exit head on one row, with the mean over tokens where there is one."""
-    return 2.0 * width * (width + num_labels) + float(averaged_tokens * width)

@@ -184,7 +184,7 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
     groups: dict[str, list[dict]] = {}
     for row, config in zip(rows, configs):
         if "seed" in config:
-            same = {name: config[name] for name in ("method", "exits", "pool", "task")}
+            same = {name: config.get(name) for name in ("method", "exits", "pool", "head", "task")}
             begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
             same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
             same |= {"settings": config.get("settings"), "schedule": row.get("schedule")}

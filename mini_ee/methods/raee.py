@@ -345,5 +345,5 @@ METHOD = Method(
     classes_only=True,
     train=train,
     defaults={"rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}},  # of few shots; LM-BFF's models are larger, lr 1e-5
-    lacks=("pool", "head_lr", "max_loss", "confidence"),
+    lacks=("pool", "head", "head_lr", "max_loss", "confidence"),
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from mini_ee.data.options import check_options, option
 
 POOLS = ("mean", "first")
+HEADS = ("dense", "linear")
 KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/texts.py
 
 
@@ -48,6 +49,7 @@ class RowOptions(CommonOptions):
     """What a training on rows takes besides: a task has labels, and its texts are whole."""
 
     pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
+    head: str = option("dense", "a dense layer, tanh and a linear map; or linear, that map alone", choices=HEADS)
     max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
     max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
     max_loss: float = option(0.01, "the default rule may lose this much score", least=0, below=1)

@@ -160,14 +160,18 @@ def versions() -> dict[str, str]:
 
 
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
-    """The model of a method, its own or the unit's. config: exits, settings; of rows pool and num_labels."""
+    """The model of a method, its own or the unit's. config: exits, settings; of rows pool, head and num_labels."""
     exits, how = tuple(config["exits"]), configured(method, config["settings"])
     pool, num_labels = (config["pool"], config["num_labels"]) if unit == "rows" else (None, 1)
     if method.model is not None:
-        return method.model(backbone, exits, num_labels, pool, how)
-    if unit == "tokens":
-        return TokenExits(backbone, exits, "copy", method.policy, config["rank"])
-    return RowExits(backbone, exits, num_labels, pool, method.policy)
+        model = method.model(backbone, exits, num_labels, pool, how)
+    elif unit == "tokens":
+        model = TokenExits(backbone, exits, "copy", method.policy, config["rank"])
+    else:
+        model = RowExits(backbone, exits, num_labels, pool, method.policy)
+    if config.get("head") == "linear":
+        model.linear_heads()
+    return model
 
 
 # ---- Writing ----
@@ -181,7 +185,8 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
     Raises FileExistsError where the folder is there.
     """
     config = {"format_version": FORMAT_VERSION} | about
-    config |= {"exits": list(model.exits), "pool": model.pool, "rule": chosen.rule.to_dict(), "promise": chosen.promise}
+    config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
+    config |= {"rule": chosen.rule.to_dict(), "promise": chosen.promise}
     config |= {"max_length": tokenizer.max_length, "versions": versions()}
     with atomic_folder(folder) as partial:
         digests = model.save_parts(partial, about["backbone"]["folder"])

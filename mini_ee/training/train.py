@@ -313,13 +313,13 @@ def _fit(
 ) -> tuple[nn.Module, Fitted]:
     """Build the model and train it. The caller's random state is kept."""
     begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
-    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(train)}
+    heads = {name: getattr(request.common, name, None) for name in ("pool", "head")}
+    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(train)} | heads
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), sole_writer(saved.folder):
         torch.manual_seed(request.seed)
         try:
-            pool = getattr(request.common, "pool", None)
-            model = build_model(request.method, request.unit, backbone, about | {"pool": pool})
+            model = build_model(request.method, request.unit, backbone, about | heads)
         except ValueError as error:
             raise WrongArguments(str(error)) from None
         model = model.to(request.common.device)

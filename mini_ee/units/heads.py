@@ -17,6 +17,7 @@ HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
 class ExitHead(nn.Module):
     """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens.
 
+    `linear_only` leaves the last of these alone: at batch 1 the weights of the dense layer are read for every row.
     norm: of the tokens before that. A decoder's states need one: its layers leave the sums that they add to unnormed.
     """
 
@@ -34,9 +35,19 @@ class ExitHead(nn.Module):
         """The vector of each row: hidden (B, T, D), mask as `padding_mask` gives it; returns (B, D)."""
         return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
 
+    def linear_only(self) -> None:
+        """Drop the dense layer and the tanh."""
+        self.dense = None
+
+    def flops(self, tokens: int) -> float:
+        """Of one row of so many tokens."""
+        width, classes = self.out.in_features, self.out.out_features
+        averaged = tokens if self.pool == "mean" else 0
+        return 2.0 * width * (classes + (width if self.dense is not None else 0)) + float(averaged * width)
+
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C)."""
-        inner = torch.tanh(self.dense(state))
+        inner = state if self.dense is None else torch.tanh(self.dense(state))
         return self.out(self.dropout(inner) if self.training else inner)  # as in a layer: a call is felt at batch 1
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -49,7 +60,7 @@ class ExitHead(nn.Module):
 
     def graph_classify(self, g, state: str) -> str:
         """classify."""
-        return g.linear(g.op("Tanh", g.linear(state, self.dense)), self.out)
+        return g.linear(state if self.dense is None else g.op("Tanh", g.linear(state, self.dense)), self.out)
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:

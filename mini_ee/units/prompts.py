@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
-from mini_ee.backbones.flops import head_flops
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
@@ -121,12 +120,9 @@ class PromptSegments(RowSegments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         """The head is read at one token, and gives the label words alone."""
-        backbone = self.model.backbone
+        backbone, width = self.model.backbone, self.model.backbone.config.hidden_size
         layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
-        return layers, head_flops(backbone.config.hidden_size, self.model.num_labels, 0)
-
-    def facts(self) -> dict:
-        return super().facts() | {"unit": "prompts"}
+        return layers, 2.0 * width * (width + self.model.num_labels)
 
     def graph_read(self, k: int, g, hidden: str) -> str:
         return self.model.graph_label_logits(g, hidden)

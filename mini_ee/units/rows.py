@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, Tensors
-from mini_ee.backbones.flops import head_flops
 from mini_ee.confidence import graph_max_probability
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.units.heads import exit_heads
+from mini_ee.units.heads import ExitHead, exit_heads
 from mini_ee.units.recording import exit_scores, record
 
 STATES_BATCH = 64  # rows that are read together where nothing learns
@@ -52,7 +51,16 @@ class ExitModel(nn.Module):
     """What all models with exits offer to training and to runs on disk. Subclasses have `backbone`, `exits`, `pool`."""
 
     unit = "rows"
+    head = "dense"  # or "linear": of rows, the linear map alone
     holds_backbone = True  # a run on disk holds the backbone, because it is fine-tuned; else it names it
+
+    def linear_heads(self) -> None:
+        """Make all heads of rows linear maps, before they are trained or loaded."""
+        for module in self.modules():
+            if isinstance(module, ExitHead):
+                module.linear_only()
+            elif isinstance(module, ExitModel):  # this one, or a model of a cascade
+                module.head = "linear"
 
     def learns(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
@@ -186,10 +194,9 @@ class RowSegments(Segments):
         return self.model.policy.exit_logit(k, state).float().numpy(force=True)
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
-        backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
-        averaged = tokens if self.model.pool == "mean" else 0
-        head = head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
-        return self.layer_passes(k) * backbone.layer_flops(tokens), head + self.state_flops(k)
+        tokens = inputs.input_ids.shape[1]
+        layers = self.layer_passes(k) * self.model.backbone.layer_flops(tokens)
+        return layers, self.model.heads[k].flops(tokens) + self.state_flops(k)
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops if self._decides(k) else 0.0
@@ -198,7 +205,7 @@ class RowSegments(Segments):
 
     def facts(self) -> dict:
         """What an exported folder says of the model beside its graphs."""
-        return {"unit": "rows", "pool": self.model.pool, "num_labels": self.model.num_labels}
+        return {key: getattr(self.model, key) for key in ("unit", "pool", "head", "num_labels")}
 
     def graph_start(self, g) -> str | None:
         """start, of the rows that g is asked for; None where all begins at `graph_read`."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Tensors
-from mini_ee.backbones.flops import head_flops
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.units.rows import RowSegments, graph_mask
 
@@ -145,8 +144,7 @@ class LoRASegments(RowSegments):
         layer = backbone.layer_flops(tokens)
         pairs = self.model.adapters[k][0].values()
         layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
-        averaged = tokens if self.model.pool == "mean" else 0
-        return self.layer_passes(k) * layer, head_flops(backbone.config.hidden_size, self.model.num_labels, averaged)
+        return self.layer_passes(k) * layer, self.model.heads[k].flops(tokens)
 
     def facts(self) -> dict:
         shape = {"rank": self.model.rank, "alpha": self.model.alpha, "targets": list(self.model.targets)}

@@ -1,6 +1,6 @@
 """decode: text token by token, in seconds a token."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -67,20 +67,24 @@ def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
 
 def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) -> Iterator[dict]:
     """Continuations of 8 random tokens, prompt included in the time; the texts must be equal."""
-    theirs = from_transformers("AutoModelForCausalLM", decoder)
-    end = theirs.generation_config
-    end.eos_token_id = end.bos_token_id = end.pad_token_id = None  # nobody ends early
     random = np.random.default_rng(seed)
     for batch in (1, 8):
         prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
-        ids = torch.tensor(prompts)
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        runs = [partial(_decoded, decoder, prompts, new_tokens), partial(theirs.generate, ids, **settings)]
+        runs = [partial(_decoded, decoder, prompts, new_tokens), generate_of_transformers(decoder, prompts, new_tokens)]
         ours, expected = [row.tokens for row in runs[0]()], runs[1]()[:, 8:].tolist()
         if ours != expected:
             raise ValueError(f"bench decode: {name} b{batch}: our greedy text is not that of transformers")
         own, other = medians(runs, f"decode {name} b{batch}")
         yield row_of(f"{name} b{batch} transformers", own / new_tokens, other / new_tokens, bar=1.0)
+
+
+def generate_of_transformers(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> Callable[[], torch.Tensor]:
+    """Their greedy continuation of prompts of one length, prompts included; nobody ends early."""
+    theirs, ids = from_transformers("AutoModelForCausalLM", decoder), torch.tensor(prompts)
+    end = theirs.generation_config
+    end.eos_token_id = end.bos_token_id = end.pad_token_id = None
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return partial(theirs.generate, ids, **settings)
 
 
 def _decoded(decoder: Decoder, prompts: list[list[int]], new_tokens: int, **settings) -> list[Generated]:
