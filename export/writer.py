@@ -8,6 +8,7 @@ exported/head_{layer}.onnx     of tokens: what an exit says; policy_{layer}.onnx
                                keys and values of a segment for tokens that left below it
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
 exported/tokenizer.json
+exported/index.html            and more, where a page is asked for: see page.py
 exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
 
 What a graph is stands beside the torch code that it repeats: `graphs()` of a model's segments, `graph` of its modules.
@@ -32,6 +33,7 @@ from mini_ee.early_exit import Reading, Segments, read_every_exit
 from mini_ee.export.builder import OPSET, Builder, parameters_of
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST
 from mini_ee.export.model_graph import write_model_graph
+from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU
 from mini_ee.methods.raee import Retrieval
@@ -61,6 +63,7 @@ def export(
     precision: str = "float32",
     seed: int = 0,
     segments: bool = False,
+    web: bool = False,
 ) -> dict:
     """Write the exported folder and return its manifest.
 
@@ -68,6 +71,7 @@ def export(
     that every exit says what torch says, in batches of one and of many, and that a decoder writes the same with each
     fill. precision: float32, float16, or int8 for maps inside the layers. segments: of rows, graphs by segment beside
     model.onnx, for other rules than the run's and for servers that take rows together again after each exit.
+    web: a page that shows the model in a browser, see page.py.
     Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where the graphs cannot
     hold the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is
     no folder.
@@ -79,6 +83,8 @@ def export(
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
     source = run.model if tokens else run.segments()
     run.rule.check(len(run.exits))
+    if web:
+        check_page(run)
     if tokens and run.rule.needs == "state" and not (source.facts()["decides"] and isinstance(run.rule, Policy)):
         name = run.rule.name
         raise ValueError(f"the rule {name} asks for more than this model's graphs say; choose another with --rule")
@@ -95,6 +101,8 @@ def export(
         run.tokenizer.save(partial_folder / "tokenizer.json")
         if isinstance(run.rule, Retrieval):
             manifest["encoder"] = _write_retrieval(run.rule, partial_folder)
+        if web:
+            write_page(run, partial_folder, texts)
         manifest["files"] = _digests(partial_folder)
         write_json(partial_folder / MANIFEST, manifest)
         chosen = np.random.default_rng(seed).permutation(len(texts))[:VERIFIED_TEXTS]
