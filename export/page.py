@@ -1,13 +1,12 @@
 """A page in the browser for an exported folder of rows: `mini-ee export RUN --out DIR --web`.
 
-exported/index.html, page.css, *.js                the page; `python -m http.server` in the folder is enough for it
-exported/vendor/                                   onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them
-exported/model_web.onnx                            model.onnx as onnxruntime-web takes it: its settings, `threshold` and
-                                                   the others, are plain inputs, as it refuses values for inputs that
-                                                   have a default; weights that stand in a file stand outside of all
-                                                   branches, as it looks for the files of those inside on a disk
-exported/web.json                                  what the page shows: labels, exits, the rule with its settings, what a
-                                                   threshold keeps on the held-out rows, texts to try with their tokens
+exported/index.html, page.css, *.js  the page; `python -m http.server` in the folder is enough for it
+exported/vendor/                     onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them
+exported/model_web.onnx              model.onnx as onnxruntime-web takes it: its settings, `threshold` and others, are plain
+                                     inputs, as it refuses values for inputs that have a default; its weights stand
+                                     outside of all branches, as it looks for the file of those inside on a disk
+exported/web.json                    what the page shows: labels, exits, the rule with its settings, what each setting
+                                     keeps on the held-out rows, texts to try with their tokens
 """
 
 import shutil
@@ -29,7 +28,7 @@ PAGE = ("index.html", "page.css", "page.js", "chart.js", "rules.js", "model.js")
 VENDOR = "vendor"
 
 GRAPH, WEB_GRAPH = "model.onnx", "model_web.onnx"
-EXAMPLES = 4
+EXAMPLES, CANDIDATES = 4, 64
 
 
 def check_page(run: Run) -> None:
@@ -53,7 +52,7 @@ def write_page(run: Run, folder: Path, texts: list[tuple[str, ...]]) -> None:
         shutil.copyfile(SOURCES / name, folder / name)
     if (SOURCES / VENDOR).is_dir():
         shutil.copytree(SOURCES / VENDOR, folder / VENDOR)
-    encoded = run.encode(texts[:EXAMPLES])
+    encoded = run.encode(_examples(run, texts[:CANDIDATES]))
     about = {
         "method": run.config["method"],
         "task": run.config["task"]["name"],
@@ -67,6 +66,13 @@ def write_page(run: Run, folder: Path, texts: list[tuple[str, ...]]) -> None:
         "examples": [{"texts": row, "ids": ids.tolist()} for row, ids in zip(encoded.texts, encoded.ids)],
     }
     write_json(folder / "web.json", about)
+
+
+def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """EXAMPLES of the texts, those first that leave after as many layers as none before them."""
+    layers = [answer.layers for answer in run.classify(texts)]
+    order = sorted(range(len(texts)), key=lambda row: layers[row] in layers[:row])
+    return [texts[row] for row in order[:EXAMPLES]]
 
 
 def vendor_command(folder: Path) -> str | None:

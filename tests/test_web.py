@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import mini_ee.export.page as page
 from mini_ee import WrongArguments, load_run, train
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import save_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
@@ -274,21 +277,37 @@ def test_what_is_missing_or_damaged_is_said_on_the_page(browser, serve, exported
     assert says in browser.value("document.querySelector('#status').textContent")
 
 
+def byte_level_checkpoint(folder):
+    """A random RoBERTa, whose tokenizer splits bytes, puts two tokens between sentences and has no types."""
+    backend = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    backend.train_from_iterator(PAIRS, vocab_size=400, special_tokens=special, show_progress=False)
+    backend = tokenizers.Tokenizer.from_str(backend.to_str())
+    backend.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(model_type="roberta", vocab_size=400, max_position_embeddings=24, pad_token_id=1, **shape)
+    save_backbone(Bert(config), folder)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+PAIRS = ["good film", "the bad bad meal was very poor", "the song and " * 8]
+
+
 @in_chromium
-def test_pairs_of_sentences_have_two_fields_and_are_cut_as_in_python(browser, serve, checkpoint_folder, tmp_path):
-    words = ["good film", "the bad bad meal was very poor", "the song and " * 8]
-    rows = [{"a": a, "b": b, "label": "yes" if a == b else "no"} for a in words for b in words] * 8
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_pairs_of_sentences_have_two_fields_and_are_cut_as_in_python(browser, serve, checkpoint_folder, tmp_path, kind):
+    checkpoint = checkpoint_folder if kind == "bert" else byte_level_checkpoint(tmp_path / "roberta")
     (tmp_path / "task").mkdir()
+    texts = [(one, other) for one in PAIRS for other in PAIRS]
+    rows = [{"sentence1": one, "sentence2": other, "label": str(one == other)} for one, other in texts]
     for split in ("train", "dev"):
-        (tmp_path / "task" / f"{split}.jsonl").write_text(
-            "".join(json.dumps({"sentence1": r["a"], "sentence2": r["b"], "label": r["label"]}) + "\n" for r in rows)
-        )
-    run = train("joint", model=checkpoint_folder, task=tmp_path / "task", out=tmp_path / "run", epochs=1)
-    texts = [(a, b) for a in words for b in words]
+        (tmp_path / "task" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    run = train("joint", model=checkpoint, task=tmp_path / "task", out=tmp_path / "run", epochs=1)
     export(run, tmp_path / "exported", texts=texts, web=True)
     browser.open(serve(tmp_path / "exported"), LOADED)
     assert browser.value("document.querySelectorAll('article textarea').length") == 4
-    assert_says_what_python_says(browser, tmp_path / "exported", texts)
+    assert_says_what_python_says(browser, tmp_path / "exported", [*texts, ("naïve 🎬 it’s", "x\ty  z")])
 
 
 # ---- The folder, without a browser ----

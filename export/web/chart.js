@@ -1,5 +1,5 @@
 // Score against mean layers over the held-out rows, as SVG.
-const WIDTH = 460, HEIGHT = 240, LEFT = 52, RIGHT = 14, TOP = 14, BOTTOM = 40;
+const WIDTH = 460, HEIGHT = 240, LEFT = 56, RIGHT = 14, TOP = 28, BOTTOM = 44;
 
 function svg(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -21,14 +21,14 @@ export function drawChart({ score, points, rows }, layers, chosen, choose) {
   chart.append(svg("title", {}, `${score} against mean layers on ${rows} held-out rows${said}`));
   chart.append(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
   for (let layer = 0; layer <= layers; layer += Math.ceil(layers / 6)) {
-    chart.append(say(layer, { x: x(layer), y: HEIGHT - BOTTOM + 16, "text-anchor": "middle" }));
+    chart.append(say(layer, { x: x(layer), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }));
   }
   for (const value of new Set([low, (low + high) / 2, high])) {
     chart.append(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     chart.append(say(value.toFixed(3), { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }));
   }
   chart.append(say("mean layers", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, "text-anchor": "middle" }));
-  chart.append(say(score, { x: 4, y: 12 }));
+  chart.append(say(score, { x: 4, y: 14 }));
   chart.append(svg("polyline", { points: points.map(([, right, mean]) => `${x(mean)},${y(right)}`).join(" ") }));
   points.forEach(([, right, mean], number) => {
     const here = number === chosen;

@@ -1,8 +1,9 @@
 // The page of an exported folder: two cards with sentences, the setting of the rule that moves, and its curve.
 import { drawChart } from "./chart.js";
-import { digits, number, shown, why } from "./rules.js";
+import { digits, number, probabilityAsked, shown, why } from "./rules.js";
 
 const PAUSE = 150; // milliseconds that a moved slider rests before the model is asked
+const STEP = 60; // milliseconds from one exit that appears to the next
 
 const at = (selector, inside = document) => inside.querySelector(selector);
 const made = (tag, properties = {}, ...children) => {
@@ -74,7 +75,7 @@ class Page {
       at("#slider").value = chosen ?? 0;
       at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own";
       at("#kept").textContent = point
-        ? `Then ${curve.rows} held-out rows have ${curve.score} ${point[1].toFixed(3)} and take ${point[2].toFixed(2)} of ${end} layers.`
+        ? `On ${curve.rows} held-out rows: ${curve.score} ${point[1].toFixed(3)} after ${point[2].toFixed(2)} of ${end} layers on average.`
         : `The run’s own differ from exit to exit; the curve, over ${curve.rows} held-out rows, has one for all.`;
       at("#chart").replaceChildren(drawChart(curve, end, chosen, (number) => this.move(number)));
     }
@@ -146,7 +147,7 @@ class Card {
       const end = model.about.exits.at(-1);
       const sure = answer.confidence === undefined ? "" : ` (${(100 * answer.confidence).toFixed(1)} % sure)`;
       const label = typeof answer.label === "number" ? answer.label.toFixed(3) : answer.label;
-      const time = `${taken.toFixed(1)} ms here; straight to the last exit ${said.whole.toFixed(1)} ms.`;
+      const time = `${taken.toFixed(1)} ms; the last exit alone takes ${said.whole.toFixed(1)} ms.`;
       this.say(made("strong", {}, label), `${sure} after layer ${answer.layers} of ${end}. ${time}`);
       this.showExits(answer, settings);
     } catch (error) {
@@ -158,22 +159,30 @@ class Card {
     const { about } = this.page.model;
     const left = about.exits.indexOf(answer.layers);
     const rows = this.said.exits.map((exit, k) => {
-      const label = typeof exit.label === "number" ? exit.label.toFixed(3) : exit.label;
+      const reason = k > left ? "not run; it would say this" : why(about, settings, this.said.exits, k, k === left);
       const sure = exit.confidence === undefined ? "" : `${(100 * exit.confidence).toFixed(1)} %`;
-      const filled = made("span");
-      filled.style.width = `${100 * (exit.confidence ?? 0)}%`;
+      const label = typeof exit.label === "number" ? exit.label.toFixed(3) : exit.label;
       const row = made(
         "li",
         { className: k < left ? "run" : k === left ? "left" : "beyond" },
         made("div", { className: "said" }, made("span", {}, `Layer ${exit.layers}: ${label}`), made("span", {}, sure)),
-        exit.confidence === undefined ? "" : made("div", { className: "bar" }, filled),
-        made("div", { className: "why" }, k > left ? "not run; it would say this" : why(about, settings, this.said.exits, k, k === left)),
+        exit.confidence === undefined ? "" : bar(exit.confidence, probabilityAsked(about, settings, k)),
+        made("div", { className: "why" }, reason),
       );
-      row.style.animationDelay = `${Math.min(k, left) * 60}ms`;
+      row.style.animationDelay = `${Math.min(k, left) * STEP}ms`;
       return row;
     });
     at(".exits", this.element).replaceChildren(...rows);
   }
+}
+
+/** A probability as a bar, with a mark at the one that is asked for, if one is. */
+function bar(probability, asked) {
+  const filled = made("span");
+  filled.style.width = `${100 * probability}%`;
+  const mark = made("i");
+  mark.style.left = `${100 * asked}%`;
+  return made("div", { className: "bar" }, filled, asked <= 1 ? mark : "");
 }
 
 async function main() {

@@ -60,6 +60,12 @@ export function shown({ rule, exits }, settings) {
   return sayings[rule.name]();
 }
 
+/** The probability that exit k must reach; undefined where the rule asks for something else. */
+export function probabilityAsked({ rule }, settings, k) {
+  const asked = rule.measure === "max_probability" ? settings.threshold.values[k] : undefined;
+  return asked === undefined ? undefined : number(asked);
+}
+
 /** Why it went on at exit k, or left there. said: what each exit says. */
 export function why({ rule, exits }, settings, said, k, left) {
   const then = left ? "it leaves" : "it goes on";
