@@ -2,7 +2,7 @@
 
 exported/index.html, page.css, *.js  the page; `python -m http.server` in the folder is enough for it
 exported/vendor/                     onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them
-exported/model_web.onnx              model.onnx as onnxruntime-web takes it: its settings, `threshold` and others, are plain
+exported/model_web.onnx              model.onnx as onnxruntime-web takes it: `threshold` and other settings are plain
                                      inputs, as it refuses values for inputs that have a default; its weights stand
                                      outside of all branches, as it looks for the file of those inside on a disk
 exported/web.json                    what the page shows: labels, exits, the rule with its settings, what each setting
@@ -112,8 +112,8 @@ def _numbers(values: np.ndarray) -> list:
 def _curve(run: Run) -> dict | None:
     """What the setting that moves keeps on the held-out rows, as metrics.json has it of such a rule; None: it has not.
 
-    score: the name of the task's first metric; rows: how many were held out; setting: the graph's input; points: its
-    value, the score, and the mean layers, the value ascending.
+    score: the task's metric, of several their mean; rows: how many were held out; setting: the graph's input; points:
+    its value, the score, and the mean layers, the value ascending.
     """
     metrics, knob = read_json(run.folder / "metrics.json"), KNOBS.get(run.rule.name)
     for curve in metrics.get("curves", []):
@@ -121,8 +121,8 @@ def _curve(run: Run) -> dict | None:
             rules = [rule_from_dict(curve["rule"] | {knob: value}) for value, *_ in curve["points"]]
             moved = [_fed(rule) for rule in rules]
             points = [(value, *kept) for (_, value), (_, *kept) in zip(moved, curve["points"])]
-            metric = run.config["task"]["metrics"][0]
-            return {"score": metric, "rows": metrics["rows_held"], "setting": moved[0][0], "points": points}
+            score = " and ".join(run.config["task"]["metrics"])
+            return {"score": score, "rows": metrics["rows_held"], "setting": moved[0][0], "points": points}
     return None
 
 

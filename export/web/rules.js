@@ -51,7 +51,7 @@ export function shown({ rule, exits }, settings) {
   const patience = settings.patience?.values[0];
   const sayings = {
     threshold: () => `It leaves at the first exit where ${measure} is at least ${bar}.`,
-    patience: () => `It leaves when an exit has said the same as the one before ${times(patience)} in a row.`,
+    patience: () => `It leaves when the same was said again ${times(patience)} in a row.`,
     "patience-confidence": () => `It leaves when ${measure} was at least ${bar} ${times(patience)} in a row.`,
     policy: () => `It leaves at the first exit where its policy’s logit is above ${bar}.`,
     fixed: () => `It always leaves after layer ${exits[rule.exit]}.`,
@@ -80,7 +80,7 @@ export function why({ rule, exits }, settings, said, k, left) {
   if (rule.name === "patience") {
     const near = (one, other) => Math.abs(one - other) < rule.tolerance;
     const same = (one, other) => other && (one.label === other.label || (said[0].logits.length === 1 && near(one.label, other.label)));
-    return `said the same ${streak(said, k, same)} of ${settings.patience.values[0]} times: ${then}`;
+    return `the same again ${streak(said, k, same)} of ${settings.patience.values[0]} times: ${then}`;
   }
   if (rule.name === "patience-confidence") {
     const sure = streak(said, k, (exit) => exit && measure(exit.logits) >= bar);
