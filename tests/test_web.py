@@ -215,8 +215,15 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
 @in_chromium
 @pytest.mark.parametrize(
     "rule",
-    [Patience(2), PatienceConfidence(2, 0.55), FixedExit(3), NeverExit(), Threshold(-0.68, "entropy")],
-    ids=lambda rule: rule.name,
+    [
+        Patience(2),
+        PatienceConfidence(2, 0.55),
+        FixedExit(3),
+        NeverExit(),
+        Threshold(-0.68, "entropy"),
+        Threshold((0.55, 0.53, 0.52) * 4),
+    ],
+    ids=["patience", "patience-confidence", "fixed", "never", "entropy", "exit by exit"],
 )
 def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
     export(run._replace(rule=rule), tmp_path / "exported", web=True)
@@ -260,6 +267,18 @@ def test_the_page_shows_each_exit_and_follows_the_slider(browser, serve, exporte
     ]
     own = address.removesuffix("index.html")
     assert len(requests) > 9 and all(url.startswith((own, "data:")) for url in requests), requests
+
+
+@in_chromium
+def test_an_example_goes_into_the_card_that_was_used_last(browser, serve, exported):
+    browser.open(serve(exported), LOADED)
+    examples = [row["texts"] for row in read_json(exported / "web.json")["examples"]]
+    browser.value("""(() => {
+        document.querySelectorAll("textarea")[1].focus();
+        document.querySelectorAll("#examples button")[3].click();
+    })()""")
+    values = browser.value("Array.from(document.querySelectorAll('textarea'), (field) => field.value)")
+    assert values == [examples[0][0], examples[3][0]]
 
 
 @in_chromium

@@ -36,7 +36,7 @@ class Page {
       at("#examples").append(button);
     }
     this.showRule();
-    this.cards.forEach((card, number) => card.fill(about.examples[number]?.texts ?? []));
+    this.cards.forEach((card, index) => card.fill(about.examples[index]?.texts ?? []));
     at("#status").textContent = "";
     at("main").hidden = false;
   }
@@ -76,8 +76,8 @@ class Page {
       at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own";
       at("#kept").textContent = point
         ? `On ${curve.rows} held-out rows: ${curve.score} ${point[1].toFixed(3)} after ${point[2].toFixed(2)} of ${end} layers on average.`
-        : `The run’s own differ from exit to exit; the curve, over ${curve.rows} held-out rows, has one for all.`;
-      at("#chart").replaceChildren(drawChart(curve, end, chosen, (number) => this.move(number)));
+        : `The run’s own setting is no point of the curve, which is that of ${curve.rows} held-out rows.`;
+      at("#chart").replaceChildren(drawChart(curve, end, chosen, (index) => this.move(index)));
     }
     clearTimeout(this.soon);
     this.soon = setTimeout(() => this.cards.forEach((card) => card.decide()), PAUSE);
@@ -94,7 +94,7 @@ class Card {
     const form = at("form", this.element);
     form.append(...this.fields.map((field, each) => made("label", {}, names[each], field)), made("button", {}, "Read it"));
     form.onsubmit = (event) => (event.preventDefault(), this.read());
-    form.onfocusin = () => (page.used = this);
+    form.addEventListener("focusin", () => (page.used = this));
     for (const field of this.fields) field.onkeydown = (event) => this.key(event);
   }
 
@@ -105,7 +105,7 @@ class Card {
   }
 
   fill(texts) {
-    this.fields.forEach((field, number) => (field.value = texts[number] ?? ""));
+    this.fields.forEach((field, index) => (field.value = texts[index] ?? ""));
     if (texts.length) this.read();
   }
 
