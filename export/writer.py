@@ -8,6 +8,7 @@ exported/segment_{layer}.onnx  where asked for: the layers up to an exit, and of
                                fill_{layer}.onnx, the keys and values of a segment for tokens that left below it
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
 exported/tokenizer.json
+exported/index.html            and more, where a page is asked for: see page.py
 exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
 
 What a graph is stands beside the torch code that it repeats: `graphs()` of a model's segments, `graph` of its modules.
@@ -32,6 +33,7 @@ from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.export.builder import OPSET, Builder, parameters_of
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST
 from mini_ee.export.model_graph import write_model_graph
+from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU
 from mini_ee.methods.raee import Retrieval
@@ -64,6 +66,7 @@ def export(
     precision: str = "float32",
     seed: int = 0,
     segments: bool = False,
+    web: bool = False,
 ) -> dict:
     """Write the exported folder and return its manifest.
 
@@ -71,6 +74,7 @@ def export(
     that every exit says what torch says, in batches of one and of many, and that a decoder writes the same. precision:
     float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
     it does not hold, for servers that take rows together again after each exit, and to recompute caches.
+    web: a page that shows the model in a browser, see page.py.
     Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where a graph cannot hold
     the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is no folder.
     """
@@ -81,6 +85,8 @@ def export(
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
     source = TokenGraphs(run.model) if tokens else run.segments()
     run.rule.check(len(run.exits))
+    if web:
+        check_page(run)
     with atomic_folder(out) as partial_folder:
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -93,6 +99,8 @@ def export(
         run.tokenizer.save(partial_folder / "tokenizer.json")
         if isinstance(run.rule, Retrieval):
             manifest["encoder"] = _write_retrieval(run.rule, partial_folder)
+        if web:
+            write_page(run, partial_folder, texts)
         manifest["files"] = _digests(partial_folder)
         write_json(partial_folder / MANIFEST, manifest)
         chosen = np.random.default_rng(seed).permutation(len(texts))[:VERIFIED_TEXTS]

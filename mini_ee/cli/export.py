@@ -18,6 +18,7 @@ def add(sub) -> None:
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
     sub.add_argument("--segments", action="store_true", help="graphs by segment too, for other rules and re-batching")
+    sub.add_argument("--web", action="store_true", help="a page that shows the classifier in a browser, offline")
     add_where(sub, device=False)
     add_rule(sub)
     add_retrieval(sub)
@@ -30,6 +31,7 @@ def run(args, say) -> dict:
     from mini_ee.cli.open import open_run
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.data.tasks import load_task
+    from mini_ee.export.page import vendor_command
     from mini_ee.training.train import check_task
 
     args.device = "cpu"
@@ -42,9 +44,8 @@ def run(args, say) -> dict:
         task = load_task(args.task)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
-    manifest = mini_ee.export(
-        opened, args.out, texts=texts, precision=precision, seed=args.seed, segments=args.segments
-    )
+    parts = {"segments": args.segments, "web": args.web}
+    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, **parts)
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
     equal = verified.get("token_agreement", verified.get("prediction_agreement"))
@@ -55,6 +56,9 @@ def run(args, say) -> dict:
         f"equal."
     )
     say(f"Exported: {args.out}")
+    if args.web:
+        missing = vendor_command(args.out)
+        say(f"Page, without its libraries: run {missing}" if missing else f"Page: python -m http.server -d {args.out}")
     answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
-    size = sum(path.stat().st_size for path in args.out.iterdir())
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     return answer | {"export": str(args.out), "bytes": size, "seconds": time.perf_counter() - begin}

@@ -106,6 +106,45 @@ def quantiles(values: np.ndarray) -> np.ndarray:
     return np.quantile(values.ravel(), np.linspace(0, 1, LEVELS))
 
 
+KNOBS = {"threshold": "threshold", "patience": "patience", "patience-confidence": "threshold", "policy": "cut"}
+"""Rule -> the setting that trades layers for score."""
+CURVE_POINTS = 24
+
+
+def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> list[dict]:
+    """What the chosen rule and the usual ones keep on recorded rows, from their loosest setting to their strictest.
+
+    Of each: the rule, one of its kind, and points [value of its knob, the task's score, mean layers].
+    """
+    families = [chosen] if chosen.name in KNOBS else []
+    if len(recorded.segments.exits) > 1:
+        families += [Patience(1)] if task.regression else [Threshold(0.5)]
+    found = {}
+    for rule in families:
+        knob, points = KNOBS[rule.name], []
+        for value in _settings(recorded, rule):
+            result = recorded.replay(replace(rule, **{knob: value}))
+            score = task.score(predictions(result.logits), labels)["score"]
+            points.append([str(value) if math.isinf(value) else value, score, float(result.layers_run.mean())])
+        about = rule.to_dict()
+        kind = str({name: value for name, value in about.items() if name != knob})
+        found.setdefault(kind, {"rule": about, "points": points})
+    return list(found.values())
+
+
+def _settings(recorded: Record, rule: Rule) -> list:
+    """Values of a rule's knob that let ever fewer units leave, the last one none of them."""
+    shares = np.linspace(0, 1, CURVE_POINTS)
+    if rule.name == "patience":
+        return list(range(1, len(recorded.segments.exits)))
+    if rule.name == "policy":
+        chances = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
+        return np.unique([*np.quantile(chances, shares), rule.cut, 1.0]).tolist()
+    values = [*np.quantile(recorded.confidence(rule.measure), shares), *np.atleast_1d(rule.threshold)]
+    _, least, most = MEASURES[rule.measure]
+    return np.unique([*np.clip(values, least, most), math.inf]).tolist()
+
+
 # ---- The rule that a training ends with ----
 PROPOSING = 200
 """Rows at most, and a tenth of the hold-out, on which candidates are made and ordered, and nothing is promised."""

@@ -27,7 +27,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
-from mini_ee.training.rule import Chosen, default_rule
+from mini_ee.training.rule import Chosen, curves, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.texts import Source, agreement_rule, texts_to_learn
 from mini_ee.units.recording import Record, exit_scores, record, summary
@@ -267,6 +267,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
         "promise": chosen.promise,
         "rows_needed": chosen.rows_needed,
         "promised": chosen.sentence(),
+        "curves": curves(recorded, task, labels, chosen.rule),
     }
 
 

@@ -1,0 +1,59 @@
+// Answers rows of token ids from an exported folder: answer DIR [threshold] < ids.txt, a row a line: "101 1037 2204 102".
+// Says of each row the label's index, the layers that ran and the confidence. Built as README.md says.
+#include <onnxruntime_cxx_api.h>
+
+#include <iostream>
+#include <iterator>
+#include <sstream>
+#include <vector>
+
+static Ort::AllocatorWithDefaultOptions allocator;
+
+// The names of the inputs that must be fed.
+static std::vector<std::string> input_names(const Ort::Session& session) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < session.GetInputCount(); i++) names.push_back(session.GetInputNameAllocated(i, allocator).get());
+  return names;
+}
+
+// How many thresholds the graph takes, one for each exit but the last; 0 where its rule has none.
+static size_t count_thresholds(const Ort::Session& session) {
+  for (size_t i = 0; i < session.GetOverridableInitializerCount(); i++)
+    if (session.GetOverridableInitializerNameAllocated(i, allocator).get() == std::string("threshold"))
+      return session.GetOverridableInitializerTypeInfo(i).GetTensorTypeAndShapeInfo().GetElementCount();
+  return 0;
+}
+
+int main(int argc, char** argv) try {
+  if (argc < 2) throw std::invalid_argument("usage: answer DIR [threshold] < ids.txt");
+  Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
+  Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), Ort::SessionOptions());
+  const auto named = input_names(session);
+  std::vector<float> thresholds(argc > 2 ? count_thresholds(session) : 0, argc > 2 ? std::stof(argv[2]) : 0);
+  if (argc > 2 && thresholds.empty()) throw std::invalid_argument("the rule of this graph has no threshold");
+  const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
+  const char* outputs[] = {"label", "layers", "confidence"};
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::vector<int64_t> ids{std::istream_iterator<int64_t>(words), {}};
+    if (ids.empty() || !words.eof()) throw std::invalid_argument("expected token ids in each line, found: " + line);
+    std::vector<int64_t> ones(ids.size(), 1), zeros(ids.size(), 0), shape{1, int64_t(ids.size())};
+    std::vector<const char*> names;
+    std::vector<Ort::Value> values;
+    for (const auto& name : named) {
+      auto& row = name == "input_ids" ? ids : name == "attention_mask" ? ones : zeros;  // zeros: the token types
+      names.push_back(name.c_str());
+      values.push_back(Ort::Value::CreateTensor<int64_t>(memory, row.data(), row.size(), shape.data(), shape.size()));
+    }
+    if (shape = {int64_t(thresholds.size())}; shape[0] > 0) {
+      names.push_back("threshold");
+      values.push_back(Ort::Value::CreateTensor<float>(memory, thresholds.data(), shape[0], shape.data(), 1));
+    }
+    auto said = session.Run(Ort::RunOptions(), names.data(), values.data(), names.size(), outputs, 3);
+    std::cout << *said[0].GetTensorData<int64_t>() << ' ' << *said[1].GetTensorData<int64_t>();
+    std::cout << ' ' << *said[2].GetTensorData<float>() << std::endl;
+  }
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
+}

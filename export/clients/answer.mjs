@@ -1,0 +1,55 @@
+// Answers sentences from an exported folder, one JSON line each: node answer.mjs DIR [--threshold .9] < sentences.txt
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
+import { createInterface } from "node:readline";
+import { parseArgs } from "node:util";
+import { Tokenizer } from "@huggingface/tokenizers";
+import * as ort from "onnxruntime-node";
+
+const { positionals, values } = parseArgs({ allowPositionals: true, options: { threshold: { type: "string" } } });
+if (positionals.length !== 1) fail("expected one folder: node answer.mjs DIR [--threshold .9] < sentences.txt");
+const [folder] = positionals;
+const read = (name) => JSON.parse(readFileSync(join(folder, name), "utf8"));
+const manifest = read("manifest.json");
+if (manifest.unit !== "rows" || manifest.task.texts !== 1) fail(`${folder}: holds no classifier of single sentences`);
+
+// onnxruntime-node passes over what it is fed for an input that has a default: only in model_web.onnx has it none.
+const graph = values.threshold === undefined ? "model.onnx" : "model_web.onnx";
+if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run again with --web`);
+const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
+const tokenizer = new Tokenizer(read("tokenizer.json"), {});
+
+const whole = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
+
+function settings() {
+  if (values.threshold === undefined) return {};
+  const threshold = new Float32Array(manifest.exits.length - 1).fill(Number(values.threshold)); // one for each exit
+  return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: whole([-1]) };
+}
+
+/** Token ids, cut to the length that the model was trained with. */
+function encode(text) {
+  const after = tokenizer.post_processor ?? ((tokens) => ({ tokens }));
+  const room = manifest.max_length - after([], null).tokens.length;
+  const { tokens } = after(tokenizer.tokenize(text, { add_special_tokens: false }).slice(0, room), null);
+  return tokens.map((token) => tokenizer.token_to_id(token) ?? tokenizer.model.unk_token_id);
+}
+
+async function answer(text) {
+  const ids = encode(text);
+  const row = (numbers) => whole(numbers, [1, ids.length]);
+  const inputs = { input_ids: row(ids), attention_mask: row(ids.map(() => 1)), token_type_ids: row(ids.map(() => 0)) };
+  const known = Object.entries(inputs).filter(([name]) => session.inputNames.includes(name));
+  const { label, confidence, layers } = await session.run({ ...Object.fromEntries(known), ...settings() });
+  const name = manifest.task.label_names[Number(label.data[0])] ?? label.data[0];
+  return { label: name, confidence: confidence?.data[0], layers: Number(layers.data[0]) };
+}
+
+function fail(message) {
+  console.error(message);
+  process.exit(2);
+}
+
+for await (const line of createInterface({ input: process.stdin })) {
+  if (line.trim()) console.log(JSON.stringify(await answer(line)));
+}

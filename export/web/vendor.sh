@@ -1,0 +1,18 @@
+#!/bin/sh
+# Fetches from npm what the page needs, in the versions and with the checksums of package-lock.json.
+#   sh vendor.sh               into vendor/ beside this file: later exports copy it
+#   sh vendor.sh DIR/vendor    into a folder that was exported without it
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+target=${1:-$here/vendor}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cp "$here/package.json" "$here/package-lock.json" "$work"
+npm ci --prefix "$work" --ignore-scripts --no-audit --no-fund --loglevel=error
+modules=$work/node_modules
+mkdir -p "$target"
+cp "$modules/onnxruntime-web/dist/ort.wasm.bundle.min.mjs" "$target"
+cp "$modules/onnxruntime-web/dist/ort-wasm-simd-threaded.wasm" "$target"
+cp "$modules/@huggingface/tokenizers/dist/tokenizers.min.mjs" "$target"
+cp "$modules/@huggingface/tokenizers/LICENSE" "$target/LICENSE.tokenizers"
+echo "Vendored: $target"

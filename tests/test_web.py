@@ -1,0 +1,385 @@
+"""The page of an exported folder: in a real headless Chromium it says what Python says, and what fails is said."""
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+import mini_ee.export.page as page
+from mini_ee import WrongArguments, load_run, train
+from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.hub import save_backbone
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.data.tasks import toy_task
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.writer import export
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_chromium = pytest.mark.skipif(
+    not CHROMIUM or not (page.SOURCES / page.VENDOR).is_dir(),
+    reason="needs Debian's chromium, and export/web/vendor/, which `sh export/web/vendor.sh` makes",
+)
+SENTENCES = 50
+ATOL = 1e-4  # of a confidence, WebAssembly against Python; measured at most 1.2e-7
+ODD = [
+    "Señor Café’s naïve œuvre, 5 stars… (really!)",
+    "東京 is great, 很好",
+    "word " * 300,
+    "x" * 150,
+    "good\tfilm\n\nbad\u200bfilm \ufffd",
+    "I said [SEP] and [MASK]",
+    "🎬👍🏽 e\u0301t\u00e9 İstanbul",
+]
+
+
+class Chromium:
+    """A headless Chromium, driven over a pipe by its DevTools protocol."""
+
+    def __init__(self, folder):
+        (theirs_in, self.to), (self.back, theirs_out) = os.pipe(), os.pipe()
+        options = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe".split()
+        command = [CHROMIUM, *options, f"--user-data-dir={folder}", "about:blank"]
+        shell = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(shell, pass_fds=(theirs_in, theirs_out), **quiet)
+        os.close(theirs_in), os.close(theirs_out)
+        self.read, self.count, self.events = b"", 0, []
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self.session = {"sessionId": self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+
+    session: dict = {}
+
+    def ask(self, method, **parameters):
+        """The result of a command; what happens meanwhile is kept in `events`."""
+        self.count += 1
+        request = {"id": self.count, "method": method, "params": parameters} | self.session
+        os.write(self.to, json.dumps(request).encode() + b"\0")
+        while (answer := self._next()).get("id") != self.count:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _next(self):
+        while b"\0" not in self.read:
+            part = os.read(self.back, 1 << 20)
+            assert part, "Chromium ended"
+            self.read += part
+        message, _, self.read = self.read.partition(b"\0")
+        return json.loads(message)
+
+    def value(self, expression):
+        """What a JavaScript expression gives, awaited."""
+        answer = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def open(self, address, until):
+        """Load a page and wait for a condition on it."""
+        self.ask("Page.enable")
+        self.ask("Page.navigate", url=address)
+        self.wait(until)
+
+    def wait(self, condition):
+        """Return when the expression is true; at most 30 seconds."""
+        late = "setTimeout(() => no(Error(document.body.innerText)), 30000)"
+        poll = f"const ask = () => ({condition}) ? yes() : setTimeout(ask, 20); ask(); {late}"
+        while True:
+            try:
+                return self.value(f"new Promise((yes, no) => {{ {poll} }})")
+            except AssertionError as error:
+                if "navigated" not in str(error) and "destroyed" not in str(error):
+                    raise
+
+    def close(self):
+        self.ask("Page.navigate", url="about:blank")
+        self.process.terminate()
+        self.process.wait()
+        os.close(self.to), os.close(self.back)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """What `python -m http.server` is, quietly."""
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """serve(folder): its address, as `python -m http.server -d folder` gives it."""
+    servers = []
+
+    def started(folder):
+        handler = functools.partial(Handler, directory=str(folder))
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/index.html"
+
+    yield started
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium = Chromium(tmp_path_factory.mktemp("chromium"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on the built-in reviews, hardly trained, under a rule that lets rows leave at many exits."""
+    run = train("joint", out=tmp_path_factory.mktemp("web") / "run", epochs=1, max_train=300)
+    (curve,) = read_json(run.folder / "metrics.json")["curves"]
+    values, _, layers = zip(*curve["points"])
+    return run._replace(rule=Threshold(values[np.searchsorted(layers, 6)]))
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("web") / "exported"
+    export(run, folder, web=True)
+    return folder
+
+
+OPENED = "import('./model.js').then((module) => module.openModel())"
+LOADED = "document.querySelector('main:not([hidden]) .verdict strong')"
+
+
+def answers(browser, rows, settings=None):
+    """What the folder that is open says of rows of texts, of each: label, layers, confidence, token ids."""
+    settings = "model.about.settings" if settings is None else json.dumps(settings)
+    return browser.value(f"""{OPENED}.then(async (model) => {{
+        const said = [];
+        for (const texts of {json.dumps(rows)}) {{
+            const {{label, layers, confidence}} = await model.decide(texts, {settings});
+            said.push([label, layers, confidence, model.encode(texts).ids]);
+        }}
+        return said;
+    }})""")
+
+
+def assert_says_what_python_says(browser, folder, rows, settings=None, rule=None):
+    """Returns the layers."""
+    runtime, rows = Runtime(folder), [(row,) if isinstance(row, str) else row for row in rows]
+    expected, encoded = runtime.run(rows, batch_size=1, rule=rule), runtime.encode(rows)
+    said = answers(browser, rows, settings)
+    assert [ids for *_, ids in said] == [ids.tolist() for ids in encoded.ids]
+    assert [each[:2] for each in said] == [[answer.label, answer.layers] for answer in expected]
+    if runtime.label_names:
+        expected = [answer.confidence for answer in expected]
+        np.testing.assert_allclose([each[2] for each in said], expected, rtol=0, atol=ATOL)
+    return [each[1] for each in said]
+
+
+def reviews():
+    return [text for (text,) in toy_task().split("test").texts[:SENTENCES]]
+
+
+@in_chromium
+def test_fifty_sentences_have_pythons_labels_and_layers(browser, serve, exported):
+    browser.open(serve(exported), LOADED)
+    layers = assert_says_what_python_says(browser, exported, reviews())
+    assert len(layers) == SENTENCES and len(set(layers)) > 2, "the rows should leave at several exits"
+
+
+@in_chromium
+def test_every_value_of_the_setting_that_moves_leaves_where_pythons_rule_does(browser, serve, exported):
+    browser.open(serve(exported), LOADED)
+    about, means = read_json(exported / "web.json"), []
+    for value, *_ in about["curve"]["points"][::4]:
+        fed = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 11}}
+        said = assert_says_what_python_says(browser, exported, reviews()[:10], fed, Threshold(value))
+        means.append(np.mean(said))
+    assert means == sorted(means) and means[0] < means[2] < means[-1]
+
+
+@in_chromium
+def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, exported):
+    browser.open(serve(exported), LOADED)
+    assert_says_what_python_says(browser, exported, ODD)
+
+
+@in_chromium
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Patience(2),
+        PatienceConfidence(2, 0.55),
+        FixedExit(3),
+        NeverExit(),
+        Threshold(-0.68, "entropy"),
+        Threshold((0.55, 0.53, 0.52) * 4),
+    ],
+    ids=["patience", "patience-confidence", "fixed", "never", "entropy", "exit by exit"],
+)
+def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
+    export(run._replace(rule=rule), tmp_path / "exported", web=True)
+    browser.open(serve(tmp_path / "exported"), LOADED)
+    assert_says_what_python_says(browser, tmp_path / "exported", reviews()[:10])
+    assert browser.value("document.querySelector('.exits .left .why').textContent")
+
+
+@in_chromium
+def test_the_page_shows_each_exit_and_follows_the_slider(browser, serve, exported):
+    browser.events.clear()
+    browser.ask("Runtime.enable"), browser.ask("Network.enable")
+    address = serve(exported)
+    browser.open(address, LOADED)
+    text = reviews()[7]
+    (answer,) = Runtime(exported).run([text])
+    browser.value(f"""(() => {{
+        const card = document.querySelector("article"), field = card.querySelector("textarea");
+        card.querySelector(".verdict").textContent = "";
+        field.value = {json.dumps(text)};
+        field.dispatchEvent(new KeyboardEvent("keydown", {{key: "Enter", bubbles: true, cancelable: true}}));
+    }})()""")
+    browser.wait("document.querySelector('article .verdict strong')")
+    assert browser.value("document.querySelector('article .verdict').textContent").startswith(answer.label)
+    assert browser.value("document.querySelector('article').querySelectorAll('.exits li').length") == 12
+    left = browser.value("document.querySelector('article .left .said').textContent")
+    assert left.startswith(f"Layer {answer.layers}: {answer.label}")
+    before = browser.value("document.querySelector('#kept').textContent")
+    browser.value("""(() => {
+        const slider = document.querySelector("#slider");
+        slider.value = slider.max;
+        slider.dispatchEvent(new Event("input"));
+    })()""")
+    browser.wait("document.querySelector('article .verdict').textContent.includes('after layer 12 of 12')")
+    kept = browser.value("document.querySelector('#kept').textContent")
+    full = read_json(exported / "web.json")["curve"]["points"][-1]
+    assert kept != before and f"{full[1]:.3f}" in kept and "12.00 of 12 layers" in kept
+    assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
+    requests = [
+        each["params"]["request"]["url"] for each in browser.events if each.get("method", "").endswith("BeSent")
+    ]
+    own = address.removesuffix("index.html")
+    assert len(requests) > 9 and all(url.startswith((own, "data:")) for url in requests), requests
+
+
+@in_chromium
+def test_an_example_goes_into_the_card_that_was_used_last(browser, serve, exported):
+    browser.open(serve(exported), LOADED)
+    examples = [row["texts"] for row in read_json(exported / "web.json")["examples"]]
+    browser.value("""(() => {
+        document.querySelectorAll("textarea")[1].focus();
+        document.querySelectorAll("#examples button")[3].click();
+    })()""")
+    values = browser.value("Array.from(document.querySelectorAll('textarea'), (field) => field.value)")
+    assert values == [examples[0][0], examples[3][0]]
+
+
+@in_chromium
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("vendor", "vendor.sh"), ("web.json", "web.json"), ("model.safetensors", "is not the file that was exported")],
+)
+def test_what_is_missing_or_damaged_is_said_on_the_page(browser, serve, exported, tmp_path, name, says):
+    folder = tmp_path / "exported"
+    shutil.copytree(exported, folder)
+    if name == "vendor":
+        shutil.rmtree(folder / name)
+    elif name == "web.json":
+        (folder / name).unlink()
+    else:
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+    browser.open(serve(folder), "document.querySelector('#status.failed')")
+    assert says in browser.value("document.querySelector('#status').textContent")
+
+
+def byte_level_checkpoint(folder):
+    """A random RoBERTa, whose tokenizer splits bytes, puts two tokens between sentences and has no types."""
+    backend = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    backend.train_from_iterator(PAIRS, vocab_size=400, special_tokens=special, show_progress=False)
+    backend = tokenizers.Tokenizer.from_str(backend.to_str())
+    backend.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(model_type="roberta", vocab_size=400, max_position_embeddings=24, pad_token_id=1, **shape)
+    save_backbone(Bert(config), folder)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+PAIRS = ["good film", "the bad bad meal was very poor", "the song and " * 8]
+
+
+@in_chromium
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_pairs_of_sentences_have_two_fields_and_are_cut_as_in_python(browser, serve, checkpoint_folder, tmp_path, kind):
+    checkpoint = checkpoint_folder if kind == "bert" else byte_level_checkpoint(tmp_path / "roberta")
+    (tmp_path / "task").mkdir()
+    texts = [(one, other) for one in PAIRS for other in PAIRS]
+    rows = [{"sentence1": one, "sentence2": other, "label": str(one == other)} for one, other in texts]
+    for split in ("train", "dev"):
+        (tmp_path / "task" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    run = train("joint", model=checkpoint, task=tmp_path / "task", out=tmp_path / "run", epochs=1)
+    export(run, tmp_path / "exported", texts=texts, web=True)
+    browser.open(serve(tmp_path / "exported"), LOADED)
+    assert browser.value("document.querySelectorAll('article textarea').length") == 4
+    assert_says_what_python_says(browser, tmp_path / "exported", [*texts, ("naïve 🎬 it’s", "x\ty  z")])
+
+
+# ---- The folder, without a browser ----
+
+
+def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(exported):
+    manifest = read_json(exported / "manifest.json")
+    found = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+    assert found - {"manifest.json"} == set(manifest["files"])
+    about = read_json(exported / "web.json")
+    assert about["settings"].keys() == {"threshold", "exit_at"}
+    sizes = [(exported / name).stat().st_size for name in ("model.onnx", "model_web.onnx")]
+    assert 0 < sizes[0] - sizes[1] < 200
+
+
+def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(run, exported):
+    curve = read_json(exported / "web.json")["curve"]
+    metrics = read_json(run.folder / "metrics.json")
+    values, scores, layers = zip(*curve["points"])
+    assert curve["rows"] == metrics["rows_held"] and values[-1] == "inf"
+    assert layers[-1] == 12 and scores[-1] == metrics["per_exit_accuracy"][-1]
+    assert list(layers) == sorted(layers)
+    own = values.index(float(np.float32(load_run(run.folder).rule.threshold)))
+    assert (scores[own], layers[own]) == (metrics["hold_out"]["accuracy"], metrics["hold_out"]["mean_layers"])
+
+
+def test_a_rule_that_was_not_measured_has_no_curve(run, tmp_path):
+    export(run._replace(rule=Threshold(-0.5, "entropy")), tmp_path / "exported", web=True)
+    assert read_json(tmp_path / "exported" / "web.json")["curve"] is None
+
+
+def test_a_decoder_is_refused_in_one_line(decoder_checkpoint, tmp_path, capsys):
+    assert main(["export", str(decoder_checkpoint), "--out", str(tmp_path / "exported"), "--web"]) == 2
+    assert "the page is for classifiers of sentences" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
+
+
+def test_without_the_libraries_it_is_said_how_to_make_them(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(page, "VENDOR", "not there")
+    assert main(["export", str(run.folder), "--out", str(tmp_path / "exported"), "--web"]) == 0
+    said = capsys.readouterr()
+    assert "vendor.sh" in said.out + said.err
+    assert load_run(run.folder) and Path(tmp_path / "exported" / "index.html").is_file()
+
+
+def test_a_rule_that_retrieves_is_refused(run):
+    class Retrieving(NeverExit):
+        plans_from_texts = True
+
+    with pytest.raises(WrongArguments, match="looks texts up"):
+        page.check_page(run._replace(rule=Retrieving()))
