@@ -49,7 +49,7 @@ from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import encode
-from mini_ee.units.generation import PAPER, Sampling
+from mini_ee.units.generation import Sampling
 from mini_ee.units.recording import record
 from mini_ee.units.rows import RowData, RowExits, States
 from mini_ee.units.tokens import TextData, TokenExits
@@ -878,6 +878,9 @@ def test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut(tu
     assert len(found) > 1
 
 
+PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), PAPER], ids=["greedy", "paper"])
 def test_cut_1_is_the_full_model_cut_0_the_first_head_and_a_batch_is_its_rows(tuned, sampling):
     model, texts = mixed(tuned[0]), counting(6, 6, 4)
@@ -888,10 +891,6 @@ def test_cut_1_is_the_full_model_cut_0_the_first_head_and_a_batch_is_its_rows(tu
     assert len({layer for text in together for layer in text.layers_run}) > 1
     if sampling.temperature == 0:
         assert together == model.write(texts, Policy(), **settings, batch_size=1)
-
-
-def test_the_papers_decoding_settings():
-    assert (PAPER.temperature, PAPER.top_k, PAPER.top_p) == (1.0, 40, 0.75)
 
 
 # ---- Hardness ----

@@ -22,7 +22,7 @@ from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train
-from mini_ee.units.streams import Costs, cheapest_schedule, expected_seconds, measure_costs, parallel, restart
+from mini_ee.units.streams import Costs, cheapest_schedule, measure_costs, parallel, restart
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
 RAGGED_ATOL = 1e-5  # between a ragged batch and its rows apart
@@ -310,6 +310,15 @@ def layer_costs(exits, price):
     """Where n streams cost price(n) a layer."""
     starts, prices = np.array((0, *exits[:-1])), [price(n + 1) for n in range(len(exits))]
     return Costs(np.outer(exits, prices), np.outer(np.array(exits) - starts, prices))
+
+
+def expected_seconds(schedule, costs, reach):
+    """Of one row, by hand: exit k runs where all before have refused the row, side by side with those of its group."""
+    return sum(
+        reach[k] * (costs.fresh if k == group[0] else costs.onward)[k, group[-1] - k]
+        for group in schedule
+        for k in group
+    )
 
 
 @pytest.mark.parametrize("reach", [[1, 1, 1, 1], [1, 0.9, 0.6, 0.3], [1, 0.1, 0.1, 0.05], [1, 0.5, 0.5, 0.1]], ids=str)

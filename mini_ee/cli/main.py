@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):  # closed, `>&-`: print(file=None) would write to the other
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    if not sys.stderr.isatty():  # in a log each step of a bar is a line of its own; read when tqdm is imported
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
     words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     args = parser(words).parse_args(words)
     prog = f"mini-ee {args.command}"
@@ -71,8 +73,6 @@ def main(argv: list[str] | None = None) -> int:
             from mini_ee.export.sessions import share_threads
 
             share_threads(args.threads or 0)
-        if not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: in a log each step of a bar is a line of its own
         answer = answer_of(args)
         status = 1 if answer.get("failed") else 0
         if args.json:

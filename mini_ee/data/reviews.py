@@ -32,7 +32,6 @@ doubly negated  two negators: do they cancel out, or is one beside the point?
                 "Nobody could say that it was not good." / "Nobody paid me to say that it was not good."
 """
 
-EASY = HARDNESS[:2]
 
 SHARES = (30, 20, 10, 10, 10, 10, 10)                    # percent of every split, in the order of HARDNESS
 

@@ -33,7 +33,7 @@ from mini_ee.training.texts import Source, agreement_rule, texts_to_learn
 from mini_ee.units.recording import Record, exit_scores, record, summary
 from mini_ee.units.rows import RowData, check_exits, even_exits
 
-BUILT_IN = {"lr": 2e-4, "epochs": 5}  # the built-in encoder is small: it wants larger steps, and more of them
+BUILT_IN = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small: it wants larger steps, and more of them
 
 
 @dataclass(frozen=True)

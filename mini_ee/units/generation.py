@@ -352,7 +352,3 @@ def generated_texts(
         for prompt, written in zip(chosen, gather(steps, len(chosen))):
             texts.append(Text(prompt + written.tokens[:-1], len(prompt) - 1))
     return texts
-
-
-PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
-"""The decoding settings of ConsistentEE; its beam is 1."""

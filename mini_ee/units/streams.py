@@ -37,12 +37,8 @@ class Costs(NamedTuple):
     onward: np.ndarray  # from the exit before on
 
 
-def expected_seconds(schedule: Sequence[Sequence[int]], costs: Costs, reach: np.ndarray) -> float:
-    """Of one row. reach (K,): the chance that a row is still there before exit k: all exits before have refused it."""
-    return sum(_group_seconds(group, costs, reach) for group in schedule)
-
-
 def _group_seconds(group: Sequence[int], costs: Costs, reach: np.ndarray) -> float:
+    """Expected, of one row. reach (K,): the chance that it is still there before exit k: all before have refused it."""
     first, last = group[0], group[-1]
     seconds = [(costs.fresh if k == first else costs.onward)[k, last - k] for k in group]
     return float(reach[first : last + 1] @ seconds)
