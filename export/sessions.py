@@ -94,9 +94,10 @@ class HeldRule:
         """Inputs that make it stop by a rule, whose plan (B,) is known; None where nothing does."""
         if plan is not None:
             return {"exit_at": plan}
-        if self._fed[0] is not rule:  # one rule most often serves many batches
-            self._fed = rule, self._settings(rule)
-        return self._fed[1]
+        fed = self._fed
+        if fed[0] is not rule:  # one rule most often serves many batches; another thread may set it meanwhile
+            fed = self._fed = rule, self._settings(rule)
+        return fed[1]
 
     def _settings(self, rule: Rule) -> dict[str, np.ndarray] | None:
         if rule.needs is None:

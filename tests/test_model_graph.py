@@ -22,6 +22,7 @@ from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.sessions import HeldRule
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.lora_exits import LoRAExits
@@ -337,6 +338,21 @@ def test_other_precisions_leave_near_where_torch_leaves(tmp_path, precision):
     found = early_exit(OrtModel(tmp_path, manifest, threads=1), Threshold(0.6), inputs)
     expected = early_exit(model.segments(), Threshold(0.6), inputs)
     assert (found.exit_index == expected.exit_index).mean() > 0.8
+
+
+def test_threads_with_rules_of_their_own_feed_their_own(written_bert):
+    """What was fed last is kept for the next batch; here another thread changes it right after it was set."""
+    case, other = written_bert, Threshold(0.9)
+
+    class Raced(HeldRule):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_fed" and value[0] not in (None, other):
+                self.feeds(other, None)
+
+    manifest = {"rule": case.rule.to_dict(), "exits": EXITS}
+    fed = Raced(case.folder, manifest).feeds(Threshold(0.4), None)
+    assert fed["threshold"].tolist() == [np.float32(0.4)] * (K - 1)
 
 
 def test_a_rule_without_twin_is_told_unless_there_are_segments(tmp_path):
