@@ -148,7 +148,10 @@ def _curve(run: Run) -> dict | None:
 
 
 def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
-    """The same of a decoder: how often its tokens are the full model's, on what that writes behind prompts."""
+    """The same of a decoder: how often its tokens are the full model's, on what that writes behind prompts.
+
+    own: score and mean layers of the run's own rule, whose thresholds most often differ from exit to exit.
+    """
     if run.rule.name not in KNOBS or len(run.exits) < 2:
         return None
     backbone = run.model.backbone
@@ -160,7 +163,9 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
     def agreement(result: ExitResult) -> float:
         return float((said[np.arange(len(said)), result.exit_index] == said[:, -1]).mean())
 
+    result = recorded.replay(run.rule)
     about = {"score": "agreement with the full model", "of": f"{len(said)} tokens that the full model wrote"}
+    about |= {"own": [agreement(result), float(result.layers_run.mean())]}
     return about | _moved(run.rule, curve(recorded, run.rule, agreement))
 
 

@@ -433,7 +433,9 @@ def test_a_decoder_has_its_page_under_each_rule(browser, serve, decoder, tmp_pat
     browser.open(serve(tmp_path / "exported"), LOADED)
     layers = assert_writes_what_python_writes(browser, tmp_path / "exported", PROMPTS)
     assert len(set(layers)) > (rule.needs is not None), "some should leave early, and some later"
-    assert browser.value("document.querySelector('#rule-says').textContent").startswith("A token")
+    assert text_of(browser, "#rule-says").startswith("A token")
+    own = (read_json(tmp_path / "exported" / "web.json")["curve"] or {}).get("own")
+    assert not own or f"after {own[1]:.2f} of 8 layers" in text_of(browser, "#kept")
 
 
 @in_chromium
@@ -544,7 +546,8 @@ def test_a_decoders_curve_ends_with_the_full_model(exported_decoder):
     about = read_json(exported_decoder / "web.json")
     values, agreement, layers = zip(*about["curve"]["points"])
     assert (values[-1], agreement[-1], layers[-1]) == ("inf", 1, 8) and list(layers) == sorted(layers)
-    assert values.count(0.5) == 1 and min(agreement) < 1
+    own = values.index(0.5)
+    assert [agreement[own], layers[own]] == about["curve"]["own"] and min(agreement) < 1
 
 
 def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(exported):

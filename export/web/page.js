@@ -78,8 +78,9 @@ class Page {
       const end = about.exits.at(-1);
       at("#slider").value = chosen ?? 0;
       at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own";
-      at("#kept").textContent = point
-        ? `On ${curve.of}: ${curve.score} ${point[1].toFixed(3)} after ${point[2].toFixed(2)} of ${end} layers on average.`
+      const [score, layers] = point?.slice(1) ?? curve.own ?? [];
+      at("#kept").textContent = layers
+        ? `On ${curve.of}: ${curve.score} ${score.toFixed(3)} after ${layers.toFixed(2)} of ${end} layers on average.`
         : `The run’s own setting is no point of the curve, which is that of ${curve.of}.`;
       at("#chart").replaceChildren(drawChart(curve, end, chosen, (index) => this.move(index)));
     }
