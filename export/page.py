@@ -1,12 +1,12 @@
-"""A page in the browser for an exported folder of rows: `mini-ee export RUN --out DIR --web`.
+"""A page in the browser for an exported folder of rows or of a decoder: `mini-ee export RUN --out DIR --web`.
 
 exported/index.html, page.css, *.js  the page; `python -m http.server` in the folder is enough for it
 exported/vendor/                     onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them
 exported/model_web.onnx              model.onnx as onnxruntime-web takes it: `threshold` and other settings are plain
                                      inputs, as it refuses values for inputs that have a default; its weights stand
                                      outside of all branches, as it looks for the file of those inside on a disk
-exported/web.json                    what the page shows: labels, exits, the rule with its settings, what each setting
-                                     keeps on the held-out rows, texts to try with their tokens
+exported/web.json                    what the page shows: exits, the rule with its settings, what each setting keeps,
+                                     texts to try with their tokens; labels, or of a decoder tokens to stop at
 """
 
 import shutil
@@ -14,58 +14,85 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import GraphProto, TensorProto, numpy_helper
+from onnx import GraphProto, TensorProto
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_json, write_json
+from mini_ee.early_exit import ExitResult
 from mini_ee.export.builder import branches_of
+from mini_ee.export.sessions import HeldRule
 from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.training.rule import KNOBS
+from mini_ee.training.rule import KNOBS, curve
 from mini_ee.training.run import Run
+from mini_ee.training.texts import encode_whole
+from mini_ee.units.generation import generated_texts
+from mini_ee.units.tokens import record_texts
 
 SOURCES = Path(__file__).parent / "web"
-PAGE = ("index.html", "page.css", "page.js", "chart.js", "rules.js", "model.js")
+PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 GRAPH, WEB_GRAPH = "model.onnx", "model_web.onnx"
 EXAMPLES, CANDIDATES = 4, 64
+WRITTEN = 64  # tokens behind each prompt, on which a decoder's curve is
 
 
 def check_page(run: Run) -> None:
     """Raise WrongArguments where the page cannot show the run."""
-    if run.unit != "rows":
-        what = {"tokens": "a decoder that writes", "prompts": "a model that is read through a prompt"}[run.unit]
-        raise WrongArguments(
-            f"--web: the page is for classifiers of sentences; {run.folder} holds {what}; leave it out"
-        )
+    if run.unit == "prompts":
+        what = f"{run.folder} holds a model that is read through a prompt"
+        raise WrongArguments(f"--web: the page is for classifiers of sentences and for decoders; {what}; leave it out")
     if run.rule.plans_from_texts:
         raise WrongArguments(f"--web: the rule {run.rule.name} looks texts up, which a page cannot; leave it out")
+    if run.unit == "tokens":
+        return
     special = [run.tokenizer.backend.num_special_tokens_to_add(pair) for pair in (False, True)]
     if run.config["task"]["texts"] == 2 and special[0] == special[1]:
         raise WrongArguments("--web: the tokenizer knows no pairs of sentences, and the page needs one that does")
 
 
-def write_page(run: Run, folder: Path, texts: list[tuple[str, ...]]) -> None:
-    """Add the page to an exported folder that has its graph, model.onnx. texts: some to try, as rows of the run."""
-    settings = _write_web_graph(folder)
-    for name in PAGE:
-        shutil.copyfile(SOURCES / name, folder / name)
+def write_page(run: Run, folder: Path, texts: list[tuple[str, ...]] | list[str]) -> None:
+    """Add the page to an exported folder that has its graph, model.onnx. texts: some to try, as rows or prompts."""
+    _write_web_graph(folder)
+    for path in (path for pattern in PAGE for path in SOURCES.glob(pattern)):
+        shutil.copyfile(path, folder / path.name)
     if (SOURCES / VENDOR).is_dir():
         shutil.copytree(SOURCES / VENDOR, folder / VENDOR)
-    encoded = run.encode(_examples(run, texts[:CANDIDATES]))
+    rule, exits = run.rule.to_dict(), list(run.exits)
+    fed = HeldRule(folder, {"rule": rule, "exits": exits}).own
     about = {
+        "unit": run.unit,
         "method": run.config["method"],
+        "exits": exits,
+        "rule": rule,
+        "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in fed.items()},
+    }
+    write_json(folder / "web.json", about | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
+
+
+def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
+    """What web.json says of a classifier alone."""
+    encoded = run.encode(_examples(run, texts[:CANDIDATES]))
+    return {
         "task": run.config["task"]["name"],
         "labels": run.label_names,
         "texts": run.config["task"]["texts"],
-        "exits": list(run.exits),
         "max_length": run.tokenizer.max_length,
-        "rule": run.rule.to_dict(),
-        "settings": settings,
         "curve": _curve(run),
         "examples": [{"texts": row, "ids": ids.tolist()} for row, ids in zip(encoded.texts, encoded.ids)],
     }
-    write_json(folder / "web.json", about)
+
+
+def _of_tokens(run: Run, prompts: list[str]) -> dict:
+    """What web.json says of a decoder alone."""
+    config, prompts = run.model.backbone.config, prompts[:EXAMPLES]
+    ids = [encode_whole(run.tokenizer, prompt) for prompt in prompts]
+    return {
+        "max_length": config.max_tokens,
+        "stop": config.stop_tokens,
+        "curve": _curve_of_tokens(run, ids),
+        "examples": [{"texts": [prompt], "ids": each} for prompt, each in zip(prompts, ids)],
+    }
 
 
 def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -80,20 +107,17 @@ def vendor_command(folder: Path) -> str | None:
     return None if (folder / VENDOR).is_dir() else f"sh {SOURCES / 'vendor.sh'} {folder / VENDOR}"
 
 
-def _write_web_graph(folder: Path) -> dict:
-    """Write model_web.onnx; returns its settings: input -> dtype and the values that are its default in model.onnx."""
+def _write_web_graph(folder: Path) -> None:
+    """Write model_web.onnx."""
     model = onnx.load(folder / GRAPH, load_external_data=False)
     graph = model.graph
     inputs = {each.name for each in graph.input}
-    defaults = [each for each in graph.initializer if each.name in inputs]
-    for each in defaults:
+    for each in [each for each in graph.initializer if each.name in inputs]:
         graph.initializer.remove(each)
     for branch in branches_of(graph):
         graph.initializer.extend(_taken_from_branch(branch))
     onnx.save(model, folder / WEB_GRAPH)
     onnx.checker.check_model(folder / WEB_GRAPH, full_check=True)
-    values = {each.name: numpy_helper.to_array(each) for each in defaults}
-    return {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in values.items()}
 
 
 def _taken_from_branch(graph: GraphProto) -> list[TensorProto]:
@@ -112,18 +136,43 @@ def _numbers(values: np.ndarray) -> list:
 def _curve(run: Run) -> dict | None:
     """What the setting that moves keeps on the held-out rows, as metrics.json has it of such a rule; None: it has not.
 
-    score: the task's metric, of several their mean; rows: how many were held out; setting: the graph's input; points:
-    its value, the score, and the mean layers, the value ascending.
+    score: the task's metric, of several their mean; of: the rows; setting: the graph's input; points: its value, the
+    score, and the mean layers, the value ascending.
     """
-    metrics, knob = read_json(run.folder / "metrics.json"), KNOBS.get(run.rule.name)
-    for curve in metrics.get("curves", []):
-        if _family(rule_from_dict(curve["rule"])) == _family(run.rule):
-            rules = [rule_from_dict(curve["rule"] | {knob: value}) for value, *_ in curve["points"]]
-            moved = [_fed(rule) for rule in rules]
-            points = [(value, *kept) for (_, value), (_, *kept) in zip(moved, curve["points"])]
+    metrics = read_json(run.folder / "metrics.json")
+    for each in metrics.get("curves", []):
+        if _family(rule_from_dict(each["rule"])) == _family(run.rule):
             score = " and ".join(run.config["task"]["metrics"])
-            return {"score": score, "rows": metrics["rows_held"], "setting": moved[0][0], "points": points}
+            return {"score": score, "of": f"{metrics['rows_held']} held-out rows"} | _moved(run.rule, each["points"])
     return None
+
+
+def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
+    """The same of a decoder: how often its tokens are the full model's, on what that writes behind prompts.
+
+    own: score and mean layers of the run's own rule, whose thresholds most often differ from exit to exit.
+    """
+    if run.rule.name not in KNOBS or len(run.exits) < 2:
+        return None
+    backbone = run.model.backbone
+    count = min(WRITTEN, backbone.config.max_tokens - max(map(len, prompts)))
+    settings = {"greedy": True, "stop": backbone.config.stop_tokens}
+    recorded = record_texts(run.model, generated_texts(backbone, prompts, len(prompts), count, **settings))
+    said = recorded.predictions
+
+    def agreement(result: ExitResult) -> float:
+        return float((said[np.arange(len(said)), result.exit_index] == said[:, -1]).mean())
+
+    result = recorded.replay(run.rule)
+    about = {"score": "agreement with the full model", "of": f"{len(said)} tokens that the full model wrote"}
+    about |= {"own": [agreement(result), float(result.layers_run.mean())]}
+    return about | _moved(run.rule, curve(recorded, run.rule, agreement))
+
+
+def _moved(rule: Rule, points: list[list]) -> dict:
+    """The graph's input that the rule's knob is, and points with its values."""
+    moved = [_fed(rule_from_dict(rule.to_dict() | {KNOBS[rule.name]: value})) for value, *_ in points]
+    return {"setting": moved[0][0], "points": [(value, *kept) for (_, value), (_, *kept) in zip(moved, points)]}
 
 
 def _family(rule: Rule) -> dict:

@@ -12,17 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from test_decoder_export import TEXTS as WORDS
+from test_decoder_export import with_policies
 
 import mini_ee.export.page as page
+import mini_ee.export.writer as writer
 from mini_ee import WrongArguments, load_run, train
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import save_backbone
+from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
+from mini_ee.training.run import Run
+from mini_ee.units.tokens import TokenExits
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_chromium = pytest.mark.skipif(
@@ -334,7 +340,214 @@ def test_pairs_of_sentences_have_two_fields_and_are_cut_as_in_python(browser, se
     assert_says_what_python_says(browser, tmp_path / "exported", [*texts, ("naïve 🎬 it’s", "x\ty  z")])
 
 
+# ---- The page of a decoder ----
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """The built-in decoder with copies of its head, under a rule that lets tokens leave at every exit."""
+    model = TokenExits(load_backbone(BUILT_IN_DECODER), (2, 4, 6, 8), "copy").eval()
+    return decoder_run(model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.5))
+
+
+def decoder_run(model, tokenizer, rule):
+    config = {"method": "self-supervised", "unit": "tokens", "settings": {}}
+    return Run(Path("run"), config, model, tokenizer, rule)
+
+
+def export_decoder(run, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "VERIFIED_TOKENS", 3)  # the pages below write more
+        patch.setattr(page, "WRITTEN", 24)
+        export(run, folder, PROMPTS, web=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported_decoder(decoder, tmp_path_factory):
+    return export_decoder(decoder, tmp_path_factory.mktemp("decoder") / "exported")
+
+
+PROMPTS = ["Once upon a time", "The dog", "Tom had a red ball and"]
+ODD_PROMPTS = ["x", "Señor Café’s 🎬 said: “東京”", " two\n\nlines\t", "the <|endoftext|> of [it]", "word " * 90]
+NEW = 24
+
+
+def written(browser, prompts, settings=None, count=NEW):
+    """What the folder that is open writes behind each prompt: text, tokens, layers."""
+    settings = "model.about.settings" if settings is None else json.dumps(settings)
+    return browser.value(f"""{OPENED}.then(async (model) => {{
+        const all = [];
+        for (const prompt of {json.dumps(prompts)}) {{
+            let text = "", tokens = [], layers = [];
+            for await (const each of model.write(prompt, {count}, {settings})) {{
+                text = each.text, tokens.push(each.id), layers.push(each.layers);
+            }}
+            all.push([text, tokens, layers]);
+        }}
+        return all;
+    }})""")
+
+
+def assert_writes_what_python_writes(browser, folder, prompts, settings=None, rule=None, count=NEW):
+    """Returns the layers."""
+    expected = Runtime(folder, threads=1).run(prompts, batch_size=1, rule=rule, max_new_tokens=count)
+    found = written(browser, prompts, settings, count)
+    assert found == [[each.text, each.tokens, each.layers] for each in expected]
+    return [layer for *_, layers in found for layer in layers]
+
+
+@in_chromium
+def test_a_decoder_writes_pythons_text_with_pythons_layers(browser, serve, exported_decoder):
+    browser.open(serve(exported_decoder), LOADED)
+    layers = assert_writes_what_python_writes(browser, exported_decoder, PROMPTS + ODD_PROMPTS, count=60)
+    assert set(layers) == {2, 4, 6, 8}
+
+
+@in_chromium
+def test_every_value_of_a_decoders_slider_leaves_where_pythons_rule_does(browser, serve, exported_decoder):
+    browser.open(serve(exported_decoder), LOADED)
+    about, means = read_json(exported_decoder / "web.json"), []
+    for value, *_ in [*about["curve"]["points"][::6], about["curve"]["points"][-1]]:
+        fed = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 3}}
+        rule = Threshold(float(value))
+        means.append(np.mean(assert_writes_what_python_writes(browser, exported_decoder, PROMPTS, fed, rule)))
+    assert means[0] < means[2] < means[-1] == 8
+
+
+@in_chromium
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Patience(1),
+        PatienceConfidence(2, 0.4),
+        FixedExit(1),
+        NeverExit(),
+        Threshold((0.3, 0.4, 0.2, 0.0), "breaking_ties"),
+        Threshold(0.9, "saturation"),
+    ],
+    ids=["patience", "patience-confidence", "fixed", "never", "exit by exit", "saturation"],
+)
+def test_a_decoder_has_its_page_under_each_rule(browser, serve, decoder, tmp_path, rule):
+    export_decoder(decoder._replace(rule=rule), tmp_path / "exported")
+    browser.open(serve(tmp_path / "exported"), LOADED)
+    layers = assert_writes_what_python_writes(browser, tmp_path / "exported", PROMPTS)
+    assert len(set(layers)) > (rule.needs is not None), "some should leave early, and some later"
+    assert text_of(browser, "#rule-says").startswith("A token")
+    own = (read_json(tmp_path / "exported" / "web.json")["curve"] or {}).get("own")
+    assert not own or f"after {own[1]:.2f} of 8 layers" in text_of(browser, "#kept")
+
+
+@in_chromium
+def test_a_policy_decides_in_the_page_of_a_decoder(browser, serve, tmp_path):
+    """Its tokenizer is one of whole words, which has no decoder."""
+    made = with_policies("consistent")
+    folder = tmp_path / "exported"
+    export(decoder_run(made.model, made.tokenizer, made.rule), folder, WORDS, web=True)
+    browser.open(serve(folder), LOADED)
+    assert len(set(assert_writes_what_python_writes(browser, folder, WORDS))) > 1
+
+
+@in_chromium
+def test_a_checkpoint_without_exits_has_its_page(browser, serve, decoder_checkpoint, tmp_path):
+    """Its tokenizer is BERT's, which joins pieces and tidies up when it decodes."""
+    assert main(["export", str(decoder_checkpoint), "--out", str(tmp_path / "exported"), "--web"]) == 0
+    browser.open(serve(tmp_path / "exported"), LOADED)
+    assert_writes_what_python_writes(browser, tmp_path / "exported", ["the good film", "a bad song!"], count=12)
+    assert not browser.value("document.querySelector('#knob').checkVisibility()")
+
+
+def press(browser, key, text=None):
+    """Press a key in the prompt's field, in which there is another text now."""
+    text = "field.value" if text is None else json.dumps(text)
+    browser.value(f"""(() => {{
+        const field = document.querySelector("textarea");
+        field.value = {text};
+        field.dispatchEvent(new KeyboardEvent("keydown", {{key: "{key}", bubbles: true, cancelable: true}}));
+    }})()""")
+
+
+def text_of(browser, selector):
+    return browser.value(f"document.querySelector('{selector}').textContent")
+
+
+DONE = "document.querySelector('.verdict strong') && document.querySelector('form button').textContent === 'Write on'"
+
+
+@in_chromium
+def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, exported_decoder):
+    browser.events.clear()
+    browser.ask("Runtime.enable")
+    browser.open(serve(exported_decoder), DONE)
+    press(browser, "Enter", "x")
+    browser.wait(DONE)
+    assert browser.value("document.querySelectorAll('.written .token').length") == 2
+    assert browser.value("document.querySelector('.written').lastChild.classList.contains('end')"), "a stop token"
+    press(browser, "Enter", PROMPTS[2])
+    browser.wait(DONE)
+    (expected,) = Runtime(exported_decoder, threads=1).run(PROMPTS[2:], max_new_tokens=60)
+    assert text_of(browser, ".written") == PROMPTS[2] + expected.text
+    tokens = browser.value("Array.from(document.querySelectorAll('.written .token'), (token) => token.title)")
+    assert tokens == [f"layer {layer}" for layer in expected.layers]
+    colour = "(token) => token.title + getComputedStyle(token).backgroundColor"
+    colours = browser.value(f"Array.from(document.querySelectorAll('.written .token'), {colour})")
+    assert len(set(colours)) == len({each.split("oklch")[1] for each in colours}) == 4
+    counts = [f"layer {layer} {expected.layers.count(layer)}" for layer in (2, 4, 6, 8)]
+    legend = browser.value("Array.from(document.querySelectorAll('.legend li'), (entry) => entry.textContent)")
+    assert [entry.split(",")[0] for entry in legend] == counts
+    saved = 1 - np.mean(expected.layers) / 8
+    assert text_of(browser, ".verdict").startswith(f"{100 * saved:.0f} % of the layers saved: ")
+    browser.value("""(() => {
+        const slider = document.querySelector("#slider");
+        slider.value = slider.max;
+        slider.dispatchEvent(new Event("input"));
+    })()""")
+    browser.wait(f"{DONE} && document.querySelector('.verdict').textContent.startsWith('0 %')")
+    assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
+
+
+@in_chromium
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_writing_can_be_stopped_and_begun_anew(browser, serve, exported_decoder, how):
+    browser.open(serve(exported_decoder), DONE)
+    browser.value("document.querySelector('input[type=number]').value = 400")
+    press(browser, "Enter", PROMPTS[1])
+    browser.wait("document.querySelectorAll('.written .token').length > 2")
+    assert text_of(browser, "form button") == "Stop"
+    if how == "button":
+        browser.value("document.querySelector('form button').click()")
+    else:
+        press(browser, how)
+    browser.wait(DONE)
+    assert text_of(browser, ".verdict").startswith("Stopped. ")
+    count = browser.value("document.querySelectorAll('.written .token').length")
+    assert 2 < count < 400
+    browser.value("document.querySelector('input[type=number]').value = 5")
+    browser.value("document.querySelector('form button').click()")
+    browser.wait(DONE)
+    assert browser.value("document.querySelectorAll('.written .token').length") == 5
+
+
+@in_chromium
+def test_a_prompt_that_cannot_be_continued_is_said_to_be_one(browser, serve, exported_decoder):
+    browser.open(serve(exported_decoder), DONE)
+    for prompt, says in ((" ", "Write a prompt first."), ("word " * 600, "There is room for 512 tokens")):
+        press(browser, "Enter", prompt)
+        browser.wait("document.querySelector('.verdict.failed')")
+        assert text_of(browser, ".verdict").startswith(says) and text_of(browser, "form button") == "Write on"
+        press(browser, "Enter", "The dog")
+        browser.wait(DONE)
+
+
 # ---- The folder, without a browser ----
+
+
+def test_a_decoders_curve_ends_with_the_full_model(exported_decoder):
+    about = read_json(exported_decoder / "web.json")
+    values, agreement, layers = zip(*about["curve"]["points"])
+    assert (values[-1], agreement[-1], layers[-1]) == ("inf", 1, 8) and list(layers) == sorted(layers)
+    own = values.index(0.5)
+    assert [agreement[own], layers[own]] == about["curve"]["own"] and min(agreement) < 1
 
 
 def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(exported):
@@ -351,7 +564,7 @@ def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(run, exported
     curve = read_json(exported / "web.json")["curve"]
     metrics = read_json(run.folder / "metrics.json")
     values, scores, layers = zip(*curve["points"])
-    assert curve["rows"] == metrics["rows_held"] and values[-1] == "inf"
+    assert curve["of"] == f"{metrics['rows_held']} held-out rows" and values[-1] == "inf"
     assert layers[-1] == 12 and scores[-1] == metrics["per_exit_accuracy"][-1]
     assert list(layers) == sorted(layers)
     own = values.index(float(np.float32(load_run(run.folder).rule.threshold)))
@@ -363,10 +576,9 @@ def test_a_rule_that_was_not_measured_has_no_curve(run, tmp_path):
     assert read_json(tmp_path / "exported" / "web.json")["curve"] is None
 
 
-def test_a_decoder_is_refused_in_one_line(decoder_checkpoint, tmp_path, capsys):
-    assert main(["export", str(decoder_checkpoint), "--out", str(tmp_path / "exported"), "--web"]) == 2
-    assert "the page is for classifiers of sentences" in capsys.readouterr().err
-    assert not (tmp_path / "exported").exists()
+def test_a_model_that_is_read_through_a_prompt_is_refused(run):
+    with pytest.raises(WrongArguments, match="holds a model that is read through a prompt"):
+        page.check_page(run._replace(config=run.config | {"unit": "prompts"}))
 
 
 def test_without_the_libraries_it_is_said_how_to_make_them(run, tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ function svg(tag, attributes, ...children) {
 }
 
 /** The curve {score, points: [value, score, layers]} of a model with so many layers; choose(index) where one is clicked. */
-export function drawChart({ score, points, rows }, layers, chosen, choose) {
+export function drawChart({ score, points, of }, layers, chosen, choose) {
   const scores = points.map((point) => point[1]);
   const [low, high] = [Math.min(...scores), Math.max(...scores)];
   const room = Math.max((high - low) * 0.1, 0.005);
@@ -18,7 +18,7 @@ export function drawChart({ score, points, rows }, layers, chosen, choose) {
   const say = (text, attributes) => svg("text", attributes, text);
   const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
   const said = points[chosen] ? `; here ${points[chosen][1].toFixed(3)} at ${points[chosen][2].toFixed(2)} layers` : "";
-  chart.append(svg("title", {}, `${score} against mean layers on ${rows} held-out rows${said}`));
+  chart.append(svg("title", {}, `${score} against mean layers on ${of}${said}`));
   chart.append(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
   for (let layer = 0; layer <= layers; layer += Math.ceil(layers / 6)) {
     chart.append(say(layer, { x: x(layer), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }));

@@ -20,6 +20,7 @@ const MEASURES = {
   normalised_entropy: ["minus the normalised entropy", (logits) => -entropy(softmax(logits)) / Math.log(logits.length)],
   breaking_ties: ["the lead in probability", (logits) => lead(softmax(logits))],
   breaking_ties_logits: ["the lead in logits", (logits) => lead(logits)],
+  saturation: ["its likeness to the state at the exit before"], // of a decoder's states, which no logits tell
 };
 
 function lead(values) {
@@ -44,18 +45,19 @@ function streak(exits, k, holds) {
 const times = (count) => (count === 1 ? "once" : `${count} times`);
 
 /** The rule with its settings, in a sentence. */
-export function shown({ rule, exits }, settings) {
+export function shown({ unit, rule, exits }, settings) {
+  const it = unit === "tokens" ? "A token" : "It";
   const bars = (settings.threshold?.values ?? []).map(number);
   const bar = bars.every((each) => each === bars[0]) ? digits(bars[0] ?? 0) : `${bars.map(digits).join(", ")} (exit by exit)`;
   const measure = MEASURES[rule.measure]?.[0];
   const patience = settings.patience?.values[0];
   const sayings = {
-    threshold: () => `It leaves at the first exit where ${measure} is at least ${bar}.`,
-    patience: () => `It leaves when the same was said again ${times(patience)} in a row.`,
-    "patience-confidence": () => `It leaves when ${measure} was at least ${bar} ${times(patience)} in a row.`,
-    policy: () => `It leaves at the first exit where its policy’s logit is above ${bar}.`,
-    fixed: () => `It always leaves after layer ${exits[rule.exit]}.`,
-    never: () => "It never leaves early: this is the full model.",
+    threshold: () => `${it} leaves at the first exit where ${measure} is at least ${bar}.`,
+    patience: () => `${it} leaves when the same was said again ${times(patience)} in a row.`,
+    "patience-confidence": () => `${it} leaves when ${measure} was at least ${bar} ${times(patience)} in a row.`,
+    policy: () => `${it} leaves at the first exit where its policy’s logit is above ${bar}.`,
+    fixed: () => `${it} always leaves after layer ${exits[rule.exit]}.`,
+    never: () => `${it} never leaves early: this is the full model.`,
   };
   return sayings[rule.name]();
 }

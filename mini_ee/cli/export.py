@@ -18,7 +18,7 @@ def add(sub) -> None:
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
     sub.add_argument("--segments", action="store_true", help="graphs by segment too, for other rules and re-batching")
-    sub.add_argument("--web", action="store_true", help="a page that shows the classifier in a browser, offline")
+    sub.add_argument("--web", action="store_true", help="a page that shows the model in a browser, offline")
     add_where(sub, device=False)
     add_rule(sub)
     add_retrieval(sub)

@@ -10,7 +10,8 @@ import numpy as np
 from mini_ee.calibration import Observed, TooFew, broken_promises, calibrate, fixed_sequence, report
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tasks import Task
-from mini_ee.rules import NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.early_exit import ExitResult
+from mini_ee.rules import STATE_MEASURES, NeverExit, Patience, Policy, Rule, Threshold
 from mini_ee.training.promise import paired_p_values, rows_needed
 from mini_ee.units.recording import Record, predictions
 
@@ -121,15 +122,20 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
         families += [Patience(1)] if task.regression else [Threshold(0.5)]
     found = {}
     for rule in families:
-        knob, points = KNOBS[rule.name], []
-        for value in _settings(recorded, rule):
-            result = recorded.replay(replace(rule, **{knob: value}))
-            score = task.score(predictions(result.logits), labels)["score"]
-            points.append([str(value) if math.isinf(value) else value, score, float(result.layers_run.mean())])
         about = rule.to_dict()
-        kind = str({name: value for name, value in about.items() if name != knob})
+        kind = str({name: value for name, value in about.items() if name != KNOBS[rule.name]})
+        points = curve(recorded, rule, lambda result: task.score(predictions(result.logits), labels)["score"])
         found.setdefault(kind, {"rule": about, "points": points})
     return list(found.values())
+
+
+def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) -> list[list]:
+    """[value of the rule's knob, score, mean layers], from its loosest setting to its strictest."""
+    points = []
+    for value in _settings(recorded, rule):
+        result = recorded.replay(replace(rule, **{KNOBS[rule.name]: value}))
+        points.append([str(value) if math.isinf(value) else value, score(result), float(result.layers_run.mean())])
+    return points
 
 
 def _settings(recorded: Record, rule: Rule) -> list:
@@ -141,7 +147,7 @@ def _settings(recorded: Record, rule: Rule) -> list:
         chances = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
         return np.unique([*np.quantile(chances, shares), rule.cut, 1.0]).tolist()
     values = [*np.quantile(recorded.confidence(rule.measure), shares), *np.atleast_1d(rule.threshold)]
-    _, least, most = MEASURES[rule.measure]
+    *_, least, most = (MEASURES | STATE_MEASURES)[rule.measure]
     return np.unique([*np.clip(values, least, most), math.inf]).tolist()
 
 

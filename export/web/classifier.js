@@ -1,0 +1,43 @@
+// A model of sentences: what its exits say of a text or two. No DOM here.
+import { Model, tensor } from "./session.js";
+
+export class Classifier extends Model {
+  /** What each exit says of the texts: one answer an exit, see `run`. */
+  exits(texts) {
+    return this.run(texts, this.about.settings, this.about.exits.map((_, at) => at));
+  }
+
+  /** Where the rule, with these settings, lets the texts leave. */
+  async decide(texts, settings = this.about.settings) {
+    return (await this.run(texts, settings, settings.exit_at.values))[0];
+  }
+
+  /** Milliseconds of one answer at the exit where the rule lets the texts leave, or at another: the middle one of three. */
+  async time(texts, settings, [exitAt] = settings.exit_at.values) {
+    const taken = [];
+    for (let at = 0; at < 3; at++) {
+      taken.push((await this.run(texts, settings, [exitAt]))[0].milliseconds);
+    }
+    return taken.sort((a, b) => a - b)[1];
+  }
+
+  /** One answer for each number in exitAt: the index of the exit to leave at, or -1 where the rule decides. */
+  async run(texts, settings, exitAt) {
+    const { ids, types } = this.encode(texts);
+    const inputs = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: types };
+    const feeds = { ...this.fed(settings), exit_at: tensor("int64", exitAt) };
+    for (const name of this.session.inputNames) {
+      if (name in inputs) feeds[name] = tensor("int64", exitAt.flatMap(() => inputs[name]), [exitAt.length, ids.length]);
+    }
+    const { said, milliseconds } = await this.compute(feeds);
+    const { logits, label, confidence, layers, exit_logit: exitLogit } = said;
+    return exitAt.map((_, row) => ({
+      label: this.about.labels[Number(label.data[row])] ?? label.data[row],
+      logits: Array.from(logits.data.slice(row * logits.dims[1], (row + 1) * logits.dims[1])),
+      confidence: confidence && confidence.data[row],
+      layers: Number(layers.data[row]),
+      exitLogit: exitLogit && exitLogit.data[row],
+      milliseconds,
+    }));
+  }
+}

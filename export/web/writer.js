@@ -1,0 +1,117 @@
+// The decoder's part of the page: a prompt, and what is written behind it, each token in the colour of its layer.
+import { at, made } from "./dom.js";
+
+const USUAL = 60; // tokens to write
+const BROKEN = "\ufffd"; // where the bytes of a letter are not all written yet
+
+export class Writer {
+  constructor(page) {
+    this.page = page;
+    this.element = at("#writer").content.cloneNode(true).firstElementChild;
+    const form = at("form", this.element);
+    const { max_length: room, examples } = page.model.about;
+    const left = room - Math.max(...examples.map(({ ids }) => ids.length));
+    Object.assign(at("input", form), { max: room - 1, value: Math.min(USUAL, left) });
+    form.onsubmit = (event) => (event.preventDefault(), this.writing ? this.stop() : this.read());
+    form.onkeydown = (event) => this.key(event, form);
+  }
+
+  key(event, form) {
+    if (event.key === "Escape") this.stop();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target.localName === "button") return;
+    event.preventDefault();
+    this.stop();
+    form.requestSubmit();
+  }
+
+  fill([text = ""]) {
+    at("textarea", this.element).value = text;
+    if (text) this.read();
+  }
+
+  /** Continue the prompt that stands in the field. */
+  read() {
+    this.asked = [at("textarea", this.element).value, at("input", this.element).valueAsNumber];
+    this.write();
+  }
+
+  /** The settings have moved: write the same again. */
+  decide() {
+    if (this.asked && this.settings !== this.page.settings) this.write();
+  }
+
+  async write() {
+    const [prompt, count] = this.asked;
+    const writing = (this.writing = { layers: [], milliseconds: 0 });
+    this.settings = this.page.settings;
+    this.say("Stop", "Writing…");
+    at(".written", this.element).replaceChildren(made("span", { className: "prompt", textContent: prompt }));
+    this.showLegend();
+    let shown = 0;
+    try {
+      for await (const { ends, text, layers, milliseconds } of this.page.model.write(prompt, count, this.settings)) {
+        if (this.writing !== writing) return; // stopped, or asked anew
+        writing.layers.push(layers);
+        writing.milliseconds += milliseconds;
+        const whole = ends || writing.layers.length === count || !text.endsWith(BROKEN);
+        this.add(whole ? text.slice(shown) : "", layers, ends);
+        if (whole) shown = text.length;
+        await new Promise((done) => setTimeout(done)); // let the page be drawn
+      }
+      if (this.writing === writing) this.stop("");
+    } catch (error) {
+      if (this.writing === writing) this.fail(error);
+    }
+  }
+
+  /** End what is being written, and sum it up. */
+  stop(why = "Stopped. ") {
+    if (!this.writing) return;
+    const { layers, milliseconds } = this.writing;
+    this.writing = null;
+    const [end, count] = [this.page.model.about.exits.at(-1), layers.length];
+    const mean = layers.reduce((sum, each) => sum + each, 0) / count;
+    const saved = made("strong", {}, `${(100 * (1 - mean / end)).toFixed(0)} % of the layers saved`);
+    const words = `: ${mean.toFixed(2)} of ${end} on average over ${count} tokens`;
+    const time = `; ${(milliseconds / count).toFixed(1)} ms a token.`;
+    this.say("Write on", why, ...(count ? [saved, words, time] : []));
+  }
+
+  fail(error) {
+    this.writing = null;
+    this.say("Write on", error.message ?? String(error));
+    at(".verdict", this.element).classList.add("failed");
+  }
+
+  /** What the button does, and how it goes. */
+  say(button, ...words) {
+    at("button", this.element).textContent = button;
+    at(".verdict", this.element).classList.remove("failed");
+    at(".verdict", this.element).replaceChildren(...words);
+  }
+
+  /** One more token behind the text. */
+  add(text, layers, ends) {
+    const token = made("span", { className: ends ? "token end" : "token", title: `layer ${layers}`, textContent: text });
+    at(".written", this.element).append(this.coloured(token, layers));
+    this.showLegend();
+  }
+
+  /** The colour of a layer goes by the place of its exit among all. */
+  coloured(element, layers) {
+    const { exits } = this.page.model.about;
+    element.style.setProperty("--at", exits.indexOf(layers) / Math.max(1, exits.length - 1));
+    return element;
+  }
+
+  showLegend() {
+    const left = this.writing.layers;
+    const entries = this.page.model.about.exits.map((layer) => {
+      const count = left.filter((each) => each === layer).length;
+      const share = left.length ? `, ${((100 * count) / left.length).toFixed(0)} %` : "";
+      const sample = made("span", { className: "token" }, `layer ${layer}`);
+      return made("li", {}, this.coloured(sample, layer), ` ${count}${share}`);
+    });
+    at(".legend", this.element).replaceChildren(...entries);
+  }
+}
