@@ -42,9 +42,10 @@ FIRST_EXIT, LATER_EXIT, NEVER, MIXED, CHAIN = 1.03, 1.06, 1.06, 1.06, 1.0  # bar
 
 
 def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
-    """Leaving at layer e, every head on the way read and judged, over e/L of the same model with its last head alone;
-    never leaving, every head read, over that; at larger batches rows of mixed depths over the sum of what their layers
-    cost there; the graph over graphs by segment; and at a large model the graph over torch, and int8 over float32.
+    """Leaving at layer e, every head on the way read and judged, over e/L of the same graph under `never`, no head on
+    the way read; never leaving, every head read, over that; that over a model exported without exits (`plain`); at
+    larger batches rows of mixed depths over the sum of what their layers cost there without exits; the graph over
+    graphs by segment; and at a large model the graph over torch, and int8 over float32.
     Of decoders a token's time over that by segment, and over transformers' without exits.
 
     model: the weights of the minilm cases, or a decoder's for those of stories260k; else random ones of their shapes.
@@ -83,12 +84,13 @@ def exported(model: RowExits, folder: Path, precision: str = "float32") -> OrtMo
 def _at_one(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
     exits, last = graph.exits, len(graph.exits) - 1
     chain, leaving = graph.by_segment(NeverExit()), [leave_at(k, len(exits)) for k in range(len(exits))]
-    runs = [_run(without, NeverExit(), inputs), *(_run(graph, rule, inputs) for rule in leaving)]
-    runs += [_run(chain, rule, inputs) for rule in leaving]
-    full, *seconds = medians(runs, f"onnx {case}", seconds_a_case=24.0)
+    runs = [_run(graph, NeverExit(), inputs), *(_run(graph, rule, inputs) for rule in leaving)]
+    runs += [*(_run(chain, rule, inputs) for rule in leaving), _run(without, NeverExit(), inputs)]
+    full, *seconds, plain = medians(runs, f"onnx {case}", seconds_a_case=24.0)
     for k, layer in enumerate(exits[:-1]):
         yield row_of(f"{case} e{layer} graph", seconds[k], full * layer / exits[-1], LATER_EXIT if k else FIRST_EXIT)
     yield row_of(f"{case} never graph", seconds[last], full, NEVER)
+    yield row_of(f"{case} never plain", full, plain, NEVER)
     for k, layer in enumerate(exits):
         yield row_of(f"{case} e{layer} chain", seconds[k], seconds[len(exits) + k], CHAIN)
 

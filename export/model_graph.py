@@ -3,7 +3,7 @@
     input_ids, attention_mask, ...  (B, T) int64; of tokens positions, rows and caches: see units/token_graphs.py
     threshold                       (K - 1,) float32, or `patience` (1,) int64: the rule's own unless others are fed; of
                                     a policy on its exit_logit; inf: nobody leaves, and no head is read
-    exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; -1, where the rule says
+    exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
  -> logits (B, C), label (B,), confidence (B,), layers (B,); exit_logit (B,) where a policy decides; of tokens caches,
     and no label: the caches of layers that a token did not run are filled as `propagate` does
 
@@ -61,18 +61,16 @@ class _ModelGraph:
         planned = None if self.decides or rule.plans_from_texts else rule.plan(range(1))
         own = np.array([-1 if self.decides else last]) if planned is None else planned
         exit_at = g.default("exit_at", own, "rows_planned")
-        zero, one, beyond = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1, last + 2))
-        row = g.op("Add", exit_at, one)
-        row = g.op("Where", g.op("Less", row, zero), beyond, row)  # Gather would count it from the end
-        exits = np.arange(last)
-        table = np.stack([np.full(last, np.nan), *(np.where(at <= exits, -np.inf, np.inf) for at in range(last + 1))])
-        bars = g.op("Gather", g.constant("plans", table.astype(np.float32)), row)
+        plans = np.where(np.arange(last + 1)[:, None] <= np.arange(last), -np.inf, np.inf).astype(np.float32)
+        bars = g.op("Gather", g.constant("plans", plans), g.op("Max", exit_at, g.integers(0)))
         shape = g.op("Concat", g.shape(g.input("input_ids", "batch", "tokens"), 0, 1), g.integers(last), axis=0)
-        if not self.decides:
-            return g.op("Expand", bars, shape)
-        settings = [(name, g.default(name, value, len(value))) for name, value in rule.graph_settings(last).items()]
-        own = g.cast(settings[0][1], np.float32) if settings else g.constant("zero", np.zeros(1, np.float32))
-        return g.op("Expand", g.op("Where", g.op("IsNaN", bars), own, bars), shape)
+        if self.decides:
+            settings = [(name, g.default(name, value, len(value))) for name, value in rule.graph_settings(last).items()]
+            ruled = g.cast(settings[0][1], np.float32) if settings else g.constant("zero", np.zeros(1, np.float32))
+        else:
+            ruled = g.constant("own_plan", plans[own[0]])
+        unplanned = g.op("Unsqueeze", g.op("Less", exit_at, g.integers(0)), g.integers(1))
+        return g.op("Expand", g.op("Where", unplanned, ruled, bars), shape)
 
     def _from_exit(self, k: int, state, bars: str, memory: dict[str, str]) -> list:
         """What exit k says of the units that come to it, and later exits say over it, as values: logits, layers; behind
@@ -86,7 +84,7 @@ class _ModelGraph:
             read = g.float32(segments.graph_read(k, g, state))
             return self._said(k, read, rows, [nothing] * self.says_exit_logit) + written
         bar = g.op("Gather", bars, g.constant(f"scalar_{k}", np.array(k)), axis=1)
-        said, leaves = self._at_exit(k, state, bar, memory)
+        said, leaves = self._at_exit(k, state, (bar, rows), memory)
         stays = g.op("Not", leaves)
 
         def go_on() -> list:
@@ -102,10 +100,12 @@ class _ModelGraph:
         values = g.either(g.any(stays), go_on, lambda: said + segments.graph_fill(k, g, state))
         return values[: len(said)] + written + values[len(said) :]
 
-    def _at_exit(self, k: int, state, bar: str, memory: dict[str, str]) -> tuple[list, str]:
-        """What an exit says as values, and who leaves (B,) bool. The head is read where somebody leaves, or asks."""
-        g, segments, rule = self.g, self.segments, self.rule
-        rows = g.op("Shape", bar)
+    def _at_exit(self, k: int, state, of_rows: tuple[str, str], memory: dict[str, str]) -> tuple[list, str]:
+        """What an exit says as values, and who leaves (B,) bool. The head is read where somebody leaves, or asks.
+
+        of_rows: the bar of each (B,), and how many they are (1,).
+        """
+        (bar, rows), g, segments, rule = of_rows, self.g, self.segments, self.rule
         if self.decides and rule.needs == "logits":
             asked = g.op("Less", g.op("ReduceMin", bar, keepdims=0), g.constant("inf", INFINITY))
             logits = self._where_asked(asked, k, state, rows)

@@ -147,6 +147,9 @@ def assert_stops_as_the_loop(name, folder):
         for row in range(4):
             one = inputs.take([row])
             assert_same(early_exit(graph, rule, one), early_exit(model.segments(), rule, one))
+        assert_same(
+            early_exit(graph, Planned(np.full(B, last)), inputs), early_exit(model.segments(), NeverExit(), inputs)
+        )
         for other in (NeverExit(), FixedExit(0), Planned(np.arange(B) % (last + 1))):
             assert_same(early_exit(graph, other, inputs), early_exit(model.segments(), other, inputs))
         np.testing.assert_allclose(
@@ -247,8 +250,10 @@ def test_other_thresholds_may_be_fed(written_bert):
         np.testing.assert_array_equal(found.layers, expected.layers_run)
 
 
-def test_a_plan_may_be_fed_for_some_rows_and_the_rule_decides_of_the_others(written_bert):
+@pytest.mark.parametrize("unplanned", [-1, -7])
+def test_a_plan_may_be_fed_for_some_rows_and_the_rule_decides_of_the_others(written_bert, unplanned):
     case, plan = written_bert, np.arange(B) % (K + 1) - 1
+    plan[plan < 0] = unplanned
     by_rule = early_exit(case.model.segments(), case.rule, case.inputs).exit_index
     exit_index = np.where(plan < 0, by_rule, plan)
     found = said(case, exit_at=plan)
@@ -287,7 +292,6 @@ def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, head
         {"threshold": np.zeros(K, np.float32)},
         {"threshold": np.zeros(K - 2, np.float32)},
         {"exit_at": np.array([K])},
-        {"exit_at": np.array([-2])},
         {"exit_at": np.zeros(B - 1, np.int64)},
         {"input_ids": np.full((B, 3), 60)},
         {"attention_mask": np.ones((B + 1, 3), np.int64)},
