@@ -42,7 +42,7 @@ from mini_ee.training.train import asked
 from mini_ee.units.recording import record, summary
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
-KILLS = int(os.environ.get("MINI_EE_KILLS", "2"))  # moments; 20 by hand
+KILLS = int(os.environ.get("MINI_EE_KILLS", "1"))  # moments; 20 by hand
 
 
 @pytest.fixture(scope="module")
