@@ -210,6 +210,9 @@ def test_the_checksum_test_can_fail(tmp_path, checkpoint_folder, task_folder, un
 def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder):
     with pytest.raises(ValueError, match="run.training: was started with lr 0.001; resume with the same settings$"):
         train(tmp_path / "run", checkpoint_folder, task_folder, lr=2e-3, resume=True)
+    for name, begun, other in (("pool", "mean", "first"), ("head", "dense", "linear")):
+        with pytest.raises(ValueError, match=f"was started with {name} {begun}; resume with the same settings$"):
+            train(tmp_path / "run", checkpoint_folder, task_folder, resume=True, **{name: other})
     with pytest.raises(FileExistsError, match="go on with --resume"):
         train(tmp_path / "run", checkpoint_folder, task_folder)
 
