@@ -23,7 +23,7 @@ INFINITY = np.array(np.inf, np.float32)
 
 
 def write_model_graph(g, segments, rule: Rule) -> None:
-    """The graph of a model of rows under a rule; one that plans from texts is fed, as any plan is, by `exit_at`."""
+    """The graph of a model under a rule; one that plans from texts is fed, as any plan is, by `exit_at`."""
     _ModelGraph(g, segments, rule).write()
 
 
