@@ -61,8 +61,6 @@ class OrtModel(OrtRows):
         super().__init__(folder, manifest, ["model"], provider, threads)
         self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
         self._held, self._by_segment = HeldRule(folder, manifest), None
-        self._index_of_depth = np.zeros(self.exits[-1] + 1, np.int64)
-        self._index_of_depth[list(self.exits)] = np.arange(len(self.exits))
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
         """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
@@ -71,8 +69,7 @@ class OrtModel(OrtRows):
         if feeds is None:
             return self.by_segment(rule).run_batch(rule, inputs)
         said = self._run(inputs, feeds)
-        shown = [rule.needs if plan is None else None] * (len(self.exits) - 1)
-        return said["logits"], self._index_of_depth[said["layers"]], [*shown, None]
+        return said["logits"], *self._held.left(rule, plan, said["layers"])
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
         """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""

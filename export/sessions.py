@@ -80,6 +80,8 @@ class HeldRule:
 
     def __init__(self, folder: Path, manifest: dict):
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
+        self._index_of_depth = np.zeros(manifest["exits"][-1] + 1, np.int64)
+        self._index_of_depth[list(manifest["exits"])] = np.arange(self._last + 1)
         self._rule = NeverExit() if "encoder" in manifest else rule_from_dict(manifest["rule"])
         self._has_twin = type(self._rule).graph_stop is not Rule.graph_stop
         self._fed: tuple = (None, None)
@@ -105,6 +107,10 @@ class HeldRule:
         if not (self._has_twin and rule.served_by(self._rule)):
             return None
         return rule.graph_settings(self._last) if self._last else {}
+
+    def left(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
+        """Exit index (B,) of each depth (B,) that the graph says, and what the rule was shown at each exit."""
+        return self._index_of_depth[layers], [*[rule.needs if plan is None else None] * self._last, None]
 
     def another(self, rule: Rule) -> ValueError:
         """The error where a graph cannot stop by a rule, and there are no segments that could."""

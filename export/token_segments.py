@@ -30,8 +30,6 @@ class OrtTokenModel(DecoderSegments):
         self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
         self._session, self._held, self._vocabulary = session, held, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
-        self._index_of_depth = np.zeros(self.exits[-1] + 1, np.int64)
-        self._index_of_depth[list(self.exits)] = np.arange(len(self.exits))
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         self._run(ids, rows, positions, {"exit_at": np.array([len(self.exits) - 1])})
@@ -43,8 +41,7 @@ class OrtTokenModel(DecoderSegments):
         if feeds is None:
             raise self._held.another(rule)
         logits, layers = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
-        shown = [rule.needs if plan is None else None] * (len(self.exits) - 1)
-        return logits.copy(), self._index_of_depth[layers], [*shown, None]
+        return logits.copy(), *self._held.left(rule, plan, layers)
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Logits (B, V) and layers (B,); the memory of the logits is used again by the next call."""

@@ -18,8 +18,8 @@ from mini_ee.data.reviews import DOMAINS, GRAMMAR, HARDNESS, SHARES, SLOT, Revie
 EASY = HARDNESS[:2]
 HARD = tuple(kind for kind in HARDNESS if kind not in EASY)
 SEEDS = (0, 1)
-PLAIN_ACCURACY = .9                                     # measured .98 and more
-CHANCE = .65                                            # measured at most .60; 120 sentences: .5 + 3.3 standard errors
+PLAIN_ACCURACY = 0.9  # measured .98 and more
+CHANCE = 0.65  # measured at most .60; 120 sentences: .5 + 3.3 standard errors
 
 
 @cache
@@ -39,8 +39,10 @@ def naive_bayes(train):
     """An oracle that sees a bag of words: log odds with one added count. Returns text -> label."""
     counts = Counter((word, review.label) for review in train for word in set(words(review.text)))
     labels = Counter(review.label for review in train)
-    odds = {word: math.log((counts[word, 1] + 1) / (labels[1] + 2)) - math.log((counts[word, 0] + 1) / (labels[0] + 2))
-            for word, _ in counts}
+    odds = {
+        word: math.log((counts[word, 1] + 1) / (labels[1] + 2)) - math.log((counts[word, 0] + 1) / (labels[0] + 2))
+        for word, _ in counts
+    }
     return lambda text: int(sum(odds.get(word, 0) for word in set(words(text))) > 0)
 
 
@@ -54,12 +56,27 @@ def of_kind(rows, kind):
 
 def polar_words():
     """Every word or phrase of the polar lexicon -> its polarity, derived from the lists and not from the generator."""
-    lists = [reviews.STRONG, reviews.MILD, reviews.MANNER, reviews.FELT, reviews.LOVE, reviews.LIKE, reviews.STIR, reviews.NOUN,
-             reviews.PHRASE, reviews.ADVERB, reviews.BEST, reviews.ACT] + [domain.own for domain in DOMAINS]
-    return {form: polarity for pair in lists for polarity in (0, 1) for entry in pair[polarity] for form in entry.split("/")}
+    lists = [
+        reviews.STRONG,
+        reviews.MILD,
+        reviews.MANNER,
+        reviews.FELT,
+        reviews.LOVE,
+        reviews.LIKE,
+        reviews.STIR,
+        reviews.NOUN,
+        reviews.PHRASE,
+        reviews.ADVERB,
+        reviews.BEST,
+        reviews.ACT,
+    ] + [domain.own for domain in DOMAINS]
+    return {
+        form: polarity for pair in lists for polarity in (0, 1) for entry in pair[polarity] for form in entry.split("/")
+    }
 
 
 # ---- reproducible, sized, disjoint, balanced --------------------------------------------------------------------------------------
+
 
 def test_the_same_seed_gives_the_same_reviews_and_another_seed_others():
     assert make_reviews(3, train=200, dev=50, test=50) == make_reviews(3, train=200, dev=50, test=50)
@@ -70,7 +87,9 @@ def test_a_process_with_another_hash_seed_makes_the_same_reviews():
     code = "import hashlib; from mini_ee.data.reviews import make_reviews; print(hashlib.sha256(repr(make_reviews(0)).encode()).hexdigest())"
     folder = os.path.dirname(os.path.dirname(os.path.abspath(reviews.__file__)))
     environment = os.environ | {"PYTHONHASHSEED": "1234", "PYTHONPATH": folder}
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert printed.strip() == digest(splits(0))
 
 
@@ -106,12 +125,22 @@ def test_the_lexicon_is_broad_and_no_word_has_both_polarities():
     assert min(Counter(lexicon.values()).values()) >= 120
     train = " ".join(" ".join(words(row.text)) for row in splits(0)["train"])
     used = [word for word in lexicon if f" {word} " in f" {train} "]
-    assert len(used) > .9 * len(lexicon)                # drawn at random: a few rare ones are left out
-    for slot in (reviews.STRONG, reviews.MILD, reviews.MANNER, reviews.FELT, reviews.LOVE, reviews.STIR, reviews.NOUN, reviews.ADVERB):
+    assert len(used) > 0.9 * len(lexicon)  # drawn at random: a few rare ones are left out
+    for slot in (
+        reviews.STRONG,
+        reviews.MILD,
+        reviews.MANNER,
+        reviews.FELT,
+        reviews.LOVE,
+        reviews.STIR,
+        reviews.NOUN,
+        reviews.ADVERB,
+    ):
         assert not set(slot[0]) & set(slot[1])
 
 
 # ---- the hardness is real -----------------------------------------------------------------------------------------------------------
+
 
 def slots(template, sign):
     return Counter(slot + number for found, slot, number in SLOT.findall(template) if found == sign)
@@ -126,7 +155,10 @@ def test_twins_of_a_hard_kind_hold_the_same_polar_words(kind):
 
 @pytest.mark.parametrize("split,kind", list(product(["train", "dev", "test"], HARD)))
 def test_each_polar_word_stands_equally_often_under_both_labels(split, kind):
-    joined = {label: " ".join(row.text.lower() for row in of_kind(splits(0)[split], kind) if row.label == label) for label in (0, 1)}
+    joined = {
+        label: " ".join(row.text.lower() for row in of_kind(splits(0)[split], kind) if row.label == label)
+        for label in (0, 1)
+    }
     for word in polar_words():
         found = [len(re.findall(rf"\b{word}\b", joined[label])) for label in (0, 1)]
         assert found[0] == found[1], word
@@ -137,7 +169,7 @@ def check_hardness(seed):
     train, held_out = made["train"], made["dev"] + made["test"]
     on_all = naive_bayes(train)
     assert accuracy(on_all, of_kind(held_out, "plain")) > PLAIN_ACCURACY
-    for kind in HARD:                                   # neither a reader of all sentences nor one who studied this kind only
+    for kind in HARD:  # neither a reader of all sentences nor one who studied this kind only
         on_kind = naive_bayes(of_kind(train, kind))
         assert accuracy(on_all, of_kind(held_out, kind)) < CHANCE, kind
         assert accuracy(on_kind, of_kind(held_out, kind)) < CHANCE, kind
@@ -148,7 +180,9 @@ def test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones(se
     check_hardness(seed)
 
 
-@pytest.mark.parametrize("bug", [reviews.PLAIN, tuple(flip for _, flip in reviews.NEGATED)], ids=["no negation", "always flipped"])
+@pytest.mark.parametrize(
+    "bug", [reviews.PLAIN, tuple(flip for _, flip in reviews.NEGATED)], ids=["no negation", "always flipped"]
+)
 def test_the_hardness_test_can_fail(monkeypatch, bug):
     monkeypatch.setitem(GRAMMAR, "negated", bug)
     with pytest.raises(AssertionError, match="negated"):
@@ -159,34 +193,82 @@ def test_counting_polar_words_reads_plain_sentences_and_is_near_chance_on_hard_o
     lexicon = polar_words()
     pattern = re.compile("|".join(rf"\b{re.escape(word)}\b" for word in sorted(lexicon, key=len, reverse=True)))
     held_out = splits(0)["dev"] + splits(0)["test"]
-    for kind in HARDNESS:                               # a tie is worth half
-        totals = [(sum(2 * lexicon[word] - 1 for word in pattern.findall(row.text.lower())), row.label) for row in of_kind(held_out, kind)]
-        score = sum(.5 if total == 0 else (total > 0) == label for total, label in totals) / len(totals)
-        assert score > PLAIN_ACCURACY if kind in EASY else score == .5, kind
+    for kind in HARDNESS:  # a tie is worth half
+        totals = [
+            (sum(2 * lexicon[word] - 1 for word in pattern.findall(row.text.lower())), row.label)
+            for row in of_kind(held_out, kind)
+        ]
+        score = sum(0.5 if total == 0 else (total > 0) == label for total, label in totals) / len(totals)
+        assert score > PLAIN_ACCURACY if kind in EASY else score == 0.5, kind
 
 
 # ---- the labels follow from the sentences -----------------------------------------------------------------------------------------------
 
-EXAMPLES = [                                            # kind, entry of GRAMMAR by its beginning, (positive, negative) as a reader judges
+EXAMPLES = [  # kind, entry of GRAMMAR by its beginning, (positive, negative) as a reader judges
     ("plain", "What a {+adj}", "What a wonderful film!", "What a terrible film!"),
     ("plain", "{+verbed} it", "Loved it.", "Hated it."),
-    ("wordy", "The {thing}, which", "The film, which I watched yesterday with two friends, was worth every penny.",
-     "The film, which I watched yesterday with two friends, was a waste of money."),
-    ("negated", "The {thing} was {+mild}, and", "The film was good, and it was not raining.", "The film was not good, and it was raining."),
+    (
+        "wordy",
+        "The {thing}, which",
+        "The film, which I watched yesterday with two friends, was worth every penny.",
+        "The film, which I watched yesterday with two friends, was a waste of money.",
+    ),
+    (
+        "negated",
+        "The {thing} was {+mild}, and",
+        "The film was good, and it was not raining.",
+        "The film was not good, and it was raining.",
+    ),
     ("negated", "No joke", "Not a bad film.", "No joke, a bad film."),
     ("negated", "This {thing}", "This film isn't boring, is it?", "This film is boring, isn't it?"),
-    ("contrasted", "The {early} was", "The poster was awful, but the film itself was great.", "The poster was great, but the film itself was awful."),
-    ("contrasted", "The {thing} was {+any}, although", "The film was great, although the poster was awful.",
-     "The film was awful, although the poster was great."),
-    ("misleading", "{all} told me", "All my friends told me that the film was awful, dull and bad, and they were wrong.",
-     "All my friends told me that the film was awful, dull and bad, and they were right."),
-    ("misleading", "{said} told me", "My boss told me to expect an awful film, and what I got was a superb one.",
-     "My boss told me to expect a superb film, and what I got was an awful one."),
-    ("hedged", "It might", "It might have been a dull film if the actors had not been so superb.",
-     "It might have been a superb film if the actors had not been so dull."),
-    ("hedged", "Without", "Without the superb actors, it would have been a dull film.", "Without the dull actors, it would have been a superb film."),
-    ("doubly negated", "Nobody could", "Nobody could say that the film was not good.", "Nobody paid me to say that the film was not good."),
-    ("doubly negated", "Nobody could", "Nobody paid me to say that the film was not bad.", "Nobody could say that the film was not bad."),
+    (
+        "contrasted",
+        "The {early} was",
+        "The poster was awful, but the film itself was great.",
+        "The poster was great, but the film itself was awful.",
+    ),
+    (
+        "contrasted",
+        "The {thing} was {+any}, although",
+        "The film was great, although the poster was awful.",
+        "The film was awful, although the poster was great.",
+    ),
+    (
+        "misleading",
+        "{all} told me",
+        "All my friends told me that the film was awful, dull and bad, and they were wrong.",
+        "All my friends told me that the film was awful, dull and bad, and they were right.",
+    ),
+    (
+        "misleading",
+        "{said} told me",
+        "My boss told me to expect an awful film, and what I got was a superb one.",
+        "My boss told me to expect a superb film, and what I got was an awful one.",
+    ),
+    (
+        "hedged",
+        "It might",
+        "It might have been a dull film if the actors had not been so superb.",
+        "It might have been a superb film if the actors had not been so dull.",
+    ),
+    (
+        "hedged",
+        "Without",
+        "Without the superb actors, it would have been a dull film.",
+        "Without the dull actors, it would have been a superb film.",
+    ),
+    (
+        "doubly negated",
+        "Nobody could",
+        "Nobody could say that the film was not good.",
+        "Nobody paid me to say that the film was not good.",
+    ),
+    (
+        "doubly negated",
+        "Nobody could",
+        "Nobody paid me to say that the film was not bad.",
+        "Nobody could say that the film was not bad.",
+    ),
 ]
 
 
@@ -213,8 +295,20 @@ def test_the_grammar_gives_the_example_the_label_that_a_reader_gives_it(kind, st
         assert found == {label}, (text, found)
 
 
-@pytest.mark.parametrize("wrong", [r" \.", r"\ba [aeio]", r"\ban (?!hour)[^aeiou]", r"  ", r"[{}~@]", r"\bin?s (was|is)\b", r"^[a-z].*[A-Z]",
-                                   r"\b(\w+) \1\b", r"(lyrics|characters|rooms|drinks) was"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        r" \.",
+        r"\ba [aeio]",
+        r"\ban (?!hour)[^aeiou]",
+        r"  ",
+        r"[{}~@]",
+        r"\bin?s (was|is)\b",
+        r"^[a-z].*[A-Z]",
+        r"\b(\w+) \1\b",
+        r"(lyrics|characters|rooms|drinks) was",
+    ],
+)
 def test_no_sentence_shows_a_seam_of_the_generator(wrong):
     assert [row.text for rows in splits(0).values() for row in rows if re.search(wrong, row.text)] == []
 
@@ -228,6 +322,7 @@ def test_sentences_differ_in_length_and_style():
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------------------------
+
 
 def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match="0 or more, got dev=-1"):
