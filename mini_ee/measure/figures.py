@@ -52,7 +52,7 @@ def draw_compared(path: Path, answer: dict, swept: bool) -> None:
 
 def draw_speed_accuracy(path: Path, answer: dict) -> None:
     """Accuracy against measured speed-up: every single exit, the curve of thresholds, and the run's own rule."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     exits, curve = answer["rows"], sorted(answer["curve"], key=lambda row: row["speedup"])
     axes.plot([row["speedup"] for row in curve], [row["score"] for row in curve], "o-", label="threshold, swept")
     axes.plot(
@@ -76,7 +76,7 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.yaxis.label.set_parse_math(False)  # a task may have any name
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_curves(path: Path, answer: dict) -> None:
@@ -86,7 +86,7 @@ def draw_curves(path: Path, answer: dict) -> None:
     """
     from matplotlib import colormaps
 
-    figure, axes = _figure()
+    figure, axes = new_figure()
     groups = [[(run, group["how"]) for run in group["runs"]] for group in answer["over_seeds"]]
     alone = [[(row["run"], row["how"])] for row in answer["rows"]]
     groups += [one for one in alone if not any(one[0] in group for group in groups)]
@@ -103,12 +103,12 @@ def draw_curves(path: Path, answer: dict) -> None:
     axes.yaxis.label.set_parse_math(False)
     for text in axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left").get_texts():
         text.set_parse_math(False)  # a run may have any name
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_exits_by_hardness(path: Path, answer: dict) -> None:
     """Where the sentences of each hardness leave: one stacked bar a kind, from early (dark) to late (light)."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     kinds = answer["hardness"]
     left = [0.0] * len(kinds)
     from matplotlib import colormaps
@@ -121,7 +121,7 @@ def draw_exits_by_hardness(path: Path, answer: dict) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="share of sentences that left at each layer", xlim=(0, 1))
     axes.legend(title="layer", frameon=False, bbox_to_anchor=(1.01, 1), loc="upper left", fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
@@ -140,7 +140,7 @@ def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
     figure, grid = _panels(len(panels), columns=3 if len(panels) > 4 else 2)
     for axes, draw in zip(grid, panels):
         draw(axes, answer, layers)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_training(path: Path, rows: list[dict]) -> None:
@@ -157,7 +157,7 @@ def draw_training(path: Path, rows: list[dict]) -> None:
         top = max(axes.get_ylim()[1] for axes in panels)  # runs are compared on one scale
         for axes in panels:
             axes.set_ylim(0, top)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 HISTORY = {"agreement": "agreement with the full model", "entropy": "entropy, in nats"}
@@ -247,12 +247,12 @@ def draw_layers(path: Path, answer: dict) -> None:
     handles = losses.get_legend_handles_labels()
     for text in figure.legend(*handles, frameon=False, fontsize=7, ncols=2, loc="outside upper center").get_texts():
         text.set_parse_math(False)  # a run may have any name
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_rewards(path: Path, answer: dict) -> None:
     """Score against layers saved over alpha, a line for each reward (ConsistentEE, Fig. 4). Rows are its runs."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for reward in sorted({row["reward"] for row in answer["rows"]}):
         points = sorted((row for row in answer["rows"] if row["reward"] == reward), key=lambda row: row["alpha"])
         x, y = ([row[key] for row in points] for key in ("layers_saved", "score"))
@@ -268,12 +268,12 @@ def draw_rewards(path: Path, answer: dict) -> None:
     axes.set(xlabel="share of the layers saved", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.yaxis.label.set_parse_math(False)
     axes.legend(title="at each alpha", frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_writing(path: Path, answer: dict) -> None:
     """Rouge-L against layers saved, a curve for each measure (ConsistentEE, Fig. 5); a star is a run's own rule."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for row in answer["rows"]:
         if not row["curve"]:
             continue
@@ -284,10 +284,11 @@ def draw_writing(path: Path, answer: dict) -> None:
     axes.set(xlabel="share of the layers saved", ylabel="Rouge-L against the full model's text")
     for text in axes.legend(frameon=False, fontsize=8).get_texts():
         text.set_parse_math(False)  # a run may have any name
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure():
+def new_figure():
+    """A figure of README's width, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -298,7 +299,8 @@ def _figure():
     return figure, axes
 
 
-def _save(figure, path: Path) -> None:
+def save_figure(figure, path: Path) -> None:
+    """Write it, as PNG."""
     import io
 
     buffer = io.BytesIO()
@@ -320,4 +322,4 @@ def draw_ablation(path: Path, answer: dict) -> None:
         axes.set_xticks(sorted({point["k"] for point in answer["rows"]}))
         axes.yaxis.label.set_parse_math(False)
     panels[0].legend(title="share of the datastore", frameon=False, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)

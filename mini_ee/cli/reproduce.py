@@ -1,0 +1,36 @@
+"""`mini-ee reproduce PAPER`: a paper's experiments, and the page that says what came out."""
+
+from pathlib import Path
+
+from mini_ee.cli.options import positive
+
+HELP = "run a paper's experiments and write the page of its results"
+EXAMPLE = "mini-ee reproduce raee --quick"
+
+
+def add(sub) -> None:
+    from mini_ee.reproduce.recipe import PAPERS
+
+    sub.add_argument("paper", choices=PAPERS)
+    sub.add_argument("--only", metavar="TABLE", help='one table or figure, such as "Table 1"')
+    sub.add_argument("--quick", action="store_true", help="a small part, on the built-in models and data")
+    sub.add_argument("--seeds", type=positive, metavar="N", help="so many seeds, from --seed on; 3, of --quick 1")
+    sub.add_argument(
+        "--sources", type=Path, metavar="DIR", help="with weights/ and data/; $MINI_EE_SHARED or ../shared"
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="where pages are written; results, or results-quick")
+
+
+def run(args, say) -> dict:
+    """Run what is missing, then write the page."""
+    from mini_ee.reproduce.run import reproduce
+
+    return reproduce(
+        args.paper,
+        only=args.only,
+        quick=args.quick,
+        seeds=range(args.seed, args.seed + (args.seeds or (1 if args.quick else 3))),
+        sources=args.sources,
+        out=args.out,
+        say=say,
+    )

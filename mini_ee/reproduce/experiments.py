@@ -1,0 +1,179 @@
+"""Train what is missing, measure it, and keep a small JSON of every case: a run that was stopped goes on where it was.
+
+OUT/PAPER/CASE.json    settings, the rates that the hold-out chose, and by seed figures, lists, and how it was made
+OUT/PAPER/runs/        trainings under way; removed when they are measured
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mini_ee import WrongArguments, __version__
+from mini_ee.data.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
+from mini_ee.data.tasks import load_task, toy_task
+from mini_ee.reproduce.measures import MEASURES, OF_ROWS
+from mini_ee.reproduce.recipe import Case
+from mini_ee.training.fit import STATE
+from mini_ee.training.run import Run, load_run, training_folder
+from mini_ee.training.train import train
+
+DIGITS = 5  # of a figure in JSON
+SENTENCES = "SST-2 sentences"
+
+
+class Sources:
+    """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME."""
+
+    def __init__(self, folder: Path, made: Path):
+        self.folder, self.made = folder, made
+
+    def find(self, kind: str, name: str) -> Path:
+        """A model's or a task's folder, a text's file. Raises WrongArguments where it is not there."""
+        if name == SENTENCES:
+            return self._sentences()
+        found = self.folder / kind / name
+        if not found.exists():
+            raise WrongArguments(
+                f"{found}: is not there; give --sources a folder with weights/ and data/ as the recipe names them, or "
+                f"--quick, which needs none"
+            )
+        return found
+
+    def _sentences(self) -> Path:
+        """SST-2 with whole sentences to train on, as RAEE's datastore has them: SST-5's, without its neutral ones."""
+        folder = self.made / SENTENCES / "SST-2"
+        if not folder.exists():
+            rows = [
+                line.rsplit("\t", 1) for line in (self.find("data", "SST-5") / "train.tsv").read_text().splitlines()[1:]
+            ]
+            kept = [f"{text}\t{int(label) // 3}" for text, label in rows if label != "2"]
+            with atomic_folder(folder) as partial:
+                write_bytes(partial / "train.tsv", "\n".join(["sentence\tlabel", *kept, ""]).encode())
+                shutil.copy(self.find("data", "SST-2") / "dev.tsv", partial / "dev.tsv")
+        return folder
+
+    def options(self, options: dict) -> dict:
+        """Options with folders in place of names."""
+        named = dict(options)
+        for option, kind in (("model", "weights"), ("encoder", "weights"), ("task", "data"), ("text", "data")):
+            if isinstance(named.get(option), str) and named[option] not in ("reviews", "continue", "copy"):
+                named[option] = self.find(kind, named[option])
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Where a case's figures are kept."""
+    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", name) + ".json")
+
+
+def read_case(folder: Path, case: Case) -> dict:
+    """What is kept of a case; nothing where it was made with other settings."""
+    path = file_of(folder, case.name)
+    empty = {"case": case.name, "measure": case.measure, "options": case.options, "seeds": {}}
+    if not path.exists():
+        return empty
+    kept = read_json(path)
+    return kept if all(kept.get(key) == empty[key] for key in ("case", "measure", "options")) else empty
+
+
+def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
+    """Train and measure one case with one seed, if that is not done yet, and keep it."""
+    runs = folder / "runs"
+    with sole_writer(file_of(folder, case.name)):
+        kept = read_case(folder, case)
+        if str(seed) in kept["seeds"]:
+            return
+        reference = None
+        if case.reference and case.reference != case.name:
+            reference = read_json(file_of(folder, case.reference))["seeds"][str(seed)]["figures"]
+        say(f"{case.name}, seed {seed}")
+        options = case.options
+        if grid := {name: value["choose"] for name, value in options.items() if _is_choice(value)}:
+            options = options | _chosen(folder, case, kept, grid, seed, sources, say)
+        run = _trained(runs / f"{file_of(folder, case.name).stem}-{seed}", options, seed, sources)
+        figures, lists = MEASURES[case.measure](run, _read(case, sources), reference)
+        kept["seeds"][str(seed)] = {
+            "figures": {name: _short(value) for name, value in figures.items()},
+            "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
+            "how": how_made(),
+        }
+        write_json(file_of(folder, case.name), kept)
+        for each in runs.glob(f"{run.folder.name}*"):
+            shutil.rmtree(each)
+
+
+def _is_choice(value) -> bool:
+    return isinstance(value, dict) and "choose" in value
+
+
+def _read(case: Case, sources: Sources):
+    """The task of rows, or the text that is read beside."""
+    if case.measure not in OF_ROWS:
+        return case.reads and sources.find("data", case.reads)
+    task = sources.options(case.options).get("task")
+    return load_task(task) if isinstance(task, Path) else toy_task()
+
+
+def _chosen(folder: Path, case: Case, kept: dict, grid: dict, seed: int, sources: Sources, say) -> dict:
+    """The values that do best on the rows held out of train, at the first seed that is run."""
+    if "chosen" in kept:
+        return kept["chosen"]
+    tried = kept.setdefault("tried", [])
+    stem = folder / "runs" / f"{file_of(folder, case.name).stem}-{seed}"
+    folders = {}
+    for values in product(*grid.values()):
+        chosen = dict(zip(grid, values))
+        run_folder = folders[values] = stem.with_name(f"{stem.name}-try-{'-'.join(f'{each:g}' for each in values)}")
+        if any(all(each[name] == value for name, value in chosen.items()) for each in tried):
+            continue
+        run = _trained(run_folder, case.options | chosen, seed, sources)
+        metrics = read_json(run.folder / "metrics.json")
+        scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
+        tried.append(chosen | {"hold-out": _short(float(np.mean(scores)))})
+        say(f"  {chosen}: {tried[-1]['hold-out']:.3f} on the hold-out, the mean of all exits")
+        write_json(file_of(folder, case.name), kept)
+    best = max(tried, key=lambda each: each["hold-out"])
+    kept["chosen"] = {name: best[name] for name in grid}
+    found = folders[tuple(kept["chosen"].values())]
+    if found.exists():
+        found.rename(stem)  # it is this seed's own training
+    return kept["chosen"]
+
+
+def _trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
+    """The run of these options: loaded, gone on with, or trained."""
+    if folder.exists():
+        return load_run(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    given = dict(options)
+    if base := given.pop("base", None):
+        given["model"] = str(_trained(folder.with_name(f"{folder.name}-base"), base, seed, sources).folder.absolute())
+    given, method = sources.options(given), given["method"]
+    given.pop("method")
+    unfinished = (training_folder(folder) / STATE).exists()
+    if not unfinished:
+        shutil.rmtree(training_folder(folder), ignore_errors=True)
+    return train(method, out=folder, resume=unfinished, seed=seed, **given)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def how_made() -> dict:
+    """What a figure was made with."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True)
+    return {
+        "commit": found.stdout.strip() or __version__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+    }

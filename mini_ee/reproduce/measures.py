@@ -1,0 +1,258 @@
+"""What is measured of a trained run for a paper's page: figures by name, one number each, and lists of numbers.
+
+Rules are chosen on rows held out of train; figures are of the reported split, unless their name says otherwise.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.data.files import read_json
+from mini_ee.data.tasks import Split, Task, holdout, subset
+from mini_ee.measure.compare import compare_tokens
+from mini_ee.measure.evaluate import (
+    LOSSES,
+    RANGES,
+    best_within,
+    by_exit,
+    curve,
+    hardness_in_training,
+    measure_seconds,
+    most_saved,
+    overthinking,
+    rows_of,
+    timed_batches,
+)
+from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.methods.raee import ablation, controls
+from mini_ee.rules import NeverExit, Policy, rule_from_dict
+from mini_ee.training.method import load_method
+from mini_ee.training.rule import patiences, thresholds
+from mini_ee.training.run import Run
+from mini_ee.training.train import split_rows
+from mini_ee.units.generation import Sampling
+from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
+from mini_ee.units.tokens import record_texts
+
+BATCH = 32
+HELD_ROWS, TRAIN_ROWS = 2000, 1000  # read at most, drawn with the seed
+LISTED = 24  # points of a curve that are kept
+MEASURE = "breaking_ties"
+SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
+
+Measured = tuple[dict[str, float], dict[str, list[float]]]
+
+
+# ---- Rows ----
+
+
+def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
+    """A classifier: its exits, and what rules save that the hold-out chose.
+
+    reference: the figures of the model from which points of loss are counted, of the same seed; by default its own.
+    """
+    seed = run.config["seed"]
+    _, rows = rows_of(task, None, None, seed)
+    held = subset(holdout(task.split("train"), seed)[1], HELD_ROWS, seed)
+    encoded, whole = run.encode(rows.texts), run.whole_model()
+    reported = record(run.segments(), encoded, BATCH, "reading", whole)
+    chosen_on = record(run.segments(), run.encode(held.texts), BATCH, "reading", whole)
+    figures = _exits(run, task, rows, reported) | _training(run)
+    figures["hold-out full"] = exit_scores(chosen_on, task, held.labels)[-1]
+    figures["majority"] = float(np.bincount(rows.labels.astype(int)).max() / len(rows))
+    reference = reference or figures
+    figures["reference"] = reference["full"]
+    own = summary(reported.replay(run.rule), reported, task, rows.labels)
+    figures |= {"default score": own["score"], "default saved": own["layers_saved"]}
+    figures["default lost"] = figures["full"] - own["score"]
+    if run.model.policy is not None:
+        at = summary(reported.replay(Policy()), reported, task, rows.labels)
+        figures |= {"policy score": at["score"], "policy saved": at["layers_saved"]}
+    picked, lists = _picked(run, task, rows, reported, (chosen_on, held), reference)
+    figures |= _trained_rows(run, task, Policy() if run.model.policy is not None else run.rule)
+    order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
+    timed += [(run.segments(), rule_from_dict(point["rule"]), encoded) for point in picked.values()]
+    full, *seconds = measure_seconds(timed, order, repeats=1)
+    for (name, point), each in zip(picked.items(), seconds):
+        figures[f"score {name}"] = point["score"]
+        if name in ("at no loss", "at one point"):
+            figures[f"saved {name}"], figures[f"operations {name}"] = point["layers_saved"], point["flops_ratio"]
+            figures[f"speed-up {name}"] = float(full / each)
+    return figures, lists
+
+
+def _exits(run: Run, task: Task, rows: Split, reported: Record) -> dict[str, float]:
+    scores = exit_scores(reported, task, rows.labels)
+    figures = {f"score after {layer}": score for layer, score in zip(run.exits, scores)} | {"full": scores[-1]}
+    return figures | {"overthought": overthinking(reported, task, rows)["share"]}
+
+
+def _training(run: Run) -> dict[str, float]:
+    metrics = read_json(run.folder / "metrics.json")
+    epochs, steps = metrics["epochs"], -(-metrics["rows"] // run.config["training"]["batch_size"])
+    named = run.model.named_parameters()
+    return {
+        "steps": float(len(epochs) * steps),
+        "train seconds": sum(epoch["seconds"] for epoch in epochs),
+        "megabytes": run.weight_bytes / 1e6,
+        "trained parameters": float(sum(value.numel() for name, value in named if run.model.learns(name))),
+    }
+
+
+def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, reference: dict) -> tuple[dict, dict]:
+    """The points of the reported split whose rules the hold-out chose, and the curve of all that it offers."""
+    chosen_on, split = held
+    candidates = load_method(run.config["method"]).candidates or (patiences if task.regression else thresholds)
+    points = curve(chosen_on, [NeverExit(), *candidates(chosen_on)], task, split.labels)
+
+    def there(point: dict) -> dict:
+        rule = rule_from_dict(point["rule"])
+        return {"rule": point["rule"]} | summary(reported.replay(rule), reported, task, rows.labels)
+
+    never = next(point for point in points if point["rule"]["name"] == "never")
+    picked = {}
+    for name, loss in LOSSES.items():
+        found = most_saved(points, reference["hold-out full"] - loss - 1e-9)
+        picked[f"at {name.replace('_', ' ')}"] = there(found or never)
+    for name, share in RANGES.items():
+        if found := best_within(points, share):
+            picked[f"in the {name.replace('_', ' ')}"] = there(found)
+    offered = [there(point) for point in points[:: max(1, len(points) // LISTED)]]
+    lists = {
+        "curve saved": [point["layers_saved"] for point in offered],
+        "curve score": [point["score"] for point in offered],
+        "curve operations": [point["flops_ratio"] for point in offered],
+    }
+    return picked, lists
+
+
+def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
+    """ConsistentEE's Fig. 2 and Table 1."""
+    if task.regression:
+        return {}
+    train, _ = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
+    train = subset(train, TRAIN_ROWS, run.config["seed"])
+    recorded = record(run.segments(), run.encode(train.texts), BATCH, "reading")
+    figures = {}
+    for each in by_exit(recorded, recorded.replay(rule).exit_index, train.labels):
+        layer = each["layer"]
+        figures |= {f"loss after {layer}": each["loss"], f"left after {layer}": each["left"] / len(train)}
+        if each["left"]:
+            figures[f"loss after {layer} of those that left"] = each["left_loss"]
+            figures[f"accuracy after {layer} of those that left"] = each["left_accuracy"]
+    if found := hardness_in_training(run, task, BATCH):
+        figures["hardness and loss"] = found["spearman"]["loss"]
+        figures["hardness and forgetting"] = found["spearman"]["forgetting events"]
+    return figures
+
+
+# ---- RAEE ----
+
+
+def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
+    """RAEE and what must stand beside it; its score over k and over the size of the datastore."""
+    seed = run.config["seed"]
+    _, rows = rows_of(task, None, None, seed)
+    encoded = run.encode(rows.texts)
+    recorded = record(run.segments(), encoded, BATCH, "reading", run.whole_model())
+    found = summary(recorded.replay(plan_rows(run.rule, encoded, BATCH)), recorded, task, rows.labels)
+    given = run.rule, recorded, encoded, task, rows.labels, BATCH, seed
+    beside = controls(*given)
+    figures = {
+        "score": found["score"],
+        "layers": found["mean_layers"],
+        "saved": found["layers_saved"],
+        "full": beside["full_model"]["score"],
+        "majority": float(np.bincount(rows.labels.astype(int)).max() / len(rows)),
+        "best single layer": beside["best_single_layer"]["score"],
+        "kNN votes": beside["knn_labels"]["score"],
+        "kNN votes weighted": beside["knn_weighted"]["score"],
+        "random layers": beside["random_layers"]["score"],
+        "oracle": beside["oracle"]["score"],
+        "oracle layers": beside["oracle"]["mean_layers"],
+        "rows": float(len(run.rule.datastore)),
+    }
+    for point in ablation(*given):
+        names = []
+        if point["database"] == "100%":
+            names.append(f"k {point['k']}")
+        if point["k"] == run.rule.k:
+            names.append(f"store {point['database']}")
+        for name in names:
+            figures |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
+    order = timed_batches(encoded, 1)
+    full, early = measure_seconds(
+        [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
+    )
+    return figures | {"speed-up": float(full / early)}, {}
+
+
+# ---- Heads on a decoder ----
+
+
+def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
+    """Heads on a decoder: how they learned, and what they save at equal agreement with the full model on fresh text."""
+    metrics, exits = read_json(run.folder / "metrics.json"), run.exits
+    figures = {f"agreement after {layer}": value for layer, value in zip(exits, metrics["agreement"])}
+    figures |= {f"entropy after {layer}": value for layer, value in zip(exits, metrics["entropy"])}
+    history = metrics["history"]
+    figures |= {"steps": float(history[-1]["step"])}
+    figures["train seconds"] = sum(epoch["seconds"] for epoch in metrics["epochs"])
+    lists = {"step": [float(point["step"]) for point in history]}
+    for k, layer in enumerate(exits[:-1]):
+        lists |= {f"{key} after {layer}": [point[key][k] for point in history] for key in ("agreement", "entropy")}
+    _, calibration, fresh = written_texts(run, run.config["seed"])
+    recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, fresh)]
+    for found in at_equal_agreement(*recorded, (MEASURE,)):
+        figures[f"saved at {found['level']:g}".replace("0.", ".")] = found["layers_saved"]
+    return figures, lists
+
+
+def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) -> Measured:
+    """The same, and the paper's Fig. 2 to 4: what thresholds for each epsilon keep, cost and save, also in writing."""
+    figures, lists = of_tokens(run, None, reference)
+    seed, held = run.config["seed"], None
+    if text is not None:
+        held = record_texts(run.model, held_text(text, run, seed), progress="reading", last=False)
+    found = sweep(run, MEASURE, held, None, seed)
+    if held is not None:
+        figures["full perplexity"] = found["full_perplexity"]
+    for epsilon, row in zip(EPSILONS, found["rows"]):
+        at = f"at epsilon {epsilon:g}".replace("0.", ".")
+        figures |= {f"end to end {at}": row["end_to_end"], f"saved {at}": row["layers_saved"]}
+        figures |= {f"decoded agreement {at}": row["decoded_agreement"], f"speed-up {at}": row["speedup"]}
+        figures[f"decoded saved {at}"] = 1 - row["decoded_layers"] / run.exits[-1]
+        shares = np.array(row["exit_counts"]) / sum(row["exit_counts"])
+        figures |= {f"leave after {layer} {at}": float(share) for layer, share in zip(run.exits, shares)}
+        if held is not None:
+            figures[f"perplexity {at}"] = row["perplexity"]
+    return figures, lists
+
+
+# ---- Writing ----
+
+
+def of_writing(run: Run, text: Path | None, reference: dict | None) -> Measured:
+    """A decoder's tokens under the method's own rules: Rouge-L against the full model's text, over layers saved."""
+    found = compare_tokens([run], None, None, Sampling(), True, run.config["seed"])
+    full, *own = found["rows"]
+    figures, lists = {"full against references": full["rouge_l_reference"]}, {}
+    for row in own:
+        measure = "" if len(own) == 1 else f" {row['measure']}"
+        points = sorted((point["layers_saved"], point["rouge_l"]) for point in [row, *row["curve"]])
+        saved, rouge = (list(each) for each in zip(*points))
+        figures |= {f"Rouge-L{measure}": row["rouge_l"], f"saved{measure}": row["layers_saved"]}
+        for share in SAVED:
+            figures[f"Rouge-L{measure} at {share}% saved"] = float(np.interp(share / 100, saved, rouge))
+        lists |= {f"curve saved{measure}": saved, f"curve Rouge-L{measure}": rouge}
+    return figures, lists
+
+
+OF_ROWS = ("rows", "prompts")  # read a task; others a text, or nothing
+MEASURES = {
+    "rows": of_rows,
+    "prompts": of_retrieval,
+    "tokens": of_tokens,
+    "tokens over epsilon": of_tokens_over_epsilon,
+    "writing": of_writing,
+}

@@ -1,0 +1,228 @@
+"""A paper's page, made from its recipe and the JSON of its cases: no figure comes from anywhere else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.reproduce.experiments import read_case
+from mini_ee.reproduce.recipe import Case, cases_of, sides
+from mini_ee.reproduce.verdicts import FEW, HOLDS, RULE, UNSEEN, Compared, compared, verdict_of
+
+MISSING = "not run yet"
+NOT_RUN = "·"
+
+
+class Kept(NamedTuple):
+    """What is kept of all cases of a recipe."""
+
+    cases: dict[str, Case]
+    found: dict[str, dict]  # case -> its JSON
+
+    def values(self, case: str, figure: str) -> dict[str, float]:
+        """Seed -> figure, of the seeds that have it."""
+        seeds = self.found[case]["seeds"].items()
+        return {seed: made["figures"][figure] for seed, made in seeds if figure in made["figures"]}
+
+
+class Judged(NamedTuple):
+    """A claim with what its comparisons say."""
+
+    claim: dict
+    comparisons: list[Compared]
+    verdict: str
+
+
+def read_kept(folder: Path, recipe: dict) -> Kept:
+    """All that is kept of a recipe's cases under a folder."""
+    cases = cases_of(recipe)
+    return Kept(cases, {name: read_case(folder, case) for name, case in cases.items()})
+
+
+# ---- Claims ----
+
+
+def judge(claim: dict, kept: Kept) -> Judged:
+    """What the claim's comparisons say, on the seeds that all of their cases have."""
+    comparisons = []
+    for each in claim.get("compare", []):
+        both = [_side(kept, each, side) for side in ("more", "than")]
+        seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
+        if not seeds:
+            continue
+        more, than = ([values[seed] if values else each["than"] for seed in seeds] for values in both)
+        comparisons.append(compared(more, than, each.get("by", 0.0)))
+    if "unseen" in claim:
+        return Judged(claim, [], UNSEEN)
+    if len(comparisons) < len(claim["compare"]):
+        return Judged(claim, comparisons, MISSING)
+    return Judged(claim, comparisons, verdict_of(comparisons, claim.get("need", "all")))
+
+
+def _side(kept: Kept, compare: dict, side: str) -> dict[str, float] | None:
+    """Seed -> the mean of the side's cases; None for a number."""
+    pairs = sides(compare, side)
+    if not pairs:
+        return None
+    found = [kept.values(*pair) for pair in pairs]
+    shared = set.intersection(*(set(values) for values in found))
+    return {seed: float(np.mean([values[seed] for values in found])) for seed in shared}
+
+
+def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
+    claim, comparisons, verdict = judged
+    lines = [f"{number}. {claim['text']}: **{verdict}**. The paper: {claim['paper']}."]
+    if "unseen" in claim:
+        return [f"{lines[0]} {claim['unseen']}"]
+    for each, said in zip(claim["compare"], comparisons):
+        interval = f"{said.low:+.3f} to {said.high:+.3f}; " if said.high > said.low else ""
+        wanted = f", wanted above {each['by']:+g}" if each.get("by") else ""
+        than = _named(each, "than")
+        lines.append(
+            f"   - {_named(each, 'more')} {_digits(said.more)}, {than} {_digits(said.than)}: "
+            f"{said.difference:+.3f} ({interval}{said.seeds} seeds{wanted}), {said.verdict}"
+        )
+    if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
+        means = {name: np.mean([*values.values()]) for name in tried["cases"] if (values := _all(kept, tried, name))}
+        if means:
+            best = max(means, key=means.get)
+            lines.append(f"   - of {len(means)} settings tried the best is {best}: {_digits(means[best])}")
+    return lines
+
+
+def _all(kept: Kept, tried: dict, name: str) -> dict[str, float]:
+    return kept.values(name, tried["figure"])
+
+
+def _named(compare: dict, side: str) -> str:
+    pairs = sides(compare, side)
+    if not pairs:
+        return "the number"
+    cases = " and ".join(dict.fromkeys(case for case, _ in pairs))
+    return f"{cases} ({pairs[0][1]})"
+
+
+def _digits(value: float, digits: int = 3) -> str:
+    """A figure as papers print it: .931 for a share."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}f}"
+    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) and digits else text
+
+
+# ---- Tables ----
+
+
+def _table_lines(table: dict, kept: Kept) -> list[str]:
+    columns = table["columns"]
+    lines = [f"**{table['id']}: {table['title']}**", "", *_head(["ours", *columns])]
+    for name, row in table["rows"].items():
+        cells = []
+        for column in columns.values():
+            case, figure = (table[key].format(**row, **column) for key in ("case", "figure"))
+            cells.append(_cell(list(kept.values(case, figure).values()), table.get("digits", 3)))
+        lines.append(_line([name, *cells]))
+    if note := table.get("note"):
+        lines += ["", note]
+    if theirs := table.get("theirs"):
+        lines += ["", *_head(["the paper's", *theirs["columns"]])]
+        lines += [_line([name, *cells]) for name, cells in theirs["rows"].items()]
+    return [*lines, ""]
+
+
+def _cell(values: list[float], digits: int) -> str:
+    """Mean and range over seeds."""
+    if not values:
+        return NOT_RUN
+    mean = _digits(float(np.mean(values)), digits)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({_digits(min(values), digits)} to {_digits(max(values), digits)})"
+
+
+def _head(names: list[str]) -> list[str]:
+    return [_line(names), "|" + "---|" * len(names)]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+# ---- The page ----
+
+
+def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> str:
+    """The page as Markdown. folder: where its pictures are, those that were drawn."""
+    made = [one["how"] for each in kept.found.values() for one in each["seeds"].values()]
+    judged = [judge(claim, kept) for claim in recipe["claims"]]
+    total = len(kept.cases)
+    done = sum(bool(each["seeds"]) for each in kept.found.values())
+    lines = [f"# {recipe['title']}", "", f"*{recipe['source']}.* {recipe['about']}", ""]
+    lines += [f"Made by `{command}` from the JSON files in {paper}/.", ""]
+    if done < total:
+        lines += [f"Of {total} cases {done} have been run; `{NOT_RUN}` stands for the others. The command goes on.", ""]
+    if judged:
+        lines += ["## Claims", ""]
+        for number, each in enumerate(judged, 1):
+            lines += _claim_lines(number, each, kept)
+        lines += ["", RULE, ""]
+    lines += ["## Tables and figures", "", "Ours: the mean over seeds and, in brackets, the range.", ""]
+    for table in recipe["tables"]:
+        lines += _table_lines(table, kept)
+    for picture in recipe["pictures"]:
+        if (folder / picture["file"]).exists():
+            lines += [f"**{picture['title']}**", "", f"![{picture['title']}]({paper}/{picture['file']})", ""]
+    lines += ["## How it was trained", "", *_training_lines(kept), ""]
+    for key, title in (("differs", "What differs from the paper"), ("next", "What would tell more")):
+        lines += [f"## {title}", "", *(f"- {each}" for each in recipe[key]), ""]
+    about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in (made[0] if made else {})}
+    if about:
+        lines += [
+            f"Machine: {about['machine']}, {about['threads']} thread(s), torch {about['torch']}; "
+            f"commits {about['commit']}."
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _training_lines(kept: Kept) -> list[str]:
+    """Every case's settings; of a choice what the hold-out said."""
+    lines = _head(["case", "seeds", "settings", "chosen on the hold-out, of"])
+    for name, case in kept.cases.items():
+        found = kept.found[name]
+        if not found["seeds"]:
+            continue
+        settings = ", ".join(f"{key} {_setting(value)}" for key, value in case.options.items() if not _chosen(value))
+        tried = "; ".join(f"{_given(each)}: {_digits(each['hold-out'])}" for each in found.get("tried", []))
+        chosen = f"{_given(found['chosen'])} of ({tried})" if "chosen" in found else ""
+        lines.append(_line([name, len(found["seeds"]), settings, chosen]))
+    return lines
+
+
+def _given(options: dict) -> str:
+    return " ".join(f"{name} {value:g}" for name, value in options.items() if name != "hold-out")
+
+
+def _chosen(value) -> bool:
+    return isinstance(value, dict) and "choose" in value
+
+
+def _setting(value) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return f"({', '.join(f'{key} {_setting(each)}' for key, each in value.items())})"
+    return "built-in" if value is None else str(value)
+
+
+def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], rest: Callable[[], str]) -> str:
+    """All papers' claims in one table, for results/README.md."""
+    lines = ["# What came out", "", "All claims of the four papers that were looked at, each with its verdict.", ""]
+    lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
+    for paper, each in judged.items():
+        for number, one in enumerate(each, 1):
+            ours = "; ".join(f"{_digits(said.more)} beside {_digits(said.than)}" for said in one.comparisons[:3])
+            ours += "; ..." if len(one.comparisons) > 3 else ""
+            link = f"[{titles[paper]}]({paper}.md)"
+            lines.append(_line([link, number, one.claim["text"], one.verdict, ours, one.claim["paper"]]))
+    return "\n".join([*lines, "", RULE, "", rest()]).rstrip() + "\n"

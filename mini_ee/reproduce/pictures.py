@@ -1,0 +1,69 @@
+"""The pictures of a page, drawn alike: a method has one colour everywhere, and the spread over seeds is a band."""
+
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.measure.figures import new_figure, save_figure
+from mini_ee.registry import METHODS
+from mini_ee.reproduce.page import Kept
+from mini_ee.reproduce.recipe import filled
+
+GRID = 40  # points at which curves of several seeds are averaged
+
+
+def draw(path: Path, picture: dict, kept: Kept) -> None:
+    """Draw one picture of a recipe. Nothing is written where none of its series was measured."""
+    figure, axes = new_figure()
+    drawn = 0
+    for number, (name, series) in enumerate(picture["series"].items()):
+        points = (_over if "over" in series else _lists)(series, kept)
+        if points is None:
+            continue
+        x, mean, low, high = points
+        colour = colour_of(name, number)
+        axes.plot(x, mean, "o-" if len(x) <= 12 else "-", markersize=4, linewidth=1.6, color=colour, label=name)
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        drawn += 1
+    if not drawn:
+        return
+    axes.set(xlabel=picture["x"], ylabel=picture["y"])
+    axes.legend(frameon=False, fontsize=10, bbox_to_anchor=(1.01, 1), loc="upper left")
+    save_figure(figure, path)
+
+
+def colour_of(name: str, number: int):
+    """The colour of a method, the same everywhere; of any other series that of its place."""
+    from matplotlib import colormaps
+
+    names = list(METHODS)
+    if name in names:
+        return colormaps["tab20"].colors[names.index(name) % 20]
+    return colormaps["Dark2"].colors[number % 8]
+
+
+def _over(series: dict, kept: Kept):
+    """x, mean, low and high of a figure over the values of a setting."""
+    points = []
+    for value in series["over"]:
+        case = filled(series["case"], value)
+        y = list(kept.values(case, filled(series["y"], value)).values())
+        x = list(kept.values(case, filled(series["x"], value)).values()) if "x" in series else [float(value)]
+        if y:
+            points.append((float(np.mean(x)), float(np.mean(y)), min(y), max(y)))
+    return list(zip(*sorted(points))) if points else None
+
+
+def _lists(series: dict, kept: Kept):
+    """The mean and range of a curve over seeds, on a grid that all of them span."""
+    curves = []
+    for made in kept.found[series["case"]]["seeds"].values():
+        if series["x"] in made["lists"]:
+            x, y = (np.array(made["lists"][series[key]]) for key in "xy")
+            order = np.argsort(x, kind="stable")
+            curves.append((x[order], y[order]))
+    if not curves:
+        return None
+    grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), GRID)
+    found = np.array([np.interp(grid, x, y) for x, y in curves])
+    return grid, found.mean(axis=0), found.min(axis=0), found.max(axis=0)

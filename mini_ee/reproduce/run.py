@@ -1,0 +1,72 @@
+"""`mini-ee reproduce`: all seeds of what a recipe's claims, tables and pictures read, and the pages made from that."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mini_ee.data.files import write_bytes
+from mini_ee.measure.figures import can_draw
+from mini_ee.reproduce.experiments import Sources, read_case, run_case
+from mini_ee.reproduce.page import claims_page, judge, page, read_kept
+from mini_ee.reproduce.pictures import draw
+from mini_ee.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
+
+REST = "rest.md"  # what results/README.md says besides the claims
+
+
+def reproduce(
+    paper: str,
+    *,
+    only: str | None = None,
+    quick: bool = False,
+    seeds: Sequence[int] = range(3),
+    sources: Path | None = None,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> dict:
+    """Train and measure what is missing, then write OUT/PAPER.md, its pictures, and OUT/README.md.
+
+    seeds: all cases are run with the first before the second is begun. What is kept of an earlier call, of a killed one
+    too, is not run again. Raises WrongArguments for a model or a task that is not there.
+    """
+    begin, recipe = time.perf_counter(), load_recipe(paper, quick)
+    out = out or Path("results-quick" if quick else "results")
+    folder = out / paper
+    folder.mkdir(parents=True, exist_ok=True)
+    found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
+    asked = cases_named(select(recipe, only) if only else recipe, cases_of(recipe))
+    missing = [
+        (case, seed) for seed in seeds for case in asked.values() if str(seed) not in read_case(folder, case)["seeds"]
+    ]
+    say(f"{len(asked)} cases with {len(seeds)} seeds; {len(missing)} to run.")
+    for number, (case, seed) in enumerate(missing, 1):
+        run_case(folder, case, seed, found, lambda text, number=number: say(f"[{number} of {len(missing)}] {text}"))
+        write_page(paper, recipe, out, quick)
+    path = write_page(paper, recipe, out, quick)
+    write_claims(out, quick)
+    say(f"Page: {path}")
+    return {"paper": paper, "page": str(path), "ran": len(missing), "wall_seconds": time.perf_counter() - begin}
+
+
+def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
+    """The paper's page and pictures, from what is kept of it."""
+    kept = read_kept(out / paper, recipe)
+    for picture in recipe["pictures"] if can_draw() else []:
+        draw(out / paper / picture["file"], picture, kept)
+    command = f"mini-ee reproduce {paper}{' --quick' if quick else ''}"
+    path = out / f"{paper}.md"
+    write_bytes(path, page(paper, recipe, kept, out / paper, command).encode())
+    return path
+
+
+def write_claims(out: Path, quick: bool) -> None:
+    """OUT/README.md: the claims of all papers in one table, and what rest.md says besides."""
+    judged, titles = {}, {}
+    for paper in PAPERS:
+        recipe = load_recipe(paper, quick)
+        kept = read_kept(out / paper, recipe)
+        judged[paper], titles[paper] = [judge(claim, kept) for claim in recipe["claims"]], recipe["title"]
+    rest = out / REST
+    text = claims_page(judged, titles, lambda: rest.read_text() if rest.exists() else "")
+    write_bytes(out / "README.md", text.encode())

@@ -1,0 +1,58 @@
+"""What a claim's comparisons say, from the spread over seeds.
+
+A comparison is paired: of each seed, how much more one side has than the other. Over the seeds, the mean and Student's
+t interval at LEVEL. It holds where the whole interval lies above what was claimed, and does not hold where the whole
+interval lies below.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+HOLDS, FAILS, UNSEEN, FEW = "holds", "does not hold", "cannot be seen here", "too few seeds"
+LEVEL = 0.95
+LEAST_SEEDS = 3
+T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Degrees of freedom -> the two-sided quantile of Student's t at LEVEL."""
+
+RULE = (
+    f"A verdict is computed. Each comparison is paired over seeds, three at least: the mean of the differences, and "
+    f"Student's t interval at {LEVEL:.0%}. The claim **holds** where the whole interval lies above what is claimed, "
+    f"**does not hold** where it lies below; else it **cannot be seen here**. A claim takes all of its comparisons, "
+    f"where it does not say how many. The spread is that over seeds, on the same test rows."
+)
+
+
+class Compared(NamedTuple):
+    """One comparison: the means of both sides, the mean difference, its interval (of few seeds none), what it says."""
+
+    more: float
+    than: float
+    difference: float
+    low: float
+    high: float
+    seeds: int
+    verdict: str
+
+
+def compared(more: list[float], than: list[float], by: float = 0.0) -> Compared:
+    """Both sides by seed, paired: does the first have more than the second by `by`?"""
+    differences = np.subtract(more, than)
+    mean, seeds = float(differences.mean()), len(differences)
+    if seeds < LEAST_SEEDS:
+        return Compared(float(np.mean(more)), float(np.mean(than)), mean, mean, mean, seeds, FEW)
+    half = T[min(seeds - 1, max(T))] * float(differences.std(ddof=1)) / seeds**0.5
+    low, high = mean - half, mean + half
+    verdict = HOLDS if low > by else FAILS if high < by else UNSEEN
+    return Compared(float(np.mean(more)), float(np.mean(than)), mean, low, high, seeds, verdict)
+
+
+def verdict_of(comparisons: list[Compared], need: int | str = "all") -> str:
+    """Of a claim: all of its comparisons must hold, or so many."""
+    said = [each.verdict for each in comparisons]
+    if FEW in said:
+        return FEW
+    least = len(said) if need == "all" else need
+    if said.count(HOLDS) >= least:
+        return HOLDS
+    return FAILS if len(said) - said.count(FAILS) < least else UNSEEN

@@ -1,0 +1,248 @@
+"""`mini-ee reproduce`: verdicts against hand-made numbers, a tiny recipe to its page, pages beside their JSON."""
+
+import json
+import statistics
+from dataclasses import fields
+
+import pytest
+
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.reproduce import experiments, recipe, run
+from mini_ee.reproduce.recipe import PAPERS, Case, cases_named, cases_of, load_recipe
+from mini_ee.reproduce.verdicts import compared, verdict_of
+from mini_ee.training.method import load_method
+from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
+
+JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
+TINY = {
+    "title": "Tiny",
+    "source": "nobody",
+    "about": "A recipe of this test.",
+    "differs": ["Everything."],
+    "next": ["More rows."],
+    "experiments": [
+        {
+            "name": "reviews {method}",
+            "measure": "rows",
+            "axes": {"method": {"joint": JOINT, "two-stage": {"method": "two-stage"}}},
+            "options": {"model": None, "task": "reviews", "exits": [2, 12], "max_train": 60, "epochs": 1},
+            "reference": "reviews joint",
+        }
+    ],
+    "claims": [
+        {"text": "One is above", "paper": ".5", "compare": [{"more": "reviews joint", "than": 0.1, "figure": "full"}]},
+        {
+            "text": "Two",
+            "paper": ".6",
+            "compare": [{"more": "reviews joint", "than": "reviews two-stage", "figure": "full"}],
+        },
+        {"text": "Large", "paper": ".7", "unseen": "It needs another machine."},
+    ],
+    "tables": [
+        {
+            "id": "Table 1",
+            "title": "scores",
+            "case": "reviews {method}",
+            "figure": "{figure}",
+            "rows": {"joint": {"method": "joint"}, "two-stage": {"method": "two-stage"}},
+            "columns": {"full": {"figure": "full"}, "saved": {"figure": "saved at one point"}},
+            "theirs": {"columns": ["full"], "rows": {"joint": ["50.0"]}},
+        }
+    ],
+    "pictures": [
+        {
+            "file": "fig.png",
+            "title": "Fig. 3: a curve",
+            "x": "share of the layers saved",
+            "y": "accuracy",
+            "series": {"joint": {"case": "reviews joint", "x": "curve saved", "y": "curve score"}},
+        }
+    ],
+    "quick": {},
+}  # fmt: skip
+
+
+# ---- Verdicts ----
+
+
+def test_a_comparison_is_students_t_on_the_paired_differences():
+    more, than = [0.92, 0.95, 0.91, 0.94], [0.90, 0.92, 0.90, 0.90]
+    differences = [a - b for a, b in zip(more, than)]
+    half = 3.182 * statistics.stdev(differences) / 2  # t of 3 degrees of freedom, from a printed table
+    found = compared(more, than)
+    assert found.low == pytest.approx(statistics.mean(differences) - half)
+    assert found.high == pytest.approx(statistics.mean(differences) + half)
+    assert found.verdict == "holds" and compared(than, more).verdict == "does not hold"
+    assert compared(more, than, by=0.02).verdict == "cannot be seen here"
+    assert compared(more, than, by=0.08).verdict == "does not hold"
+
+
+def test_pairing_sees_what_the_spread_between_seeds_hides():
+    more, than = [0.71, 0.81, 0.91], [0.70, 0.799, 0.90]
+    assert compared(more, than).verdict == "holds"
+    assert compared(more, than[::-1]).verdict == "cannot be seen here"
+
+
+def test_two_seeds_say_nothing():
+    assert compared([0.9, 0.9], [0.1, 0.1]).verdict == "too few seeds"
+
+
+@pytest.mark.parametrize(
+    "said, need, verdict",
+    [
+        ("hhh", "all", "holds"),
+        ("hhu", "all", "cannot be seen here"),
+        ("hhf", "all", "does not hold"),
+        ("hhf", 2, "holds"),
+        ("huf", 2, "cannot be seen here"),
+        ("hff", 2, "does not hold"),
+        ("hhw", 2, "too few seeds"),
+    ],
+)
+def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
+    sides = {
+        "h": ([3, 3.1, 2.9], [1, 1, 1]),
+        "f": ([1, 1, 1], [3, 3.1, 2.9]),
+        "u": ([1, 2, 3], [3, 2, 1]),
+        "w": ([3], [1]),
+    }
+    assert verdict_of([compared(*map(list, sides[each])) for each in said], need) == verdict
+
+
+# ---- Recipes ----
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods_have(paper, quick):
+    found = load_recipe(paper, quick)
+    cases = cases_of(found)
+    assert cases_named(found, cases) == cases  # none is trained for nothing
+    for case in cases.values():
+        for options in (case.options, case.options.get("base")):
+            if options:
+                known = {"method", "model", "task", "base"}
+                parts = load_method(options["method"]).config, TrainConfig, RowOptions, TextOptions
+                known |= {field.name for part in parts for field in fields(part)}
+                assert options.keys() <= known, (case.name, options.keys() - known)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_recipes_papers_own_numbers_are_in_its_tables_shape(paper):
+    for table in load_recipe(paper)["tables"]:
+        for name, row in table.get("theirs", {"rows": {}})["rows"].items():
+            assert len(row) == len(table["theirs"]["columns"]), (table["id"], name)
+
+
+def test_two_experiments_cannot_make_one_case_differently():
+    other = {"name": "reviews joint", "measure": "rows", "axes": {}, "options": {"method": "joint"}}
+    with pytest.raises(ValueError, match="two experiments make the case 'reviews joint'"):
+        cases_of({"experiments": [*TINY["experiments"], other]})
+
+
+def test_a_case_that_no_experiment_makes_is_named():
+    claims = [{"text": "", "paper": "", "compare": [{"more": "nothing", "than": 1, "figure": "full"}]}]
+    with pytest.raises(ValueError, match="no experiment makes nothing"):
+        cases_named(TINY | {"claims": claims}, cases_of(TINY))
+
+
+# ---- From a recipe to its page ----
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The tiny recipe in place of RAEE's."""
+    (tmp_path / "raee.json").write_text(json.dumps(TINY))
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path)
+    monkeypatch.setattr(run, "PAPERS", ("raee",))
+    return tmp_path / "out"
+
+
+def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json", "--threads", "1"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["ran"] == 2
+    text, kept = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
+    figures = kept["seeds"]["0"]["figures"]
+    assert 0.3 < figures["full"] < 1 and 0 <= figures["saved at one point"] < 1
+    assert figures["steps"] == 2 and figures["trained parameters"] > 1e5
+    assert {each["lr"] for each in kept["tried"]} == {1e-4, 4e-4}
+    assert kept["chosen"]["lr"] == max(kept["tried"], key=lambda each: each["hold-out"])["lr"]
+    assert f"| joint | {figures['full']:.3f}".replace(" 0.", " .") in text
+    assert "| the paper's | full |" in text and "| joint | 50.0 |" in text
+    assert "3. Large: **cannot be seen here**. The paper: .7. It needs another machine." in text
+    assert "**too few seeds**" in text
+    assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
+    assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in (tiny / "README.md").read_text()
+    assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
+
+    def refuse(*args, **settings):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(experiments, "train", refuse)
+    assert main(command) == 0  # everything is there: nothing is trained
+    assert (tiny / "raee.md").read_text() == text
+    assert main([*command, "--only", "Table 9"]) == 2
+    assert "expected one of Table 1, Fig. 3, found Table 9" in capsys.readouterr().err
+
+
+def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
+    """Killed in its third candidate: the two before are not trained again, the best of all is the seed's own run."""
+    trained = []
+
+    class Made:
+        def __init__(self, folder):
+            self.folder = folder
+
+    def train(method, out, lr, seed, **options):
+        if lr == 3.0 and trained.count(3.0) == 0:
+            trained.append(lr)
+            raise KeyboardInterrupt
+        trained.append(lr)
+        out.mkdir(parents=True)
+        (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [{1.0: 0.2, 2.0: 0.9, 3.0: 0.5}[lr]]}))
+        return Made(out)
+
+    monkeypatch.setattr(experiments, "train", train)
+    monkeypatch.setattr(experiments, "load_run", Made)
+    monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
+    case = Case("a", "rows", {"method": "joint", "task": "reviews", "lr": {"choose": [1.0, 2.0, 3.0]}})
+    sources = experiments.Sources(tmp_path, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run_case(tmp_path, case, 0, sources, lambda text: None)
+    experiments.run_case(tmp_path, case, 0, sources, lambda text: None)
+    kept = read_json(tmp_path / "a.json")
+    assert trained == [1.0, 2.0, 3.0, 3.0] and kept["chosen"] == {"lr": 2.0} and set(kept["seeds"]) == {"0"}
+    experiments.run_case(tmp_path, case, 1, sources, lambda text: None)
+    assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
+
+
+def test_other_settings_are_run_anew(tmp_path):
+    case = Case("a", "rows", {"method": "joint", "epochs": 1})
+    (tmp_path / "a.json").write_text(
+        json.dumps({"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": {}}})
+    )
+    assert experiments.read_case(tmp_path, case)["seeds"] == {"0": {}}
+    assert experiments.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
+
+
+def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
+    assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "is not there; give --sources a folder with weights/ and data/" in said and said.count("\n") == 1
+
+
+def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
+    for name, rows in (
+        ("SST-5/train", ["bad\t0", "poor\t1", "so so\t2", "good\t3", "great\t4"]),
+        ("SST-2/dev", ["fine\t1"]),
+    ):
+        path = tmp_path / "data" / f"{name}.tsv"
+        path.parent.mkdir(parents=True)
+        path.write_text("\n".join(["sentence\tlabel", *rows, ""]))
+    folder = experiments.Sources(tmp_path, tmp_path / "made").find("data", "SST-2 sentences")
+    assert folder.name == "SST-2"
+    assert (folder / "train.tsv").read_text() == "sentence\tlabel\nbad\t0\npoor\t0\ngood\t1\ngreat\t1\n"
+    assert (folder / "dev.tsv").read_text() == "sentence\tlabel\nfine\t1\n"
