@@ -19,7 +19,6 @@ FLOORS = (  # what stands in one line may not import each other, but for the gro
     ("training",),
     ("methods", "baselines"),
     ("measure",),
-    ("reproduce",),
     ("export",),
     ("cli",),
     ("__main__",),

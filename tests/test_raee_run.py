@@ -93,7 +93,9 @@ def test_the_model_is_the_runs_and_the_rule_is_given(base, own):
     of_base, of_own = load_run(base), load_run(own)
     assert (own / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     assert of_own.config["method"] == "raee" and of_base.config["method"] == "joint"
-    assert of_own.rule.to_dict() == Retrieval(k=3, tau=0.5).to_dict() and not training_folder(own).exists()
+    assert (
+        of_own.rule.to_dict() == Retrieval(k=3, tau=0.5, fallback_top=3).to_dict() and not training_folder(own).exists()
+    )
 
 
 def test_a_loaded_run_plans_and_runs_as_one_row_does(own):

@@ -8,9 +8,9 @@ import pytest
 
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.reproduce import experiments, recipe, run
-from mini_ee.reproduce.recipe import PAPERS, Case, cases_named, cases_of, load_recipe
-from mini_ee.reproduce.verdicts import compared, verdict_of
+from mini_ee.measure.reproduce import experiments, recipe, run
+from mini_ee.measure.reproduce.recipe import PAPERS, Case, cases_named, cases_of, load_recipe
+from mini_ee.measure.reproduce.verdicts import compared, verdict_of
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 

@@ -43,7 +43,7 @@ def texts_of(model, count=12, new_tokens=10, **settings):
 
 def train_heads(model, texts, held, folder, config=QUICK, resume=False, settings=None, **how):
     """Train the heads in place; what was watched on the way, and the epochs."""
-    how = Config(**{"penalty": 0.1} | how)
+    how = Config(**{"penalty": 0.1, "target": "soft"} | how)
     saved = Saved(folder, settings or {}, resume)
     return fit(model, recipe(model, how), TextData(texts, True), TextData(held, True), config, saved)
 

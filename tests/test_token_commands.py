@@ -35,7 +35,7 @@ from mini_ee.units.tokens import TextData, record_texts
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
 SMALL = ("--texts", "24", "--new-tokens", "12", "--batch-size", "8", "--epochs", "4", "--head-lr", "1e-2")
-SMALL = (*SMALL, "--lambda", "0")
+SMALL = (*SMALL, "--target", "soft")
 SURE = PatienceConfidence(2, 0.01, "breaking_ties")
 
 

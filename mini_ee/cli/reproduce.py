@@ -9,7 +9,7 @@ EXAMPLE = "mini-ee reproduce raee --quick"
 
 
 def add(sub) -> None:
-    from mini_ee.reproduce.recipe import PAPERS
+    from mini_ee.measure.reproduce.recipe import PAPERS
 
     sub.add_argument("paper", choices=PAPERS)
     sub.add_argument("--only", metavar="TABLE", help='one table or figure, such as "Table 1"')
@@ -23,7 +23,7 @@ def add(sub) -> None:
 
 def run(args, say) -> dict:
     """Run what is missing, then write the page."""
-    from mini_ee.reproduce.run import reproduce
+    from mini_ee.measure.reproduce.run import reproduce
 
     return reproduce(
         args.paper,

@@ -68,13 +68,13 @@ REWARDS_BATCH = 64
 class Config:
     """Settings of the method."""
 
-    alpha: float = option(0.02, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
+    alpha: float = option(0.1, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
     reward: str = option("hardness-guided", "Eq. 4, or Eq. 3 (vanilla)", choices=REWARDS)
     estimator: str = option("reinforce", "of the gradient of Eq. 5", choices=ESTIMATORS)
     trajectories: int = option(8, "sampled of a unit in a step; the others are the baseline of each", least=2)
     epsilon: float = option(0.0, "share of actions that a fair coin takes while training", least=0, most=1)
     rounds: int = option(3, "of policy and task steps, at most", least=1)
-    policy_epochs: int = option(5, "of a policy step", least=1)
+    policy_epochs: int = option(20, "of a policy step", least=1)
     policy_lr: float = option(3e-3, "learning rate of the policies", above=0)
     task_epochs: int = option(1, "of a task step", least=1)
     task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)

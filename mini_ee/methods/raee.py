@@ -185,7 +185,7 @@ class Config:
 
     k: int = option(12, "neighbours that vote", least=1)
     tau: float = option(0.9, "how sure a neighbour's exit must be to vote, Eq. 4", least=0, most=1)
-    fallback_top: int = option(0, "best exits of a neighbour none of whose exits is that sure", least=0, metavar="N")
+    fallback_top: int = option(3, "best exits of a neighbour none of whose exits is that sure", least=0, metavar="N")
     include_embeddings: bool = option(False, "through a prompt: layer 0 is an exit too")
     layer: int = option(0, "after which the model's own states are the queries", least=0)
     encoder: Path | None = option(None, "a sentence encoder for the queries instead", metavar="DIR")

@@ -33,7 +33,8 @@ from mini_ee.units.generation import generated_texts
 from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 GIVEN, FOLLOW = 40, 40  # tokens of a story
-HELD_PIECES, HELD_STORIES = 32, 150
+CALIBRATION_PIECES = 512  # that thresholds are taken from, where no number is asked for
+PIECES, HELD_PIECES, HELD_STORIES = 1024, 32, 150
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # away from the seeds of the batches before
 EPSILON, MEASURE = 0.95, "breaking_ties"  # of the rule that a training ends with; section 3.3.1
 
@@ -123,7 +124,7 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
     options = source.options
     if options.kind == "pieces":
         if options.text is None:
-            texts = source.written(TRAINING_PROMPTS, 0, options.texts or 512, options.greedy)
+            texts = source.written(TRAINING_PROMPTS, 0, options.texts or PIECES, options.greedy)
             return TextData(texts, True), TextData(source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES), True)
         pieces = source.pieces()
         held = max(1, min(HELD_PIECES, len(pieces) // 10))
@@ -149,7 +150,7 @@ def texts_to_calibrate(source: Source) -> list[Text]:
     options = source.options
     if options.text is not None:
         return source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
-    return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or 512, options.greedy)
+    return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or CALIBRATION_PIECES, options.greedy)
 
 
 def texts_to_test(source: Source, count: int) -> list[Text]:

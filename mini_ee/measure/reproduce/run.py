@@ -7,10 +7,10 @@ from pathlib import Path
 
 from mini_ee.data.files import write_bytes
 from mini_ee.measure.figures import can_draw
-from mini_ee.reproduce.experiments import Sources, read_case, run_case
-from mini_ee.reproduce.page import claims_page, judge, page, read_kept
-from mini_ee.reproduce.pictures import draw
-from mini_ee.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
+from mini_ee.measure.reproduce.experiments import Sources, read_case, run_case
+from mini_ee.measure.reproduce.page import claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.pictures import draw
+from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
 
 REST = "rest.md"  # what results/README.md says besides the claims
 

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.reproduce.experiments import read_case
-from mini_ee.reproduce.recipe import Case, cases_of, sides
-from mini_ee.reproduce.verdicts import FEW, HOLDS, RULE, UNSEEN, Compared, compared, verdict_of
+from mini_ee.measure.reproduce.experiments import read_case
+from mini_ee.measure.reproduce.recipe import Case, cases_of, sides
+from mini_ee.measure.reproduce.verdicts import FEW, HOLDS, RULE, UNSEEN, Compared, compared, verdict_of
 
 MISSING = "not run yet"
+MADE_WITH = ("commit", "torch", "machine", "threads")
 NOT_RUN = "·"
 
 
@@ -173,16 +174,27 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     for picture in recipe["pictures"]:
         if (folder / picture["file"]).exists():
             lines += [f"**{picture['title']}**", "", f"![{picture['title']}]({paper}/{picture['file']})", ""]
+    if recipe.get("changed"):
+        lines += ["## What changed against the figures before", "", *_changed_lines(recipe["changed"], kept), ""]
     lines += ["## How it was trained", "", *_training_lines(kept), ""]
     for key, title in (("differs", "What differs from the paper"), ("next", "What would tell more")):
         lines += [f"## {title}", "", *(f"- {each}" for each in recipe[key]), ""]
-    about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in (made[0] if made else {})}
+    about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in MADE_WITH if made}
     if about:
         lines += [
             f"Machine: {about['machine']}, {about['threads']} thread(s), torch {about['torch']}; "
             f"commits {about['commit']}."
         ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
+    """Figures that an earlier page had, what stands in their place, and why."""
+    lines = _head(["figure", "then", "now", "why"])
+    for each in changed:
+        now = _cell(list(kept.values(each["case"], each["figure"]).values()), each.get("digits", 3))
+        lines.append(_line([each["text"], each["then"], now, each["why"]]))
+    return lines
 
 
 def _training_lines(kept: Kept) -> list[str]:

@@ -31,7 +31,7 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     """A paper's recipe. quick: the small part of it that the built-in models and reviews show anywhere."""
     recipe = read_json(RECIPES / f"{paper}.json")
     small = recipe.pop("quick")
-    return recipe | small if quick else recipe
+    return recipe | small | {"changed": []} if quick else recipe
 
 
 def cases_of(recipe: dict) -> dict[str, Case]:
@@ -61,7 +61,7 @@ def select(recipe: dict, only: str) -> dict:
         there = [table["id"] for table in recipe["tables"]]
         there += [picture["title"].partition(":")[0] for picture in recipe["pictures"]]
         raise WrongArguments(f"--only: expected one of {', '.join(dict.fromkeys(there))}, found {only}")
-    return recipe | {"claims": [], "tables": tables, "pictures": pictures}
+    return recipe | {"claims": [], "tables": tables, "pictures": pictures, "changed": []}
 
 
 def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
@@ -78,6 +78,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
     for table in recipe["tables"]:
         for row in table["rows"].values():
             named |= {table["case"].format(**row, **column) for column in table["columns"].values()}
+    named |= {each["case"] for each in recipe.get("changed", [])}
     for picture in recipe["pictures"]:
         for series in picture["series"].values():
             named |= {filled(series["case"], value) for value in series.get("over", [None])}

@@ -18,8 +18,8 @@ import torch
 from mini_ee import WrongArguments, __version__
 from mini_ee.data.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
 from mini_ee.data.tasks import load_task, toy_task
-from mini_ee.reproduce.measures import MEASURES, OF_ROWS
-from mini_ee.reproduce.recipe import Case
+from mini_ee.measure.reproduce.measures import MEASURES, OF_ROWS
+from mini_ee.measure.reproduce.recipe import Case
 from mini_ee.training.fit import STATE
 from mini_ee.training.run import Run, load_run, training_folder
 from mini_ee.training.train import train
@@ -102,7 +102,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         kept["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
-            "how": how_made(),
+            "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
         }
         write_json(file_of(folder, case.name), kept)
         for each in runs.glob(f"{run.folder.name}*"):

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.measure.figures import new_figure, save_figure
+from mini_ee.measure.reproduce.page import Kept
+from mini_ee.measure.reproduce.recipe import filled
 from mini_ee.registry import METHODS
-from mini_ee.reproduce.page import Kept
-from mini_ee.reproduce.recipe import filled
 
 GRID = 40  # points at which curves of several seeds are averaged
 
