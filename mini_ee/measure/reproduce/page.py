@@ -79,10 +79,11 @@ def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
     for each, said in zip(claim["compare"], comparisons):
         interval = f"{said.low:+.3f} to {said.high:+.3f}; " if said.high > said.low else ""
         wanted = f", wanted above {each['by']:+g}" if each.get("by") else ""
-        than = _named(each, "than")
+        seeds = f"{said.seeds} seed{'s' if said.seeds > 1 else ''}"
+        more, than = _names(each)
         lines.append(
-            f"   - {_named(each, 'more')} {_digits(said.more)}, {than} {_digits(said.than)}: "
-            f"{said.difference:+.3f} ({interval}{said.seeds} seeds{wanted}), {said.verdict}"
+            f"   - {more}{_digits(said.more)}, {than}{_digits(said.than)}: {said.difference:+.3f} "
+            f"({interval}{seeds}{wanted}){'' if said.verdict == FEW else f', {said.verdict}'}"
         )
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
         means = {name: np.mean([*values.values()]) for name in tried["cases"] if (values := _all(kept, tried, name))}
@@ -96,17 +97,27 @@ def _all(kept: Kept, tried: dict, name: str) -> dict[str, float]:
     return kept.values(name, tried["figure"])
 
 
-def _named(compare: dict, side: str) -> str:
-    pairs = sides(compare, side)
-    if not pairs:
-        return "the number"
-    cases = " and ".join(dict.fromkeys(case for case, _ in pairs))
-    return f"{cases} ({pairs[0][1]})"
+def _names(compare: dict) -> tuple[str, str]:
+    """How both sides are called: the case, the figure, or both; a number has no name."""
+    more, than = (sides(compare, side) for side in ("more", "than"))
+    if not than:
+        return f"{_case_name(more)}, {more[0][1]}, ", ""
+    if [case for case, _ in more] == [case for case, _ in than]:
+        return f"{_case_name(more)}: {more[0][1]} ", f"{than[0][1]} "
+    figures = [more[0][1], than[0][1]]
+    if figures[0] == figures[1]:
+        return f"{figures[0]}: {_case_name(more)} ", f"{_case_name(than)} "
+    return f"{_case_name(more)}, {figures[0]} ", f"{_case_name(than)}, {figures[1]} "
+
+
+def _case_name(pairs: list[tuple[str, str]]) -> str:
+    cases = list(dict.fromkeys(case for case, _ in pairs))
+    return " and ".join(cases) if len(cases) < 3 else f"mean of {len(cases)} cases ({cases[0]}, ...)"
 
 
 def _digits(value: float, digits: int = 3) -> str:
     """A figure as papers print it: .931 for a share."""
-    if abs(value) >= 1000:
+    if abs(value) >= 100:
         return f"{value:,.0f}"
     text = f"{value:.{digits}f}"
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) and digits else text

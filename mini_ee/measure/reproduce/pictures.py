@@ -28,6 +28,8 @@ def draw(path: Path, picture: dict, kept: Kept) -> None:
     if not drawn:
         return
     axes.set(xlabel=picture["x"], ylabel=picture["y"])
+    if all("over" in series and "x" not in series for series in picture["series"].values()):
+        axes.set_xticks(sorted({float(value) for series in picture["series"].values() for value in series["over"]}))
     axes.legend(frameon=False, fontsize=10, bbox_to_anchor=(1.01, 1), loc="upper left")
     save_figure(figure, path)
 
