@@ -9,7 +9,7 @@ import pytest
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.measure.reproduce import experiments, recipe, run
-from mini_ee.measure.reproduce.recipe import PAPERS, Case, cases_named, cases_of, load_recipe
+from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import compared, verdict_of
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
@@ -113,8 +113,7 @@ def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
 # ---- Recipes ----
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize(("paper", "quick"), [*((page, False) for page in PAGES), *((paper, True) for paper in PAPERS)])
 def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods_have(paper, quick):
     found = load_recipe(paper, quick)
     cases = cases_of(found)

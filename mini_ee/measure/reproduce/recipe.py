@@ -14,6 +14,7 @@ from mini_ee.data.files import read_json
 
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")
+PAGES = (*PAPERS, "shortest")
 PARTS = ("claims", "tables", "pictures")
 
 
@@ -28,9 +29,11 @@ class Case(NamedTuple):
 
 
 def load_recipe(paper: str, quick: bool = False) -> dict:
-    """A paper's recipe. quick: the small part of it that the built-in models and reviews show anywhere."""
+    """A page's recipe. quick: the small part of it that the built-in models and reviews show anywhere."""
     recipe = read_json(RECIPES / f"{paper}.json")
-    small = recipe.pop("quick")
+    small = recipe.pop("quick", None)
+    if quick and small is None:
+        raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
     return recipe | small | {"changed": []} if quick else recipe
 
 
