@@ -12,7 +12,19 @@ from importlib import import_module
 from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import Parser, seed, threads
 
-COMMANDS = ("demo", "train", "evaluate", "compare", "classify", "generate", "calibrate", "export", "run", "bench")
+COMMANDS = (
+    "suits",
+    "demo",
+    "train",
+    "evaluate",
+    "compare",
+    "classify",
+    "generate",
+    "calibrate",
+    "export",
+    "run",
+    "bench",
+)
 SERVING = ("run", "evaluate", "classify")  # graphs share threads: no torch model computes in turns with them
 
 
