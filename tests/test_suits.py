@@ -149,7 +149,7 @@ def test_the_answer_depends_on_the_seed_alone_and_is_json():
 
 
 def about(net, low, oracle, settle=4, accuracy=0.9):
-    few = {"exits": [1, 3, 4] if net else [4], "net_saved": net, "net_low": low, "net_high": net}
+    few = {"exits": [1, 3, 4] if net else [4], "kept": 0.951, "net_saved": net, "net_low": low, "net_high": net}
     probes = {"accuracy": [0.5, accuracy], "majority": 0.5}
     return {
         "layers": 4,
@@ -163,12 +163,12 @@ def about(net, low, oracle, settle=4, accuracy=0.9):
 @pytest.mark.parametrize(
     ("given", "begins", "says"),
     [
-        (about(0.3, 0.1, 0.5), "Early exit should pay", "after layer 1 or 3 saves 30%"),
+        (about(0.3, 0.1, 0.5), "Early exit should pay", "after layer 1 or 3 saves 30% (10% to 30%)"),
         (about(0.3, 0.09, 0.5), "It may pay once exits are trained", "an oracle would save 50% (cut-off 25%)"),
         (about(0, 0, 0.25), "It may pay once exits are trained", "no exit is worth its head (cut-off 10%"),
         (about(0.3, 0.09, 0.24), "It will hardly pay", "an oracle would save but 24% (cut-off 25%)"),
         (about(0.3, 0.1, 0.5, settle=2), "Cut it", "from layer 2 of 4"),
-        (about(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "(10% to 30%)"),
+        (about(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "where 95.1% agree"),
         (about(0.3, 0.1, 0.5, accuracy=0.51), "It cannot be told", "right for 51.0%"),
     ],
 )

@@ -122,18 +122,18 @@ def _tell(answer: dict, say) -> None:
     size = f"{answer['tokens']} tokens of {answer['texts']} texts" if unit == "tokens" else f"{answer['rows']} rows"
     say(f"{answer['model']} by {answer['how']}, {size}: {answer['source']}")
     say(table([dict(zip(columns, values)) for values in zip(*columns.values())], headings))
-    settle, layers = answer["settle_layer"], answer["layers"]
-    settled = f"From layer {settle} of {layers} on every layer agrees" if settle < layers else "No layer agrees"
+    every, few, settle, layers = (answer[key] for key in ("estimate", "few_exits", "settle_layer", "layers"))
+    level = every["agreement"]
+    before = f"Layer {settle} of {layers} is the first" if settle < layers else "There is no layer"
     say(
-        f"{settled} with the last for .95 of the {unit}. A head costs as much as {answer['head_layers']:.2g} layers. "
-        f"An oracle would save {answer['oracle_saved']:.1%} of the layers, net of heads "
-        f"{answer['oracle_net_saved']:.1%} of the operations."
+        f"{before} from which on {level:g} of the {unit} agree with the last. A head costs as much as "
+        f"{answer['head_layers']:.2g} layers. An oracle would save {answer['oracle_saved']:.1%} of the layers, net of "
+        f"heads {answer['oracle_net_saved']:.1%} of the operations."
     )
-    every, few = answer["estimate"], answer["few_exits"]
     for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
         if len(each["exits"]) > 1:
             say(
-                f"Exits after {where}, at the threshold for .95 of other {unit}: {each['kept']:.3f} agree, "
+                f"Exits after {where}, at the threshold for {level:g} of other {unit}: {each['kept']:.3f} agree, "
                 f"{each['saved']:.1%} of the layers saved ({each['low']:.1%} to {each['high']:.1%}), net of heads "
                 f"{each['net_saved']:.1%} ({each['net_low']:.1%} to {each['net_high']:.1%})."
             )

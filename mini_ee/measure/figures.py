@@ -330,7 +330,8 @@ def draw_suits(path: Path, answer: dict) -> None:
     said.plot(layers, answer["agreement"], "o-", label="agree with the last layer")
     if "accuracy" in answer:
         said.plot(layers, answer["accuracy"], "s--", color="tab:orange", label="are right")
-    said.axhline(0.95, color="0.6", linestyle=":", label=".95")
+    level = answer["estimate"]["agreement"]
+    said.axhline(level, color="0.6", linestyle=":", label=f"{level:g}")
     said.set(
         title=f"{answer['model']}: {answer['how']}", xlabel="layer", ylabel=f"share of {unit} that", ylim=(0, 1.03)
     )

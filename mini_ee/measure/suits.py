@@ -179,8 +179,9 @@ def advice(answer: dict, count: int) -> str:
     found = "no exit is worth its head"
     if len(few["exits"]) > 1:
         found = (
-            f"leaving after layer {' or '.join(map(str, few['exits'][:-1]))} saves {few['net_saved']:.0%} of the "
-            f"operations at {LEVEL:.0%} agreement, heads counted ({few['net_low']:.0%} to {few['net_high']:.0%})"
+            f"leaving after layer {' or '.join(map(str, few['exits'][:-1]))} saves {few['net_saved']:.0%} "
+            f"({few['net_low']:.0%} to {few['net_high']:.0%}) of the operations, heads counted, "
+            f"where {few['kept']:.1%} agree with the last layer"
         )
     cut, oracle = 1 - (settle + h) / (layers + h), answer["oracle_net_saved"]
     if cut > 0 and cut >= few["net_saved"]:
