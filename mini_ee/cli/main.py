@@ -13,6 +13,7 @@ from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import Parser, seed, threads
 
 COMMANDS = (
+    "suits",
     "demo",
     "train",
     "evaluate",

@@ -323,3 +323,26 @@ def draw_ablation(path: Path, answer: dict) -> None:
         axes.yaxis.label.set_parse_math(False)
     panels[0].legend(title="share of the datastore", frameon=False, fontsize=8)
     save_figure(figure, path)
+
+
+def draw_suits(path: Path, answer: dict) -> None:
+    """Left what each layer says, next to the last; right the layer from which on units do not change any more."""
+    figure, (said, settled) = _panels(2)
+    layers, unit = range(1, answer["layers"] + 1), answer["unit"]
+    said.plot(layers, answer["agreement"], "o-", label="agree with the last layer")
+    if "accuracy" in answer:
+        said.plot(layers, answer["accuracy"], "s--", color="tab:orange", label="are right")
+    level = answer["estimate"]["agreement"]
+    said.axhline(level, color="0.6", linestyle=":", label=f"{level:g}")
+    said.set(
+        title=f"{answer['model']}: {answer['how']}", xlabel="layer", ylabel=f"share of {unit} that", ylim=(0, 1.03)
+    )
+    said.title.set_parse_math(False)  # a model may have any name
+    said.legend(frameon=False)
+    shares = [count / sum(answer["oracle_counts"]) for count in answer["oracle_counts"]]
+    settled.bar(layers, shares, color=[_shade(k, len(layers)) for k in range(len(layers))])
+    saved = f"an oracle would save {answer['oracle_saved']:.0%} of the layers"
+    settled.set(title=saved, xlabel="layer from which on nothing changes", ylabel=f"share of {unit}")
+    for axes in (said, settled):
+        axes.set_xticks(layers[:: -(-len(layers) // 16)])
+    save_figure(figure, path)

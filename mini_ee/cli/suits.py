@@ -1,0 +1,147 @@
+"""`mini-ee suits`: will early exit pay for a model and its data? See measure/suits.py."""
+
+import time
+from pathlib import Path
+
+from mini_ee import WrongArguments
+from mini_ee.cli.options import positive
+
+HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
+EXAMPLE = "mini-ee suits bert-12x128 --task reviews"
+ROWS, TEXTS = 2000, 128
+
+
+def add(sub) -> None:
+    sub.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a checkpoint's folder; or bert-12x128 (default), llama-8x192"
+    )
+    sub.add_argument(
+        "--task", metavar="DIR", help="rows with labels, of train alone; the built-in reviews for bert-12x128"
+    )
+    sub.add_argument("--text", type=Path, metavar="FILE", help="text for a decoder, rows for an encoder, one a line")
+    sub.add_argument("--max-rows", type=positive, metavar="N", help=f"rows that are read, half to fit probes; {ROWS}")
+    sub.add_argument(
+        "--texts", type=positive, metavar="N", help=f"of a decoder, as pieces or as it writes them; {TEXTS}"
+    )
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    sub.add_argument("--picture", type=Path, metavar="PNG", help="what each layer says, and where units settle")
+
+
+def run(args, say) -> dict:
+    """Read every layer, and say what follows."""
+    from mini_ee.backbones.hub import load_backbone
+    from mini_ee.measure.figures import draw_suits
+    from mini_ee.measure.suits import suitability
+    from mini_ee.training.train import check_device, say_left_out
+
+    begin, folder = time.perf_counter(), _folder(args.model)
+    check_device(args.device)
+    if args.task and args.text:
+        raise WrongArguments("--task has rows with labels, --text has none: give one of them")
+    backbone = load_backbone(folder).to(args.device)
+    say_left_out(backbone, folder, say)
+    if backbone.config.num_hidden_layers < 2:
+        raise WrongArguments(f"{folder}: has one layer, after which all leave")
+    tokens = backbone.generates and not args.task
+    heard, about = (_tokens if tokens else _rows)(backbone, folder, args)
+    answer = {"model": folder.resolve().name, "unit": "tokens" if tokens else "rows"} | about
+    answer |= suitability(heard, args.seed)
+    _tell(answer, say)
+    if args.picture:
+        draw_suits(args.picture, answer)
+        say(f"Picture: {args.picture}")
+    return answer | {"seconds": time.perf_counter() - begin}
+
+
+def _folder(model: str | None) -> Path:
+    """The checkpoint that was named, or a built-in one where no folder has its name."""
+    from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
+    from mini_ee.export.manifest import MANIFEST
+    from mini_ee.training.run import is_run
+
+    built_in = {folder.name: folder for folder in (BUILT_IN_MODEL, BUILT_IN_DECODER)}
+    if model is None or model in built_in and not Path(model).is_dir():
+        return built_in[model or BUILT_IN_MODEL.name]
+    folder = Path(model)
+    if (folder / MANIFEST).is_file() or is_run(folder):
+        raise WrongArguments(f"{folder}: is trained already, mini-ee evaluate says what it saves; give a checkpoint")
+    return folder
+
+
+def _tokens(backbone, folder: Path, args) -> tuple:
+    """A decoder's tokens: (Heard, what they are)."""
+    from mini_ee.data.tokens import Tokenizer
+    from mini_ee.measure.probes import hear_tokens, texts_to_read
+    from mini_ee.training.options import TextOptions
+    from mini_ee.training.texts import Source
+
+    if args.max_rows:
+        raise WrongArguments("--max-rows is for rows: a decoder reads --texts N, or rows of a --task")
+    if not backbone.has_lm_head:
+        raise WrongArguments(f"{folder}: has no head to words to read its layers with; give --task DIR")
+    options = TextOptions(kind="pieces", text=args.text, texts=args.texts or TEXTS)
+    texts = texts_to_read(Source(backbone, Tokenizer.from_folder(folder), options, args.seed))
+    heard = hear_tokens(backbone, texts)
+    source = str(args.text) if args.text else "text that it wrote itself"
+    return heard, {"source": source, "texts": len(texts), "tokens": len(heard.observed.groups)}
+
+
+def _rows(backbone, folder: Path, args) -> tuple:
+    """Rows of a task, or lines of a file: (Heard, what they are)."""
+    from mini_ee.backbones.hub import BUILT_IN_MODEL
+    from mini_ee.cli.open import open_task
+    from mini_ee.data.tasks import TOY
+    from mini_ee.data.tokens import Tokenizer
+    from mini_ee.measure.probes import hear_rows, rows_to_read
+    from mini_ee.training.run import encode
+
+    if args.texts:
+        raise WrongArguments("--texts is for a decoder's tokens; give --max-rows N")
+    if not args.task and not args.text and folder != BUILT_IN_MODEL:
+        raise WrongArguments(
+            f"{folder.name}: give --task DIR, rows with labels, or --text FILE, rows without, one a line"
+        )
+    source = args.text or open_task(args.task or TOY)
+    rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
+    backbone = backbone.without_heads()
+    encoded = encode(Tokenizer.from_folder(folder, min(128, backbone.config.max_tokens)), rows.texts, backbone)
+    heard = hear_rows(backbone, encoded, rows.labels, classes, args.seed)
+    about = {"source": str(source)} if args.text else {"source": f"{source.name}, train", "task": source.name}
+    return heard, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
+
+
+def _tell(answer: dict, say) -> None:
+    from mini_ee.measure.tables import table
+
+    counts = answer["oracle_counts"]
+    columns = {"layer": range(1, answer["layers"] + 1), "agreement": answer["agreement"]}
+    columns |= {"accuracy": answer["accuracy"]} if "accuracy" in answer else {}
+    columns |= {"settled": [count / sum(counts) for count in counts]}
+    unit, headings = answer["unit"], {"agreement": "agrees with the last:.3f", "accuracy": "accuracy:.3f"}
+    headings = {key: headings.get(key, key) for key in columns} | {"settled": f"{unit} settled here:.1%"}
+    size = f"{answer['tokens']} tokens of {answer['texts']} texts" if unit == "tokens" else f"{answer['rows']} rows"
+    say(f"{answer['model']} by {answer['how']}, {size}: {answer['source']}")
+    say(table([dict(zip(columns, values)) for values in zip(*columns.values())], headings))
+    every, few, settle, layers = (answer[key] for key in ("estimate", "few_exits", "settle_layer", "layers"))
+    level = every["agreement"]
+    before = f"Layer {settle} of {layers} is the first" if settle < layers else "There is no layer"
+    say(
+        f"{before} from which on {level:g} of the {unit} agree with the last. A head costs as much as "
+        f"{answer['head_layers']:.2g} layers. An oracle would save {answer['oracle_saved']:.1%} of the layers, net of "
+        f"heads {answer['oracle_net_saved']:.1%} of the operations."
+    )
+    for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
+        if len(each["exits"]) > 1:
+            say(
+                f"Exits after {where}, at the threshold for {level:g} of other {unit}: {each['kept']:.3f} agree, "
+                f"{each['saved']:.1%} of the layers saved ({each['low']:.1%} to {each['high']:.1%}), net of heads "
+                f"{each['net_saved']:.1%} ({each['net_low']:.1%} to {each['net_high']:.1%})."
+            )
+    if "majority" in answer:
+        say(
+            f"Always saying the most frequent label: accuracy {answer['majority']:.3f}. The layers are frozen here: "
+            f"training may teach them more."
+        )
+    if unit == "tokens":
+        say("The model's own head is the low side: heads that are trained for their layer agree more often.")
+    say(answer["advice"])

@@ -1,0 +1,430 @@
+"""Will early exit pay? The numbers against loops and hand-made cases, planted models, the command and wrong input."""
+
+import itertools
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import BAD, GOOD, THINGS, WORDS, random_decoder
+from test_cli import answer, refused
+
+import mini_ee.measure.suits as suits
+from mini_ee.backbones.hub import load_backbone, save_backbone
+from mini_ee.calibration import Observed
+from mini_ee.cli.main import main
+from mini_ee.data.tasks import load_task
+from mini_ee.data.texts import Text
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.measure.probes import PENALTY, Heard, hear_rows, hear_tokens, layer_states, neighbours, probe
+from mini_ee.rules import Threshold
+from mini_ee.training.run import encode
+
+SHARED = os.environ.get("MINI_EE_SHARED")
+ATOL = 1e-5  # float32 states of single rows against padded batches; measured max 1.0e-6
+ONE = Observed(
+    np.array([[0.9, 0.2], [0.4, 0.8], [0.6, 0.7], [0.3, 0.1]]),
+    np.array([[True, False], [False, True], [False, True], [False, False]]),
+    np.arange(4),
+)
+"""Four rows, three layers. One stands at layer 1, though layer 2 differs: what is sure leaves all the same."""
+
+
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch):
+    monkeypatch.setattr(suits, "RESAMPLES", 20)
+
+
+def drawn(units, layers, seed=0):
+    """Random layers of which the surer ones agree more often."""
+    random = np.random.default_rng(seed)
+    confidence = random.random((units, layers - 1))
+    return Observed(confidence, random.random(confidence.shape) < confidence**0.3, np.arange(units))
+
+
+# ---- The numbers ----
+
+
+def test_settled_is_the_first_layer_behind_the_last_difference():
+    for said in itertools.product((0, 1), repeat=5):
+        row = np.array(said[:-1]) == said[-1]
+        expected = next(layer for layer in range(1, 6) if all(each == said[-1] for each in said[layer - 1 :]))
+        assert suits.settled_layers(row[None]) == [expected]
+
+
+def test_layers_and_heads_are_counted_as_by_hand():
+    """At .7 the rows leave after layers 1, 2, 2 and 3, through as many heads, and all agree there."""
+    found = suits.kept(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), 0.5)
+    assert found == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
+    found = suits.kept(ONE, Threshold((0.6, 0.6, -math.inf)), (1, 2, 3), 0.5)  # the third leaves after layer 1, wrongly
+    assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
+
+
+def test_an_exit_that_is_not_there_costs_its_layers_but_no_head():
+    """Exits after layers 2 and 3 alone, at .7: leaving after 3, 2, 2 and 3 layers through 2, 1, 1 and 2 heads."""
+    found = suits.kept(suits.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), 1.0)
+    assert found == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("level", [0.6, 0.95, 1.0])
+def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
+    observed = drawn(60, 5, seed)
+
+    def end_to_end(tau):
+        right = []
+        for sure, agrees in zip(observed.confidence, observed.agrees):
+            right.append(next((ok for each, ok in zip(sure, agrees) if each >= tau), True))
+        return np.mean(right)
+
+    rule = suits.threshold_at(observed, level)
+    (tau,) = set(rule.threshold[:-1])
+    assert rule.threshold[-1] == -math.inf and end_to_end(tau) >= level
+    lower = observed.confidence[observed.confidence < tau]
+    assert not lower.size or end_to_end(lower.max()) < level
+
+
+def test_nobody_leaves_where_nothing_agrees_and_all_where_all_does():
+    observed = drawn(15, 4)  # one of them is more than 5 %
+    never, always = (observed._replace(agrees=np.full_like(observed.agrees, value)) for value in (False, True))
+    assert suits.threshold_at(never).threshold[:-1] == (math.inf,) * 3
+    assert suits.kept(always, suits.threshold_at(always), (1, 2, 3, 4), 0.0).saved == 0.75
+
+
+@pytest.mark.parametrize("head_layers", [0.0, 0.3])
+def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head_layers):
+    observed = drawn(300, 5, 1)
+
+    def net(exits):
+        some = suits.at_exits(observed, exits)
+        return suits.kept(some, suits.threshold_at(some), exits, head_layers).net_saved
+
+    choices = [(*some, 5) for count in range(1, 5) for some in itertools.combinations(range(1, 5), count)]
+    few, saved = suits.few_exits(observed, head_layers)
+    assert saved == pytest.approx(net(few)) and saved >= max(map(net, choices)) - 0.03
+
+
+def test_a_head_that_costs_more_than_it_saves_is_left_out():
+    observed = drawn(300, 5, 1)
+    assert len(suits.few_exits(observed, 0.0)[0]) > 1
+    assert suits.few_exits(observed, 50.0) == ((5,), 0.0)
+    none = suits.estimate((observed, observed), (5,), 50.0, 0)
+    assert none["kept"] == 1 and none["net_saved"] == none["saved"] == none["high"] == 0
+
+
+def test_each_half_is_measured_at_the_threshold_of_the_other():
+    halves, exits = (drawn(80, 4, 1), drawn(60, 4, 2)), (1, 3, 4)
+    found, both = suits.estimate(halves, exits, 0.2, 0), []
+    for taken, fresh in (halves, halves[::-1]):
+        some = [Observed(each.confidence[:, [0, 2]], each.agrees[:, [0, 2]], each.groups) for each in (taken, fresh)]
+        both.append(suits.kept(some[1], suits.threshold_at(some[0]), exits, 0.2))
+    assert (found["kept"], found["saved"], found["net_saved"]) == pytest.approx(np.mean(both, axis=0))
+    assert both[0] != both[1]
+
+
+def test_texts_are_drawn_whole():
+    """Twenty equal tokens a text say no more than one of them does: the interval stays as wide."""
+    one = drawn(100, 4)
+    many = Observed(*(np.repeat(each, 20, axis=0) for each in one))
+    apart = many._replace(groups=np.arange(2000))
+    wide, same, narrow = (suits.estimate((each, each), (1, 2, 3, 4), 0.0, 0) for each in (one, many, apart))
+    assert same.pop("exits") == wide.pop("exits") and same == pytest.approx(wide)
+    assert narrow["high"] - narrow["low"] < (wide["high"] - wide["low"]) / 2
+    assert wide["low"] <= wide["saved"] <= wide["high"]
+
+
+def test_the_answer_depends_on_the_seed_alone_and_is_json():
+    heard = Heard("linear probe", drawn(200, 4), 0.1, [0.5, 0.6, 0.7, 0.7], 0.5)
+    found, again, other = (suits.suitability(heard, seed) for seed in (0, 0, 1))
+    assert found == again != other and json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["agreement"] == [*heard.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
+    layers = [layer for layer, count in enumerate(found["oracle_counts"], 1) for _ in range(count)]
+    assert found["oracle_saved"] == pytest.approx(1 - np.mean(layers) / 4)
+    assert found["oracle_net_saved"] <= found["oracle_saved"]
+    assert found["estimate"]["agreement"] == 0.95 and found["estimate"]["exits"] == [1, 2, 3, 4]
+
+
+def about(net, low, oracle, settle=4, accuracy=0.9):
+    few = {"exits": [1, 3, 4] if net else [4], "kept": 0.951, "net_saved": net, "net_low": low, "net_high": net}
+    probes = {"accuracy": [0.5, accuracy], "majority": 0.5}
+    return {
+        "layers": 4,
+        "head_layers": 0.0,
+        "settle_layer": settle,
+        "few_exits": few,
+        "oracle_net_saved": oracle,
+    } | probes
+
+
+@pytest.mark.parametrize(
+    ("given", "begins", "says"),
+    [
+        (about(0.3, 0.1, 0.5), "Early exit should pay", "after layer 1 or 3 saves 30% (10% to 30%)"),
+        (about(0.3, 0.09, 0.5), "It may pay once exits are trained", "an oracle would save 50% (cut-off 25%)"),
+        (about(0, 0, 0.25), "It may pay once exits are trained", "no exit is worth its head (cut-off 10%"),
+        (about(0.3, 0.09, 0.24), "It will hardly pay", "an oracle would save but 24% (cut-off 25%)"),
+        (about(0.3, 0.1, 0.5, settle=2), "Cut it", "from layer 2 of 4"),
+        (about(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "where 95.1% agree"),
+        (about(0.3, 0.1, 0.5, accuracy=0.51), "It cannot be told", "right for 51.0%"),
+    ],
+)
+def test_the_advice_goes_by_the_cut_offs_that_it_names(given, begins, says):
+    found = suits.advice(given, 100)
+    assert found.startswith(begins) and says in found and found.endswith(".")
+
+
+# ---- What layers say ----
+
+
+def test_a_probe_is_at_the_minimum_of_its_loss():
+    """The gradient of cross-entropy and penalty, in float64, of the weights that its logits tell."""
+    random = np.random.default_rng(0)
+    taught, labels = random.normal(2, 3, (90, 4)).astype(np.float32), random.integers(0, 3, 90)
+    mean, std = taught.mean(axis=0), taught.std(axis=0)
+    bias, *rows = probe(taught, np.stack([mean, *(mean + np.diag(std))]), labels, 3).astype(np.float64)
+    weight, x = np.array(rows) - bias, (taught - mean) / std
+    odds = np.exp(x @ weight + bias)
+    differs = odds / odds.sum(axis=1, keepdims=True) - np.eye(3)[labels]
+    np.testing.assert_allclose(x.T @ differs / 90 + PENALTY * weight, 0, atol=1e-4)
+    np.testing.assert_allclose(differs.mean(axis=0), 0, atol=1e-4)
+    flat = np.column_stack((taught, np.full(90, 7.0, np.float32)))  # a state that never changes says nothing
+    np.testing.assert_allclose(probe(flat, flat, labels, 3), probe(taught, taught, labels, 3), atol=1e-2)
+
+
+def test_neighbours_are_cosines_around_the_mean():
+    random = np.random.default_rng(0)
+    taught, asked = random.normal(5, 1, (7, 3)), random.normal(5, 1, (4, 3))
+    found, middle = neighbours(taught, asked), taught.mean(axis=0)
+    for n, m in np.ndindex(4, 7):
+        a, b = asked[n] - middle, taught[m] - middle
+        assert found[n, m] == pytest.approx(a @ b / math.sqrt(a @ a * (b @ b)))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_states_are_the_means_of_each_row_alone(kind, checkpoint_folder):
+    torch.manual_seed(0)
+    backbone = load_backbone(checkpoint_folder) if kind == "bert" else random_decoder("llama", 3)
+    texts = [("the film was good",), ("a very dull book",), ("song",)]
+    encoded = encode(Tokenizer.from_folder(checkpoint_folder), texts, backbone)
+    found = layer_states(backbone, encoded)
+    assert found.shape == (3, 3, backbone.config.hidden_size)
+    for row, ids in enumerate(encoded.ids):
+        with torch.inference_mode():
+            layers = backbone.hidden_states(torch.from_numpy(ids)[None])[1:]
+        for k, hidden in enumerate(layers):
+            if kind == "llama":  # RMSNorm with a weight of ones
+                hidden = hidden / (hidden.square().mean(-1, keepdim=True) + backbone.config.norm_eps).sqrt()
+            np.testing.assert_allclose(found[row, k], hidden[0].mean(0), atol=ATOL)
+
+
+def texts_of(decoder, count=40, seed=0):
+    random = np.random.default_rng(seed)
+    return [Text(random.integers(0, 60, random.integers(4, 12)).tolist(), 1) for _ in range(count)]
+
+
+def test_the_lens_reads_every_layer_through_the_models_own_head():
+    torch.manual_seed(0)
+    decoder, same = random_decoder("llama", 3), []
+    texts = texts_of(decoder)
+    heard = hear_tokens(decoder, texts)
+    for text in texts:
+        with torch.inference_mode():
+            logits = [
+                decoder.lm_logits(hidden[0, text.start :]) for hidden in decoder.hidden_states(torch.tensor([text.ids]))
+            ]
+        said = torch.stack(logits[1:]).argmax(-1)
+        same += (said[:-1] == said[-1]).T.tolist()
+    np.testing.assert_array_equal(heard.observed.agrees, same)
+    attended = [at + 1 for text in texts for at in range(text.start, len(text.ids))]
+    c, width = decoder.config, 24
+    layer = width * (c.head_width * (4 + 2 * 2)) + width * width + 3 * width * 48 + 2 * width * np.mean(attended)
+    assert heard.head_layers == pytest.approx(60 * width / layer)
+
+
+def planted(count, idle):
+    """A decoder whose layers of these numbers, from 0, add nothing to what comes in."""
+    torch.manual_seed(1)
+    decoder = random_decoder("llama", count)
+    for depth in idle:
+        for name in ("attention_output", "down"):
+            torch.nn.init.zeros_(getattr(decoder.layers[depth], name).weight)
+    return decoder
+
+
+def test_a_decoder_whose_later_layers_do_nothing_is_settled_at_the_first():
+    found = suits.suitability(hear_tokens(planted(4, (1, 2, 3)), texts_of(None)))
+    assert found["settle_layer"] == 1 and found["agreement"] == [1] * 4 and found["oracle_saved"] == 0.75
+    assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith("Cut it")
+
+
+def test_a_decoder_whose_last_layer_is_random_is_not():
+    decoder = planted(4, (1, 2))
+    with torch.no_grad():
+        for name in ("attention_output", "down"):
+            getattr(decoder.layers[3], name).weight.mul_(30)
+    found = suits.suitability(hear_tokens(decoder, texts_of(None)))
+    assert found["settle_layer"] == 4 and max(found["agreement"][:-1]) < 0.5 and found["oracle_saved"] < 0.4
+    assert found["agreement"][0] == found["agreement"][1] == found["agreement"][2]
+    assert not found["advice"].startswith(("Cut it", "Early exit should pay"))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labelled, checkpoint_folder, words_task):
+    backbone, rows = load_backbone(checkpoint_folder), load_task(words_task).split("train")
+    for layer in backbone.layers[1:]:
+        for linear in (layer.attention_output, layer.down):
+            torch.nn.init.zeros_(linear.weight)
+    encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
+    heard = hear_rows(backbone, encoded, rows.labels if labelled else None, 2, 0)
+    found = suits.suitability(heard)
+    assert found["settle_layer"] == 1 and found["oracle_saved"] == pytest.approx(2 / 3)
+    assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
+
+
+# ---- The command ----
+
+
+def write_task(folder, count=200, splits=("train", "dev"), label=lambda name: name):
+    """Rows that one word decides, each with another beginning."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split in splits:
+        lines = []
+        for row in range(count):
+            name, words = (("bad", BAD), ("good", GOOD))[row % 2]
+            before = " ".join(random.choice([*THINGS, "the", "a", "very"], 5))
+            lines.append(json.dumps({"sentence": f"{before} was {words[row % 4]}", "label": label(name)}) + "\n")
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words_task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("suits") / "words")
+
+
+@pytest.fixture(scope="module")
+def words_text(tmp_path_factory):
+    path, random = tmp_path_factory.mktemp("suits") / "words.txt", np.random.default_rng(0)
+    path.write_text("".join(" ".join(random.choice(WORDS, 9)) + "\n" for _ in range(200)))
+    return path
+
+
+KEYS = {"model", "unit", "how", "source", "layers", "agreement", "settle_layer", "oracle_counts", "oracle_saved"}
+KEYS |= {"oracle_net_saved", "head_layers", "estimate", "few_exits", "advice", "seconds", "seed", "threads", "versions"}
+NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "net_low", "net_high"}
+
+
+def test_the_built_in_encoder_and_reviews_are_what_is_meant_by_nothing(capsys, tmp_path):
+    found = answer(capsys, "suits", "--max-rows", 300, "--picture", tmp_path / "suits.png")
+    assert KEYS | {"accuracy", "majority", "rows", "task"} <= found.keys() and NUMBERS == found["estimate"].keys()
+    assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 300
+    assert found["layers"] == len(found["agreement"]) == len(found["accuracy"]) == 12 and found["task"] == "reviews"
+    assert found["source"] == "reviews, train" and 0 < found["head_layers"] < 0.01
+    assert (tmp_path / "suits.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["suits", "bert-12x128", "--task", "reviews", "--max-rows", "300"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == found["advice"] and f"{found['agreement'][3]:.3f}" in shown
+
+
+def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path):
+    found = answer(capsys, "suits", "llama-8x192", "--texts", 40, "--picture", tmp_path / "suits.png")
+    assert KEYS | {"texts", "tokens"} <= found.keys() and "accuracy" not in found
+    assert found["unit"] == "tokens" and found["texts"] == 40 and sum(found["oracle_counts"]) == found["tokens"] > 500
+    assert found["layers"] == 8 and 1.5 < found["head_layers"] < 2.5  # results/self-supervised.md: more than a layer
+    assert found["estimate"]["net_saved"] < 0 <= found["few_exits"]["net_saved"]
+
+
+def test_a_decoder_reads_a_file_and_rows(capsys, decoder_checkpoint, words_task, words_text):
+    found = answer(capsys, "suits", decoder_checkpoint, "--text", words_text, "--texts", 45)
+    assert found["source"] == str(words_text) and found["texts"] == 45 and found["how"] == "logit lens"
+    found = answer(capsys, "suits", decoder_checkpoint, "--task", words_task)
+    assert found["unit"] == "rows" and found["how"] == "linear probe" and len(found["accuracy"]) == 3
+
+
+def test_lines_without_labels_are_heard_through_their_neighbours(capsys, checkpoint_folder, words_text):
+    found = answer(capsys, "suits", checkpoint_folder, "--text", words_text, "--max-rows", 120)
+    assert found["how"] == "nearest neighbour" and found["rows"] == 120 and "accuracy" not in found
+    assert sum(found["oracle_counts"]) == 60
+
+
+def test_the_split_that_is_reported_is_not_looked_at(capsys, checkpoint_folder, words_task, tmp_path):
+    (folder := tmp_path / "words").mkdir()
+    shutil.copy(words_task / "train.jsonl", folder)
+    whole, alone = (answer(capsys, "suits", checkpoint_folder, "--task", each) for each in (words_task, folder))
+    assert {**whole, "seconds": 0} == {**alone, "seconds": 0}
+
+
+def test_what_no_layer_knows_is_told(capsys, checkpoint_folder, tmp_path):
+    random = np.random.default_rng(1)
+    folder = write_task(tmp_path / "lots", label=lambda name: ("bad", "good")[random.integers(2)])
+    assert answer(capsys, "suits", checkpoint_folder, "--task", folder)["advice"].startswith("It cannot be told")
+
+
+def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpoint, words_task, words_text, tmp_path):
+    (tmp_path / "short.txt").write_text("the film was good\n" * 30)
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    few, test = write_task(tmp_path / "few", 20), write_task(tmp_path / "test", splits=("train", "test"))
+    (test / "train.jsonl").rename(test / "dev.jsonl")
+    shutil.copytree(words_task, tmp_path / "CoLA")
+    (sts := tmp_path / "STS-B").mkdir()
+    lines = "sentence1\tsentence2\tscore\n" + "".join(f"a film\ta film {row}\t{row / 40:.1f}\n" for row in range(200))
+    (sts / "train.tsv").write_text(lines)
+    bare = tmp_path / "bare"
+    decoder = load_backbone(decoder_checkpoint)
+    decoder.lm_head = None
+    save_backbone(decoder, bare)
+    shutil.copy(decoder_checkpoint / "tokenizer.json", bare)
+    one = tmp_path / "one"
+    save_backbone(load_backbone(checkpoint_folder).first_layers(1), one)
+    for argv, says in (
+        ((tmp_path / "nowhere",), "no such folder; expected a checkpoint"),
+        ((checkpoint_folder,), "give --task DIR, rows with labels, or --text FILE"),
+        ((checkpoint_folder, "--task", words_task, "--text", words_text), "give one of them"),
+        ((checkpoint_folder, "--task", tmp_path / "nowhere"), "expected a task folder, found nothing"),
+        ((checkpoint_folder, "--text", tmp_path / "nowhere"), "No such file"),
+        ((checkpoint_folder, "--text", tmp_path / "bytes.txt"), "expected text in UTF-8"),
+        ((checkpoint_folder, "--text", tmp_path / "short.txt"), "expected at least 80 rows, got 30"),
+        ((checkpoint_folder, "--task", words_task, "--max-rows", 79), "expected at least 80 rows, got 79"),
+        ((checkpoint_folder, "--task", words_task, "--max-rows", 0), "at least 1"),
+        ((checkpoint_folder, "--task", few), "expected at least 80 rows, got 20"),
+        ((checkpoint_folder, "--task", sts), "STS-B: is a regression"),
+        ((checkpoint_folder, "--task", words_task, "--texts", 50), "--texts is for a decoder's tokens"),
+        ((checkpoint_folder, "--task", words_task, "--device", "tpu"), "tpu"),
+        ((one, "--task", words_task), "has one layer"),
+        ((bare,), "has no head to words"),
+        ((decoder_checkpoint, "--max-rows", 90), "--max-rows is for rows"),
+        ((decoder_checkpoint, "--texts", 39), "expected at least 40 texts"),
+        ((decoder_checkpoint, "--text", tmp_path / "short.txt"), "tokens; give a longer text"),
+    ):
+        assert says in refused(capsys, "suits", *argv, status=2), argv
+
+
+def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path):
+    train = ("--exits", "1,3", "--epochs", 1, "--max-train", 40, "--out", tmp_path / "run")
+    answer(capsys, "train", "joint", "--model", checkpoint_folder, "--task", words_task, *train)
+    assert "is trained already" in refused(capsys, "suits", tmp_path / "run", "--task", words_task, status=2)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "manifest.json").write_text("{}")
+    assert "is trained already" in refused(capsys, "suits", tmp_path / "exported", status=2)
+
+
+# ---- Real weights and data ----
+
+
+@pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
+def test_real_models_settle_as_they_were_seen_to(capsys):
+    """MiniLM's layers know TREC early; heads of stories260K cost more than they save (results/self-supervised.md)."""
+    weights, data = Path(SHARED) / "weights", Path(SHARED) / "data"
+    found = answer(capsys, "suits", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 800)
+    assert found["layers"] == 6 and min(found["accuracy"]) > found["majority"] + 0.2
+    assert found["agreement"] == sorted(found["agreement"]) and found["advice"].startswith("Early exit should pay")
+    stories = data / "TinyStories" / "tinystories_sample.txt"
+    found = answer(capsys, "suits", weights / "stories260K", "--text", stories, "--texts", 60)
+    assert found["layers"] == 5 and found["agreement"] == sorted(found["agreement"]) and found["agreement"][3] < 0.6
+    assert 0.5 < found["head_layers"] < 0.8 and found["few_exits"]["exits"] == [5]
+    assert found["advice"].startswith("It will hardly pay")
