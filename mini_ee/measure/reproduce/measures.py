@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.measure.compare import compare_tokens
@@ -23,11 +24,13 @@ from mini_ee.measure.evaluate import (
     rows_of,
     timed_batches,
 )
+from mini_ee.measure.probes import hear_rows, rows_to_read
+from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.methods.raee import ablation, controls
 from mini_ee.rules import NeverExit, Policy, rule_from_dict
 from mini_ee.training.method import load_method
-from mini_ee.training.rule import patiences, thresholds
+from mini_ee.training.rule import observe, patiences, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.train import split_rows
 from mini_ee.units.generation import Sampling
@@ -35,7 +38,7 @@ from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summ
 from mini_ee.units.tokens import record_texts
 
 BATCH = 32
-HELD_ROWS, TRAIN_ROWS = 2000, 1000  # read at most, drawn with the seed
+HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2000, 1000, 2000  # read at most, drawn with the seed
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
@@ -146,6 +149,36 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
     return figures
 
 
+# ---- Suitability ----
+
+
+def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
+    """What `mini-ee suits` says of the checkpoint, and what exits that were trained on it save at the same agreement.
+
+    The threshold of the trained exits is that of the hold-out; layers are of the reported split.
+    """
+    seed, folder = run.config["seed"], Path(run.config["backbone"]["folder"])
+    backbone = load_backbone(folder).without_heads()
+    rows, classes = rows_to_read(task, PROBED_ROWS, seed)
+    heard = hear_rows(backbone, run.encode(rows.texts), rows.labels, classes, seed)
+    said = suitability(heard, seed)
+    _, reported = rows_of(task, None, None, seed)
+    held = subset(holdout(task.split("train"), seed)[1], HELD_ROWS, seed)
+    chosen_on, there = (record(run.segments(), run.encode(some.texts), BATCH, "reading") for some in (held, reported))
+    observed = observe(there)
+    rule = threshold_at(observe(chosen_on))
+    measured = kept(observed, rule, run.exits, 0.0)
+    return {
+        "estimate": said["estimate"]["saved"],
+        "estimate, low": said["estimate"]["low"],
+        "estimate, high": said["estimate"]["high"],
+        "oracle": said["oracle_saved"],
+        "measured": measured.saved,
+        "agreement": measured.agreement,
+        "full": exit_scores(there, task, reported.labels)[-1],
+    }, {}
+
+
 # ---- RAEE ----
 
 
@@ -248,10 +281,11 @@ def of_writing(run: Run, text: Path | None, reference: dict | None) -> Measured:
     return figures, lists
 
 
-OF_ROWS = ("rows", "prompts")  # read a task; others a text, or nothing
+OF_ROWS = ("rows", "prompts", "suits")  # read a task; others a text, or nothing
 MEASURES = {
     "rows": of_rows,
     "prompts": of_retrieval,
+    "suits": of_suits,
     "tokens": of_tokens,
     "tokens over epsilon": of_tokens_over_epsilon,
     "writing": of_writing,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.data.metrics import spearman
 from mini_ee.measure.reproduce.experiments import read_case
 from mini_ee.measure.reproduce.recipe import Case, cases_of, sides
 from mini_ee.measure.reproduce.verdicts import FEW, HOLDS, RULE, UNSEEN, Compared, compared, verdict_of
@@ -182,6 +183,8 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     lines += ["## Tables and figures", "", "Ours: the mean over seeds and, in brackets, the range.", ""]
     for table in recipe["tables"]:
         lines += _table_lines(table, kept)
+    if ranks := recipe.get("ranks"):
+        lines += [*_rank_lines(ranks, kept), ""]
     for picture in recipe["pictures"]:
         if (folder / picture["file"]).exists():
             lines += [f"**{picture['title']}**", "", f"![{picture['title']}]({paper}/{picture['file']})", ""]
@@ -197,6 +200,15 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
             f"commits {about['commit']}."
         ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _rank_lines(ranks: dict, kept: Kept) -> list[str]:
+    """How the means of two figures rank the same cases: Spearman's correlation."""
+    pairs = [[kept.values(case, ranks[key]) for key in ("x", "y")] for case in kept.cases]
+    means = [[float(np.mean([*each.values()])) for each in pair] for pair in pairs if all(pair)]
+    if len(means) < 3:
+        return [f"{ranks['text']}: {MISSING}."]
+    return [f"{ranks['text']}, over {len(means)} pairs of model and task: **{_digits(spearman(*zip(*means)))}**."]
 
 
 def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:

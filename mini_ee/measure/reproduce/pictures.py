@@ -22,8 +22,10 @@ def draw(path: Path, picture: dict, kept: Kept) -> None:
             continue
         x, mean, low, high = points
         colour = colour_of(name, number)
-        axes.plot(x, mean, "o-" if len(x) <= 12 else "-", markersize=4, linewidth=1.6, color=colour, label=name)
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        style = "o" if picture.get("points") else "o-" if len(x) <= 12 else "-"
+        axes.plot(x, mean, style, markersize=4, linewidth=1.6, color=colour, label=name)
+        if style != "o":
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         drawn += 1
     if not drawn:
         return

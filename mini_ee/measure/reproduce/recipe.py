@@ -14,7 +14,7 @@ from mini_ee.data.files import read_json
 
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")
-PAGES = (*PAPERS, "shortest")
+PAGES = (*PAPERS, "shortest", "suits")
 PARTS = ("claims", "tables", "pictures")
 
 
