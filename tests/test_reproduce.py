@@ -3,17 +3,20 @@
 import json
 import statistics
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.measure.reproduce import experiments, recipe, run
+from mini_ee.measure.reproduce.page import claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import compared, verdict_of
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 
+RESULTS = Path(__file__).parent.parent / "results"
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
     "title": "Tiny",
@@ -245,3 +248,49 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
     assert folder.name == "SST-2"
     assert (folder / "train.tsv").read_text() == "sentence\tlabel\nbad\t0\npoor\t0\ngood\t1\ngreat\t1\n"
     assert (folder / "dev.tsv").read_text() == "sentence\tlabel\nfine\t1\n"
+
+
+# ---- What is committed ----
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_a_page_says_what_its_json_says(paper):
+    found = load_recipe(paper)
+    made = page(paper, found, read_kept(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
+    assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
+
+
+def test_the_table_of_claims_says_what_the_json_says():
+    judged, titles = {}, {}
+    for paper in PAPERS:
+        found = load_recipe(paper)
+        kept = read_kept(RESULTS / paper, found)
+        judged[paper], titles[paper] = [judge(claim, kept) for claim in found["claims"]], found["title"]
+    assert claims_page(judged, titles) == (RESULTS / "README.md").read_text()
+
+
+def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
+    """A figure changed by hand, in the page or in the JSON, and the two are not equal any more."""
+    cases = cases_of(TINY)
+    folder = tiny / "raee"
+    folder.mkdir(parents=True)
+    for number, (name, case) in enumerate(cases.items()):
+        seeds = {
+            "0": {
+                "figures": {"full": 0.5 + number / 10, "saved at one point": 0.25},
+                "lists": {},
+                "how": experiments.how_made(),
+            }
+        }
+        kept = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
+        experiments.file_of(folder, name).write_text(json.dumps(kept))
+    found = load_recipe("raee")
+
+    def made():
+        return page("raee", found, read_kept(folder, found), folder, "command")
+
+    first = made()
+    assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
+    path = experiments.file_of(folder, "reviews two-stage")
+    path.write_text(path.read_text().replace("0.6", "0.7"))
+    assert made() != first and "| two-stage | .700 | .250 |" in made()

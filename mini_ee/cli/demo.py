@@ -80,8 +80,10 @@ def run(args, say) -> dict:
         f"ONNX, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
         f"{out / 'exported'}"
     )
-    say(f"Report: {out / 'report.md'}" + "".join(f", {out / name}" for name in pictures))
     say(f'Try: mini-ee classify {out / "run"} --text "I did not expect to like it, but I did."')
+    say(f"Report: {out / 'report.md'}")
+    if pictures:
+        say(f"Pictures: {', '.join(str(out / name) for name in pictures)}")
     return answer | {
         "report": str(out),
         "run": str(out / "run"),

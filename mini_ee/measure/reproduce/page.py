@@ -1,6 +1,5 @@
 """A paper's page, made from its recipe and the JSON of its cases: no figure comes from anywhere else."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,7 +249,19 @@ def _setting(value) -> str:
     return "built-in" if value is None else str(value)
 
 
-def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], rest: Callable[[], str]) -> str:
+OTHERS = """## Other pages
+
+| | what it shows |
+|---|---|
+| [shortest.md](shortest.md) | what the shortest commands give, `mini-ee reproduce shortest` |
+| [suits.md](suits.md) | whether `mini-ee suits` says before training what training finds, `mini-ee reproduce suits` |
+| [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; by hand, commands beside |
+
+Benchmarks with their bars are printed by `mini-ee bench all`, as ratios on the machine at hand.
+"""
+
+
+def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str]) -> str:
     """All papers' claims in one table, for results/README.md."""
     lines = ["# What came out", "", "All claims of the four papers that were looked at, each with its verdict.", ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
@@ -260,4 +271,4 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], rest: C
             ours += "; ..." if len(one.comparisons) > 3 else ""
             link = f"[{titles[paper]}]({paper}.md)"
             lines.append(_line([link, number, one.claim["text"], one.verdict, ours, one.claim["paper"]]))
-    return "\n".join([*lines, "", RULE, "", rest()]).rstrip() + "\n"
+    return "\n".join([*lines, "", RULE, "", OTHERS])

@@ -12,8 +12,6 @@ from mini_ee.measure.reproduce.page import claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
 
-REST = "rest.md"  # what results/README.md says besides the claims
-
 
 def reproduce(
     paper: str,
@@ -61,12 +59,10 @@ def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
 
 
 def write_claims(out: Path, quick: bool) -> None:
-    """OUT/README.md: the claims of all papers in one table, and what rest.md says besides."""
+    """OUT/README.md: the claims of all papers in one table."""
     judged, titles = {}, {}
     for paper in PAPERS:
         recipe = load_recipe(paper, quick)
         kept = read_kept(out / paper, recipe)
         judged[paper], titles[paper] = [judge(claim, kept) for claim in recipe["claims"]], recipe["title"]
-    rest = out / REST
-    text = claims_page(judged, titles, lambda: rest.read_text() if rest.exists() else "")
-    write_bytes(out / "README.md", text.encode())
+    write_bytes(out / "README.md", claims_page(judged, titles).encode())
