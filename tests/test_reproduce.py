@@ -9,7 +9,8 @@ import pytest
 
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.measure.reproduce import experiments, recipe, run
+from mini_ee.measure import evaluate
+from mini_ee.measure.reproduce import experiments, measures, recipe, run
 from mini_ee.measure.reproduce.page import claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import compared, verdict_of
@@ -121,6 +122,8 @@ def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods
     found = load_recipe(paper, quick)
     cases = cases_of(found)
     assert cases_named(found, cases) == cases  # none is trained for nothing
+    order = list(cases)
+    assert all(order.index(case.reference or case.name) <= order.index(case.name) for case in cases.values())
     for case in cases.values():
         for options in (case.options, case.options.get("base")):
             if options:
@@ -158,6 +161,9 @@ def tiny(tmp_path, monkeypatch):
     (tmp_path / "raee.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(recipe, "RECIPES", tmp_path)
     monkeypatch.setattr(run, "PAPERS", ("raee",))
+    monkeypatch.setattr(measures, "HELD_ROWS", 100)
+    monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
+    monkeypatch.setattr(evaluate, "TIMED_ROWS", 16)
     return tmp_path / "out"
 
 
@@ -195,6 +201,8 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
     trained = []
 
     class Made:
+        config = {}
+
         def __init__(self, folder):
             self.folder = folder
 

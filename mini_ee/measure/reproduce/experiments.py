@@ -85,8 +85,9 @@ def read_case(folder: Path, case: Case) -> dict:
 
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
     """Train and measure one case with one seed, if that is not done yet, and keep it."""
-    runs = folder / "runs"
-    with sole_writer(file_of(folder, case.name)):
+    path = file_of(folder, case.name)
+    at = _trainings(path, seed)
+    with sole_writer(path):
         kept = read_case(folder, case)
         if str(seed) in kept["seeds"]:
             return
@@ -94,19 +95,23 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if case.reference and case.reference != case.name:
             reference = read_json(file_of(folder, case.reference))["seeds"][str(seed)]["figures"]
         say(f"{case.name}, seed {seed}")
-        options = case.options
-        if grid := {name: value["choose"] for name, value in options.items() if _is_choice(value)}:
-            options = options | _chosen(folder, case, kept, grid, seed, sources, say)
-        run = _trained(runs / f"{file_of(folder, case.name).stem}-{seed}", options, seed, sources)
+        if any(_is_choice(value) for value in case.options.values()):
+            if "chosen" not in kept:
+                kept["chosen"] = _chosen(path, case, kept, seed, sources, say)
+        run = _trained(at / "run", case.options | kept.get("chosen", {}), seed, sources)
         figures, lists = MEASURES[case.measure](run, _read(case, sources), reference)
         kept["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
             "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
         }
-        write_json(file_of(folder, case.name), kept)
-        for each in runs.glob(f"{run.folder.name}*"):
-            shutil.rmtree(each)
+        write_json(path, kept)
+        shutil.rmtree(at.parent)
+
+
+def _trainings(path: Path, seed: int) -> Path:
+    """Where the trainings of a case stand while they are needed."""
+    return path.parent / "runs" / path.stem / str(seed)
 
 
 def _is_choice(value) -> bool:
@@ -121,30 +126,23 @@ def _read(case: Case, sources: Sources):
     return load_task(task) if isinstance(task, Path) else toy_task()
 
 
-def _chosen(folder: Path, case: Case, kept: dict, grid: dict, seed: int, sources: Sources, say) -> dict:
-    """The values that do best on the rows held out of train, at the first seed that is run."""
-    if "chosen" in kept:
-        return kept["chosen"]
+def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say) -> dict:
+    """The values that do best on the rows held out of train; what was tried is kept. The best is this seed's run."""
+    at = _trainings(path, seed)
+    grid = {name: value["choose"] for name, value in case.options.items() if _is_choice(value)}
     tried = kept.setdefault("tried", [])
-    stem = folder / "runs" / f"{file_of(folder, case.name).stem}-{seed}"
-    folders = {}
-    for values in product(*grid.values()):
+    for values in list(product(*grid.values()))[len(tried) :]:
         chosen = dict(zip(grid, values))
-        run_folder = folders[values] = stem.with_name(f"{stem.name}-try-{'-'.join(f'{each:g}' for each in values)}")
-        if any(all(each[name] == value for name, value in chosen.items()) for each in tried):
-            continue
-        run = _trained(run_folder, case.options | chosen, seed, sources)
+        run = _trained(at / f"try-{len(tried)}", case.options | chosen, seed, sources)
         metrics = read_json(run.folder / "metrics.json")
         scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
         tried.append(chosen | {"hold-out": _short(float(np.mean(scores)))})
         say(f"  {chosen}: {tried[-1]['hold-out']:.3f} on the hold-out, the mean of all exits")
-        write_json(file_of(folder, case.name), kept)
-    best = max(tried, key=lambda each: each["hold-out"])
-    kept["chosen"] = {name: best[name] for name in grid}
-    found = folders[tuple(kept["chosen"].values())]
-    if found.exists():
-        found.rename(stem)  # it is this seed's own training
-    return kept["chosen"]
+        write_json(path, kept)
+    best = max(range(len(tried)), key=lambda number: tried[number]["hold-out"])
+    if (at / f"try-{best}").exists() and not (at / "run").exists():
+        (at / f"try-{best}").rename(at / "run")
+    return {name: tried[best][name] for name in grid}
 
 
 def _trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
@@ -154,13 +152,12 @@ def _trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
     folder.parent.mkdir(parents=True, exist_ok=True)
     given = dict(options)
     if base := given.pop("base", None):
-        given["model"] = str(_trained(folder.with_name(f"{folder.name}-base"), base, seed, sources).folder.absolute())
-    given, method = sources.options(given), given["method"]
-    given.pop("method")
+        given["model"] = str(_trained(folder.parent / "base", base, seed, sources).folder.absolute())
+    method = given.pop("method")
     unfinished = (training_folder(folder) / STATE).exists()
     if not unfinished:
         shutil.rmtree(training_folder(folder), ignore_errors=True)
-    return train(method, out=folder, resume=unfinished, seed=seed, **given)
+    return train(method, out=folder, resume=unfinished, seed=seed, **sources.options(given))
 
 
 def _short(value: float) -> float:
