@@ -277,6 +277,24 @@ def test_the_table_of_claims_says_what_the_json_says():
     assert claims_page(judged, titles) == (RESULTS / "README.md").read_text()
 
 
+def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
+    cases = cases_of(TINY)
+    name = "reviews joint"
+    made = {"figures": {"full": 0.75}, "lists": {}, "how": experiments.how_made()}
+    kept = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
+    experiments.file_of(tmp_path, name).write_text(json.dumps(kept))
+    compare = [
+        {"more": "reviews two-stage", "than": 0.1, "figure": "full"},
+        {"more": name, "than": 0.5, "figure": "full"},
+    ]
+    claims = [{"text": "Both", "paper": "-", "compare": compare}]
+    text = page("raee", TINY | {"claims": claims}, read_kept(tmp_path, TINY), tmp_path, "command")
+    assert (
+        "1. Both: **not run yet**. The paper: -.\n   - reviews joint, full, .750, .500: +0.250 (3 seeds), holds\n"
+        in text
+    )
+
+
 def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     """A figure changed by hand, in the page or in the JSON, and the two are not equal any more."""
     cases = cases_of(TINY)

@@ -31,7 +31,7 @@ class Judged(NamedTuple):
     """A claim with what its comparisons say."""
 
     claim: dict
-    comparisons: list[Compared]
+    comparisons: list[Compared | None]  # in the claim's order; None of one whose cases have not been run
     verdict: str
 
 
@@ -51,12 +51,13 @@ def judge(claim: dict, kept: Kept) -> Judged:
         both = [_side(kept, each, side) for side in ("more", "than")]
         seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
         if not seeds:
+            comparisons.append(None)
             continue
         more, than = ([values[seed] if values else each["than"] for seed in seeds] for values in both)
         comparisons.append(compared(more, than, each.get("by", 0.0)))
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
-    if len(comparisons) < len(claim["compare"]):
+    if None in comparisons:
         return Judged(claim, comparisons, MISSING)
     return Judged(claim, comparisons, verdict_of(comparisons, claim.get("need", "all")))
 
@@ -77,6 +78,8 @@ def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
     if "unseen" in claim:
         return [f"{lines[0]} {claim['unseen']}"]
     for each, said in zip(claim["compare"], comparisons):
+        if said is None:
+            continue
         interval = f"{said.low:+.3f} to {said.high:+.3f}; " if said.high > said.low else ""
         wanted = f", wanted above {each['by']:+g}" if each.get("by") else ""
         seeds = f"{said.seeds} seed{'s' if said.seeds > 1 else ''}"
@@ -86,15 +89,12 @@ def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
             f"({interval}{seeds}{wanted}){'' if said.verdict == FEW else f', {said.verdict}'}"
         )
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
-        means = {name: np.mean([*values.values()]) for name in tried["cases"] if (values := _all(kept, tried, name))}
+        found = {name: list(kept.values(name, tried["figure"]).values()) for name in tried["cases"]}
+        means = {name: float(np.mean(values)) for name, values in found.items() if values}
         if means:
             best = max(means, key=means.get)
             lines.append(f"   - of {len(means)} settings tried the best is {best}: {_digits(means[best])}")
     return lines
-
-
-def _all(kept: Kept, tried: dict, name: str) -> dict[str, float]:
-    return kept.values(name, tried["figure"])
 
 
 def _names(compare: dict) -> tuple[str, str]:
@@ -267,8 +267,8 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str]) -> str:
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
-            ours = "; ".join(f"{_digits(said.more)} beside {_digits(said.than)}" for said in one.comparisons[:3])
-            ours += "; ..." if len(one.comparisons) > 3 else ""
+            pairs = [f"{_digits(said.more)} beside {_digits(said.than)}" for said in one.comparisons if said]
+            ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
             lines.append(_line([link, number, one.claim["text"], one.verdict, ours, one.claim["paper"]]))
     return "\n".join([*lines, "", RULE, "", OTHERS])
