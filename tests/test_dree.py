@@ -16,9 +16,12 @@ from mini_ee.baselines import dree
 from mini_ee.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
 from mini_ee.early_exit import early_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
-from mini_ee.rules import FixedExit, NeverExit, Patience, Planned
+from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
 from mini_ee.training.fit import Batch
+from mini_ee.training.run import load_run
 from mini_ee.training.train import train
 
 EXITS, C, D = (1, 2, 4), 3, 24
@@ -212,7 +215,7 @@ def test_frames_are_saved_and_do_not_hang_on_a_seed(run_folder):
     logits = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        run = mini_ee.load_run(run_folder)
+        run = load_run(run_folder)
         for k in range(3):
             assert torch.equal(run.model.heads[k].frame, saved[f"heads.{k}.frame"])
         logits.append(early_exit(run.segments(), NeverExit(), run.encode(["the film was good"]).batch(slice(None))))
@@ -222,7 +225,7 @@ def test_frames_are_saved_and_do_not_hang_on_a_seed(run_folder):
 def test_statistics_of_the_batch_norms_are_learned_and_the_rule_is_a_patience(run_folder):
     saved = read_tensors(run_folder / "model.safetensors")
     assert all(saved[f"heads.{k}.norm.mean"].any() for k in range(3))
-    assert mini_ee.load_run(run_folder).config["rule"]["name"] in ("patience", "never")
+    assert load_run(run_folder).config["rule"]["name"] in ("patience", "never")
 
 
 def test_what_cannot_be_is_one_line(task_folder, tmp_path):
@@ -250,6 +253,19 @@ def test_graphs_whole_and_by_segment_answer_as_torch_does(kind, pool, padded_inp
             np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
             assert (found.exit_index == expected.exit_index).all()
             np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
+
+
+def test_an_exported_folder_runs_on_both_engines(run_folder, tmp_path):
+    run, texts = load_run(run_folder), ["the film was good", "a very very awful book"]
+    mini_ee.export(run, tmp_path / "out", segments=True)
+    engines = [Runtime(tmp_path / "out", threads=1)]
+    engines.append(Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out")))
+    for rule in (run.rule, Threshold(0.55), FixedExit(1)):
+        expected = early_exit(run.segments(), rule, run.encode(texts).batch(slice(None)))
+        for engine in engines:
+            answers = engine.run(texts, rule=rule)
+            np.testing.assert_allclose([each.logits for each in answers], expected.logits, atol=ONNX)
+            assert [each.exit for each in answers] == expected.exit_index.tolist()
 
 
 # ---- The tests can fail ----
