@@ -263,6 +263,8 @@ def _texts_needed(rows: np.ndarray, epsilon: float, delta: float) -> int:
 # ---- The conformal promise ----
 POLICY = "exit_logit"  # the measure that the rule Policy is on
 
+COMPARED = 0.05  # delta of the thresholds that a conformal cut is compared with
+
 
 def conformal(observed: Observed, epsilon: float, measure: str = "max_probability") -> Rule:
     """One cut for all exits: a fresh row leaves with the last exit's answer with probability epsilon at least.
@@ -324,20 +326,23 @@ def kept(observed: Observed, sure: np.ndarray) -> float:
 
 
 def kept_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
-    """What is kept of fresh groups over so many calibration sets, on average: by the conformal cut and the paper's tau.
+    """What is kept of fresh groups over so many calibration sets, on average: by the conformal cut, the paper's
+    thresholds and those of confidence COMPARED, all three on the same sets.
 
     A set is a seeded quarter of the groups; fresh are the others.
     """
     random, names = np.random.default_rng(seed), np.unique(observed.groups)
-    shares = np.zeros((sets, 2))
+    shares, each_delta = np.zeros((sets, 3)), COMPARED / observed.confidence.shape[1]
     for at in tqdm(range(sets), desc="calibration sets", delay=2):
         drawn = np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
         some, fresh = observed.take(drawn), observed.take(~drawn)
-        taus = np.array([tau(*column, epsilon) for column in zip(some.confidence.T, some.agrees.T)])
-        cut = conformal_cut(some, epsilon)
-        shares[at] = kept(fresh, fresh.confidence > cut), kept(fresh, fresh.confidence >= taus)
-    means = shares.mean(axis=0).tolist()
-    return {"sets": sets, "groups_a_set": len(names) // 4, "conformal": means[0], "paper": means[1]}
+        columns = list(zip(some.confidence.T, some.agrees.T))
+        taus = [tau(*column, epsilon) for column in columns]
+        surer = [tau_with_confidence(*column, some.groups, epsilon, each_delta) for column in columns]
+        sure = fresh.confidence > conformal_cut(some, epsilon), *(fresh.confidence >= each for each in (taus, surer))
+        shares[at] = [kept(fresh, each) for each in sure]
+    means = dict(zip(("conformal", "paper", "delta"), shares.mean(axis=0).tolist()))
+    return {"sets": sets, "groups_a_set": len(names) // 4} | means
 
 
 # ---- What is kept of the promise ----

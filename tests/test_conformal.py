@@ -76,6 +76,7 @@ def test_over_many_draws_the_promise_is_kept_on_average_and_not_by_much_more():
     means = kept_by_sets(observed, epsilon, sets=300)
     assert means["sets"] == 300 and means["groups_a_set"] == 1000
     assert epsilon - 0.003 <= means["conformal"] <= 0.96  # M counts exits behind the one where a row leaves, too
+    assert means["delta"] >= means["paper"]
     assert abs(means["paper"] - epsilon) < 0.02  # which promises it of each exit, to the rows that it was taken from
 
 

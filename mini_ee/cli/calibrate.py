@@ -156,7 +156,7 @@ def kept_line(answer: dict) -> str:
     return (
         f"Over {of['sets']} calibration sets of {of['groups_a_set']} the others get the full model's answer for "
         f"{of['conformal']:.2%} on average, promised are {answer['epsilon']:.2%}; by the paper's thresholds "
-        f"{of['paper']:.2%}."
+        f"{of['paper']:.2%}, by those with delta .05 {of['delta']:.2%}."
     )
 
 
