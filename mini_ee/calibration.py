@@ -14,7 +14,7 @@ A group is what was drawn independently: a text with all its tokens, or a classi
                         that has not been seen. It assumes that the correlation within texts shows in the sample; it
                         is simulated in the tests, with texts that are wrong as a whole too.
 
-A third promise is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, arXiv:2104.08803).
+A third promise is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, 2104.08803v2).
 
 Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: the least share that agrees, in (0, 1];
            delta: the chance that the promise is broken, over all K - 1 exits together.

@@ -1,7 +1,7 @@
 """CAT: beside each exit a small classifier that says whether the exit agrees with the last one.
 
 Source: Schuster, Fisch, Jaakkola, Barzilay 2021, Consistent Accelerated Inference via Confident Adaptive Transformers,
-arXiv:2104.08803. We had the abstract and the published code (TalSchuster/CATs, commit 746c5fc), not the equations.
+arXiv:2104.08803v2. We had the abstract and the published code (TalSchuster/CATs, commit 746c5fc), not the equations.
 
 Symbols    C classes; K exits, the last after all L layers; n = K - 1 inner exits, k = 0 .. n - 1
            p^k (B, C)          what inner exit k says, as probabilities, after its temperature
@@ -22,6 +22,7 @@ Deviations, pinned in tests/test_cat.py:
 2. Heads read the mean over tokens by default; theirs the first (`pool`). Exits need not sit after every layer.
 3. No regression (theirs takes |difference| <= .5 for agreement), and no tokens, whose classes are too many to read.
 4. Fine-tuning leaves the rows apart out too, so that the last exit is on them what it is on fresh ones.
+5. Where the exit is named beforehand no other head is computed; ONNX graphs compute the inner heads there too.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """DREE: an exit sits in the middle of its layer and reads its attention, so that it does not pay for the rest.
 
-Source: Ji et al. 2023, "Early Exit with Disentangled Representation and Equiangular Tight Frame", Findings of ACL; it
-is not on arXiv. We had the abstract and the published code (Jikai0Wang/DREE, commit 0bdb024), not the equations.
+Source: Ji, Wang, Li, Chen, Chen, Zhang 2023, Early Exit with Disentangled Representation and Equiangular Tight Frame,
+2023.findings-acl.889 in the ACL Anthology (we know of no arXiv version). We had the abstract and the published code
+(Jikai0Wang/DREE, commit 0bdb024), not the equations.
 
 Symbols    a (B, T, D)         a layer's state behind its attention and that norm
            W_down, W_up        an adapter: D -> `bottleneck` -> D
