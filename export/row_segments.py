@@ -13,7 +13,7 @@ import numpy as np
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.export.manifest import MANIFEST
-from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
+from mini_ee.export.sessions import CARRIED, CPU, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
@@ -149,6 +149,8 @@ class OrtSegments(OrtRows):
         inputs = {name: state.ids[name] for name in session.ids}
         if "hidden" in session.inputs:
             inputs |= {"hidden": state.said[HIDDEN], "rows": state.rows}
+        if "carried" in session.inputs:
+            inputs["carried"] = state.said[CARRIED]
         read = state.heads is None or k in state.heads
         if "read" in session.inputs:
             inputs["read"] = READ[read]

@@ -14,6 +14,8 @@ A group is what was drawn independently: a text with all its tokens, or a classi
                         that has not been seen. It assumes that the correlation within texts shows in the sample; it
                         is simulated in the tests, with texts that are wrong as a whole too.
 
+A third promise is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, 2104.08803v2).
+
 Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: the least share that agrees, in (0, 1];
            delta: the chance that the promise is broken, over all K - 1 exits together.
 """
@@ -24,11 +26,14 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.rules import Threshold
+from mini_ee.confidence import MEASURES
+from mini_ee.rules import Policy, Rule, Threshold
 
 START = 0.05  # share of the rows in the strictest cut that is tested
 
 RESAMPLES = 1000
+
+ROUNDING = 1e-9  # of counts that are whole numbers but for it
 
 
 class TooFew(ValueError):
@@ -253,6 +258,91 @@ def _texts_needed(rows: np.ndarray, epsilon: float, delta: float) -> int:
     while not passes(most):
         most *= 2
     return int(np.argmax(passes(np.arange(1, most + 1)))) + 1
+
+
+# ---- The conformal promise ----
+POLICY = "exit_logit"  # the measure that the rule Policy is on
+
+COMPARED = 0.05  # delta of the thresholds that a conformal cut is compared with
+
+
+def conformal(observed: Observed, epsilon: float, measure: str = "max_probability") -> Rule:
+    """One cut for all exits: a fresh row leaves with the last exit's answer with probability epsilon at least.
+
+    The probability is over the draw of the calibration rows and of the fresh one together; a text counts by the share
+    of its tokens. measure: the one in which the confidence was observed, POLICY for a policy's. Raises ValueError for
+    an epsilon outside (0, 1) and for confidences that are no numbers, TooFew where no cut but infinity would do.
+    """
+    if not 0 < epsilon < 1:
+        raise ValueError(f"epsilon must be above 0 and below 1 for a conformal promise, got {epsilon}")
+    if not np.isfinite(observed.confidence).all():
+        raise ValueError("every confidence must be a finite number, found NaN or infinity: did the model diverge?")
+    needed = math.ceil(1 / (1 - epsilon) - 1 - ROUNDING)
+    count = len(np.unique(observed.groups))
+    if count < needed:
+        raise TooFew(f"at least {needed} rows or texts are needed for epsilon {epsilon}, got {count}", needed)
+    return above(conformal_cut(observed, epsilon), measure)
+
+
+def conformal_cut(observed: Observed, epsilon: float) -> float:
+    """tau: who leaves where the confidence is above it keeps the promise (shared calibration of CAT, in the form of
+    conformal risk control, Angelopoulos et al. 2024, which takes texts too).
+
+    A row is lost at tau, at worst, where an exit that disagrees is surer than tau: where M, the largest confidence of
+    its exits that disagree, is above it. tau is the smallest with (losses + 1) / (n + 1) <= 1 - epsilon over n rows: of
+    single rows the ceil(epsilon (n + 1))-th smallest M. -inf where no M matters, inf where n is too small.
+    """
+    worst = np.where(observed.agrees, -np.inf, observed.confidence).max(axis=1)
+    names, group, sizes = np.unique(observed.groups, return_inverse=True, return_counts=True)
+    order = np.argsort(-worst, kind="stable")
+    lost = np.cumsum(1 / sizes[group[order]])
+    bearable = (1 - epsilon) * (len(names) + 1) - 1 + ROUNDING
+    if bearable < 0:
+        return math.inf
+    too_many = np.flatnonzero(lost > bearable)
+    return float(worst[order[too_many[0]]]) if len(too_many) else -math.inf
+
+
+def above(tau: float, measure: str) -> Rule:
+    """The rule that lets leave who is above tau, strictly, in float32 too."""
+    if measure == POLICY:
+        cut = 1 / (1 + math.exp(-tau)) if tau > -700 else 0.0
+        while Policy(cut).least_logit < tau:
+            cut = math.nextafter(cut, 1)
+        return Policy(cut)
+    if math.isinf(tau):
+        return Threshold(tau, measure)
+    threshold = float(np.nextafter(np.float32(tau), np.float32(np.inf)))
+    return Threshold(threshold if threshold <= MEASURES[measure][2] else math.inf, measure)
+
+
+def kept(observed: Observed, sure: np.ndarray) -> float:
+    """The share of rows, of a text the mean over texts, with the last exit's answer where each leaves at the first exit
+    that is sure, (N, K - 1) bool."""
+    first = np.where(sure.any(axis=1), sure.argmax(axis=1), sure.shape[1])
+    right = np.column_stack((observed.agrees, np.ones(len(sure), bool)))[np.arange(len(sure)), first]
+    _, group, sizes = np.unique(observed.groups, return_inverse=True, return_counts=True)
+    return float((np.bincount(group, right) / sizes).mean())
+
+
+def kept_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
+    """What is kept of fresh groups over so many calibration sets, on average: by the conformal cut, the paper's
+    thresholds and those of confidence COMPARED, all three on the same sets.
+
+    A set is a seeded quarter of the groups; fresh are the others.
+    """
+    random, names = np.random.default_rng(seed), np.unique(observed.groups)
+    shares, each_delta = np.zeros((sets, 3)), COMPARED / observed.confidence.shape[1]
+    for at in tqdm(range(sets), desc="calibration sets", delay=2):
+        drawn = np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
+        some, fresh = observed.take(drawn), observed.take(~drawn)
+        columns = list(zip(some.confidence.T, some.agrees.T))
+        taus = [tau(*column, epsilon) for column in columns]
+        surer = [tau_with_confidence(*column, some.groups, epsilon, each_delta) for column in columns]
+        sure = fresh.confidence > conformal_cut(some, epsilon), *(fresh.confidence >= each for each in (taus, surer))
+        shares[at] = [kept(fresh, each) for each in sure]
+    means = dict(zip(("conformal", "paper", "delta"), shares.mean(axis=0).tolist()))
+    return {"sets": sets, "groups_a_set": len(names) // 4} | means
 
 
 # ---- What is kept of the promise ----

@@ -331,13 +331,13 @@ class Policy(Rule):
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY)
-        return reading.exit_logit > self._cut_logit
+        return reading.exit_logit > self.least_logit
 
     fed = ("cut",)
 
     def graph_settings(self, count: int) -> dict[str, np.ndarray]:
         """The bar is on the exit_logit: float32 holds more of it than of the cut."""
-        return {"threshold": np.full(count, self._cut_logit, np.float32)}
+        return {"threshold": np.full(count, self.least_logit, np.float32)}
 
     def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
         if reading.exit_logit is None:
@@ -345,7 +345,7 @@ class Policy(Rule):
         return g.op("Greater", reading.exit_logit, bar)
 
     @property
-    def _cut_logit(self) -> float:
+    def least_logit(self) -> float:
         """Where the sigmoid reaches the cut: its values near 0 and 1 are equal in float32, the logits are not."""
         if self.cut in (0, 1):
             return math.inf if self.cut else -math.inf

@@ -74,6 +74,26 @@ class Around(Protocol):
         """That of the batch, `count` times one after the other."""
 
 
+class Halves(Protocol):
+    """A layer that can be left halfway: attention, added to its input and normalised; then the feed-forward part."""
+
+    up: nn.Linear
+    down: nn.Linear
+    output_norm: nn.LayerNorm  # what `feed` ends with
+
+    def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """hidden and its half, both (B, T, D). mask: the `padding` of an Around."""
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """From the half to the layer's output."""
+
+    def graph_attend(self, g, hidden: str, around) -> str:
+        """attend on (B T, D). around: of `graph_around`."""
+
+    def graph_feed(self, g, hidden: str) -> str:
+        """feed on (B T, D)."""
+
+
 # ---- The backbone ----
 class Backbone(nn.Module):
     """Embeddings, `layers`, and, where the checkpoint has it, the head to words.
@@ -119,6 +139,10 @@ class Backbone(nn.Module):
         adapt: what adapters add to the linear maps of the layers.
         """
         raise NotImplementedError
+
+    def halves(self, depth: int) -> Halves:
+        """The layer between hidden[depth] and hidden[depth + 1], in two halves. Raises ValueError where it has none."""
+        raise ValueError(f"a {self.config.model_type} has no layers that end with a norm and can be left halfway")
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """Logits of the head to words, (..., D) -> (..., V) float32; of these words alone, (C,) int64: (..., C).

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.backbones.activations import ACTIVATIONS, graph_activation
 from mini_ee.backbones.backbone import (
     Adapt,
     AdaptLayer,
@@ -33,23 +34,6 @@ from mini_ee.backbones.backbone import (
     tensor_on,
 )
 from mini_ee.backbones.shapes import check
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-def graph_activation(g, x: str, activation: Callable[[Tensor], Tensor]) -> str:
-    """The twin of ACTIVATIONS, and of silu."""
-    if activation is F.relu:
-        return g.op("Relu", x)
-    if activation is F.silu:
-        return g.op("Mul", x, g.op("Sigmoid", x))
-    return g.op("Gelu", x, approximate="none" if activation is F.gelu else "tanh")
-
 
 # What Hugging Face takes for a key that config.json leaves out, where the four types differ.
 TYPE_DEFAULTS = {
@@ -235,36 +219,49 @@ class Layer(nn.Module):
 
         adapt: what adapters add to the linear maps of this layer.
         """
+        return self.feed(self.attend(hidden, mask, adapt), adapt)
 
-        def linear(name: str, x: Tensor) -> Tensor:
-            y = getattr(self, name)(x)
-            return y if adapt is None else adapt(name, x, y)
-
-        def drop(x: Tensor) -> Tensor:
-            return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
-
-        heads = linear("qkv", hidden).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
+    def attend(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
+        """The first half of forward."""
+        heads = self._linear("qkv", hidden, adapt).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         dropout = self.attention_dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         attended = attended.transpose(1, 2).flatten(2)
-        hidden = self.attention_norm(hidden + drop(linear("attention_output", attended)))
-        return self.output_norm(hidden + drop(linear("down", self.activation(linear("up", hidden)))))
+        return self.attention_norm(hidden + self._drop(self._linear("attention_output", attended, adapt)))
+
+    def feed(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
+        """The second half."""
+        inner = self.activation(self._linear("up", hidden, adapt))
+        return self.output_norm(hidden + self._drop(self._linear("down", inner, adapt)))
+
+    def _linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
+        y = getattr(self, name)(x)
+        return y if adapt is None else adapt(name, x, y)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
 
     def graph(self, g, hidden: str, around: "GraphAround", adapt: Callable[[str, str, str], str] | None = None) -> str:
         """forward, on (B T, D) but for the attention itself."""
+        return self.graph_feed(g, self.graph_attend(g, hidden, around, adapt), adapt)
 
-        def linear(name: str, x: str) -> str:
-            y = g.linear(x, getattr(self, name), int8=True)
-            return y if adapt is None else adapt(name, x, y)
-
-        qkv = g.unflatten(linear("qkv", hidden), around.shape)
+    def graph_attend(self, g, hidden: str, around: "GraphAround", adapt=None) -> str:
+        """attend."""
+        qkv = g.unflatten(self._graph_linear(g, "qkv", hidden, adapt), around.shape)
         query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
         attended = g.attention(query, key, value, around.readable, self.heads, self.heads)
-        attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
-        hidden = g.apply(self.attention_norm, g.op("Add", hidden, attended))
-        inner = graph_activation(g, linear("up", hidden), self.activation)
-        return g.apply(self.output_norm, g.op("Add", hidden, linear("down", inner)))
+        flat = g.flatten(attended, self.attention_output.in_features)
+        return g.apply(self.attention_norm, g.op("Add", hidden, self._graph_linear(g, "attention_output", flat, adapt)))
+
+    def graph_feed(self, g, hidden: str, adapt=None) -> str:
+        """feed."""
+        inner = graph_activation(g, self._graph_linear(g, "up", hidden, adapt), self.activation)
+        return g.apply(self.output_norm, g.op("Add", hidden, self._graph_linear(g, "down", inner, adapt)))
+
+    def _graph_linear(self, g, name: str, x: str, adapt) -> str:
+        y = g.linear(x, getattr(self, name), int8=True)
+        return y if adapt is None else adapt(name, x, y)
 
 
 class MaskedLMHead(nn.Module):
@@ -353,6 +350,10 @@ class Bert(Backbone):
     def around(self, inputs) -> Around:
         """The padding mask."""
         return Around(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
+
+    def halves(self, depth: int) -> Layer:
+        """The layer behind hidden[depth]."""
+        return self.layers[depth % len(self.layers)]
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""

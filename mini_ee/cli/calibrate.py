@@ -20,7 +20,14 @@ def add(sub) -> None:
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     sub.add_argument("--epsilon", type=number, required=True, help="the least share that agrees, above 0, at most 1")
     sub.add_argument("--delta", type=number, help="the promise holds for fresh rows but for this chance")
-    sub.add_argument("--measure", choices=tuple(MEASURES), help="max_probability, of tokens breaking_ties")
+    sub.add_argument(
+        "--promise",
+        choices=("exits", "conformal"),
+        default="exits",
+        help="of each exit; or, with one cut for all, of the answer wherever a row leaves",
+    )
+    measures = (*MEASURES, "exit_logit")
+    sub.add_argument("--measure", choices=measures, help="max_probability, of tokens breaking_ties; a policy's own")
     sub.add_argument("--sets", type=positive, metavar="N", help="also draw N calibration sets: how often is it broken?")
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: a text; else the model writes some")
     sub.add_argument("--prompt", action="append", metavar="TEXT", help="tokens: it goes on from this; may be repeated")
@@ -31,24 +38,17 @@ def add(sub) -> None:
 
 def run(args, say) -> dict:
     """Calibrate, write the rule into the run, and say what the thresholds keep on units they were not taken from."""
-    from mini_ee.calibration import check_promise
     from mini_ee.cli.open import open_run
     from mini_ee.measure.tables import table
-    from mini_ee.training.rule import calibrate_record
     from mini_ee.training.run import write_rule
 
-    try:
-        check_promise(args.epsilon, args.delta)
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
+    _check(args)
     opened = open_run(args.run, args)
     if opened.rule.plans_from_texts:
         raise WrongArguments(f"{args.run}: leaves where its datastore says; calibrate the run that it was collected on")
     tokens = opened.unit == "tokens"
     recorded, about = (_texts if tokens else _rows)(opened, args)
-    measure = args.measure or ("breaking_ties" if tokens else "max_probability")
-    rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
-    promise = None if args.delta is None else {name: answer[name] for name in ("epsilon", "delta", "measure")}
+    rule, answer, promise = _calibrated(args, recorded, tokens)
     write_rule(args.run, rule, promise, answer["exit_counts"])
     exits = opened.exits
     columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
@@ -71,9 +71,41 @@ def run(args, say) -> dict:
         f"{exits[-1]}. What is promised is promised for {what} like these."
     )
     if args.sets:
-        say(broken_line(answer))
+        say(kept_line(answer) if "kept" in answer else broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
     return {"method": opened.config["method"], "exits": list(exits), "run": str(args.run)} | about | answer
+
+
+def _check(args) -> None:
+    """Raise WrongArguments for a promise that nothing could keep."""
+    from mini_ee.calibration import POLICY, check_promise
+
+    try:
+        check_promise(args.epsilon, args.delta)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    if args.promise == "conformal" and (args.delta is not None or args.epsilon == 1):
+        raise WrongArguments("--promise conformal takes an --epsilon below 1 and no --delta")
+    if args.promise != "conformal" and args.measure == POLICY:
+        raise WrongArguments(f"--measure {POLICY} is for --promise conformal")
+
+
+def _calibrated(args, recorded, tokens: bool) -> tuple:
+    """The rule, the JSON answer, and the promise that the run keeps of it."""
+    from mini_ee.calibration import POLICY
+    from mini_ee.training.rule import calibrate_conformal, calibrate_record
+
+    usual, sets = "breaking_ties" if tokens else "max_probability", args.sets or 0
+    if args.promise == "exits":
+        rule, answer = calibrate_record(recorded, args.epsilon, args.delta, args.measure or usual, args.seed, sets)
+        promised = () if args.delta is None else ("epsilon", "delta", "measure")
+        return rule, answer, {name: answer[name] for name in promised} or None
+    decides = recorded.segments.exit_logits is not None
+    if args.measure == POLICY and not decides:
+        raise WrongArguments(f"{args.run}: has no policy, whose {POLICY} could be calibrated; choose another --measure")
+    measure = args.measure or (POLICY if decides else usual)
+    rule, answer = calibrate_conformal(recorded, args.epsilon, measure, args.seed, sets)
+    return rule, answer, {name: answer[name] for name in ("promise", "epsilon", "measure")}
 
 
 def _rows(opened, args):
@@ -116,6 +148,16 @@ def _texts(opened, args):
         raise WrongArguments(str(error)) from None
     source = Source(opened.model.backbone, opened.tokenizer, options, args.seed)
     return record_texts(opened.model, texts_to_calibrate(source), progress="observing"), {}
+
+
+def kept_line(answer: dict) -> str:
+    """What a conformal promise keeps, in words; the answer of a calibration with --sets."""
+    of = answer["kept"]
+    return (
+        f"Over {of['sets']} calibration sets of {of['groups_a_set']} the others get the full model's answer for "
+        f"{of['conformal']:.2%} on average, promised are {answer['epsilon']:.2%}; by the paper's thresholds "
+        f"{of['paper']:.2%}, by those with delta .05 {of['delta']:.2%}."
+    )
 
 
 def broken_line(answer: dict) -> str:

@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.calibration import Observed, TooFew, broken_promises, calibrate, fixed_sequence, report
+from mini_ee.calibration import (
+    Observed,
+    TooFew,
+    broken_promises,
+    calibrate,
+    conformal,
+    fixed_sequence,
+    kept,
+    kept_by_sets,
+    report,
+)
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
@@ -56,11 +66,7 @@ def calibrate_record(
     that would do.
     """
     observed = observe(recorded, measure)
-    names = np.unique(observed.groups)
-    if len(names) < 2:
-        raise ValueError(f"expected at least 2 rows or texts, some to calibrate on and some to check, got {len(names)}")
-    chosen = names[np.random.default_rng(seed).permutation(len(names))[: len(names) // 2]]
-    drawn = np.isin(observed.groups, chosen)
+    names, drawn = _half(observed, seed)
     try:
         rule = calibrate(observed.take(drawn), epsilon, delta, measure)
     except TooFew as error:
@@ -79,6 +85,43 @@ def calibrate_record(
     if sets:
         answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
     return rule, answer
+
+
+def calibrate_conformal(
+    recorded: Record, epsilon: float, measure: str, seed: int = 0, sets: int = 0
+) -> tuple[Rule, dict]:
+    """The same with one conformal cut for all exits, see calibration.py. sets: how many for `kept_by_sets`."""
+    observed = observe(recorded, measure)
+    names, drawn = _half(observed, seed)
+    try:
+        rule = conformal(observed.take(drawn), epsilon, measure)
+    except TooFew as error:
+        raise ValueError(
+            f"too few for a conformal promise of epsilon {epsilon}: at least {2 * error.needed} rows or texts are "
+            f"needed (half of them to check), got {len(names)}; give more, or lower epsilon"
+        ) from None
+    result, fresh = recorded.replay(rule), observed.take(~drawn)
+    last = observed.confidence.shape[1]
+    sure = (result.exit_index[:, None] == np.arange(last))[~drawn]
+    shares = [float(agrees[left].mean()) if left.any() else None for agrees, left in zip(fresh.agrees.T, sure.T)]
+    bar = rule.to_dict()[rule.fed[0]]
+    answer = {"promise": "conformal", "epsilon": epsilon, "delta": None, "measure": measure}
+    answer |= {"thresholds": [bar] * last, "tau_intervals": None, "agreement": shares, "end_to_end": kept(fresh, sure)}
+    answer["exit_counts"] = np.bincount(result.exit_index[~drawn], minlength=last + 1).tolist()
+    answer |= {"rows_calibration": int(drawn.sum()), "rows_fresh": int((~drawn).sum())}
+    answer["mean_layers"] = float(result.layers_run[~drawn].mean())
+    if sets:
+        answer["kept"] = kept_by_sets(observed, epsilon, sets, seed)
+    return rule, answer
+
+
+def _half(observed: Observed, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Names of the rows or texts, and which units (N,) are of a seeded half of them."""
+    names = np.unique(observed.groups)
+    if len(names) < 2:
+        raise ValueError(f"expected at least 2 rows or texts, some to calibrate on and some to check, got {len(names)}")
+    chosen = names[np.random.default_rng(seed).permutation(len(names))[: len(names) // 2]]
+    return names, np.isin(observed.groups, chosen)
 
 
 PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of all readings, under the rules of a sweep

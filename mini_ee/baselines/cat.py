@@ -1,0 +1,413 @@
+"""CAT: beside each exit a small classifier that says whether the exit agrees with the last one.
+
+Source: Schuster, Fisch, Jaakkola, Barzilay 2021, Consistent Accelerated Inference via Confident Adaptive Transformers,
+arXiv:2104.08803v2. We had the abstract and the published code (TalSchuster/CATs, commit 746c5fc), not the equations.
+
+Symbols    C classes; K exits, the last after all L layers; n = K - 1 inner exits, k = 0 .. n - 1
+           p^k (B, C)          what inner exit k says, as probabilities, after its temperature
+           F                   1 where the class of exit k is that of the last exit: what a meta classifier predicts
+
+    inner exit        Linear(D, 32), tanh, dropout, Linear(32, C), divided by a temperature
+    meta classifier   of  [its class one-hot (C), its 32 hidden values, its top probability, its top gap, what exits
+                      k - 1 .. 1 gave its class (the first exit is left out; zeros up to n - 2), k / n]
+                      Linear(., 32), tanh, and the logit of F; per exit, or `shared` by all
+
+Stages: fine-tune, inner exits (mean cross-entropy), temperatures, meta classifiers (cross-entropy, each class of F with
+the same weight in a batch), each with all before it frozen. Temperatures and meta classifiers learn from rows of train
+that nothing before them has seen, half of `apart` each. A unit leaves by Policy: the cut of `mini-ee calibrate
+--promise conformal` (calibration.py) is the paper's shared calibration, and serves every other method too.
+
+Deviations, pinned in tests/test_cat.py:
+1. One logit for F, the difference of the paper's two: the same loss and the same scores.
+2. Heads read the mean over tokens by default; theirs the first (`pool`). Exits need not sit after every layer.
+3. No regression (theirs takes |difference| <= .5 for agreement), and no tokens, whose classes are too many to read.
+4. Fine-tuning leaves the rows apart out too, so that the last exit is on them what it is on fresh ones.
+5. Where the exit is named beforehand no other head is computed; ONNX graphs compute the inner heads there too.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Around, Backbone
+from mini_ee.data.options import check_options, option
+from mini_ee.early_exit import Reading
+from mini_ee.training.fit import Batch, Stage
+from mini_ee.training.method import Method
+from mini_ee.training.rule import cuts
+from mini_ee.units.heads import ExitHead
+from mini_ee.units.rows import RowExits, RowSegments, States, graph_mask, graph_rows
+
+INNER = 32  # hidden values of an inner exit, and of a meta classifier
+HEADS, TEMPERATURES, META = 0, 1, 2  # parts of train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the stages. Raises ValueError on a value that makes no sense."""
+
+    target: str = option(
+        "label", "what inner exits learn: the label, or what the last exit says", choices=("label", "last")
+    )
+    shared: bool = option(False, "one meta classifier for all exits")
+    apart: float = option(0.2, "share of train for temperatures and meta classifiers alone", above=0, below=1)
+    temperature_lr: float = option(0.01, "learning rate of the temperatures", above=0)
+    meta_epochs: int = option(10, "of the meta classifiers", least=1)
+    meta_lr: float = option(3e-3, "learning rate of the meta classifiers", above=0)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+# ---- The equations ----
+def features(logits: Tensor, inner: Tensor, before: Tensor | None, k: int, exits: int) -> Tensor:
+    """What a meta classifier reads at exit k of so many inner ones: (B, C + 32 + 2 + max(n - 2, 0) + 1).
+
+    logits (B, C); inner (B, 32); before (B, k - 1, C): probabilities at the exits k - 1 .. 1, None where k < 2.
+    """
+    p = logits.softmax(dim=1)
+    said = F.one_hot(p.argmax(dim=1), p.shape[1]).to(p.dtype)
+    first, second = p.topk(2, dim=1).values.split(1, dim=1)
+    history = [] if before is None else [(before * said[:, None]).sum(dim=2)]
+    tail = p.new_tensor(_tail(k, exits)).expand(len(p), -1)
+    return torch.cat((said, inner, first, first - second, *history, tail), dim=1)
+
+
+def _tail(k: int, exits: int) -> list[float]:
+    """The zeros that fill the history up, and how far the exit is."""
+    return [0.0] * (max(exits - 2, 0) - max(k - 1, 0)) + [k / exits]
+
+
+def graph_features(g, logits: str, inner: str, before: str | None, k: int, exits: int, classes: int) -> str:
+    """features."""
+    p = g.op("Softmax", logits, axis=1)
+    top = g.op("ArgMax", p, axis=1, keepdims=1)
+    said = g.cast(g.op("Equal", top, g.integers(*range(classes))), g.dtype)
+    values, _ = g.several(2, "TopK", p, g.integers(2), axis=1)
+    first, second = g.several(2, "Split", values, axis=1, num_outputs=2)
+    history = []
+    if before is not None:
+        product = g.op("Mul", before, g.op("Unsqueeze", said, g.integers(1)))
+        history = [g.op("ReduceSum", product, g.integers(2), keepdims=0)]
+    tail = np.array([_tail(k, exits)], g.dtype)
+    shape = g.op("Concat", g.shape(p, 0, 1), g.integers(tail.shape[1]), axis=0)
+    tail = g.op("Expand", g.constant(f"tail_{k}", tail), shape)
+    return g.op("Concat", said, inner, first, g.op("Sub", first, second), *history, tail, axis=1)
+
+
+def remember(before: Tensor | None, logits: Tensor, k: int) -> Tensor | None:
+    """Probabilities at the exits k .. 1, (B, k, C), from those at k - 1 .. 1; None at the first exit."""
+    if k == 0:
+        return None
+    p = logits.softmax(dim=1)[:, None]
+    return p if before is None else torch.cat((p, before), dim=1)
+
+
+def balanced_loss(logits: Tensor, agrees: Tensor) -> Tensor:
+    """Cross-entropy of F, (N,) each, in which either class weighs the same; the mean where all are of one."""
+    weights = torch.where(agrees, len(agrees) / agrees.sum(), len(agrees) / (~agrees).sum())
+    losses = F.binary_cross_entropy_with_logits(logits, agrees.float(), reduction="none")
+    return (weights * losses).sum() / weights.sum()
+
+
+# ---- The model ----
+class InnerHead(ExitHead):
+    """An exit before the last."""
+
+    def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None):
+        super().__init__(width, num_labels, pool, norm)
+        self.dense, self.out = nn.Linear(width, INNER), nn.Linear(INNER, num_labels)
+        for linear in (self.dense, self.out):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.decision_flops = 2.0 * INNER * (width + num_labels)  # without the pooling
+
+    def inner(self, state: Tensor) -> Tensor:
+        """(B, D) -> (B, 32)."""
+        return torch.tanh(self.dense(state))
+
+    def say(self, inner: Tensor) -> Tensor:
+        """(B, 32) -> logits (B, C)."""
+        return self.out(self.dropout(inner)) / self.temperature
+
+    def classify(self, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C)."""
+        return self.say(self.inner(state))
+
+    def flops(self, tokens: int) -> float:
+        """Of one row of so many tokens."""
+        return self.decision_flops + float(tokens * self.dense.in_features if self.pool == "mean" else 0)
+
+    def graph_say(self, g, inner: str) -> str:
+        """say."""
+        return g.op("Div", g.linear(inner, self.out), g.parameter(self.temperature))
+
+
+class MetaClassifiers(nn.Module):
+    """How likely inner exits agree with the last: one network each, or one for all."""
+
+    def __init__(self, exits: int, classes: int, shared: bool):
+        super().__init__()
+        width = classes + INNER + 2 + max(exits - 2, 0) + 1
+        networks = (nn.Sequential(nn.Linear(width, INNER), nn.Tanh(), nn.Linear(INNER, 1)) for _ in range(exits))
+        self.networks = nn.ModuleList([next(networks)] if shared else networks)
+        self.flops = 2.0 * INNER * (width + 1)  # of one exit_logit
+
+    def network(self, k: int) -> nn.Module:
+        """That of exit k."""
+        return self.networks[k % len(self.networks)]
+
+
+class CatExits(RowExits):
+    """Inner exits with temperatures, and meta classifiers that read what all exits so far have said.
+
+    Raises ValueError for a single exit.
+    """
+
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+        super().__init__(backbone, exits, num_labels, pool)
+        if len(exits) < 2:
+            raise ValueError(f"CAT needs at least two exits to choose from, got {len(exits)}")
+        for k in range(len(exits) - 1):
+            self.heads[k] = InnerHead(backbone.config.hidden_size, num_labels, pool, backbone.exit_norm())
+        self.policy = MetaClassifiers(len(exits) - 1, num_labels, how.shared)
+
+    def decide(self, k: int, inner: Tensor, logits: Tensor, before: Tensor | None) -> Tensor:
+        """The exit_logit (B,) of exit k; arguments as of `features`, with no gradient into them."""
+        read = features(logits.detach(), inner.detach(), before, k, len(self.exits) - 1)
+        return self.policy.network(k)(read)[:, 0]
+
+    def exit_logits(self, states: list[Tensor]) -> Tensor:
+        """What the meta classifiers say at all exits but the last: (B, K - 1)."""
+        before, found = None, []
+        for k, head in enumerate(self.heads[:-1]):
+            with torch.no_grad():
+                inner = head.inner(states[k])
+                logits = head.say(inner)
+            found.append(self.decide(k, inner, logits, before))
+            before = remember(before, logits, k)
+        return torch.stack(found, dim=1).float()
+
+    def segments(self) -> "CatSegments":
+        return CatSegments(self)
+
+
+# ---- Segments ----
+class CatState(NamedTuple):
+    """The rows still in the model, and what the exits have said of them."""
+
+    hidden: Tensor  # (B, T, D)
+    around: Around
+    decides: bool = True  # False: heads are named already, and no meta classifier is asked
+    inner: Tensor | None = None  # (B, 32) of the exit just reached, None at the last
+    logits: Tensor | None = None
+    before: Tensor | None = None  # as `features` takes it
+    seen: Tensor | None = None  # the same with this exit
+
+    def keep(self, rows: np.ndarray) -> "CatState":
+        index = torch.from_numpy(rows).to(self.hidden.device)
+        tensors = (each if each is None else each[index] for each in self[3:])
+        return CatState(self.hidden[index], self.around.keep(index), self.decides, *tensors)
+
+
+class GraphState(NamedTuple):
+    """The same as names of values."""
+
+    hidden: str
+    inner: str | None = None
+    logits: str | None = None
+    before: str | None = None
+    seen: str | None = None
+
+
+class CatSegments(RowSegments):
+    """The segments of a CatExits in eval mode. `advance` ends with the head: later exits read what it says."""
+
+    def start(self, inputs) -> CatState:
+        return CatState(*super().start(inputs))
+
+    def will_read(self, heads, state: CatState) -> CatState:
+        return state._replace(decides=False)
+
+    def advance(self, k: int, state: CatState) -> CatState:
+        hidden, around = super().advance(k, state)
+        if not (state.decides and self._decides(k)):
+            return CatState(hidden, around, state.decides)
+        head = self.model.heads[k]
+        inner = head.inner(head.state(hidden, around.padding))
+        logits = head.say(inner)
+        return CatState(hidden, around, True, inner, logits, state.seen, remember(state.seen, logits, k))
+
+    def read(self, k: int, state: CatState) -> Reading:
+        if state.logits is None:
+            logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.around.padding))
+            return Reading(logits.float().numpy(force=True))
+        return self.read_state(k, state)._replace(logits=state.logits.float().numpy(force=True))
+
+    def read_state(self, k: int, state: CatState) -> Reading:
+        if state.logits is None:
+            return self.read(k, state)
+        exit_logit = self.model.decide(k, state.inner, state.logits, state.before)
+        return Reading(None, exit_logit.float().numpy(force=True))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        layers, _ = super().flops(k, inputs)
+        read = self.model.heads[k].flops(inputs.input_ids.shape[1])
+        return layers, read + (self.model.policy.flops if self._decides(k) else 0.0)
+
+    def state_flops(self, k: int) -> float:
+        return self.model.policy.flops + self.model.heads[k].decision_flops if self._decides(k) else 0.0
+
+    # ---- ONNX ----
+    def graph_start(self, g) -> GraphState:
+        return GraphState(super().graph_start(g))
+
+    def graph_advance(self, k: int, g, state: GraphState) -> GraphState:
+        """advance: what exit k says stands in the state."""
+        hidden = super().graph_advance(k, g, state.hidden)
+        if not self._decides(k):
+            return GraphState(hidden)
+        head = self.model.heads[k]
+        inner = g.op("Tanh", g.linear(head.graph_state(g, hidden, graph_mask(g)), head.dense))
+        logits, seen = head.graph_say(g, inner), None
+        if k:
+            seen = g.op("Unsqueeze", g.op("Softmax", logits, axis=1), g.integers(1))
+            seen = seen if state.seen is None else g.op("Concat", seen, state.seen, axis=1)
+        return GraphState(hidden, inner, logits, state.seen, seen)
+
+    def graph_keep(self, g, state: GraphState, index: str, leaves: str) -> GraphState:
+        hidden, seen = (each and g.op("Gather", each, index) for each in (state.hidden, state.seen))
+        return GraphState(hidden, seen=seen)
+
+    def graph_read(self, k: int, g, state: GraphState) -> str:
+        """read: logits (B, C)."""
+        return state.logits or super().graph_read(k, g, state.hidden)
+
+    def graph_read_state(self, k: int, g, state: GraphState) -> Reading:
+        """read_state: the exit_logit (B,), where the exit decides."""
+        if not self._decides(k):
+            return Reading(None)
+        given = state.logits, state.inner, state.before, k, len(self.exits) - 1, self.model.num_labels
+        said = g.apply(self.model.policy.network(k), graph_features(g, *given))
+        return Reading(None, g.float32(g.op("Squeeze", said, g.integers(1))))
+
+    def _graph(self, k: int, g) -> None:
+        """A segment: `carried` are the probabilities at the exits so far."""
+        width, classes = self.model.backbone.config.hidden_size, self.model.num_labels
+        state = GraphState(graph_rows(g, width)) if k else self.graph_start(g)
+        if k > 1:
+            carried = g.input("carried", "rows_before", k - 1, classes, dtype=g.dtype)
+            state = state._replace(seen=g.op("Gather", carried, g.input("rows", "batch")))
+        state = self.graph_advance(k, g, state)
+        if self._decides(k):
+            g.output("hidden_out", state.hidden, "batch", "tokens", width)
+            if k:
+                g.output("carried_out", state.seen, "batch", k, classes)
+        self.graph_reading(k, g, state, optional=self._decides(k))
+
+
+# ---- Training ----
+def recipe(model: CatExits, how: Config) -> list[Stage]:
+    """The four stages."""
+    last = f"heads.{len(model.exits) - 1}."
+    split = partial(parts, apart=how.apart)
+
+    def inner(name: str) -> bool:
+        return name.startswith("heads.") and not name.startswith(last)
+
+    return [
+        Stage(
+            name="fine-tune",
+            learns=lambda name: name.startswith(("backbone.", last)),
+            loss=lambda model, batch: part_loss(model(*batch.inputs)[-1:], batch.labels, batch.taught == HEADS),
+            score=lambda scores: float(scores[-1]),
+            teacher=split,
+        ),
+        Stage(
+            name="heads",
+            learns=lambda name: inner(name) and not name.endswith("temperature"),
+            loss=partial(heads_loss, how=how),
+            score=lambda scores: float(np.mean(scores[:-1])),
+            teacher=split,
+        ),
+        Stage(
+            name="temperatures",
+            learns=lambda name: name.endswith("temperature"),
+            loss=temperature_loss,
+            judge=lambda model, held: {"score": -held_loss(temperature_loss, TEMPERATURES, model, held)},
+            on_states=True,
+            teacher=split,
+            settings={"head_lr": how.temperature_lr, "warmup": 0.0},
+        ),
+        Stage(
+            name="meta",
+            learns=lambda name: name.startswith("policy."),
+            loss=meta_loss,
+            judge=lambda model, held: {"score": -held_loss(meta_loss, META, model, held)},
+            on_states=True,
+            teacher=split,
+            settings={"epochs": how.meta_epochs, "head_lr": how.meta_lr, "warmup": 0.0},
+        ),
+    ]
+
+
+def parts(model: CatExits, data, apart: float) -> np.ndarray:
+    """Which part of train each row is in, (N,); the same in every stage."""
+    drawn = np.random.default_rng(0).permutation(len(data)) / len(data)
+    return np.where(drawn >= apart, HEADS, np.where(drawn < apart / 2, TEMPERATURES, META))
+
+
+def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
+    """The mean cross-entropy over exits and those rows (B,) bool; 0 where there are none. each: logits (B, C)."""
+    losses = torch.stack([F.cross_entropy(logits.float(), labels, reduction="none") for logits in each])
+    return losses[:, rows].sum() / (len(each) * rows.sum().clamp(min=1))
+
+
+def heads_loss(model: CatExits, batch: Batch, how: Config) -> Tensor:
+    """The inner exits', on the labels or on what the last exit says."""
+    *each, last = model(*batch.inputs)
+    return part_loss(each, last.argmax(dim=1) if how.target == "last" else batch.labels, batch.taught == HEADS)
+
+
+def temperature_loss(model: CatExits, batch: Batch) -> Tensor:
+    """The same under the temperatures, on rows of their own."""
+    each = [model.classify(k, state) for k, state in enumerate(batch.states[:-1])]
+    return part_loss(each, batch.labels, batch.taught == TEMPERATURES)
+
+
+def meta_loss(model: CatExits, batch: Batch) -> Tensor:
+    """The mean over exits of the balanced loss, on the third part."""
+    rows = batch.taught == META
+    states = [state[rows] for state in batch.states]
+    exit_logits = model.exit_logits(states)
+    with torch.no_grad():
+        said = torch.stack([model.classify(k, state).argmax(dim=1) for k, state in enumerate(states)], dim=1)
+    if not rows.any():
+        return exit_logits.sum()
+    columns = zip(exit_logits.unbind(dim=1), (said[:, :-1] == said[:, -1:]).unbind(dim=1))
+    return sum(balanced_loss(*column) for column in columns) / exit_logits.shape[1]
+
+
+@torch.no_grad()
+def held_loss(loss, part: int, model: CatExits, held: States) -> float:
+    """A loss on rows that were held out, all of them as if of its part."""
+    states, labels = held.batch(np.arange(len(held)), next(model.parameters()).device)
+    return float(loss(model, Batch((), labels, states, torch.full_like(labels, part))))
+
+
+METHOD = Method(
+    Config,
+    recipe,
+    units=("rows",),
+    model=CatExits,
+    candidates=cuts,
+    exits=None,
+    classes_only=True,
+    lacks=("head",),
+)

@@ -1,0 +1,318 @@
+"""DREE: an exit sits in the middle of its layer and reads its attention, so that it does not pay for the rest.
+
+Source: Ji, Wang, Li, Chen, Chen, Zhang 2023, Early Exit with Disentangled Representation and Equiangular Tight Frame,
+2023.findings-acl.889 in the ACL Anthology (we know of no arXiv version). We had the abstract and the published code
+(Jikai0Wang/DREE, commit 0bdb024), not the equations.
+
+Symbols    a (B, T, D)         a layer's state behind its attention and that norm
+           W_down, W_up        an adapter: D -> `bottleneck` -> D
+           LN, LN'             the norm that ends the layer, and the exit's own, which begins as a copy of it
+           M (D, C)            an equiangular tight frame: C unit vectors, the cosine of any two is -1 / (C - 1)
+           k = 1 .. K          exits, the last after all L layers; here k = 0 .. K - 1, exit k after e_k = exits[k]
+
+    task branch      z = LN'(scale W_up relu(W_down a) + a)         the backbone goes on with LN(FFN(a) + a)
+    what exit k says logits = x M, where x = v / |v|, v = BN(tanh(pooler(z)))        the last exit reads LN(FFN(a) + a)
+
+Stage 1 fine-tunes all for the last exit. Stage 2 learns the other exits' adapters, LN' and BN, where all else stays.
+Rows leave by Patience. A layer counts as run where its attention was; in operations an exit saves the rest of it.
+
+Deviations, each from the published code and pinned in tests/test_dree.py:
+1. An exit does not compute the feed-forward part of its layer; theirs does, and drops it.
+2. M is drawn anew with each training and saved with it; theirs is neither parameter nor buffer, so that a checkpoint
+   is right under the seed of its training alone.
+3. LN' copies weight and bias of LN, at every exit; theirs the bias at the last inner exit only.
+4. Heads read the mean over tokens by default; theirs the first (`pool`), of which alone the branch is then computed.
+5. No regression: a frame of one vector divides by 0. Exits need not sit after every layer.
+6. The best epoch of stage 2 is that of the best mean score of its exits; theirs of one exit under a FLOPs limit.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Around, Backbone, Halves, Tensors
+from mini_ee.data.options import check_options, option
+from mini_ee.early_exit import Reading
+from mini_ee.training.fit import Batch, Stage, task_loss
+from mini_ee.training.method import Method
+from mini_ee.training.rule import patiences
+from mini_ee.units.heads import HEAD_DROPOUT, graph_pooled, pooled
+from mini_ee.units.rows import ExitModel, RowSegments, RowState, check_exits, graph_mask
+
+MOMENTUM, EPSILON = 0.1, 1e-5  # of batch norms, torch's own
+SHORTEST = 1e-12  # of a vector that is divided by its length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The settings of the task branches. Raises ValueError on a value that makes no sense."""
+
+    bottleneck: int = option(128, "width of the adapters; the paper's 128 for BERT, 256 for ALBERT", least=1)
+    scale: float = option(8.0, "what the adapters are multiplied with", above=0)
+    adapter_epochs: int = option(1, "of the second stage; the paper's 1 for BERT, 5 for ALBERT", least=1)
+    adapter_lr: float = option(8e-3, "of the second stage; the paper's 8e-3 for BERT, 1e-3 for ALBERT", above=0)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+# ---- The equations ----
+def equiangular_frame(width: int, classes: int) -> Tensor:
+    """M = sqrt(C / (C - 1)) P (I - 1 1' / C), P from a QR of a uniform matrix: (D, C). Uses torch's random state.
+
+    Raises ValueError for fewer than two classes, and for more than the width can hold.
+    """
+    if not 2 <= classes <= width:
+        raise ValueError(f"an equiangular tight frame has from 2 to {width} vectors, got {classes}")
+    basis, _ = torch.linalg.qr(torch.rand(width, classes))
+    centred = torch.eye(classes) - 1 / classes
+    return (classes / (classes - 1)) ** 0.5 * basis @ centred
+
+
+def branch_loss(losses: list[Tensor], exits: tuple[int, ...]) -> Tensor:
+    """Stage 2: sum_k (L - e_k) l_k / sum_k (L - e_k) over all exits but the last: shallow exits weigh most."""
+    weights = [exits[-1] - layer for layer in exits[:-1]]
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
+
+
+# ---- The model ----
+class TaskBranch(nn.Module):
+    """z of one exit: an adapter beside the feed-forward part that the exit leaves out. It begins as LN(a)."""
+
+    def __init__(self, layer: Halves, how: Config):
+        super().__init__()
+        width = layer.output_norm.normalized_shape[0]
+        self.down, self.up = nn.Linear(width, how.bottleneck), nn.Linear(how.bottleneck, width)
+        self.scale = how.scale
+        for linear in (self.down, self.up):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        nn.init.zeros_(self.up.weight)
+        self.norm = deepcopy(layer.output_norm)
+
+    def forward(self, attended: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        return self.norm(self.scale * self.up(F.relu(self.down(attended))) + attended)
+
+    def graph(self, g, attended: str) -> str:
+        """forward on (N, D)."""
+        inner = g.op("Relu", g.linear(attended, self.down))
+        added = g.op("Mul", g.linear(inner, self.up), g.number(self.scale))
+        return g.apply(self.norm, g.op("Add", added, attended))
+
+
+class BatchNorm(nn.Module):
+    """As nn.BatchNorm1d. Its statistics are parameters without gradient, as a graph knows no others."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.mean = nn.Parameter(torch.zeros(width), requires_grad=False)
+        self.variance = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, D) -> (B, D). A batch of one row has no variance: it is normed as in use."""
+        learns = self.training and len(x) > 1
+        return F.batch_norm(x, self.mean.data, self.variance.data, self.weight, self.bias, learns, MOMENTUM, EPSILON)
+
+    def graph(self, g, x: str) -> str:
+        """forward, in use."""
+        parameters = (self.weight, self.bias, self.mean, self.variance)
+        return g.op("BatchNormalization", x, *map(g.parameter, parameters), epsilon=EPSILON)
+
+
+class FrameHead(nn.Module):
+    """What an exit has of its own: its branch, but for the last, its batch norm and its frame M."""
+
+    def __init__(self, branch: TaskBranch | None, width: int, num_labels: int, pool: str):
+        super().__init__()
+        self.branch, self.pool = branch, pool
+        self.dropout, self.norm = nn.Dropout(HEAD_DROPOUT), BatchNorm(width)
+        self.frame = nn.Parameter(equiangular_frame(width, num_labels), requires_grad=False)
+
+    def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The vector of each row: a, or of the last exit the hidden states, (B, T, D) -> (B, D)."""
+        hidden = hidden[:, :1] if self.pool == "first" else hidden
+        return pooled(hidden if self.branch is None else self.branch(hidden), mask, self.pool)
+
+    def classify(self, vector: Tensor) -> Tensor:
+        """What the shared pooler gives, (B, D) -> logits (B, C), each a cosine."""
+        return F.normalize(self.norm(self.dropout(vector)), eps=SHORTEST) @ self.frame
+
+    def flops(self, tokens: int) -> float:
+        """Of one row of so many tokens, the shared pooler included."""
+        width, classes = self.frame.shape
+        read = 1 if self.pool == "first" else tokens
+        branch = 0.0 if self.branch is None else 4.0 * read * width * self.branch.down.out_features
+        return branch + 2.0 * width * (width + classes) + float((tokens if self.pool == "mean" else 0) * width)
+
+    def graph_state(self, g, hidden: str, mask: str) -> str:
+        """state. mask (B, T): true where there is a token."""
+        if self.branch is None:
+            return graph_pooled(g, hidden, mask, self.pool)
+        if self.pool == "first":
+            return g.apply(self.branch, graph_pooled(g, hidden, mask, self.pool))
+        flat = g.apply(self.branch, g.flatten(hidden, self.frame.shape[0]))
+        return graph_pooled(g, g.unflatten(flat, g.shape(mask, 0, 2)), mask, self.pool)
+
+    def graph_classify(self, g, vector: str) -> str:
+        """classify."""
+        normed = g.apply(self.norm, vector)
+        length = g.op("Max", g.op("ReduceL2", normed, g.integers(1), keepdims=1), g.number(SHORTEST))
+        return g.op("MatMul", g.op("Div", normed, length), g.parameter(self.frame))
+
+
+class DreeExits(ExitModel):
+    """A backbone with a task branch in each layer of `exits` but the last, and one pooler for all.
+
+    Raises ValueError for a backbone whose layers cannot be left halfway, and for classes that no frame holds.
+    """
+
+    policy = None
+
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+        super().__init__()
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool, self.backbone = num_labels, pool, backbone
+        layers, width = [backbone.halves(layer - 1) for layer in exits], backbone.config.hidden_size
+        self.pooler = nn.Linear(width, width)
+        nn.init.normal_(self.pooler.weight, std=0.02)
+        nn.init.zeros_(self.pooler.bias)
+        branches = [*(TaskBranch(layer, how) for layer in layers[:-1]), None]
+        self.heads = nn.ModuleList(FrameHead(branch, width, num_labels, pool) for branch in branches)
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """What each exit reads, pooled: (B, D) each. The three inputs are (B, T) int64."""
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        around, hidden, found = self.backbone.around(inputs), self.backbone.embed(inputs), []
+        for k, head in enumerate(self.heads):
+            hidden = self.advance(k, hidden, around)
+            found.append(head.state(hidden, around.padding))
+        return found
+
+    def advance(self, k: int, hidden: Tensor, around: Around) -> Tensor:
+        """From what exit k - 1 reads to what exit k reads, (B, T, D): first the rest of the layer left halfway."""
+        backbone, stop = self.backbone, self.exits[k] - 1
+        start = self.exits[k - 1] if k else 0
+        hidden = backbone.halves(start - 1).feed(hidden) if k else hidden
+        hidden = backbone.run_layers(hidden, around, start, stop)
+        hidden = backbone.halves(stop).attend(hidden, around.padding)
+        return backbone.halves(stop).feed(hidden) if k == len(self.exits) - 1 else hidden
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C) of exit k."""
+        return self.heads[k].classify(torch.tanh(self.pooler(state)))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+        """Logits (B, C) of every exit."""
+        return [
+            self.classify(k, state) for k, state in enumerate(self.states(input_ids, attention_mask, token_type_ids))
+        ]
+
+    def segments(self) -> "DreeSegments":
+        """What early_exit drives."""
+        return DreeSegments(self)
+
+    @torch.no_grad()
+    def copy_norms(self) -> None:
+        """LN' of each exit as LN is after stage 1, weight and bias."""
+        for layer, head in zip(self.exits[:-1], self.heads):
+            head.branch.norm.load_state_dict(self.backbone.halves(layer - 1).output_norm.state_dict())
+
+
+class DreeSegments(RowSegments):
+    """The segments of a DreeExits in eval mode. The state of a row at exit k is its a in layer e_k."""
+
+    def advance(self, k: int, state: RowState) -> RowState:
+        return RowState(self.model.advance(k, *state), state.around)
+
+    def read(self, k: int, state: RowState) -> Reading:
+        vector = self.model.heads[k].state(state.hidden, state.around.padding)
+        return Reading(self.model.classify(k, vector).float().numpy(force=True))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        layers, read = super().flops(k, inputs)
+        left_out = self._rest(k, inputs) if k < len(self.exits) - 1 else 0.0
+        return layers + (self._rest(k - 1, inputs) if k else 0.0) - left_out, read
+
+    def _rest(self, k: int, inputs) -> float:
+        """Operations of a row in the half layer behind exit k."""
+        layer = self.model.backbone.halves(self.exits[k] - 1)
+        return 2.0 * inputs.input_ids.shape[1] * (layer.up.weight.numel() + layer.down.weight.numel())
+
+    def graph_advance(self, k: int, g, hidden: str) -> str:
+        """advance: (B, T, D) -> (B, T, D)."""
+        backbone, stop = self.model.backbone, self.exits[k] - 1
+        around = backbone.graph_around(g, graph_mask(g))
+        if k:
+            hidden = _on_tokens(g, hidden, backbone, backbone.halves(self.starts[k] - 1).graph_feed)
+        hidden = backbone.graph_layers(g, hidden, around, self.starts[k], stop)
+        layer = backbone.halves(stop)
+        hidden = _on_tokens(g, hidden, backbone, lambda g, flat: layer.graph_attend(g, flat, around))
+        return hidden if k < len(self.exits) - 1 else _on_tokens(g, hidden, backbone, layer.graph_feed)
+
+    def graph_read(self, k: int, g, hidden: str) -> str:
+        """read: logits (B, C)."""
+        head = self.model.heads[k]
+        state = head.graph_state(g, hidden, graph_mask(g))
+        return head.graph_classify(g, g.op("Tanh", g.linear(state, self.model.pooler)))
+
+
+def _on_tokens(g, hidden: str, backbone: Backbone, write) -> str:
+    """(B, T, D) -> (B, T, D) through what takes and gives (B T, D)."""
+    return g.unflatten(write(g, g.flatten(hidden, backbone.config.hidden_size)), g.shape(graph_mask(g), 0, 2))
+
+
+# ---- Training ----
+def recipe(model: DreeExits, how: Config) -> list[Stage]:
+    """Stage 1, then stage 2 where there are exits before the last."""
+    last = len(model.exits) - 1
+
+    def fine_tunes(name: str) -> bool:
+        return name.startswith(("backbone.", "pooler.", f"heads.{last}.")) and not name.endswith(".frame")
+
+    def branches(name: str) -> bool:
+        return name.startswith("heads.") and not name.startswith(f"heads.{last}.") and not name.endswith(".frame")
+
+    first = Stage(
+        name="fine-tune",
+        learns=fine_tunes,
+        loss=last_loss,
+        score=lambda scores: float(scores[-1]),
+        finish=lambda model, held: model.copy_norms(),
+    )
+    second = Stage(
+        name="branches",
+        learns=branches,
+        loss=lambda model, batch: branch_loss(exit_losses(model, batch), model.exits),
+        score=lambda scores: float(np.mean(scores[:-1])),
+        settings={"epochs": how.adapter_epochs, "head_lr": how.adapter_lr},
+    )
+    return [first, second] if last else [first]
+
+
+def last_loss(model: DreeExits, batch: Batch) -> Tensor:
+    """The last exit's cross-entropy."""
+    return task_loss(model.classify(len(model.exits) - 1, model.states(*batch.inputs)[-1]), batch.labels)
+
+
+def exit_losses(model: DreeExits, batch: Batch) -> list[Tensor]:
+    """Those of the exits before it."""
+    states = model.states(*batch.inputs)[:-1]
+    return [task_loss(model.classify(k, state), batch.labels) for k, state in enumerate(states)]
+
+
+METHOD = Method(
+    Config,
+    recipe,
+    units=("rows",),
+    model=DreeExits,
+    candidates=patiences,
+    exits=None,
+    classes_only=True,
+    lacks=("head",),
+)
