@@ -102,6 +102,11 @@ class Backbone(nn.Module):
         """Tensors of the head, under Hugging Face's names, that a file may hold again -> what they are tied to."""
         return {}
 
+    @classmethod
+    def unused(cls, config) -> str:
+        """Names of tensors that a file may hold and a model of this config does not read, as a regular expression."""
+        return "(?!)"
+
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D). inputs: what has input_ids and so on, (B, T) int64, as arrays or tensors.
 
