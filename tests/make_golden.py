@@ -46,6 +46,14 @@ DEBERTA = {  # of base, xlarge and xxlarge, but for the sizes: spans and buckets
     "position_biased_input": False,
     "pos_att_type": "c2p|p2c",
 }
+DEBERTA_V2 = {
+    "max_relative_positions": 8,
+    "position_buckets": 6,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "conv_kernel_size": 3,
+    "conv_act": "gelu",
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -199,6 +207,8 @@ if __name__ == "__main__":
     make_elasticbert()
     v1 = transformers.DebertaConfig(**DECODER_SIZES, **DEBERTA, max_relative_positions=5)
     make("deberta", transformers.DebertaForMaskedLM, v1)
+    v2 = transformers.DebertaV2Config(**DECODER_SIZES, **DEBERTA, **DEBERTA_V2)
+    make("deberta-v2", transformers.DebertaV2ForMaskedLM, v2)
     sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM
     make_decoder("llama", llama, transformers.LlamaConfig(**sizes, num_key_value_heads=2))
     scaled = sizes | {"num_attention_heads": 2, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}
