@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from mini_ee.backbones.flops import layer_flops
 
 Adapt = Callable[[int, str, Tensor, Tensor], Tensor]
-"""(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added."""
+"""(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added.
+
+An attribute `streams` may say that a batch is so many equal groups of rows, one after the other, with adapters of their
+own: what all rows read alike, such as a table of positions, is then adapted once for each group, not for each row.
+"""
 
 AdaptLayer = Callable[[str, Tensor, Tensor], Tensor]
 """The same of one layer."""

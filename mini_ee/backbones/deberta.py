@@ -13,8 +13,8 @@ are zero at padding. What differs:
     v2    all have biases; W_K and W_Q are those of keys and queries where `share_att_key` says so; far rows are shared
           (`position_buckets`); P may be normed; the first layer may add a convolution of the embeddings
 
-K and Q do not depend on the input. Here only the rows that some i - j reaches are computed, once a batch and layer; in
-ONNX they are of constants alone, so that ONNX Runtime folds them as it loads the graph.
+K and Q do not depend on the input. Here only the rows that some i - j reaches are computed, once a batch and layer, and
+with adapters once for each stream; in ONNX they and their adapters are constants, which ONNX Runtime folds as it loads.
 
 The masked-LM head is the one that `cls.predictions` or `lm_predictions.lm_head` holds: both compute the same.
 Transformers (5.23) agrees in every hidden state and logit: tests/test_deberta.py.
@@ -178,8 +178,8 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.attention_dropout = config.attention_probs_dropout_prob
 
-    def forward(self, hidden: Tensor, around: Around, adapt: AdaptLayer | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D). adapt: what adapters add to the linear maps of this layer."""
+    def forward(self, hidden: Tensor, around: Around, adapt: AdaptLayer | None = None, streams: int = 1) -> Tensor:
+        """(B, T, D) -> (B, T, D). adapt: what adapters add to the linear maps of this layer, one of each stream."""
 
         def linear(name: str, x: Tensor) -> Tensor:
             y = getattr(self, name)(x)
@@ -192,7 +192,11 @@ class Layer(nn.Module):
         mask, positions = around.padding, None
         if self.terms:
             table = self.dropout(around.table)
-            tables = self.tables(linear, table if adapt is None else table.expand(len(hidden), -1, -1))
+            tables = self.tables(linear, table if adapt is None else table.expand(streams, -1, -1))
+            tables = {
+                term: each.repeat_interleave(len(hidden) // streams, 0) if streams > 1 else each
+                for term, each in tables.items()
+            }
             positions = self.position_scores(query, key, tables, around.index) * self.scale
             mask = positions if mask is None else positions.masked_fill(~mask, -torch.inf)
         dropout = self.attention_dropout if self.training else 0.0
@@ -210,7 +214,7 @@ class Layer(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def tables(self, linear: Callable[[str, Tensor], Tensor], table: Tensor) -> dict[str, Tensor]:
-        """K and Q by term, (H, S, d) each: adapters may make one for each row, (B, H, S, d), of as many tables."""
+        """K and Q by term, (H, S, d) each; of one table for each stream, (n, S, D), (n, H, S, d)."""
         if self.shared:
             query, key, _ = linear("qkv", table).chunk(3, dim=-1)
             found = {"c2p": key, "p2c": query}
@@ -228,7 +232,7 @@ class Layer(nn.Module):
             scores.append((key @ tables["p2c"].mT).gather(-1, index.T.expand(shape)).mT)
         return sum(scores)
 
-    def graph(self, g, hidden: str, around: GraphAround, adapt: Callable[[str, str, str], str] | None = None) -> str:
+    def graph(self, g, hidden: str, around: GraphAround, adapt: Callable | None = None, streams: int = 1) -> str:
         """forward, on (B T, D) but for the attention itself."""
 
         def linear(name: str, x: str) -> str:
@@ -244,7 +248,8 @@ class Layer(nn.Module):
             )
         real = g.op("Unsqueeze", around.mask, g.integers(1, 2))
         if self.terms:
-            scores = self.graph_position_scores(g, query, key, around, adapt)
+            tables = self.graph_tables(g, around, adapt, streams)
+            scores = self.graph_position_scores(g, query, key, tables, around.index)
             mask = g.op("Where", real, scores, g.number(-np.inf))
         else:
             tokens = g.shape(around.mask, 1, 2)
@@ -258,16 +263,15 @@ class Layer(nn.Module):
         output = g.apply(self.output_norm, g.op("Add", attended, linear("down", inner)))
         return output if self.conv is None else self.conv.graph(g, hidden, output, around)
 
-    def graph_position_scores(self, g, query: str, key: str, around: GraphAround, adapt: Callable | None) -> str:
+    def graph_position_scores(self, g, query: str, key: str, tables: dict[str, str], index: str) -> str:
         """position_scores, scaled: (B, T, D) twice -> (B, H, T, T)."""
         found = []
-        tables = self.graph_tables(g, around, adapt)
         for term, content in (("c2p", query), ("p2c", key)):
             if term in self.terms:
                 product = g.op("MatMul", self.graph_by_head(g, content, (0, 2, 1, 3)), tables[term])
-                shape = g.op("Concat", g.shape(product, 0, 3), g.shape(around.index, 0, 1), axis=0)
-                index = around.index if term == "c2p" else g.op("Transpose", around.index, perm=(1, 0))
-                scores = g.op("GatherElements", product, g.op("Expand", index, shape), axis=3)
+                shape = g.op("Concat", g.shape(product, 0, 3), g.shape(index, 0, 1), axis=0)
+                at = index if term == "c2p" else g.op("Transpose", index, perm=(1, 0))
+                scores = g.op("GatherElements", product, g.op("Expand", at, shape), axis=3)
                 found.append(scores if term == "c2p" else g.op("Transpose", scores, perm=(0, 1, 3, 2)))
         return g.op("Mul", found[0] if len(found) == 1 else g.op("Add", *found), g.number(self.scale))
 
@@ -275,25 +279,22 @@ class Layer(nn.Module):
         """(B, T, D) -> (B, T, H, d) in another order of axes."""
         return g.op("Transpose", g.op("Reshape", x, g.integers(0, 0, self.heads, -1)), perm=order)
 
-    def graph_tables(self, g, around: GraphAround, adapt: Callable | None) -> dict[str, str]:
-        """tables, transposed: (1 or B, H, d, S). What adapters do not touch is of constants alone."""
+    def graph_tables(self, g, around: GraphAround, adapt: Callable | None, streams: int) -> dict[str, str]:
+        """tables, transposed: (1 or B, H, d, S). All products are of constants alone, those of adapters too."""
 
         def linear(name: str) -> str:
-            module, first = getattr(self, name), g.integers(0)
-            y = g.op("Gather", g.linear(around.table, module, int8=True), around.rows)
-            alone = g.op("Unsqueeze", y, first)
+            whole = g.linear(around.table, getattr(self, name), int8=True)  # (2 span, O)
             if adapt is None:
-                return alone
-            batch = g.shape(around.mask, 0, 1)
-            every = g.op("Concat", batch, g.integers(1, 1), axis=0)
-            x = g.op("Unsqueeze", g.op("Gather", around.table, around.rows), first)
-            x, y = (
-                g.flatten(g.op("Expand", each, every), size)
-                for each, size in ((x, module.in_features), (alone, module.out_features))
-            )
-            adapted = adapt(name, x, y)
-            shape = g.op("Concat", batch, g.integers(-1, module.out_features), axis=0)
-            return alone if adapted == y else g.op("Reshape", adapted, shape)
+                return g.op("Unsqueeze", g.op("Gather", whole, around.rows), g.integers(0))
+            x, y = (g.op("Concat", *[each] * streams, axis=0) for each in (around.table, whole))
+            size = g.integers(streams, -1, getattr(self, name).out_features)
+            each = g.op("Gather", g.op("Reshape", adapt(name, x, y), size), around.rows, axis=1)
+            if streams == 1:
+                return each
+            batch = g.op("Div", g.shape(around.mask, 0, 1), g.integers(streams))
+            every = g.op("Concat", g.integers(1), batch, g.integers(1, 1), axis=0)
+            rows = g.op("Expand", g.op("Unsqueeze", each, g.integers(1)), every)
+            return g.op("Reshape", rows, g.op("Concat", g.integers(-1), g.shape(each, 1, 3), axis=0))
 
         if self.shared:
             query, key, _ = g.several(3, "Split", linear("qkv"), axis=2, num_outputs=3)
@@ -362,15 +363,16 @@ class Deberta(Backbone):
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
+        streams = getattr(adapt, "streams", None) or len(hidden)  # a table for each, else for each row
         for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around, adapt and partial(adapt, depth))
+            hidden = self.layers[depth](hidden, around, adapt and partial(adapt, depth), streams if adapt else 1)
         return hidden
 
     def graph_layers(self, g, hidden: str, around: GraphAround, start: int, stop: int, adapt=None) -> str:
         """run_layers. adapt: (index of a layer, name of a linear map, its input, its output) -> its output."""
-        flat = g.flatten(hidden, self.config.hidden_size)
+        flat, streams = g.flatten(hidden, self.config.hidden_size), getattr(adapt, "streams", 1)
         for depth in range(start, stop):
-            flat = self.layers[depth].graph(g, flat, around, adapt and partial(adapt, depth))
+            flat = self.layers[depth].graph(g, flat, around, adapt and partial(adapt, depth), streams)
         return g.unflatten(flat, around.shape, self.config.hidden_size)
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:

@@ -206,6 +206,7 @@ class Streams:
                     low_rank(y, x, part.last(live), rows, self.scale)
             return y
 
+        adapt.streams = None if starts else live
         return adapt
 
 
@@ -270,6 +271,7 @@ class LoRAExits(ExitModel):
             live = [self.adapters[k][layer] for k in range(first, stop)]
             return graph_low_rank(g, self.backbone.layers[layer], live, self.scale, name, x, y)
 
+        adapt.streams = stop - first
         return adapt
 
     def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
