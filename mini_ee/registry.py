@@ -28,6 +28,8 @@ BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE
     "roberta": "mini_ee.backbones.bert",
     "albert": "mini_ee.backbones.bert",
     "elasticbert": "mini_ee.backbones.bert",
+    "deberta": "mini_ee.backbones.deberta",
+    "deberta-v2": "mini_ee.backbones.deberta",
     "llama": "mini_ee.backbones.llama",
     "gemma": "mini_ee.backbones.llama",
     "phi": "mini_ee.backbones.llama",

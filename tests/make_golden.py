@@ -41,6 +41,19 @@ DECODER_SIZES = {
     "max_position_embeddings": 64,
 }
 NEW_TOKENS = 24
+DEBERTA = {  # of base, xlarge and xxlarge, but for the sizes: spans and buckets are shorter than the rows
+    "relative_attention": True,
+    "position_biased_input": False,
+    "pos_att_type": "c2p|p2c",
+}
+DEBERTA_V2 = {
+    "max_relative_positions": 8,
+    "position_buckets": 6,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "conv_kernel_size": 3,
+    "conv_act": "gelu",
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -80,7 +93,7 @@ def draw_batch(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
         mask[row, :length] = 1
     if config.model_type == "roberta":  # pads one row on the left: positions must be counted there, not numbered
         mask[-1] = mask[-1].flip(0)
-    types = (torch.arange(shape[1]).expand(shape) >= 3).long() % config.type_vocab_size
+    types = (torch.arange(shape[1]).expand(shape) >= 3).long() % max(1, config.type_vocab_size)
     return {
         "input_ids": ids.where(mask.bool(), config.pad_token_id),
         "attention_mask": mask,
@@ -92,7 +105,7 @@ def run(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tor
     """What transformers computes: the inputs, every hidden state, and logits and pooled output where there are any."""
     with torch.no_grad():
         output = model(**batch, output_hidden_states=True)
-        pooled = model.base_model(**batch).pooler_output
+        pooled = getattr(model.base_model(**batch), "pooler_output", None)
     expected = batch | {f"hidden.{depth}": state for depth, state in enumerate(output.hidden_states)}
     if pooled is not None:
         expected[f"pooled.{model.config.num_hidden_layers}"] = pooled
@@ -192,6 +205,10 @@ if __name__ == "__main__":
     make("roberta", transformers.RobertaForMaskedLM, roberta)
     make("albert", transformers.AlbertForPreTraining, transformers.AlbertConfig(**SIZES, embedding_size=12))
     make_elasticbert()
+    v1 = transformers.DebertaConfig(**DECODER_SIZES, **DEBERTA, max_relative_positions=5)
+    make("deberta", transformers.DebertaForMaskedLM, v1)
+    v2 = transformers.DebertaV2Config(**DECODER_SIZES, **DEBERTA, **DEBERTA_V2)
+    make("deberta-v2", transformers.DebertaV2ForMaskedLM, v2)
     sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM
     make_decoder("llama", llama, transformers.LlamaConfig(**sizes, num_key_value_heads=2))
     scaled = sizes | {"num_attention_heads": 2, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}

@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from mini_ee.backbones.flops import layer_flops
 
 Adapt = Callable[[int, str, Tensor, Tensor], Tensor]
-"""(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added."""
+"""(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added.
+
+An attribute `streams` may say that a batch is so many equal groups of rows, one after the other, with adapters of their
+own: what all rows read alike, such as a table of positions, is then adapted once for each group, not for each row.
+"""
 
 AdaptLayer = Callable[[str, Tensor, Tensor], Tensor]
 """The same of one layer."""
@@ -121,6 +125,11 @@ class Backbone(nn.Module):
     def tied(cls, config) -> dict[str, str]:
         """Tensors of the head, under Hugging Face's names, that a file may hold again -> what they are tied to."""
         return {}
+
+    @classmethod
+    def unused(cls, config) -> str:
+        """Names of tensors that a file may hold and a model of this config does not read, as a regular expression."""
+        return "(?!)"
 
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D). inputs: what has input_ids and so on, (B, T) int64, as arrays or tensors.

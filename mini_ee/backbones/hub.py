@@ -97,6 +97,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
     tensors = _plain_names(_read_shards(folder), layout, folder)
+    tensors = {name: part for name, part in tensors.items() if not re.fullmatch(kind.unused(config), name)}
     check_weights(tensors, folder)
     left_out = [name for name in tensors if OTHER_HEADS.fullmatch(name)]
     required = kind.generates and _names_its_head(folder, kind)
@@ -195,17 +196,28 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
             raise ValueError(f"{source}: {name} must hold floating-point numbers, found {tensors[name].dtype}")
     # torch.cat copies: the parameters are no views of the file.
     own = {ours: torch.cat([tensors[name].float() for name in theirs]) for ours, theirs in names.items()}
+    for ours in own:
+        if hasattr(holder := _holder(module, ours), "from_file"):
+            own[ours] = holder.from_file(own[ours])
     module.load_state_dict(own, strict=True, assign=True)
 
 
 def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """The tensors that the parameters are made of: several where a StackedLinear has them in one."""
+    """The tensors that the parameters are made of: several where a StackedLinear has them in one.
+
+    A module with to_file(weight) and from_file(weight) keeps the rows of its weight in another order than a file.
+    """
     parts, state = {}, module.state_dict()
     for ours, theirs in names.items():
-        holder = module.get_submodule(ours.rpartition(".")[0])
-        split = state[ours].split(holder.sizes) if len(theirs) > 1 else [state[ours]]
+        holder, value = _holder(module, ours), state[ours]
+        value = holder.to_file(value) if hasattr(holder, "to_file") else value
+        split = value.split(holder.sizes) if len(theirs) > 1 else [value]
         parts |= zip(theirs, split, strict=True)
     return parts
+
+
+def _holder(module: nn.Module, parameter: str) -> nn.Module:
+    return module.get_submodule(parameter.rpartition(".")[0])
 
 
 def _name_map(backbone: Backbone) -> dict[str, tuple[str, ...]]:

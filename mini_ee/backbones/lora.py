@@ -19,6 +19,8 @@ TARGETS = {  # projection -> the linear map of a layer that holds it, and which 
     "value": ("qkv", 2),
     "attention_output": ("attention_output", 0),
     "gate": ("gate", 0),  # of decoders
+    "pos_proj": ("pos_proj", 0),  # of DeBERTa, where positions have projections of their own
+    "pos_q_proj": ("pos_q_proj", 0),
     "up": ("up", 0),
     "down": ("down", 0),
 }
@@ -142,4 +144,6 @@ def _peft_names(model: nn.Module, k: int) -> dict[tuple[int, str, str], str]:
 def _peft_module(model: nn.Module, stored: int, target: str) -> str:
     linear, part = TARGETS[target]
     names = hugging_face_names(model.backbone.config.model_type, f"layers.{stored}.{linear}.weight")
+    if len(names) == 1 and isinstance(getattr(model.backbone.layers[stored], linear), StackedLinear):
+        return f"{names[0].removesuffix('.weight')}.{target}"  # a part of one of theirs: PEFT has no name for it
     return names[part].removesuffix(".weight")

@@ -19,7 +19,7 @@ Deviations, each from a point that the paper leaves open, with the test that pin
 3. ALBERT's layers share one set of weights, and so one set of adapters an exit, as in PEFT (test_peft.py).
 4. Heads read the mean over tokens by default; the paper's read the first (test_heads_read_the_mean_by_default).
 5. Decoders, which the paper leaves to later work, are classifiers over the mean of their normed states
-   (test_eq2_holds_for_the_exits_of_decoders). DeBERTa, its third backbone, is not here.
+   (test_eq2_holds_for_the_exits_of_decoders).
 6. A regression, which has no soft labels, learns its teacher's value (test_a_regression_follows_its_teachers_value).
 
 Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
@@ -75,7 +75,7 @@ class Config:
     alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
     targets: tuple[str, ...] = option(
         ("query", "value"),
-        "projections with adapters, of query, key, value, attention_output, up, down, gate",
+        "projections with adapters, of query, key, value, attention_output, up, down, gate, pos_proj, pos_q_proj",
         choices=tuple(TARGETS),
     )
 
@@ -206,6 +206,7 @@ class Streams:
                     low_rank(y, x, part.last(live), rows, self.scale)
             return y
 
+        adapt.streams = None if starts else live
         return adapt
 
 
@@ -270,6 +271,7 @@ class LoRAExits(ExitModel):
             live = [self.adapters[k][layer] for k in range(first, stop)]
             return graph_low_rank(g, self.backbone.layers[layer], live, self.scale, name, x, y)
 
+        adapt.streams = stop - first
         return adapt
 
     def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:

@@ -1,0 +1,180 @@
+"""The config of a DeBERTa, v1 or v2, and its table of relative positions."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import check_fields, check_fixed, known_fields, shortened
+from mini_ee.backbones.bert import ACTIVATIONS
+
+CONV_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
+TERMS = ("c2p", "p2c")
+OF_V2 = ("share_att_key", "position_buckets", "norm_rel_ebd", "conv_kernel_size", "conv_groups", "conv_act")
+NONE_BELOW_1 = ("max_relative_positions", "position_buckets", "conv_kernel_size")  # -1 and 0 stand for None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebertaConfig:
+    """The keys of a Hugging Face config.json that this file reads, under their own names.
+
+    `embedding_size` is E; None means E = hidden_size. `max_relative_positions` None means max_position_embeddings.
+    Raises ValueError on a value that no model can have.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 512
+    embedding_size: int | None = None
+    type_vocab_size: int = 0
+    pad_token_id: int = 0
+    position_biased_input: bool = True
+    relative_attention: bool = False
+    pos_att_type: tuple[str, ...] = ()
+    max_relative_positions: int | None = None
+    position_buckets: int | None = None
+    share_att_key: bool = False
+    norm_rel_ebd: str = "none"
+    conv_kernel_size: int | None = None
+    conv_groups: int = 1
+    conv_act: str = "tanh"
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    layer_norm_eps: float = 1e-7
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self):
+        check_fields(self, from_zero=("pad_token_id", "type_vocab_size"))
+        for name, known in (("hidden_act", ACTIVATIONS), ("conv_act", CONV_ACTIVATIONS)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {shortened(value)}")
+        if len(set(self.pos_att_type)) < len(self.pos_att_type) or set(self.pos_att_type) - set(TERMS):
+            raise ValueError(f"pos_att_type must be some of {', '.join(TERMS)}, got {shortened(self.pos_att_type)}")
+        if self.norm_rel_ebd not in ("none", "layer_norm"):
+            raise ValueError(f"norm_rel_ebd must be none or layer_norm, got {shortened(self.norm_rel_ebd)}")
+        if self.conv_kernel_size and (not self.conv_kernel_size % 2 or self.hidden_size % self.conv_groups):
+            raise ValueError(
+                f"conv_kernel_size must be odd and hidden_size a multiple of conv_groups, "
+                f"got {self.conv_kernel_size}, {self.hidden_size} and {self.conv_groups}"
+            )
+        if self.position_buckets and not 2 <= self.position_buckets < 2 * (self.reach - 1):
+            raise ValueError(
+                f"position_buckets must be from 2 to less than twice max_relative_positions - 1, "
+                f"got {self.position_buckets} and {self.reach}"
+            )
+
+    @classmethod
+    def from_hugging_face(cls, config: dict) -> "DebertaConfig":
+        """From the content of a config.json. Keys that do not change the forward pass are passed over."""
+        v1 = config.get("model_type") == "deberta"
+        given = {key: value for key, value in config.items() if not (v1 and key in OF_V2)}
+        for key in NONE_BELOW_1:
+            value = given.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                given[key] = None
+        terms, norms = given.get("pos_att_type"), given.get("norm_rel_ebd")
+        if isinstance(terms, str):
+            terms = [term.strip() for term in terms.lower().split("|")]
+        if terms is not None and not (isinstance(terms, list | tuple) and all(isinstance(each, str) for each in terms)):
+            raise ValueError(f"pos_att_type must be some of {', '.join(TERMS)}, got {shortened(terms)}")
+        given["pos_att_type"] = None if terms is None else tuple(terms)
+        if isinstance(norms, str) and "layer_norm" in (parts := [part.strip() for part in norms.lower().split("|")]):
+            given["norm_rel_ebd"] = "layer_norm" if set(parts) <= {"layer_norm", "none"} else norms
+        if config.get("legacy") is False:  # that head is tied, whatever is said
+            given["tie_word_embeddings"] = True
+        made = cls(**known_fields(cls, given, {}))
+        width = made.hidden_size
+        fixed = {"talking_head": (False, None)} if v1 else {"attention_head_size": (made.head_width, None)}
+        fixed |= {"embedding_size": (width, None)} if config.get("legacy") is False else {}
+        check_fixed(config, fixed)
+        return made
+
+    def to_dict(self) -> dict:
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+            if value is not None and not (self.model_type == "deberta" and key in OF_V2)
+        }
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def token_types(self) -> int | None:
+        """How many there are."""
+        return self.type_vocab_size or None
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest input, in tokens."""
+        return self.max_position_embeddings
+
+    @property
+    def reach(self) -> int:
+        """Distances from there on are one."""
+        return self.max_relative_positions or self.max_position_embeddings
+
+    @property
+    def span(self) -> int:
+        """Half the rows of the table of relative positions."""
+        return self.position_buckets or self.reach
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Those of c2p and p2c that are computed."""
+        return self.pos_att_type if self.relative_attention else ()
+
+
+def table_rows(distances: Tensor, config: DebertaConfig) -> Tensor:
+    """row(r): distances i - j, int64 -> rows of the table. v2: distances above half the buckets share rows, by their
+    logarithm."""
+    if config.position_buckets:
+        near = config.position_buckets // 2
+        far = distances.abs().clamp(min=near)
+        steps = torch.log(far / near) / torch.log(torch.tensor((config.reach - 1) / near)) * (near - 1)
+        distances = torch.where(far > near, distances.sign() * (steps.ceil().long() + near), distances)
+    return (distances + config.span).clamp(0, 2 * config.span - 1)
+
+
+class Positions(nn.Module):
+    """P, one row for each relative position, or bucket of them."""
+
+    def __init__(self, config: DebertaConfig):
+        super().__init__()
+        self.config = config
+        self.table = nn.Embedding(2 * config.span, config.hidden_size) if config.relative_attention else None
+        normed = config.norm_rel_ebd == "layer_norm"
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if normed else None
+
+    def forward(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+        """The table (S, D) and the index (T, T) of `Around`."""
+        if not self.config.terms:
+            return None, None
+        places = torch.arange(tokens, device=self.table.weight.device)
+        distances = torch.arange(1 - tokens, tokens, device=places.device)
+        table = self.table(table_rows(distances, self.config))
+        return table if self.norm is None else self.norm(table), places[:, None] - places + tokens - 1
+
+    def graph(self, g, tokens: str) -> tuple[str | None, str | None, str | None]:
+        """forward; tokens (1,). The table whole, the rows of it (S,), and the index."""
+        if not self.config.terms:
+            return None, None, None
+        table = g.parameter(self.table.weight)
+        table = table if self.norm is None else g.apply(self.norm, table)
+        most = self.config.max_tokens
+        every = table_rows(torch.arange(1 - most, most), self.config).numpy()
+        start, stop = (g.op(kind, g.integers(end), tokens) for kind, end in (("Sub", most), ("Add", most - 1)))
+        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
+        places = g.op("Range", zero, g.op("Squeeze", tokens), one)
+        between = g.op("Sub", g.op("Unsqueeze", places, g.integers(1)), places)
+        index = g.op("Add", between, g.op("Sub", tokens, g.integers(1)))
+        return table, g.op("Slice", g.constant("table_rows", every), start, stop), index
