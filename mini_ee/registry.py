@@ -19,6 +19,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "berxit": "mini_ee.baselines.berxit",
     "multi-model": "mini_ee.baselines.multi_model",
     "calm": "mini_ee.baselines.calm",
+    "elasticbert": "mini_ee.baselines.elasticbert",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
