@@ -20,6 +20,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "multi-model": "mini_ee.baselines.multi_model",
     "calm": "mini_ee.baselines.calm",
     "elasticbert": "mini_ee.baselines.elasticbert",
+    "palbert": "mini_ee.baselines.palbert",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

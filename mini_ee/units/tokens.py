@@ -20,7 +20,7 @@ from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Recorded
-from mini_ee.rules import NeverExit, Policy, Rule
+from mini_ee.rules import NeverExit, Rule
 from mini_ee.units.decoding import Step, Weights, gather
 from mini_ee.units.generation import generate
 from mini_ee.units.heads import VocabularyHead
@@ -127,7 +127,7 @@ class TokenExits(ExitModel):
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
         """Continue prompts (token ids), a step a token, each leaving where the rule says. settings: of `generate`."""
-        policies = self.policies if isinstance(rule, Policy) else ()
+        policies = self.policies if rule.asks_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
         return generate(self.backbone, prompts, **exits, **{"stop": self.backbone.config.stop_tokens} | settings)
