@@ -21,6 +21,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "calm": "mini_ee.baselines.calm",
     "elasticbert": "mini_ee.baselines.elasticbert",
     "palbert": "mini_ee.baselines.palbert",
+    "adainfer": "mini_ee.baselines.adainfer",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

@@ -231,6 +231,7 @@ def default_rule(
         raise ValueError(
             f"expected a max_loss from 0 to below 1 and a confidence between 0 and 1, got {max_loss} and {confidence}"
         )
+    recorded = recorded._replace(labels=labels)
     candidates = candidates or (patiences if task.regression else thresholds)
     chosen = max_loss and _promised(recorded, task, labels, max_loss, confidence, candidates)
     return chosen or _without_promise(recorded, task, labels, max_loss, confidence, candidates)
