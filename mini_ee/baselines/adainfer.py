@@ -1,6 +1,6 @@
 """AdaInfer: at each exit a linear classifier of two numbers, how far the likeliest is ahead and how likely it is.
 
-Paper: Siqi Fan et al., Not All Layers of LLMs Are Necessary During Inference, 2024, arXiv:2403.02181. There is no
+Paper: Siqi Fan et al., Not All Layers of LLMs Are Necessary During Inference, 2024, arXiv:2403.02181v3. There is no
 official code; what the paper leaves open is our decision.
 
 Symbols:   gap = p_1 - p_2, top = p_1, the largest probabilities; x = (gap, top, 1), both less their mean and over their

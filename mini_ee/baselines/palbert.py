@@ -1,6 +1,6 @@
 """PALBERT: the exit is a latent variable, and a row leaves once it would most likely have left by now (Q-exit).
 
-Paper: Nikita Balagansky, Daniil Gavrilov, PALBERT: Teaching ALBERT to Ponder, NeurIPS 2022, arXiv:2204.03276; after
+Paper: Nikita Balagansky, Daniil Gavrilov, PALBERT: Teaching ALBERT to Ponder, NeurIPS 2022, arXiv:2204.03276v4; after
 PonderNet (Banino et al. 2021). Code: tinkoff-ai/palbert at 52a79af.
 
 Symbols:   s_k = tanh(pooler(h_k)), what the classifier of exit k reads, s_0 = 0;
