@@ -1,6 +1,8 @@
 """AdaInfer: the SVM against its optimality conditions, closed forms and brute force; the rule against Threshold."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -198,3 +200,12 @@ def test_the_rule_takes_in_the_scale_of_the_measures_and_does_not_say_yes_to_all
     np.testing.assert_allclose(decisions(recorded, rule)[:, 0], x @ w, atol=1e-9)
     said = x @ w > 0
     assert said[right[:, 0]].mean() > 0.6 > 0.55 > said[~right[:, 0]].mean()
+
+
+def test_the_runtime_without_torch_reads_the_rule():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from mini_ee.rules import rule_from_dict\n"
+        "rule_from_dict({'name': 'adainfer', 'gap': [1], 'top': [1], 'bias': [-1], 'margin': '-inf'}).check(2)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
