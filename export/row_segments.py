@@ -13,7 +13,7 @@ import numpy as np
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.export.manifest import MANIFEST
-from mini_ee.export.sessions import CARRIED, CPU, HeldRule, Session
+from mini_ee.export.sessions import CARRIED, CPU, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
@@ -148,8 +148,9 @@ class OrtSegments(OrtRows):
         session = self.sessions[k]
         inputs = {name: state.ids[name] for name in session.ids}
         if "hidden" in session.inputs:
-            carried = {name.removesuffix(CARRIED): said for name, said in state.said.items() if name.endswith(CARRIED)}
-            inputs |= carried | {"rows": state.rows}
+            inputs |= {"hidden": state.said[HIDDEN], "rows": state.rows}
+        if "carried" in session.inputs:
+            inputs["carried"] = state.said[CARRIED]
         read = state.heads is None or k in state.heads
         if "read" in session.inputs:
             inputs["read"] = READ[read]

@@ -15,9 +15,9 @@ from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
-CARRIED = "_out"
-"""How outputs end that the next graph takes: hidden_out, as its input `hidden`."""
-HIDDEN = f"hidden{CARRIED}"
+HIDDEN = "hidden_out"
+CARRIED = "carried_out"
+FOR_THE_NEXT = (HIDDEN, CARRIED)  # what the next segment takes: hidden states, and what else a method hands on
 
 
 class Session:
@@ -47,7 +47,7 @@ class Session:
         self.inputs = {each.name for each in self._session.get_inputs()}
         self.ids = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in self.inputs]
         self._outputs = [output.name for output in self._session.get_outputs()]
-        self._unread = [name for name in self._outputs if name.endswith(CARRIED)] or self._outputs
+        self._unread = [name for name in FOR_THE_NEXT if name in self._outputs] or self._outputs
 
     def of_rows(self, inputs: Inputs) -> dict[str, np.ndarray]:
         """What the graph takes of the rows, (B, T) each: a decoder knows no token types."""
@@ -63,10 +63,10 @@ class Session:
             bind = binding.bind_cpu_input if isinstance(value, np.ndarray) else binding.bind_ortvalue_input
             bind(name, value)
         for name in outputs:
-            binding.bind_output(name, "cuda" if name.endswith(CARRIED) else "cpu")
+            binding.bind_output(name, "cuda" if name in FOR_THE_NEXT else "cpu")
         self._session.run_with_iobinding(binding)
         values = zip(outputs, binding.get_outputs())
-        return {name: value if name.endswith(CARRIED) else value.numpy() for name, value in values}
+        return {name: value if name in FOR_THE_NEXT else value.numpy() for name, value in values}
 
     def io_binding(self) -> ort.IOBinding:
         """For inputs and outputs whose memory the caller holds."""

@@ -212,13 +212,13 @@ class PonderSegments(RowSegments):
         state = self.graph_advance(k, g, state)
         if not last:
             g.output("hidden_out", state.hidden, "batch", "tokens", width)
-            g.output("said_out", state.said, "batch", width)
+            g.output("carried_out", state.said, "batch", width)
         self.graph_reading(k, g, state, optional=not last)
 
 
 def graph_said(g, width: int) -> str:
     """What the graph before said, and of that the rows that go on."""
-    return g.op("Gather", g.input("said", "rows_before", width, dtype=g.dtype), g.input("rows", "batch"))
+    return g.op("Gather", g.input("carried", "rows_before", width, dtype=g.dtype), g.input("rows", "batch"))
 
 
 METHOD = Method(
