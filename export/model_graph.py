@@ -16,7 +16,7 @@ import numpy as np
 
 from mini_ee.confidence import graph_max_probability
 from mini_ee.early_exit import Reading
-from mini_ee.rules import Policy, Rule
+from mini_ee.rules import Rule
 from mini_ee.units.token_graphs import output_caches
 
 INFINITY = np.array(np.inf, np.float32)
@@ -32,7 +32,7 @@ class _ModelGraph:
         self.g, self.segments, self.rule = g, segments, rule
         facts, self.last = segments.facts(), len(segments.exits) - 1
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
-        self.says_exit_logit = self.decides and isinstance(rule, Policy)
+        self.says_exit_logit = self.decides and rule.asks_policy
         self.classes = facts["vocab_size"] if facts["unit"] == "tokens" else facts["num_labels"]
 
     def write(self) -> None:

@@ -21,6 +21,9 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "calm": "mini_ee.baselines.calm",
     "dree": "mini_ee.baselines.dree",
     "cat": "mini_ee.baselines.cat",
+    "elasticbert": "mini_ee.baselines.elasticbert",
+    "palbert": "mini_ee.baselines.palbert",
+    "adainfer": "mini_ee.baselines.adainfer",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

@@ -31,7 +31,7 @@ ALL_MEASURES = (*MEASURES, *STATE_MEASURES)
 
 
 NO_POLICY = (
-    "the rule policy needs a model that says when to leave, this one does not; "
+    "the rule {} needs a model that says when to leave, this one does not; "
     "give a run of the method consistent or berxit, or choose another rule"
 )
 
@@ -41,6 +41,7 @@ class Rule:
 
     name = ""
     needs: str | None = "logits"
+    asks_policy = False  # True where `stop` looks at the exit_logit
     plans_from_texts = False  # True where `plan` looks at the units themselves, not only at how many they are
 
     def plan(self, inputs) -> np.ndarray | None:
@@ -323,6 +324,7 @@ class Policy(Rule):
     cut: float = option(0.5, "leave where the probability of leaving is above", least=0, most=1)
     name = "policy"
     needs = "state"
+    asks_policy = True
 
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
@@ -330,7 +332,7 @@ class Policy(Rule):
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
-            raise ValueError(NO_POLICY)
+            raise ValueError(NO_POLICY.format(self.name))
         return reading.exit_logit > self.least_logit
 
     fed = ("cut",)
@@ -341,7 +343,7 @@ class Policy(Rule):
 
     def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
         if reading.exit_logit is None:
-            raise ValueError(NO_POLICY)
+            raise ValueError(NO_POLICY.format(self.name))
         return g.op("Greater", reading.exit_logit, bar)
 
     @property
@@ -355,7 +357,53 @@ class Policy(Rule):
         return 1.0
 
 
-RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy)}
+@dataclass(frozen=True)
+class QExit(Rule):
+    """Leave where the probability of having left by now, 1 - prod (1 - sigmoid(exit_logit)), is above q.
+
+    Source: PALBERT (Balagansky and Gavrilov 2022). 0 means always, 1 never. Raises ValueError for another q, and at an
+    exit of a model that has no policy. The memory is -ln of the probability to be still there, a sum over exits.
+    """
+
+    q: float = option(0.5, "leave where the probability of having left by now is above", least=0, most=1)
+    name = "q-exit"
+    needs = "state"
+    asks_policy = True
+
+    def __post_init__(self):
+        if not 0 <= self.q <= 1:
+            raise ValueError(f"q, a probability of having left, must be from 0 to 1, got {self.q}")
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        if reading.exit_logit is None:
+            raise ValueError(NO_POLICY.format(self.name))
+        memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
+        return memory["hazard"] > self._bar
+
+    fed = ("q",)
+
+    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
+        """The bar is on the memory."""
+        return {"threshold": np.full(count, self._bar, np.float32)}
+
+    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
+        if reading.exit_logit is None:
+            raise ValueError(NO_POLICY.format(self.name))
+        here = g.op("Softplus", reading.exit_logit)
+        memory["hazard"] = g.op("Add", memory["hazard"], here) if "hazard" in memory else here
+        return g.op("Greater", memory["hazard"], bar)
+
+    @property
+    def _bar(self) -> float:
+        if self.q in (0, 1):
+            return math.inf if self.q else -math.inf
+        return -math.log1p(-self.q)
+
+    def flops(self, classes: int) -> float:
+        return 4.0  # exponential, logarithm, sum, comparison
+
+
+RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)}
 
 
 def rule_from_dict(config: dict) -> Rule:

@@ -655,7 +655,7 @@ def test_curves_of_one_group_of_seeds_have_one_colour_and_one_name_and_each_run_
         row("b/one", "raee"),
     ]
     drawn, groups = [], [{"how": "joint", "runs": ["a/one", "a/two"]}]
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     answer = {"rows": rows, "over_seeds": groups, "task": "words", "split": "dev"}
     figures.draw_curves(tmp_path / "curves.png", answer)
     ((axes,),) = [figure.axes for figure in drawn]

@@ -47,6 +47,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "methods.datastore",
     "methods.index_file",
     "methods.raee",
+    "baselines.adainfer",
     "training.options",
     "export.manifest",
     "export.sessions",

@@ -17,17 +17,20 @@ from torch import nn
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.berxit import Certainty
 from mini_ee.baselines.multi_model import MultiModel
+from mini_ee.baselines.palbert import Ponder, PonderExits
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import Recorded, early_exit, read_every_exit
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import HeldRule
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.lora_exits import LoRAExits
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Rule, Threshold
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, QExit, Rule, Threshold
+from mini_ee.training.rule import left_by
 from mini_ee.units.prompts import PromptModel
+from mini_ee.units.recording import Record
 from mini_ee.units.rows import RowExits
 
 EXITS, K, C, B = (1, 2, 4), 3, 3, 24
@@ -59,6 +62,7 @@ MODELS = {
     "phi": lambda: RowExits(backbone_of("phi").without_heads(), EXITS, C),
     "a number": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, 1),
     "policy": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, C, policy=PolicyNetworks),
+    "ponder": lambda: PonderExits(backbone_of("bert").without_heads(), EXITS, C, policy=Ponder),
     "certainty": lambda: RowExits(backbone_of("gemma").without_heads(), EXITS, C, policy=Certainty),
     "lora": lambda: LoRAExits(backbone_of("bert").without_heads(), EXITS, C, rank=2),
     "cascade": lambda: MultiModel(backbone_of("bert").without_heads(), EXITS, C),
@@ -105,6 +109,14 @@ def model_graph_measure(logits, measure):
 def rules_of(name, model, inputs):
     if name == "a number":
         return [Patience(1, 1.0), Patience(2, 2.0), FixedExit(1)]
+    if name == "ponder":
+        chances = left_by(record_of(model, inputs))
+        return [
+            *(QExit(float(np.median(chances[:, k]) + 1e-4)) for k in (0, 1)),
+            QExit(1.0),
+            Policy(0.5),
+            Threshold(0.6),
+        ]
     if name in ("policy", "certainty"):
         decided = early_exit_logits(model, inputs)
         return [Policy(float(1 / (1 + np.exp(-np.median(decided[:, 0]))))), Policy(0.5), Threshold(0.6)]
@@ -120,6 +132,11 @@ def rules_of(name, model, inputs):
         FixedExit(1),
         NeverExit(),
     ]
+
+
+def record_of(model, inputs):
+    logits, flops, exit_logits = read_every_exit(model.segments(), inputs)
+    return Record(Recorded(model.exits, logits, flops, [1] * K, {"exit_logit": exit_logits}), logits, 1.0)
 
 
 def early_exit_logits(model, inputs):

@@ -9,7 +9,17 @@ import pytest
 import mini_ee.rules as rules
 from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import Reading, Recorded, early_exit
-from mini_ee.rules import RULES, FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold, rule_from_dict
+from mini_ee.rules import (
+    RULES,
+    FixedExit,
+    NeverExit,
+    Patience,
+    PatienceConfidence,
+    Policy,
+    QExit,
+    Threshold,
+    rule_from_dict,
+)
 
 EXITS = 8
 
@@ -283,6 +293,8 @@ ONE_OF_EACH = [
     Patience(1, 0.25),
     PatienceConfidence(3, 0.75),
     PatienceConfidence(1, math.inf, "breaking_ties"),
+    QExit(),
+    QExit(1.0),
     Policy(),
     Policy(0.25),
 ]

@@ -20,6 +20,7 @@ import mini_ee.export.writer as writer
 from mini_ee import WrongArguments, load_run, train
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
+from mini_ee.baselines.adainfer import Svm
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
@@ -228,8 +229,9 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
         NeverExit(),
         Threshold(-0.68, "entropy"),
         Threshold((0.55, 0.53, 0.52) * 4),
+        Svm((1.0,) * 11, (1.0,) * 11, (-0.65,) * 11),
     ],
-    ids=["patience", "patience-confidence", "fixed", "never", "entropy", "exit by exit"],
+    ids=["patience", "patience-confidence", "fixed", "never", "entropy", "exit by exit", "adainfer"],
 )
 def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
     export(run._replace(rule=rule), tmp_path / "exported", web=True)

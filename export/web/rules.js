@@ -56,6 +56,8 @@ export function shown({ unit, rule, exits }, settings) {
     patience: () => `${it} leaves when the same was said again ${times(patience)} in a row.`,
     "patience-confidence": () => `${it} leaves when ${measure} was at least ${bar} ${times(patience)} in a row.`,
     policy: () => `${it} leaves at the first exit where its policy’s logit is above ${bar}.`,
+    "q-exit": () => `${it} leaves once the chances to leave so far add up to more than ${bar} (-ln of not having left).`,
+    adainfer: () => `${it} leaves at the first exit where a classifier of probability and lead says more than ${bar}.`,
     fixed: () => `${it} always leaves after layer ${exits[rule.exit]}.`,
     never: () => `${it} never leaves early: this is the full model.`,
   };
@@ -79,6 +81,15 @@ export function why({ rule, exits }, settings, said, k, left) {
     return `${name} is ${against(measure(said[k].logits), left, "≥", "<")}: ${then}`;
   }
   if (rule.name === "policy") return `the policy’s logit is ${against(said[k].exitLogit, left, ">", "≤")}: ${then}`;
+  if (rule.name === "q-exit") {
+    const soFar = sum(said.slice(0, k + 1).map(({ exitLogit }) => Math.log1p(Math.exp(exitLogit))));
+    return `the chances to leave so far add up to ${against(soFar, left, ">", "≤")}: ${then}`;
+  }
+  if (rule.name === "adainfer") {
+    const odds = softmax(said[k].logits);
+    const decision = rule.gap[k] * lead(odds) + rule.top[k] * Math.max(...odds) + rule.bias[k];
+    return `the classifier says ${against(decision, left, ">", "≤")}: ${then}`;
+  }
   if (rule.name === "patience") {
     const near = (one, other) => Math.abs(one - other) < rule.tolerance;
     const same = (one, other) => other && (one.label === other.label || (said[0].logits.length === 1 && near(one.label, other.label)));

@@ -11,7 +11,12 @@ from mini_ee.training.method import Method, NoConfig
 
 def separate_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of the exits' losses, each cut off from the layers that belong to earlier exits."""
-    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, detach=True))
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, cut_off))
+
+
+def cut_off(k: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What exit k reads, and what the layers above it do: these send no gradient back."""
+    return hidden, hidden.detach()
 
 
 METHOD = Method(NoConfig, lambda model, how: [joint_stage(model, name="sweet", loss=separate_loss)])

@@ -7,7 +7,7 @@ from mini_ee.cli.options import READERS, number, numbers, positive, whole_number
 from mini_ee.data.options import flag_of
 from mini_ee.rules import NO_POLICY, RULES, Rule
 
-PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy")
+PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy", "q-exit")
 
 
 def add_rule(parser) -> None:
@@ -67,8 +67,8 @@ def chosen_rule(args, run) -> Rule:
             rule = _made(name, given, run)
             if rule.needs is not None and len(run.exits) == 1:
                 raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
-            if name == "policy" and hasattr(run, "model") and getattr(run.model, "policy", None) is None:
-                raise ValueError(NO_POLICY)
+            if rule.asks_policy and hasattr(run, "model") and getattr(run.model, "policy", None) is None:
+                raise ValueError(NO_POLICY.format(name))
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:
             raise ValueError(f"layer 0 is an exit for rules that plan only: use raee, never or fixed, not {rule.name}")
@@ -79,7 +79,7 @@ def chosen_rule(args, run) -> Rule:
 
 def _named_by(given: dict) -> str | None:
     """The rule that a setting alone stands for."""
-    alone = {"threshold": "threshold", "patience": "patience", "exit": "fixed", "cut": "policy"}
+    alone = {"threshold": "threshold", "patience": "patience", "exit": "fixed", "cut": "policy", "q": "q-exit"}
     return next((rule for setting, rule in alone.items() if setting in given), None)
 
 

@@ -21,7 +21,7 @@ from mini_ee.calibration import (
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
-from mini_ee.rules import STATE_MEASURES, NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.rules import STATE_MEASURES, NeverExit, Patience, Policy, QExit, Rule, Threshold
 from mini_ee.training.promise import paired_p_values, rows_needed
 from mini_ee.units.recording import Record, predictions
 
@@ -30,6 +30,16 @@ def cuts(recorded: Record) -> list[Rule]:
     """The papers' cut, .5, and cuts at quantiles of the probabilities of leaving."""
     chances = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
     return [Policy(), *(Policy(float(level)) for level in quantiles(chances))]
+
+
+def q_exits(recorded: Record) -> list[Rule]:
+    """PALBERT's q, .5, and quantiles of the probabilities of having left by each exit."""
+    return [QExit(), *(QExit(float(level)) for level in quantiles(left_by(recorded)))]
+
+
+def left_by(recorded: Record) -> np.ndarray:
+    """The probability of having left by each exit but the last, (N, K - 1)."""
+    return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
 
 
 def passing(recorded: Record, rule: Policy | Threshold) -> list[Rule]:
@@ -150,7 +160,13 @@ def quantiles(values: np.ndarray) -> np.ndarray:
     return np.quantile(values.ravel(), np.linspace(0, 1, LEVELS))
 
 
-KNOBS = {"threshold": "threshold", "patience": "patience", "patience-confidence": "threshold", "policy": "cut"}
+KNOBS = {
+    "threshold": "threshold",
+    "patience": "patience",
+    "patience-confidence": "threshold",
+    "policy": "cut",
+    "q-exit": "q",
+}
 """Rule -> the setting that trades layers for score."""
 CURVE_POINTS = 24
 
@@ -189,6 +205,8 @@ def _settings(recorded: Record, rule: Rule) -> list:
     if rule.name == "policy":
         chances = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
         return np.unique([*np.quantile(chances, shares), rule.cut, 1.0]).tolist()
+    if rule.name == "q-exit":
+        return np.unique([*np.quantile(left_by(recorded), shares), rule.q, 1.0]).tolist()
     values = [*np.quantile(recorded.confidence(rule.measure), shares), *np.atleast_1d(rule.threshold)]
     *_, least, most = (MEASURES | STATE_MEASURES)[rule.measure]
     return np.unique([*np.clip(values, least, most), math.inf]).tolist()
@@ -256,6 +274,7 @@ def default_rule(
         raise ValueError(
             f"expected a max_loss from 0 to below 1 and a confidence between 0 and 1, got {max_loss} and {confidence}"
         )
+    recorded = recorded._replace(labels=labels)
     candidates = candidates or (patiences if task.regression else thresholds)
     chosen = max_loss and _promised(recorded, task, labels, max_loss, confidence, candidates)
     return chosen or _without_promise(recorded, task, labels, max_loss, confidence, candidates)

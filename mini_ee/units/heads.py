@@ -47,7 +47,14 @@ class ExitHead(nn.Module):
 
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C)."""
-        inner = state if self.dense is None else torch.tanh(self.dense(state))
+        return self.conclude(self.inner(state))
+
+    def inner(self, state: Tensor) -> Tensor:
+        """What the last linear map reads, (B, D)."""
+        return state if self.dense is None else torch.tanh(self.dense(state))
+
+    def conclude(self, inner: Tensor) -> Tensor:
+        """`inner` (B, D) -> logits (B, C)."""
         return self.out(self.dropout(inner) if self.training else inner)  # as in a layer: a call is felt at batch 1
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -60,7 +67,11 @@ class ExitHead(nn.Module):
 
     def graph_classify(self, g, state: str) -> str:
         """classify."""
-        return g.linear(state if self.dense is None else g.op("Tanh", g.linear(state, self.dense)), self.out)
+        return g.linear(self.graph_inner(g, state), self.out)
+
+    def graph_inner(self, g, state: str) -> str:
+        """inner."""
+        return state if self.dense is None else g.op("Tanh", g.linear(state, self.dense))
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:

@@ -19,11 +19,13 @@ class Record(NamedTuple):
     logits: np.ndarray  # (N, K, C); of recorded texts see units.tokens.record_texts
     full_flops: float  # mean over units: all layers, last head only
     groups: np.ndarray | None = None  # (N,), which text a token belongs to; None: each row is drawn on its own
+    labels: np.ndarray | None = None  # (N,) of rows, where rules may be fitted to them
 
     def take(self, units: np.ndarray) -> "Record":
         """Some of the units: an index or a mask (N,)."""
         some = self.segments.take(units)
-        return Record(some, some.logits, self.full_flops, None if self.groups is None else self.groups[units])
+        groups, labels = (each if each is None else each[units] for each in (self.groups, self.labels))
+        return Record(some, some.logits, self.full_flops, groups, labels)
 
     @property
     def predictions(self) -> np.ndarray:

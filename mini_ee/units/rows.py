@@ -25,6 +25,9 @@ from mini_ee.units.recording import exit_scores, record
 
 STATES_BATCH = 64  # rows that are read together where nothing learns
 
+Fork = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""(k, hidden) -> what exit k reads, and what the layers above it read: equal values, whose gradients may differ."""
+
 
 def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` exits as evenly spread as whole layers allow, the last at num_layers.
@@ -105,23 +108,23 @@ class RowExits(ExitModel):
         self.policy = policy and policy(backbone.config.hidden_size, self.exits)
 
     def states(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
     ) -> list[Tensor]:
         """The state of every exit, (B, D) each: what its head and its policy read. The three inputs are (B, T) int64.
 
-        detach: no gradient flows from an exit past the one before it (SWEET).
+        fork: how gradients of an exit and of the layers above it meet, see Fork.
         """
-        return list(self._each_state(input_ids, attention_mask, token_type_ids, detach))
+        return list(self._each_state(input_ids, attention_mask, token_type_ids, fork))
 
     def _each_state(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None
     ) -> Iterator[Tensor]:
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
         around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
-        for layer, head in zip(self.exits, self.heads):
+        for k, (layer, head) in enumerate(zip(self.exits, self.heads)):
             hidden, depth = self.backbone.run_layers(hidden, around, depth, layer), layer
-            yield head.state(hidden, around.padding)
-            hidden = hidden.detach() if detach else hidden
+            read, hidden = fork(k, hidden) if fork else (hidden, hidden)
+            yield head.state(read, around.padding)
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C) of exit k."""
@@ -132,10 +135,10 @@ class RowExits(ExitModel):
         return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, detach: bool = False
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
     ) -> list[Tensor]:
         """Logits (B, C) of every exit. Arguments as in `states`. Dropout is drawn in the order of depth."""
-        states = self._each_state(input_ids, attention_mask, token_type_ids, detach)
+        states = self._each_state(input_ids, attention_mask, token_type_ids, fork)
         return [self.classify(k, state) for k, state in enumerate(states)]
 
     def segments(self) -> "RowSegments":

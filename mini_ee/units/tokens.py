@@ -20,12 +20,12 @@ from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Recorded
-from mini_ee.rules import NeverExit, Policy, Rule
+from mini_ee.rules import NeverExit, Rule
 from mini_ee.units.decoding import Step, Weights, gather
 from mini_ee.units.generation import generate
 from mini_ee.units.heads import VocabularyHead
 from mini_ee.units.recording import Record
-from mini_ee.units.rows import ExitModel, States, check_exits
+from mini_ee.units.rows import ExitModel, Fork, States, check_exits
 
 BATCH = 16  # texts that are read together where nothing learns
 TOKENS_A_STEP = 256  # at least, where a stage learns from states: a token is far less than a text
@@ -89,19 +89,18 @@ class TokenExits(ExitModel):
         """V, the width of the logits."""
         return self.backbone.config.vocab_size
 
-    def states(self, input_ids: Tensor, counted: Tensor, detach: bool = False) -> list[Tensor]:
+    def states(self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None) -> list[Tensor]:
         """The state of every exit at the tokens that count, (N, D) each. Padding stands on the right.
 
-        input_ids (B, T) int64, counted (B, T) bool. detach: no gradient flows past the exit before (SWEET).
+        input_ids (B, T) int64, counted (B, T) bool. fork: as of rows.
         """
         inputs = Tensors(input_ids)
         around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
         adapt = None if self.adapters is None else lambda layer, *at: self.adapters[layer].adapt(*at)
-        for layer in self.exits:
-            hidden = self.backbone.run_layers(hidden, around, depth, layer, adapt)
-            depth = layer
-            states.append(hidden[counted])
-            hidden = hidden.detach() if detach else hidden
+        for k, layer in enumerate(self.exits):
+            hidden, depth = self.backbone.run_layers(hidden, around, depth, layer, adapt), layer
+            read, hidden = fork(k, hidden) if fork else (hidden, hidden)
+            states.append(read[counted])
         return states
 
     def classify(self, k: int, state: Tensor) -> Tensor:
@@ -122,13 +121,13 @@ class TokenExits(ExitModel):
             for k, head in enumerate(self.heads)
         ]
 
-    def forward(self, input_ids: Tensor, counted: Tensor, detach: bool = False) -> list[Tensor]:
+    def forward(self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None) -> list[Tensor]:
         """Logits (N, V) of every exit. Arguments as in `states`."""
-        return [self.classify(k, state) for k, state in enumerate(self.states(input_ids, counted, detach))]
+        return [self.classify(k, state) for k, state in enumerate(self.states(input_ids, counted, fork))]
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
         """Continue prompts (token ids), a step a token, each leaving where the rule says. settings: of `generate`."""
-        policies = self.policies if isinstance(rule, Policy) else ()
+        policies = self.policies if rule.asks_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
         return generate(self.backbone, prompts, **exits, **{"stop": self.backbone.config.stop_tokens} | settings)

@@ -1,0 +1,231 @@
+"""PALBERT: the exit is a latent variable, and a row leaves once it would most likely have left by now (Q-exit).
+
+Paper: Nikita Balagansky, Daniil Gavrilov, PALBERT: Teaching ALBERT to Ponder, NeurIPS 2022, arXiv:2204.03276v4; after
+PonderNet (Banino et al. 2021). Code: tinkoff-ai/palbert at 52a79af.
+
+Symbols:   s_k = tanh(pooler(h_k)), what the classifier of exit k reads, s_0 = 0;
+           lambda_k = sigmoid(MLP([s_k; s_{k-1}])), the chance to leave at k of a row that came to it;
+           p_k = lambda_k prod_{j<k} (1 - lambda_j), at the last exit the rest;
+           g = the prior, geometric with lambda_p in layers, cut off at the last.
+Training:  the mean over rows of sum_k p_k H(y, P_k) + beta KL.
+Inference: Q-exit, the rule q-exit: leave at the first k with 1 - prod_{j<=k} (1 - lambda_j) > q.
+
+Deviations: 1. in the released training p_L is lambda_L prod_{j<L} (1 - lambda_j), so that probabilities may sum to less
+than 1, and where their sum passes .95 the others are set to .05 / L; here p_L is the rest, and all is in logarithms;
+2. KL(g || p) is the code's (`forward`), KL(p || g) the other reading of the paper (`reverse`); 3. every exit has a
+pooler and classifier of its own, as all systems here; the MLP is one for all; 4. where exits are fewer than layers, an
+exit takes the prior of the layers since the one before; 5. the rates are those that all systems share here (theirs:
+1e-5, up to 25 epochs, no dropout in the layers).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Around
+from mini_ee.data.options import check_options, option
+from mini_ee.early_exit import Reading
+from mini_ee.training.fit import Batch, Stage, joint_stage
+from mini_ee.training.method import Method
+from mini_ee.training.rule import q_exits
+from mini_ee.units.heads import HEAD_DROPOUT
+from mini_ee.units.rows import Fork, RowExits, RowSegments, graph_mask, graph_rows
+
+DIRECTIONS = ("forward", "reverse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the method."""
+
+    beta: float = option(0.5, "weight of the divergence from the prior", least=0)
+    prior: float = option(0.1, "lambda_p: the chance to leave after a layer under the prior", above=0, below=1)
+    kl: str = option("forward", "KL(prior || p), or KL(p || prior) (reverse)", choices=DIRECTIONS)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+# ---- The equations ----
+def log_exit_probabilities(exit_logits: Tensor) -> Tensor:
+    """ln p_k from the logits of lambda_1 .. lambda_{K-1}: (N, K - 1) -> (N, K); p sums to 1."""
+    before = F.pad(F.logsigmoid(-exit_logits).cumsum(dim=1), (1, 0))
+    return before + F.pad(F.logsigmoid(exit_logits), (0, 1))
+
+
+def log_prior(exits: tuple[int, ...], chance: float) -> Tensor:
+    """ln g_k: (K,). Of layers a geometric distribution, cut off at the last, which takes the rest."""
+    still_there = (1 - chance) ** torch.tensor([0, *exits[:-1]], dtype=torch.float64)
+    return (still_there - torch.cat((still_there[1:], still_there.new_zeros(1)))).log().float()
+
+
+def pondering_loss(losses: Tensor, exit_logits: Tensor, prior: Tensor, how: Config) -> Tensor:
+    """The mean over rows of sum_k p_k losses_k + beta KL. losses (N, K), exit_logits (N, K - 1), prior ln g (K,)."""
+    log_p = log_exit_probabilities(exit_logits)
+    p, g = log_p.exp(), prior.exp()
+    kl = (g * (prior - log_p)).sum(1) if how.kl == "forward" else (p * (log_p - prior)).sum(1)
+    return ((p * losses).sum(1) + how.beta * kl).mean()
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of classes, squared error of numbers: (N, C), (N,) -> (N,) float32."""
+    if labels.is_floating_point():
+        return (logits.float()[:, 0] - labels) ** 2
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+# ---- The model ----
+class Ponder(nn.Module):
+    """The MLP of all exits. A state is [s_k; s_{k-1}], (N, 2 D). Raises ValueError for a single exit."""
+
+    def __init__(self, width: int, exits: tuple[int, ...]):
+        super().__init__()
+        if len(exits) < 2:
+            raise ValueError(f"PALBERT needs at least two exits to choose from, got {len(exits)}")
+        layers = [part for _ in range(3) for part in (nn.Linear(2 * width, 2 * width), nn.Tanh())]
+        self.network = nn.Sequential(nn.Dropout(HEAD_DROPOUT), *layers, nn.Linear(2 * width, 1))
+        self.flops = 4.0 * width * (3 * 2 * width + 1)  # of one exit_logit
+
+    def exit_logit(self, k: int, state: Tensor) -> Tensor:
+        """The logit of lambda_k: (..., 2 D) -> (...)."""
+        return self.network(state)[..., 0]
+
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit of states (B, 2 D)."""
+        return g.op("Squeeze", g.apply(self.network, state), g.integers(1))
+
+
+class PonderExits(RowExits):
+    """A RowExits whose states are [s_k; s_{k-1}]."""
+
+    def states(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
+    ) -> list[Tensor]:
+        """The state of every exit, (B, 2 D) each: its head reads the first half, the MLP both."""
+        pooled = super().states(input_ids, attention_mask, token_type_ids, fork)
+        said = [head.inner(state) for head, state in zip(self.heads, pooled)]
+        return [torch.cat(pair, dim=1) for pair in zip(said, [torch.zeros_like(said[0]), *said])]
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """(B, 2 D) -> logits (B, C) of exit k."""
+        return self.heads[k].conclude(state[:, : state.shape[1] // 2])
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
+    ) -> list[Tensor]:
+        """Logits (B, C) of every exit."""
+        states = self.states(input_ids, attention_mask, token_type_ids, fork)
+        return [self.classify(k, state) for k, state in enumerate(states)]
+
+    def segments(self) -> "PonderSegments":
+        return PonderSegments(self)
+
+
+def loss(model: PonderExits, batch: Batch, how: Config) -> Tensor:
+    """pondering_loss of a batch."""
+    states = model.states(*batch.inputs)
+    losses = torch.stack([row_losses(model.classify(k, s), batch.labels) for k, s in enumerate(states)], dim=1)
+    prior = log_prior(model.exits, how.prior).to(losses.device)
+    return pondering_loss(losses, model.exit_logits(states), prior, how)
+
+
+def recipe(model: PonderExits, how: Config) -> list[Stage]:
+    """One stage: all learns at once."""
+    return [joint_stage(model, name="ponder", loss=partial(loss, how=how))]
+
+
+# ---- Segments: what an exit said goes with its rows to the next ----
+class PonderState(NamedTuple):
+    """The rows still in the model; as names of values, in a graph."""
+
+    hidden: Tensor  # (B, T, D)
+    around: Around | None
+    said: Tensor | None = None  # s_k of the exit that was reached last, (B, D)
+    before: Tensor | None = None  # s_{k-1}
+
+    def keep(self, rows: np.ndarray) -> "PonderState":
+        index = torch.from_numpy(rows).to(self.hidden.device)
+        return PonderState(self.hidden[index], self.around.keep(index), self.said[index], self.before[index])
+
+
+class PonderSegments(RowSegments):
+    """The segments of a PonderExits."""
+
+    def start(self, inputs) -> PonderState:
+        return PonderState(*super().start(inputs))
+
+    def advance(self, k: int, state: PonderState) -> PonderState:
+        hidden, around = super().advance(k, state).hidden, state.around
+        said = self.model.heads[k].inner(self.model.heads[k].state(hidden, around.padding))
+        return PonderState(hidden, around, said, torch.zeros_like(said) if state.said is None else state.said)
+
+    def read(self, k: int, state: PonderState) -> Reading:
+        logits = self.model.heads[k].conclude(state.said).float().numpy(force=True)
+        return self.read_state(k, state)._replace(logits=logits)
+
+    def read_state(self, k: int, state: PonderState) -> Reading:
+        if not self._decides(k):
+            return Reading(None)
+        return Reading(None, self._exit_logit(k, torch.cat((state.said, state.before), dim=1)))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        layers, read = super().flops(k, inputs)
+        out = self.model.heads[k].out
+        concluded = 2.0 * out.in_features * out.out_features + self.state_flops(k)
+        return layers + read - concluded, concluded
+
+    def whole(self) -> RowSegments:
+        """The last exit alone: nobody asks what others say."""
+        return RowSegments(self.model)
+
+    # ---- ONNX ----
+    def graph_start(self, g) -> PonderState:
+        return PonderState(super().graph_start(g), None)
+
+    def graph_advance(self, k: int, g, state: PonderState) -> PonderState:
+        hidden, head = super().graph_advance(k, g, state.hidden), self.model.heads[k]
+        said = head.graph_inner(g, head.graph_state(g, hidden, graph_mask(g)))
+        before = g.op("Expand", g.number(0.0), g.shape(said, 0, 2)) if state.said is None else state.said
+        return PonderState(hidden, None, said, before)
+
+    def graph_keep(self, g, state: PonderState, index: str, leaves: str) -> PonderState:
+        hidden, said = (g.op("Gather", each, index) for each in (state.hidden, state.said))
+        return PonderState(hidden, None, said)
+
+    def graph_read(self, k: int, g, state: PonderState) -> str:
+        return g.linear(state.said, self.model.heads[k].out)
+
+    def graph_read_state(self, k: int, g, state: PonderState) -> Reading:
+        if not self._decides(k):
+            return Reading(None)
+        both = g.op("Concat", state.said, state.before, axis=1)
+        return Reading(None, g.float32(self.model.policy.graph_exit_logit(g, k, both)))
+
+    def _graph(self, k: int, g) -> None:
+        last, width = k == len(self.exits) - 1, self.model.backbone.config.hidden_size
+        state = PonderState(graph_rows(g, width), None, graph_said(g, width)) if k else self.graph_start(g)
+        state = self.graph_advance(k, g, state)
+        if not last:
+            g.output("hidden_out", state.hidden, "batch", "tokens", width)
+            g.output("carried_out", state.said, "batch", width)
+        self.graph_reading(k, g, state, optional=not last)
+
+
+def graph_said(g, width: int) -> str:
+    """What the graph before said, and of that the rows that go on."""
+    return g.op("Gather", g.input("carried", "rows_before", width, dtype=g.dtype), g.input("rows", "batch"))
+
+
+METHOD = Method(
+    Config,
+    recipe,
+    units=("rows",),
+    model=lambda backbone, exits, num_labels, pool, how: PonderExits(backbone, exits, num_labels, pool, Ponder),
+    candidates=q_exits,
+    exits=None,
+)
