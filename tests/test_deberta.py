@@ -473,7 +473,9 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize("kind, change, config, message", MISFITS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    "kind, change, config, message", MISFITS, ids=[f"{misfit[0]}: {misfit[3]}" for misfit in MISFITS]
+)
 def test_tensors_that_do_not_fit_are_one_line(kind, change, config, message, tmp_path):
     folder = changed(kind, tmp_path, change, **config)
     with pytest.raises(ValueError, match=message) as told:
