@@ -1,10 +1,12 @@
 """`mini-ee reproduce`: verdicts against hand-made numbers, a tiny recipe to its page, pages beside their JSON."""
 
 import json
+import re
 import statistics
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mini_ee.cli.main import main
@@ -18,6 +20,20 @@ from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 
 RESULTS = Path(__file__).parent.parent / "results"
+README_FIGURES = {  # as printed -> page, case, figure
+    ".834": ("loraexit", "TREC mean segd", "score after 2"),
+    ".914": ("loraexit", "TREC mean joint", "score after 2"),
+    ".830": ("loraexit", "TREC mean two-stage", "score after 2"),
+    ".191": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
+    ".195": ("self-supervised", "stories260K scratch 0 soft", "saved at .9"),
+    ".634": ("raee", "TREC encoder fallback 3", "score"),
+    ".567": ("raee", "TREC encoder fallback 3", "random layers"),
+    ".587": ("raee", "TREC encoder fallback 3", "full"),
+    ".764": ("raee", "TREC encoder fallback 3", "kNN votes"),
+    ".471": ("consistentee", "TREC consistent alpha 0.1", "policy saved"),
+    ".952": ("consistentee", "TREC consistent alpha 0.1", "policy score"),
+    ".956": ("consistentee", "TREC consistent alpha 0.1", "full"),
+}
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
     "title": "Tiny",
@@ -320,3 +336,12 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     path = experiments.file_of(folder, "reviews two-stage")
     path.write_text(path.read_text().replace("0.6", "0.7"))
     assert made() != first and "| two-stage | .700 | .250 |" in made()
+
+
+def test_readme_prints_no_figure_that_is_not_in_the_json():
+    text = re.sub(r"```.*?```", "", (RESULTS.parent / "README.md").read_text(), flags=re.S)
+    printed = set(re.findall(r"(?<![\w.])\.\d{3}\b", text))
+    assert printed == README_FIGURES.keys()
+    for shown, (paper, case, figure) in README_FIGURES.items():
+        values = read_kept(RESULTS / paper, load_recipe(paper)).values(case, figure)
+        assert f"0{shown}" == f"{np.mean(list(values.values())):.3f}", (paper, case, figure)
