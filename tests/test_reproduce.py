@@ -25,7 +25,7 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".914": ("loraexit", "TREC mean joint", "score after 2"),
     ".830": ("loraexit", "TREC mean two-stage", "score after 2"),
     ".189": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
-    ".193": ("self-supervised", "stories260K scratch 0 soft", "saved at .9"),
+    ".191": ("self-supervised", "stories260K scratch 0 soft", "saved at .9"),
     ".634": ("raee", "TREC encoder fallback 3", "score"),
     ".567": ("raee", "TREC encoder fallback 3", "random layers"),
     ".587": ("raee", "TREC encoder fallback 3", "full"),
