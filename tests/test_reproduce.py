@@ -209,7 +209,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert main(command) == 0  # everything is there: nothing is trained
     assert (tiny / "raee.md").read_text() == text
     assert main([*command, "--only", "Table 9"]) == 2
-    assert "expected one of Table 1, Fig. 3, found Table 9" in capsys.readouterr().err
+    assert "expected one of Table 1; Fig. 3; found Table 9" in capsys.readouterr().err
 
 
 def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def select(recipe: dict, only: str) -> dict:
     if not tables and not pictures:
         there = [table["id"] for table in recipe["tables"]]
         there += [picture["title"].partition(":")[0] for picture in recipe["pictures"]]
-        raise WrongArguments(f"--only: expected one of {', '.join(dict.fromkeys(there))}, found {only}")
+        raise WrongArguments(f"--only: expected one of {'; '.join(dict.fromkeys(there))}; found {only}")
     return recipe | {"claims": [], "tables": tables, "pictures": pictures, "changed": []}
 
 

@@ -31,9 +31,9 @@ def reproduce(
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
-    folder.mkdir(parents=True, exist_ok=True)
     found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
     asked = cases_named(select(recipe, only) if only else recipe, cases_of(recipe))
+    folder.mkdir(parents=True, exist_ok=True)
     missing = [
         (case, seed) for seed in seeds for case in asked.values() if str(seed) not in read_case(folder, case)["seeds"]
     ]
