@@ -21,11 +21,11 @@ from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 
 RESULTS = Path(__file__).parent.parent / "results"
 README_FIGURES = {  # as printed -> page, case, figure
+    ".426": ("shortest", "lora-exits on TREC", "default saved"),
     ".834": ("loraexit", "TREC mean segd", "score after 2"),
     ".914": ("loraexit", "TREC mean joint", "score after 2"),
     ".830": ("loraexit", "TREC mean two-stage", "score after 2"),
-    ".189": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
-    ".191": ("self-supervised", "stories260K scratch 0 soft", "saved at .9"),
+    ".204": ("shortest", "self-supervised on stories260K", "saved at .9"),
     ".634": ("raee", "TREC encoder fallback 3", "score"),
     ".567": ("raee", "TREC encoder fallback 3", "random layers"),
     ".587": ("raee", "TREC encoder fallback 3", "full"),

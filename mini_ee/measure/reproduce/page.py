@@ -117,8 +117,8 @@ def _case_name(pairs: list[tuple[str, str]]) -> str:
 
 def _digits(value: float, digits: int = 3) -> str:
     """A figure as papers print it: .931 for a share."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:,.{0 if abs(value) >= 100 else 1}f}"
     text = f"{value:.{digits}f}"
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) and digits else text
 
