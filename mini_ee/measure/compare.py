@@ -64,7 +64,7 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
         row["rows_truncated"] = encoded.truncated
         timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
         if swept:
-            row["curve"] = curve(recorded, _rules(one, recorded, task), task, rows.labels)
+            row["curve"] = curve(recorded, rules_of(one, recorded, task), task, rows.labels)
         told.append((row, recorded, (segments, encoded)))
     if swept:
         timed += _picked([one for _, one, _ in compared], told, task, rows.labels, batch_size)
@@ -96,7 +96,7 @@ def _row(one, recorded: Record, rule, task: Task, labels: np.ndarray) -> dict:
     }
 
 
-def _rules(one, recorded: Record, task: Task) -> list:
+def rules_of(one, recorded: Record, task: Task) -> list:
     """The rules of a method's curve; none where the run's own rule plans."""
     if one.rule.plans_from_texts:
         return []
@@ -120,7 +120,10 @@ def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_si
             chosen_on.append((recorded, labels))
         else:
             chosen_on.append((record(one.segments(), one.encode(held.texts), batch_size, "hold-out"), held.labels))
-    points = [curve(each, _rules(one, each, task), task, some) for one, (each, some) in zip(ones, chosen_on)]
+    points = [
+        curve(each, rules_of(one, each._replace(labels=some), task), task, some)
+        for one, (each, some) in zip(ones, chosen_on)
+    ]
     best: dict[str, float] = {}  # full model's score, by the rows that rules are chosen on
     for (row, *_), some in zip(told, points):
         full = [point["score"] for point in some if point["rule"]["name"] == "never"]

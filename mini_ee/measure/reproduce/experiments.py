@@ -166,7 +166,7 @@ def _short(value: float) -> float:
 
 def how_made() -> dict:
     """What a figure was made with."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(git, capture_output=True, text=True)
     return {
         "commit": found.stdout.strip() or __version__,

@@ -10,7 +10,7 @@ import numpy as np
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
-from mini_ee.measure.compare import compare_tokens
+from mini_ee.measure.compare import compare_tokens, rules_of
 from mini_ee.measure.evaluate import (
     LOSSES,
     RANGES,
@@ -29,8 +29,7 @@ from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.methods.raee import ablation, controls
 from mini_ee.rules import NeverExit, Policy, rule_from_dict
-from mini_ee.training.method import load_method
-from mini_ee.training.rule import observe, patiences, thresholds
+from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
 from mini_ee.training.train import split_rows
 from mini_ee.units.generation import Sampling
@@ -105,8 +104,7 @@ def _training(run: Run) -> dict[str, float]:
 def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, reference: dict) -> tuple[dict, dict]:
     """The points of the reported split whose rules the hold-out chose, and the curve of all that it offers."""
     chosen_on, split = held
-    candidates = load_method(run.config["method"]).candidates or (patiences if task.regression else thresholds)
-    points = curve(chosen_on, [NeverExit(), *candidates(chosen_on)], task, split.labels)
+    points = curve(chosen_on, rules_of(run, chosen_on._replace(labels=split.labels), task), task, split.labels)
 
     def there(point: dict) -> dict:
         rule = rule_from_dict(point["rule"])

@@ -261,8 +261,8 @@ Benchmarks with their bars are printed by `mini-ee bench all`, as ratios on the 
 """
 
 
-def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str]) -> str:
-    """All papers' claims in one table, for results/README.md."""
+def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others: str) -> str:
+    """All papers' claims in one table, for results/README.md. others: what stands behind it."""
     lines = ["# What came out", "", "All claims of the four papers that were looked at, each with its verdict.", ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
@@ -271,4 +271,4 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str]) -> str:
             ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
             lines.append(_line([link, number, one.claim["text"], one.verdict, ours, one.claim["paper"]]))
-    return "\n".join([*lines, "", RULE, "", OTHERS])
+    return "\n".join([*lines, "", RULE, "", others]).rstrip() + "\n"

@@ -15,7 +15,6 @@ from mini_ee.data.files import read_json
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")
 PAGES = (*PAPERS, "shortest", "suits")
-PARTS = ("claims", "tables", "pictures")
 
 
 class Case(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from mini_ee.data.files import write_bytes
 from mini_ee.measure.figures import can_draw
 from mini_ee.measure.reproduce.experiments import Sources, read_case, run_case
-from mini_ee.measure.reproduce.page import claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.page import OTHERS, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
 
@@ -59,10 +59,10 @@ def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
 
 
 def write_claims(out: Path, quick: bool) -> None:
-    """OUT/README.md: the claims of all papers in one table."""
+    """OUT/README.md: the claims of all papers that have a page there in one table."""
     judged, titles = {}, {}
-    for paper in PAPERS:
+    for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
         recipe = load_recipe(paper, quick)
         kept = read_kept(out / paper, recipe)
         judged[paper], titles[paper] = [judge(claim, kept) for claim in recipe["claims"]], recipe["title"]
-    write_bytes(out / "README.md", claims_page(judged, titles).encode())
+    write_bytes(out / "README.md", claims_page(judged, titles, "" if quick else OTHERS).encode())
