@@ -31,8 +31,9 @@ def draw(path: Path, picture: dict, kept: Kept) -> None:
         return
     axes.set(xlabel=picture["x"], ylabel=picture["y"])
     if all("over" in series and "x" not in series for series in picture["series"].values()):
-        axes.set_xticks(sorted({float(value) for series in picture["series"].values() for value in series["over"]}))
-    axes.legend(frameon=False, fontsize=10, bbox_to_anchor=(1.01, 1), loc="upper left")
+        ticks = sorted({float(value) for series in picture["series"].values() for value in series["over"]})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
+    figure.legend(frameon=False, fontsize=10, ncols=3, loc="outside lower center")
     save_figure(figure, path)
 
 
