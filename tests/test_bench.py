@@ -8,10 +8,11 @@ import pytest
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.export import bench as exported
+from mini_ee.export.serving import bench as serving
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
 from mini_ee.units.heads import VocabularyHead
 
-MODULES = (common, encoders, streams, decoders, retrieval, exported)
+MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
 
 
 def rows_of(capsys, *argv):
@@ -117,3 +118,29 @@ def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
     settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
     (found,) = decoders._decoded(decoder, [[0]], 5, **settings)
     assert found.layers_run == [2, 2, 2, 2, 3]
+
+
+def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_path):
+    quickly(monkeypatch)
+    put(monkeypatch, SECONDS=0.1, ROUNDS=1, FITTED=40, SATURATING=16, LOADS=(0.1, 0.8, 1.0))
+    cases = rows_of(capsys, "serve", "--picture", str(tmp_path / "loads.png"))
+    kinds = ("rebatch", "graph", "rebatch bursts", "graph bursts")
+    assert list(cases) == [f"minilm goodput {kind}" for kind in kinds]
+    row = cases["minilm goodput rebatch"]
+    assert row["ratio"] == pytest.approx(row["seconds"] / row["against_seconds"]) and row["limit"] > 0
+    assert {load["server"] for load in row["loads"]} == {"whole", "graph", "rebatch"}
+    for load in row["loads"]:
+        assert 0 < load["p50"] <= load["p95"] <= load["p99"] and load["in_time"] <= load["offered"]
+    assert (tmp_path / "loads.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_half_of_the_layers_are_saved_under_the_load(runtime):
+    texts = [(f"the {thing} was {word}",) for thing in ("film", "meal", "book") for word in ("good", "bad", "dull")]
+    rule = serving.leaving(runtime, texts * 2)
+    assert len(rule.threshold) == 3
+
+
+def test_sentences_and_pictures_are_for_the_benchmark_that_serves(capsys):
+    for option in (["--task", "x"], ["--picture", "x.png"]):
+        assert main(["bench", "exit-tax", *option]) == 2
+        assert "--task and --picture are for serve" in capsys.readouterr().err

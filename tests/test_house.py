@@ -196,7 +196,7 @@ def test_the_top_of_the_package_fits_on_a_page():
     assert len(top - {"__main__.py"}) <= TOP_ENTRIES
 
 
-@pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md", "export/serving/README.md"])
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"`((?:mini_ee|tests|weights|export|results)/[\w./-]+)`", text):

@@ -1,10 +1,15 @@
 """The server: what it answers over HTTP, and what bad, slow and vanishing clients do to it."""
 
 import asyncio
+import contextlib
 import http.client
+import io
 import json
 import os
 import random
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -400,3 +406,27 @@ def test_without_uvicorn_the_command_says_what_to_install(runtime, capsys, monke
     monkeypatch.setitem(sys.modules, "mini_ee.export.serving.server", None)
     assert main(["serve", str(runtime.folder)]) == 2
     assert "pip install 'mini-ee[serve]'" in capsys.readouterr().err
+
+
+# ---- The page ----
+@pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
+def test_the_page_from_export_to_a_running_server_runs_as_it_stands(tmp_path, monkeypatch):
+    """On fewer rows. What needs torch runs in this process, which has it."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(server.__file__).parent / "README.md").read_text()
+    (shell,), (python,) = (re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S) for kind in ("bash", "python"))
+    install, train, write, *rest = shell.replace("--max-train 200", "--max-train 40").splitlines()
+    for line in (train, write):
+        program, *words = shlex.split(line, comments=True)
+        assert program == "mini-ee" and main(words) == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    script = "\n".join(rest).replace("8000", port).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
+    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert install.startswith("pip install") and '"layers": ' in found.stdout
+    assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout
+    assert "drained; 1 requests answered" in found.stderr
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(python, {})
+    assert said.getvalue().count("tive") == 2  # negative, positive

@@ -100,6 +100,39 @@ class Halves(Rule):
 
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
+@pytest.mark.parametrize("rule", ["threshold", "patience", "fixed", "halves"])
+def test_rows_in_the_shadow_say_how_many_agree_with_full_depth(runtime, rule, rebatch):
+    rule, promise = Halves() if rule == "halves" else RULES[rule], Promise(1.0)
+    found, watch = all_at_once(RowEngine(runtime, rule, rebatch, promise), SENTENCES, batch=4)
+    full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
+    agree = [each.label == other.label for each, other in zip(found, full)]
+    assert promise.rows == len(SENTENCES) and sum(promise.seen) == sum(agree) < len(agree)
+    assert watch.requests["answered"] == len(SENTENCES)
+    if rebatch:
+        assert watch.rows[str(runtime.exits[-1])] == len(SENTENCES)
+
+
+def test_a_share_of_the_requests_is_in_the_shadow(runtime):
+    promise = Promise(0.25)
+    all_at_once(RowEngine(runtime, promise=promise, seed=3), SENTENCES * 8)
+    assert 0.15 < promise.rows / (8 * len(SENTENCES)) < 0.35
+
+
+def test_thresholds_rise_in_a_worker_whose_promise_is_broken(runtime):
+    """A rule that lets all leave at the first exit, which is drawn: few agree."""
+    engine = RowEngine(runtime, Threshold(0.0), promise=Promise(1.0, 0.95, tighten=True))
+    with Worker(engine, max_open=1000) as worker:
+        for _ in range(40):
+            for future in [worker.submit(text) for text in SENTENCES]:
+                future.result(30)
+        last = [worker.submit(text) for text in SENTENCES]
+        found = [future.result(30) for future in last]
+    full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
+    assert engine.rule.threshold > 0.8 and engine.promise.tightened >= 3
+    assert np.mean([each.label == other.label for each, other in zip(found, full)]) >= 0.9
+
+
+@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
     engine = RowEngine(runtime, Halves(), rebatch)
     assert engine.queues[0] == "plan"
@@ -226,8 +259,8 @@ def waiting_behind(engine, worker, widths):
 def test_rows_of_like_lengths_stand_together_beside_the_oldest():
     engine = Slow()
     with Worker(engine, batch=3) as worker:
-        wait(waiting_behind(engine, worker, [10, 50, 12, 52, 8, 48]))
-    assert engine.ran[1:3] == [("first", [10, 12, 8]), ("first", [50, 52, 48])]
+        wait(waiting_behind(engine, worker, [100, 500, 102, 504, 98, 496]))
+    assert engine.ran[1:3] == [("first", [100, 102, 98]), ("first", [500, 504, 496])]
 
 
 def test_a_batch_that_is_not_full_is_not_filled_up_with_padding():

@@ -81,16 +81,15 @@ def saturation(worker: Worker, texts: Sequence) -> float:
 
 
 def goodput(loads: Sequence[tuple[float, float]], limit: float) -> float:
-    """The highest rate at which a time stays within the limit, of (rate, time) from the lowest rate on: where the first
-    is above it, by the line through it and the one before.
+    """The highest rate at which a time is within the limit, of (rate, time) from the lowest rate on; by the line from
+    there to the next rate, and through 0 before the first.
 
     >>> goodput([(10, 1.0), (20, 2.0), (30, 4.0)], 3.0)
     25.0
     """
-    before = (0.0, 0.0)
-    for rate, seconds in loads:
-        if seconds > limit:
-            share = (limit - before[1]) / (seconds - before[1]) if np.isfinite(seconds) else 0.0
-            return float(before[0] + share * (rate - before[0]))
-        before = (rate, seconds)
-    return float(before[0])
+    points = [(0.0, 0.0), *loads]
+    at = max(at for at, (_, seconds) in enumerate(points) if seconds <= limit)
+    if at + 1 == len(points) or not np.isfinite(points[at + 1][1]):
+        return float(points[at][0])
+    rates, seconds = zip(*points[at : at + 2])
+    return float(np.interp(limit, seconds, rates))

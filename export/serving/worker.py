@@ -21,7 +21,7 @@ from math import inf
 
 MAX_WAIT, MAX_OPEN, BATCH = 0.005, 256, 16
 
-PADDING = 0.25  # of a batch's tokens, at most
+PADDING = 0.1  # of a batch's tokens, at most
 
 
 class Refused(Exception):

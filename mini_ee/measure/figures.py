@@ -325,6 +325,22 @@ def draw_ablation(path: Path, answer: dict) -> None:
     save_figure(figure, path)
 
 
+def draw_loads(path: Path, rows: list[dict]) -> None:
+    """p99 and p50 of each server against the load, a panel for each kind of arrivals."""
+    kinds = {row["case"].partition("rebatch")[2].strip() or "one by one": row for row in rows if row.get("loads")}
+    figure, panels = _panels(len(kinds))
+    for axes, (kind, row) in zip(panels, kinds.items()):
+        for at, name in enumerate(dict.fromkeys(load["server"] for load in row["loads"])):
+            loads = [load for load in row["loads"] if load["server"] == name and load["p99"] < float("inf")]
+            for key, line in (("p99", "o-"), ("p50", ".:")):
+                times = [1e3 * load[key] for load in loads]
+                axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
+        axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
+        axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
+        axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
 def draw_suits(path: Path, answer: dict) -> None:
     """Left what each layer says, next to the last; right the layer from which on units do not change any more."""
     figure, (said, settled) = _panels(2)
