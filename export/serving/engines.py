@@ -167,8 +167,8 @@ class PromptRow(Row):
     """A prompt, and what has been written after it."""
 
     def __init__(self, prompt: list[int], count: int, told):
-        super().__init__(len(prompt), told)
-        self.prompt, self.count = prompt, count
+        super().__init__(len(prompt))
+        self.prompt, self.count, self.told = prompt, count, told
         self.place: int | None = None  # of the caches
         self.tokens, self.layers, self.text = [], [], ""
 

@@ -139,7 +139,7 @@ class Watch:
             made.append(f"# HELP mini_ee_{name} {about}\n# TYPE mini_ee_{name} {kind}")
             made.extend(
                 f'mini_ee_{name}{{{label}="{key}"}} {value}' if label else f"mini_ee_{name} {value}"
-                for key, value in values.items()
+                for key, value in dict(values).items()  # a copy: other threads count on
             )
 
         add("requests_total", "counter", "requests by what became of them", self.requests, "outcome")

@@ -31,8 +31,8 @@ class Refused(Exception):
 class Row:
     """What all requests have in common. An engine's own rows say more."""
 
-    def __init__(self, width: int, told=None):
-        self.width, self.told = width, told  # tokens; who is told what is written, piece by piece
+    def __init__(self, width: int):
+        self.width = width  # tokens
         self.future: Future = Future()
         self.arrived = self.due = self.deadline = 0.0
         self.queue: int | None = 0  # where it goes on; None: nowhere
@@ -79,12 +79,11 @@ class Worker:
 
         Raises Refused and ValueError.
         """
-        if self._open >= self._max_open or self._draining:  # before any work for it
-            self._refuse()
+        with self._ready:  # before any work for it
+            self._check_room()
         row = self.engine.row(texts, **settings)
         with self._ready:
-            if self._open >= self._max_open or self._draining:
-                self._refuse()
+            self._check_room()
             self._open += 1
             row.arrived = row.due = time.perf_counter()
             row.deadline = row.arrived + deadline
@@ -102,7 +101,9 @@ class Worker:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _refuse(self) -> None:
+    def _check_room(self) -> None:
+        if not self._draining and self._open < self._max_open:
+            return
         self.watch.requests["refused"] += 1
         if self._draining:
             raise Refused("the server is shutting down; ask another")
@@ -129,31 +130,30 @@ class Worker:
 
     def _next(self) -> tuple[int, list[Row]] | None:
         """The next queue and its batch; None where all is drained."""
-        with self._ready:
-            while True:
+        while True:
+            with self._ready:
                 now = time.perf_counter()
-                self._drop_lost(now)
-                at = self._choose(now)
+                lost = self._take_lost(now)
+                at = None if lost else self._choose(now)
                 if at is not None:
                     rows = self._batch_of(at)
                     self.watch.ran(self.engine.queues[at], len(rows))
                     return at, rows
-                if self._draining:
+                if not lost and self._draining:
                     return None
-                self._ready.wait()
-
-    def _drop_lost(self, now: float) -> None:
-        for queue in self._queues:
-            lost = [row for row in queue if row.lost(now)]
-            if not lost:
-                continue
-            queue[:] = [row for row in queue if row not in lost]
+                if not lost:
+                    self._ready.wait()
             for row in lost:
                 self.engine.release(row)
-                if row.future.cancelled():
-                    row.future.set_running_or_notify_cancel()  # for those who wait for several
-                else:
-                    self._end(row, Refused("the deadline passed before there was an answer; ask later"), "late")
+                self._end(row, Refused("the deadline passed before there was an answer; ask later"), "late")
+
+    def _take_lost(self, now: float) -> list[Row]:
+        lost = []
+        for queue in self._queues:
+            lost += (gone := [row for row in queue if row.lost(now)])
+            if gone:
+                queue[:] = [row for row in queue if row not in gone]
+        return lost
 
     def _choose(self, now: float) -> int | None:
         for at in reversed(range(len(self._queues))):
@@ -202,5 +202,5 @@ class Worker:
         try:
             row.future.set_exception(error)
             self.watch.requests[outcome] += 1
-        except InvalidStateError:
+        except InvalidStateError:  # cancelled; for those who wait for several
             row.future.set_running_or_notify_cancel()
