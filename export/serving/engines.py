@@ -134,20 +134,16 @@ class RowEngine:
         now = time.perf_counter()
         said = self.runtime.answers(logits, exits, [(now - row.arrived) * 1e3 for row in rows])
         for row, answer in zip(rows, said):
-            last = answer.exit == self._last
             if row.answer is None:
                 row.answer, row.rule = answer, rule
-                if row.shadowed and not last:
-                    row.plan = None if row.plan is None else self._last
-                    continue
-            if not last:
-                continue
-            row.queue = None
-            if row.shadowed and row.rule is self.rule:  # told of the rule that is in force
-                self.rule = self.promise.told(answer.label == row.answer.label, self.rule)
-        for row in rows:
-            if row.answer is not None and not row.shadowed:
+            if answer.exit == self._last:
                 row.queue = None
+                if row.shadowed and row.rule is self.rule:  # told of the rule that is in force
+                    self.rule = self.promise.told(answer.label == row.answer.label, self.rule)
+            elif not row.shadowed:
+                row.queue = None
+            elif row.plan is not None:
+                row.plan = self._last
 
 
 def _inputs(rows: list[TextRow]) -> Inputs:
