@@ -13,19 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import mini_ee.backbones.bert as bert_module
 import mini_ee.backbones.hub as checkpoint
-import mini_ee.backbones.llama as decoder
+import mini_ee.backbones.llama_layer as layer_module
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import (
-    Cache,
-    Decoder,
-    DecoderConfig,
-    Layer,
-    RMSNorm,
-    rope_frequencies,
-    rotate,
-    token_positions,
-)
+from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, rope_frequencies, token_positions
+from mini_ee.backbones.llama_layer import RMSNorm, rotate
 from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -78,35 +70,35 @@ def changed_attention(change):
     def wrong(query, key, value, **rest):
         return right(*change(query, key, value), **rest)
 
-    return lambda patch: patch.setattr(decoder.F, "scaled_dot_product_attention", wrong)
+    return lambda patch: patch.setattr(layer_module.F, "scaled_dot_product_attention", wrong)
 
 
 def see_everything(patch):
     right = torch.nn.functional.scaled_dot_product_attention
     patch.setattr(
-        decoder.F,
+        layer_module.F,
         "scaled_dot_product_attention",
         lambda *heads, attn_mask, is_causal, **rest: right(*heads, **rest),
     )
 
 
 def no_rotation(patch):
-    patch.setattr(decoder, "rotate", lambda heads, cos, sin: heads)
+    patch.setattr(layer_module, "rotate", lambda heads, cos, sin: heads)
 
 
 def backward_rotation(patch):
-    right = decoder.rotate
-    patch.setattr(decoder, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin))
+    right = layer_module.rotate
+    patch.setattr(layer_module, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin))
 
 
 def interleaved_rotation(patch):
-    right = decoder.rotate
+    right = layer_module.rotate
 
     def wrong(heads, cos, sin):
         swap = torch.arange(heads.shape[-1]).view(2, -1).T.flatten()
         return right(heads[..., swap], cos, sin)[..., swap.argsort()]
 
-    patch.setattr(decoder, "rotate", wrong)
+    patch.setattr(layer_module, "rotate", wrong)
 
 
 def forget_the_norm_weight(patch):
@@ -121,8 +113,8 @@ def one_plus_weight_for_all(patch):
 def sequential(patch):
     init = Layer.__init__
 
-    def wrong(self, config):
-        init(self, config)
+    def wrong(self, config, depth):
+        init(self, config, depth)
         self.parallel, self.mlp_norm = False, self.attention_norm
         self._modules.pop("mlp_norm")
         object.__setattr__(self, "mlp_norm", self.attention_norm)
@@ -552,7 +544,7 @@ LLAMA3 = {
         ("llama", {"max_position_embeddings": 2**22, "head_dim": 1024}, "must be at most 1073741824, got 4194304 and"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings must be false in phi"),
-        ("phi", {"model_type": "phi3"}, "model_type must be one of"),
+        ("phi", {"model_type": "phi4"}, "model_type must be one of"),
     ],
 )
 def test_a_config_that_no_decoder_can_have_is_told_in_one_line(tmp_path, kind, change, message):

@@ -24,7 +24,8 @@ import mini_ee.backbones.cache as cache_module
 import mini_ee.export.writer as writer
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer, RMSNorm
+from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer
+from mini_ee.backbones.llama_layer import RMSNorm
 from mini_ee.baselines.calm import Classifier
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json

@@ -151,7 +151,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
         name if name.startswith(head) else prefix + name: part
         for name, part in _parts(backbone, _name_map(backbone)).items()
     }
-    write_tensors(folder / "model.safetensors", tensors)
+    write_tensors(folder / "model.safetensors", _fused(tensors, layout))
     about = {"architectures": [layout.architecture + ending], "torch_dtype": "float32"}
     write_json(folder / "config.json", config.to_dict() | about)
 
@@ -249,8 +249,30 @@ def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> di
         if name in plain:
             raise ValueError(f"{folder}: {name} is there twice, under two spellings of its name; keep one")
         if not re.fullmatch(layout.ignored, name):
-            plain[name] = tensor
+            plain |= _shares(name, tensor, layout)
     return plain
+
+
+def _shares(name: str, tensor: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """A tensor of the file, or where it holds several of ours, each by itself."""
+    module, _, leaf = name.rpartition(".")
+    parts = next((parts for whole, parts in layout.fused if module.endswith(whole) and tensor.dim()), None)
+    if parts is None:
+        return {name: tensor}
+    return {f"{module}.{part}.{leaf}": share for part, share in zip(parts, tensor.tensor_split(len(parts)))}
+
+
+def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """As a file has them: what `_shares` took apart in one again."""
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        whole = next(
+            (whole for whole, parts in layout.fused for part in parts if module.endswith(f"{whole}.{part}")), None
+        )
+        name = name if whole is None else f"{module.rpartition('.')[0]}.{leaf}"
+        found.setdefault(name, []).append(tensor)
+    return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in found.items()}
 
 
 def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config, folder: Path) -> list[str]:
