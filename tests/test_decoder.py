@@ -21,7 +21,7 @@ from mini_ee.backbones.llama_layer import RMSNorm, rotate
 from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = ("llama", "llama3", "gemma", "phi")
+KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
 TOLERANCE = 1e-4
 """Measured maximum against transformers, torch 2.13 on CPU: 7e-6, in Gemma, whose logits reach 8."""
 SELF_TOLERANCE = 1e-4
@@ -44,7 +44,7 @@ def assert_close(found, expected, tolerance=SELF_TOLERANCE):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "phi3-long"])
 def test_hidden_states_and_logits_are_those_of_transformers(kind):
     model, ids, mask, expected = golden(kind)
     states, real = model.hidden_states(ids, mask), mask.bool()

@@ -47,7 +47,7 @@ from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = ("llama", "llama3", "gemma", "phi")
+KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
 EXITS, V = (1, 2, 3), 64
 MODEL = "model"  # model.onnx, which propagates
 PROMPTS = [[5, 9, 33, 2, 60, 7, 7, 21], [11, 3], [40, 41, 42, 2, 17], [1]]

@@ -18,7 +18,7 @@ from mini_ee.units.decoding import FILLS, gather
 from mini_ee.units.generation import GREEDY, Sampling, generate, generate_lossless
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = ("llama", "llama3", "gemma", "phi")
+KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
 EXITS = (1, 2, 3)
 MIXED = Threshold(0.3)
 """On the models and heads below, tokens leave at every exit."""

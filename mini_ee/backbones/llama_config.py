@@ -316,7 +316,8 @@ def rope_frequencies(config: DecoderConfig, long: bool = False) -> Tensor:
     if scaling is None:
         return frequency
     if scaling["rope_type"] == "longrope":
-        return 1.0 / (torch.tensor(scaling["long_factor" if long else "short_factor"]) * slowness)
+        factors = torch.tensor(scaling["long_factor" if long else "short_factor"], device="cpu")
+        return 1.0 / (factors * slowness)
     factor, low, high, original = (scaling[key] for key in LLAMA3_SCALING)
     turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)
