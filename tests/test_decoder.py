@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import mini_ee.backbones.bert as bert_module
 import mini_ee.backbones.hub as checkpoint
+import mini_ee.backbones.llama as llama
 import mini_ee.backbones.llama_layer as layer_module
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
@@ -130,6 +131,59 @@ def unscaled_embeddings(patch):
     patch.setattr(Decoder, "embed", lambda self, inputs: self.embeddings(inputs.input_ids))
 
 
+def forgotten_bias(patch):
+    patch.setattr(DecoderConfig, "biased", lambda self, name: False)
+    patch.setattr(checkpoint, "load_strict", load_all_but_biases)
+
+
+def load_all_but_biases(module, tensors, names, source, right=checkpoint.load_strict):
+    right(module, {name: tensor for name, tensor in tensors.items() if not name.endswith("bias")}, names, source)
+
+
+def forgotten_head_norms(patch):
+    init = Layer.__init__
+    patch.setattr(Layer, "__init__", lambda self, *where: (init(self, *where), setattr(self, "head_norms", False))[0])
+
+
+def head_norms_after_the_rotation(patch):
+    right = layer_module.rotate
+    forgotten_head_norms(patch)
+
+    def wrong(self, normed, around, keys, values, adapt=None):
+        def rotated(heads, cos, sin):
+            turned = right(heads, cos, sin)
+            query, key = turned.split((self.heads, self.key_value_heads), dim=2)
+            return torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
+
+        patch.setattr(layer_module, "rotate", rotated)
+        return attention(self, normed, around, keys, values, adapt)
+
+    attention = Layer.attention
+    patch.setattr(Layer, "attention", wrong)
+
+
+def gate_and_up_stored_the_other_way(patch):
+    right = checkpoint._shares
+
+    def wrong(name, tensor, layout):
+        return right(name, tensor.flip(0) if "gate_up" in name else tensor, layout)
+
+    patch.setattr(checkpoint, "_shares", wrong)
+
+
+def unscaled_rotation(patch):
+    patch.setattr(DecoderConfig, "rope_scale", 1.0)
+
+
+def short_factors_alone(patch):
+    patch.setattr(DecoderConfig, "short_tokens", None)
+
+
+def long_factors_for_all(patch):
+    right = llama.rope_frequencies
+    patch.setattr(llama, "rope_frequencies", lambda config, long: right(config, True))
+
+
 def groups_in_turn(query, key, value):
     order = torch.arange(query.shape[1]).view(-1, key.shape[1]).T.flatten()
     return query[:, order], key, value
@@ -160,6 +214,21 @@ def groups_in_turn(query, key, value):
         ("phi", changed_config(partial_rotary_factor=1.0)),
         ("phi", changed_config(hidden_act="relu")),
         ("phi", changed_config(norm_eps=1e-2)),
+        ("mistral", changed_config(sliding_window=None)),
+        ("mistral", changed_config(sliding_window=5)),
+        ("mistral", changed_config(sliding_window=7)),
+        ("qwen2", changed_config(layer_types=None, max_window_layers=0)),
+        ("qwen2", changed_config(layer_types=None, max_window_layers=2)),
+        ("qwen2", forgotten_bias),
+        ("qwen3", changed_config(layer_types=None)),
+        ("qwen3", forgotten_head_norms),
+        ("qwen3", head_norms_after_the_rotation),
+        ("phi3", changed_config(sliding_window=None)),
+        ("phi3", changed_config(partial_rotary_factor=1.0, rope_scaling=None)),
+        ("phi3", gate_and_up_stored_the_other_way),
+        ("phi3", unscaled_rotation),
+        ("phi3", long_factors_for_all),
+        ("phi3-long", short_factors_alone),
     ],
 )
 def test_the_test_against_transformers_can_fail(monkeypatch, kind, plant):

@@ -365,6 +365,16 @@ def unturned_keys(right, self, g, heads, count):
     return heads if count == self.config.key_value_heads else right(self, g, heads, count)
 
 
+def without_head_norm(right, self, g, norm, heads):
+    return heads if norm is self.key_norm else right(self, g, norm, heads)
+
+
+def forgotten_window(right, self, g, layer, query, key, value):
+    changed = copy_of(self)
+    changed.near = changed.readable
+    return right(changed, g, layer, query, key, value)
+
+
 def unnormed_fill(right, self, g, hidden, *where):
     changed = copy_of(self)
     changed._modules = self._modules | {"attention_norm": torch.nn.Identity()}
@@ -386,6 +396,18 @@ def mlp_after_attention(right, self, g, *where):
         return right(self, g, *where)
     finally:
         g.linear = linear
+
+
+class Unscaled:
+    """A config whose heads are not widened."""
+
+    rope_scale = 1.0
+
+    def __init__(self, config):
+        self.config = config
+
+    def __getattr__(self, name):
+        return getattr(self.config, name)
 
 
 GRAPH_BUGS = {
@@ -419,6 +441,15 @@ GRAPH_BUGS = {
         cache_module,
         "rope_frequencies",
         lambda right, config: right(dataclasses.replace(config, rope_scaling=None)),
+    ),
+    "no window": ("mistral", GraphBlock, "attend", forgotten_window),
+    "every layer has the window of the others": ("qwen2", DecoderConfig, "window", lambda right, self, depth: 5),
+    "keys of a fill without their norm": ("qwen3", Layer, "_graph_head_norm", without_head_norm),
+    "LongRoPE's heads are not widened": (
+        "phi3",
+        cache_module.GraphBlock,
+        "__init__",
+        lambda right, self, g, config, *where: right(self, g, Unscaled(config), *where),
     ),
     "no norm before the policy": (
         "policies",

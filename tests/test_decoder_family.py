@@ -2,6 +2,9 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,12 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.llama import Cache, token_positions
+from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, readable, rope_frequencies, token_positions
+from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import read_every_exit
+from mini_ee.export.row_segments import OrtModel, OrtSegments
+from mini_ee.export.writer import write_graphs
+from mini_ee.rules import NeverExit
+from mini_ee.units.generation import generate
+from mini_ee.units.rows import RowExits
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("mistral", "qwen2", "qwen3", "phi3")
 TOLERANCE = 1e-4
 """Measured maximum against transformers, torch 2.13 on CPU."""
+ENGINES = 2e-5
+"""ONNX Runtime against torch."""
 TOKENS = 14
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of odd configs
@@ -138,7 +150,7 @@ def cached(model, ids, mask, cuts):
     return torch.cat(states, dim=1)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_they_are_read(kind, seed, tmp_path):
     config = drawn_config(kind, seed)
@@ -165,3 +177,194 @@ def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_
     again, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
     assert_close(said_of(again.eval(), ids[0])[-1], said_of(model, ids[0])[-1], 1e-6)
+
+
+# ---- Windows and LongRoPE by hand ----
+@pytest.mark.parametrize("window", [None, 1, 2, 5])
+def test_a_window_shows_a_token_itself_and_the_nearest_before_it(window):
+    at, reads = torch.tensor([[3, 4, 5], [0, 1, 2]]), torch.arange(6)[None]
+    found = readable(at, reads, window)
+    for b, t, s in product(range(2), range(3), range(6)):
+        behind = int(at[b, t]) - s  # how many tokens it stands behind the reader
+        assert bool(found[b, 0, t, s]) == (behind in range(6 if window is None else window))
+
+
+def config_of(kind, **change):
+    config = json.loads((GOLDEN / kind / "config.json").read_text()) | change
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def windows(kind, **change):
+    config = DecoderConfig.from_hugging_face(config_of(kind, **change))
+    return [config.window(depth) for depth in range(config.num_hidden_layers)]
+
+
+def test_which_layers_have_a_window():
+    assert windows("mistral") == [6] * 3
+    assert windows("mistral", sliding_window=...) == [4096] * 3
+    assert windows("mistral", sliding_window=None) == [None] * 3
+    assert windows("mistral", use_sliding_window=False, max_window_layers=2) == [6] * 3  # as transformers: no Mistral's
+    assert windows("phi3", sliding_window=...) == [None] * 3
+    old = {"layer_types": ...}  # as transformers 4 wrote it
+    assert windows("qwen2", **old) == [None, 5, 5]
+    assert windows("qwen2", **old, max_window_layers=...) == [None] * 3  # 28
+    assert windows("qwen2", **old, sliding_window=...) == [None, 4096, 4096]
+    assert windows("qwen2", **old, use_sliding_window=False) == [None] * 3
+    assert windows("qwen2", **old, use_sliding_window=...) == [None] * 3
+    assert windows("qwen3") == [6, None, 6]
+    assert windows("qwen3", max_window_layers=0) == [6, None, 6]
+    assert load_backbone(GOLDEN / "qwen3").first_layers(2).config.to_dict()["layer_types"] == (
+        "sliding_attention",
+        "full_attention",
+    )
+
+
+@pytest.mark.parametrize("more, scale", [({}, None), ({"factor": 8.0}, 8.0), ({"factor": 0.5}, 1.0)])
+def test_longrope_divides_each_frequency_and_widens_all_heads(more, scale):
+    rope = config_of("phi3")["rope_parameters"] | more
+    config = DecoderConfig.from_hugging_face(config_of("phi3", rope_parameters=rope))
+    for long, factors in ((False, rope["short_factor"]), (True, rope["long_factor"])):
+        expected = [100.0 ** (-2 * i / 6) / factor for i, factor in enumerate(factors)]
+        assert rope_frequencies(config, long).tolist() == pytest.approx(expected, rel=1e-6)
+    assert config.rope_scale == pytest.approx(math.sqrt(1 + math.log(scale or 64 / 40) / math.log(40)))
+
+
+def test_su_is_the_first_name_of_longrope():
+    rope = config_of("phi3")["rope_parameters"]
+    old = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    su = config_of("phi3", rope_parameters=..., rope_scaling=old, rope_theta=100.0, partial_rotary_factor=0.75)
+    assert DecoderConfig.from_hugging_face(su) == DecoderConfig.from_hugging_face(config_of("phi3"))
+
+
+def long_model():
+    """Rows above five tokens turn by the long factors."""
+    tensors = load_backbone(GOLDEN / "phi3").state_dict()
+    rope = config_of("phi3")["rope_parameters"] | {"original_max_position_embeddings": 5}
+    config = config_of("phi3", original_max_position_embeddings=5, rope_parameters=rope)
+    model = Decoder(DecoderConfig.from_hugging_face(config)).eval()
+    model.load_state_dict(tensors)
+    return model
+
+
+def test_each_row_turns_by_its_own_length_whatever_the_batch():
+    model, (ids, mask) = long_model(), drawn_batch(0)
+    whole = model(ids, mask)
+    for row, real in enumerate(mask.bool()):
+        assert_close(whole[row, real], model(ids[row, real][None])[0], 1e-5)
+    short = model(ids[:1, :5])
+    assert (whole[0, :5] - short[0]).abs().max() > 1e-2  # from the first token on
+
+
+def test_what_would_turn_anew_is_not_written():
+    model = long_model()
+    assert (model.config.max_tokens, model.config.max_cached) == (64, 5)
+    with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 3 and 3"):
+        generate(model, [[4, 5, 6]], max_new_tokens=3)
+    with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 6"):
+        Cache(model, 1, 6)
+
+
+# ---- ONNX: rows ----
+EXITS = (1, 2, 3)
+
+
+@pytest.mark.parametrize("make", [*KINDS, long_model], ids=str)
+def test_onnx_reads_rows_as_torch_does(make, tmp_path):
+    backbone = load_backbone(GOLDEN / make) if isinstance(make, str) else make()
+    model = RowExits(backbone, EXITS, 3, "mean").eval()
+    generator = torch.Generator().manual_seed(0)
+    for head in model.heads:
+        for linear in (head.dense, head.out):
+            linear.weight.normal_(std=0.5, generator=generator)
+    ids, mask = (tensor.numpy() for tensor in drawn_batch(0))
+    inputs = Inputs(ids, mask, np.zeros_like(ids), (("",),) * len(ids))
+    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, "float32", segments=True)
+    expected = read_every_exit(model.segments(), inputs)[0]
+    for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
+        np.testing.assert_allclose(read_every_exit(engine, inputs)[0], expected, rtol=0, atol=ENGINES)
+
+
+# ---- Folders ----
+def rewritten(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in change(tensors).items()}, folder / "model.safetensors")
+    return folder
+
+
+NAME = "model.layers.1.mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("phi3", lambda t: {k: v for k, v in t.items() if k != NAME}, r"2 missing \(layers.1.mlp.gate_up_proj.gate"),
+        ("phi3", lambda t: t | {NAME: t[NAME][:-2]}, r"gate_up_proj.gate.weight must have shape \(16, 16\), found \(15"),
+        ("phi3", lambda t: t | {NAME: torch.tensor(1.0)}, r"1 unexpected \(layers.1.mlp.gate_up_proj.weight"),
+        ("phi3", lambda t: t | {NAME.replace("weight", "bias"): torch.ones(32)}, "2 unexpected"),
+        ("qwen2", lambda t: {k: v for k, v in t.items() if not k.endswith("0.self_attn.k_proj.bias")}, "1 missing"),
+        ("mistral", lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(24)}, "1 unexpected"),
+        ("qwen3", lambda t: {k: v for k, v in t.items() if not k.endswith("2.self_attn.q_norm.weight")}, "1 missing"),
+        ("qwen3", lambda t: {k: v for k, v in t.items() if not k.endswith("o_proj.bias")}, "3 missing"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_told_in_one_line(kind, change, message, tmp_path):
+    folder = rewritten(shutil.copytree(GOLDEN / kind, tmp_path / "model"), change)
+    with pytest.raises(ValueError, match=message) as info:
+        load_backbone(folder)
+    assert "\n" not in str(info.value)
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3, "partial_rotary_factor": 0.75}
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types must be None"),
+        ("mistral", {"is_causal": False}, "is_causal must be True, got False: not supported"),
+        ("mistral", {"num_key_value_heads": ...}, "multiple of num_key_value_heads, got 4 and 8"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in qwen2"),
+        ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default' or 'llama3', got 'yarn'"),
+        ("qwen2", {"rope_parameters": LONG}, "rope_type must be 'default' or 'llama3', got 'longrope'"),
+        ("qwen2", {"rope_parameters": {"full_attention": {}}}, "rope_parameters must be an object that serves all"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "asks for a sliding_window"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers, got"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types must name"),
+        ("qwen2", {"layer_types": "full_attention"}, "layer_types must name"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers must be an integer of at least 0"),
+        ("qwen3", {"attention_bias": "no"}, "attention_bias must be true or false"),
+        ("phi3", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type must be 'default' or 'longrope' or 'su'"),
+        ("phi3", {"rope_parameters": LONG | {"short_factor": [1.0]}}, "short_factor must be a list of 3 numbers above"),
+        ("phi3", {"rope_parameters": LONG | {"long_factor": [1, 1, 0]}}, "long_factor must be a list of 3 numbers"),
+        ("phi3", {"rope_parameters": LONG | {"attention_factor": "1"}}, "attention_factor must be a number above 0"),
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 1}, "must be an integer of at least 2"),
+        (
+            "phi3",
+            {"rope_parameters": LONG | {"original_max_position_embeddings": 9}},
+            "original_max_position_embeddings must be 40 as beside it, got 9",
+        ),
+    ],
+)
+def test_a_switch_that_is_not_computed_is_refused_in_one_line(kind, change, message, tmp_path):
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config_of(kind, **change)))
+    with pytest.raises(ValueError, match=message) as info:
+        load_backbone(folder)
+    assert "\n" not in str(info.value) and str(folder) in str(info.value)
+
+
+def test_a_bin_checkpoint_is_refused_with_the_line_that_converts_it(tmp_path):
+    folder = shutil.copytree(GOLDEN / "phi3", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    for shard in range(2):
+        some = dict([*tensors.items()][shard::2])
+        torch.save(some, folder / f"pytorch_model-0000{shard + 1}-of-00002.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="only safetensors are read, convert the .bin file: python -c") as info:
+        load_backbone(folder)
+    command = str(info.value).split("convert the .bin file: python ")[1]
+    assert "\n" not in str(info.value)
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, timeout=60)
+    found, expected = load_backbone(folder).state_dict(), load_backbone(GOLDEN / "phi3").state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -35,6 +35,13 @@ BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-8x192")
 OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
 """Tensors that a fine-tuned model has besides its backbone: the head of another task."""
 
+CONVERT = (
+    'python -c "from glob import glob; from torch import load; from safetensors.torch import save_file; '
+    "save_file({name: tensor.contiguous().clone() for file in glob('DIR/pytorch_model*.bin') "
+    "for name, tensor in load(file, weights_only=True).items()}, 'DIR/model.safetensors')\""
+)
+"""What makes safetensors of a .bin checkpoint, in one line."""
+
 LARGEST_WEIGHT = 1e18  # its square is no float32 number; trained weights stay below 1e6
 
 
@@ -320,8 +327,8 @@ def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) ->
     must be one.
     """
     if not path.exists():
-        hint = "; only safetensors are read, convert the .bin file" if list(path.parent.glob("*.bin")) else ""
-        raise FileNotFoundError(f"{path}: no such file{hint}")
+        hint = f"; only safetensors are read, convert the .bin file: {CONVERT}" if list(path.parent.glob("*.bin")) else ""
+        raise FileNotFoundError(f"{path}: no such file{hint.replace('DIR', str(path.parent))}")
     check_regular(path)
     try:
         with safe_open(path, "pt") as file:
