@@ -89,7 +89,9 @@ def no_rotation(patch):
 
 def backward_rotation(patch):
     right = layer_module.rotate
-    patch.setattr(layer_module, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin))
+    patch.setattr(
+        layer_module, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin)
+    )
 
 
 def interleaved_rotation(patch):

@@ -1,26 +1,32 @@
 """Mistral, Qwen2, Qwen3 and Phi-3 against transformers on random configs, raw as config.json has them; and by hand."""
 
+import functools
 import json
 import math
+import shlex
 import shutil
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, readable, rope_frequencies, token_positions
-from mini_ee.data.tokens import Inputs
+from mini_ee.cli.main import main
+from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import read_every_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
+from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import NeverExit
+from mini_ee.training.run import load_run
+from mini_ee.units.decoding import gather
 from mini_ee.units.generation import generate
 from mini_ee.units.rows import RowExits
 
@@ -298,7 +304,11 @@ NAME = "model.layers.1.mlp.gate_up_proj.weight"
     "kind, change, message",
     [
         ("phi3", lambda t: {k: v for k, v in t.items() if k != NAME}, r"2 missing \(layers.1.mlp.gate_up_proj.gate"),
-        ("phi3", lambda t: t | {NAME: t[NAME][:-2]}, r"gate_up_proj.gate.weight must have shape \(16, 16\), found \(15"),
+        (
+            "phi3",
+            lambda t: t | {NAME: t[NAME][:-2]},
+            r"gate_up_proj.gate.weight must have shape \(16, 16\), found \(15",
+        ),
         ("phi3", lambda t: t | {NAME: torch.tensor(1.0)}, r"1 unexpected \(layers.1.mlp.gate_up_proj.weight"),
         ("phi3", lambda t: t | {NAME.replace("weight", "bias"): torch.ones(32)}, "2 unexpected"),
         ("qwen2", lambda t: {k: v for k, v in t.items() if not k.endswith("0.self_attn.k_proj.bias")}, "1 missing"),
@@ -363,8 +373,108 @@ def test_a_bin_checkpoint_is_refused_with_the_line_that_converts_it(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="only safetensors are read, convert the .bin file: python -c") as info:
         load_backbone(folder)
-    command = str(info.value).split("convert the .bin file: python ")[1]
-    assert "\n" not in str(info.value)
-    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, timeout=60)
+    _, flag, code = shlex.split(str(info.value).split("convert the .bin file: ")[1])
+    assert flag == "-c" and "\n" not in str(info.value)
+    exec(code, {})
     found, expected = load_backbone(folder).state_dict(), load_backbone(GOLDEN / "phi3").state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- Tokenizers, and from a checkpoint to an export ----
+CORPUS = ["the film was good and the song was dull", "a very very lovely book", "naïve café déjà vu"] * 4
+
+
+def tokenizer_of(kind):
+    """A small tokenizer in the form of the family's: Qwen's on bytes, without a first token, or SentencePiece's."""
+    sentence_piece = kind in ("mistral", "phi3")
+    special = ["<unk>", "<s>", "</s>"] if sentence_piece else ["<|endoftext|>"]
+    letters = (
+        sorted({f"<0x{byte:02X}>" for byte in range(256)}) if sentence_piece else pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend = tokenizers.Tokenizer(
+        models.BPE(byte_fallback=sentence_piece, unk_token="<unk>" if sentence_piece else None)
+    )
+    if sentence_piece:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special + letters)
+    else:
+        backend.normalizer = normalizers.NFC()
+        digits = pre_tokenizers.Split(tokenizers.Regex(r"\p{N}| ?[^\s\p{L}\p{N}]+| ?\p{L}+|\s+"), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters)
+    backend.train_from_iterator(CORPUS, trainer)
+    if sentence_piece:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+        content = json.loads(backend.to_str())
+        for token in content["added_tokens"]:  # bytes are words like others
+            token["special"] = token["id"] < 3
+        content["added_tokens"] = content["added_tokens"][:3]
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory):
+    """A random model of three layers with the switches of the golden one, and its family's tokenizer.json."""
+
+    @functools.cache
+    def make(kind):
+        folder, backend = tmp_path_factory.mktemp("family") / kind, tokenizer_of(kind)
+        config = config_of(kind, vocab_size=backend.get_vocab_size(), initializer_range=0.3, eos_token_id=0)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            save_backbone(Decoder(DecoderConfig.from_hugging_face(config)), folder)
+        backend.save(str(folder / "tokenizer.json"))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_texts_are_tokens_as_transformers_has_them_and_come_back(kind, checkpoint_of, capsys):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    ours = Tokenizer.from_folder(checkpoint_of(kind))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint_of(kind) / "tokenizer.json"))
+    for text in ("the film was good", "naïve  東京 🎉\n2 films", " the"):
+        ids = ours.encode([text]).ids[0].tolist()
+        assert ids == theirs(text)["input_ids"] and (ids[0] == 1) == (kind == "mistral")
+        assert ours.backend.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+    pair, lines = ours.encode([("the film", "was good"), "the film\nwas good"]).ids
+    assert pair.tolist() == lines.tolist()
+    argv = ["generate", str(checkpoint_of(kind)), "--prompt", "the 東京", "--max-new-tokens", "9", "--json"]
+    assert main(argv) == 0
+    said = json.loads(capsys.readouterr().out)
+    ids = theirs("the 東京")["input_ids"]
+    (expected,) = gather(generate(load_backbone(checkpoint_of(kind)), [ids], max_new_tokens=9, stop=[0]), 1)
+    assert said["tokens"] == expected.tokens and said["prompt_tokens"] == len(ids)
+
+
+OPTIONS = {
+    "mistral": ("joint",),
+    "qwen2": ("lora-exits", "--targets", "query,key,gate"),
+    "qwen3": ("self-supervised", "--new-tokens", 12),
+    "phi3": ("lora-exits", "--targets", "query,value,gate,up"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_of, task_folder, tmp_path, capsys):
+    method, *more = OPTIONS[kind]
+    source = ["--texts", 16] if method == "self-supervised" else ["--task", task_folder]
+    folders = ["--model", checkpoint_of(kind), "--out", tmp_path / "run"]
+    options = map(str, [*folders, *source, *more, "--epochs", 1, "--exits", "1,3"])
+    with torch.enable_grad():
+        assert main(["train", method, *options]) == 0, capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--segments", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])["verified"]
+    assert said["max_logit_difference"] < ENGINES and said["exit_agreement"] == 1
+    run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
+    texts = ["the film was good", "a dull"]
+    if method == "self-supervised":
+        assert [each.text for each in runtime.run(texts, max_new_tokens=9)] == run.generate(texts, max_new_tokens=9)
+    else:
+        expected = [(each.label, each.layers) for each in run.classify(texts)]
+        assert [(each.label, run.exits[each.exit]) for each in runtime.run(texts)] == expected

@@ -327,8 +327,9 @@ def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) ->
     must be one.
     """
     if not path.exists():
-        hint = f"; only safetensors are read, convert the .bin file: {CONVERT}" if list(path.parent.glob("*.bin")) else ""
-        raise FileNotFoundError(f"{path}: no such file{hint.replace('DIR', str(path.parent))}")
+        line = CONVERT.replace("DIR", str(path.parent))
+        hint = f"; only safetensors are read, convert the .bin file: {line}" if list(path.parent.glob("*.bin")) else ""
+        raise FileNotFoundError(f"{path}: no such file{hint}")
     check_regular(path)
     try:
         with safe_open(path, "pt") as file:
