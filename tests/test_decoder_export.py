@@ -365,8 +365,10 @@ def unturned_keys(right, self, g, heads, count):
     return heads if count == self.config.key_value_heads else right(self, g, heads, count)
 
 
-def without_head_norm(right, self, g, norm, heads):
-    return heads if norm is self.key_norm else right(self, g, norm, heads)
+def without_head_norms(right, self, g, *where):
+    changed = copy_of(self)
+    changed.head_norms = False
+    return right(changed, g, *where)
 
 
 def forgotten_window(right, self, g, layer, query, key, value):
@@ -444,7 +446,8 @@ GRAPH_BUGS = {
     ),
     "no window": ("mistral", GraphBlock, "attend", forgotten_window),
     "every layer has the window of the others": ("qwen2", DecoderConfig, "window", lambda right, self, depth: 5),
-    "keys of a fill without their norm": ("qwen3", Layer, "_graph_head_norm", without_head_norm),
+    "heads without their norms": ("qwen3", Layer, "graph", without_head_norms),
+    "keys of a fill without their norm": ("qwen3", Layer, "graph_write_keys", without_head_norms),
     "LongRoPE's heads are not widened": (
         "phi3",
         cache_module.GraphBlock,
@@ -709,7 +712,7 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
 # Smaller weights
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "qwen3", "phi3"])
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")

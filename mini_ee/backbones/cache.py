@@ -39,9 +39,9 @@ class Cache:
 
     def __init__(self, decoder: Backbone, rows: int, capacity: int):
         config, weight = decoder.config, next(decoder.parameters())
-        if capacity > config.max_cached:
+        if capacity > decoder.max_written:
             raise ValueError(
-                f"expected at most {config.max_cached} tokens, prompt and continuation together, got {capacity}: "
+                f"expected at most {decoder.max_written} tokens, prompt and continuation together, got {capacity}: "
                 f"shorten the prompt or ask for fewer tokens"
             )
         self.capacity = capacity

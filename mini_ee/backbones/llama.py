@@ -68,6 +68,11 @@ class Decoder(Backbone):
         return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
 
     @property
+    def max_written(self) -> int:
+        """As `Backbone.max_written` says: where LongRoPE turns a longer text otherwise, keys in a cache would not."""
+        return self.config.short_tokens or self.config.max_tokens
+
+    @property
     def vocabulary(self) -> dict[str, str]:
         """The linear map onto the vocabulary: weight and bias -> names of parameters."""
         if not self.has_lm_head:
@@ -116,7 +121,7 @@ class Decoder(Backbone):
         padding = padding_mask(attention_mask, self.cos.device)
         some_long = self.config.short_tokens is not None and tokens > self.config.short_tokens
         if some_long or padding is not None and not _padded_on_the_right(attention_mask):
-            mask = np.ones(inputs.input_ids.shape) if attention_mask is None else attention_mask
+            mask = np.ones(inputs.input_ids.shape, bool) if attention_mask is None else attention_mask
             return self.block(token_positions(tensor_on(self.cos.device, mask)))._replace(padding=padding)
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
@@ -137,7 +142,7 @@ class Decoder(Backbone):
         if high >= limit:
             raise ValueError(f"expected at most {limit} tokens, got {high + 1}: shorten the prompt")
         at, end = positions.clamp(min=0), high + 1
-        # Most often all rows stand at the same places: slices serve where indices would be needed.
+        # Most often all rows stand at the same places: one of them serves for all.
         aligned = low >= 0 and high == low + tokens - 1
         aligned = aligned and (tokens == 1 or bool((positions == torch.arange(low, end, device=at.device)).all()))
         if aligned and cache is not None and rows is None:
@@ -149,11 +154,11 @@ class Decoder(Backbone):
         if cache is None and aligned:
             return Around(cos, sin, None, True, end, near=self._near(at[:1], at[:1], end))
         if cache is None:
-            near, real = self._near(positions, positions, end), positions >= 0
+            real = positions >= 0
             seen = (real[:, None, :] | ~real[:, :, None])[:, None]  # no token reads padding
-            return Around(
-                cos, sin, readable(positions, positions) & seen, False, end, near=near if near is None else near & seen
-            )
+            masks = readable(positions, positions), self._near(positions, positions, end)
+            mask, near = (each if each is None else each & seen for each in masks)
+            return Around(cos, sin, mask, False, end, near=near)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         slots = self._places(end)

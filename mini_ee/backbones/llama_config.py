@@ -230,7 +230,7 @@ class DecoderConfig:
 
     @property
     def max_tokens(self) -> int:
-        """The longest text that is read at once."""
+        """The longest text, prompt and continuation together."""
         return self.max_position_embeddings
 
     @property
@@ -240,11 +240,6 @@ class DecoderConfig:
         if scaling is None or scaling["rope_type"] != "longrope" or scaling[ORIGINAL] >= self.max_tokens:
             return None
         return scaling[ORIGINAL]
-
-    @property
-    def max_cached(self) -> int:
-        """The longest text that is written, prompt and continuation together: keys in a cache do not turn anew."""
-        return self.short_tokens or self.max_tokens
 
     @property
     def rope_scale(self) -> float:

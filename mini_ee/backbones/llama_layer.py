@@ -167,12 +167,13 @@ class Layer(nn.Module):
         ]
         stacked = g.unflatten(g.gemm(g.apply(self.attention_norm, block.every(g, hidden)), *cut), block.every_shape)
         key, value = g.several(2, "Split", stacked, axis=2, num_outputs=2)
-        key = self._graph_head_norm(g, self.key_norm, key) if self.head_norms else key
+        if self.head_norms:
+            key = self._graph_head_norm(g, self.key_norm, key, self.key_value_heads)
         block.write(g, depth, block.rotate(g, key, self.key_value_heads), value)
 
-    def _graph_head_norm(self, g, norm: nn.Module, heads: str) -> str:
-        """The norm of each head: (B, T, H d) -> the same."""
-        apart = g.op("Reshape", heads, g.integers(0, 0, -1, self.head_width))
+    def _graph_head_norm(self, g, norm: nn.Module, heads: str, count: int) -> str:
+        """The norm of each head: (B, T, count d) -> the same."""
+        apart = g.op("Reshape", heads, g.integers(0, 0, count, self.head_width))
         return g.op("Reshape", g.apply(norm, apart), g.shape(heads, 0, 3))
 
     def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
@@ -199,10 +200,10 @@ class Layer(nn.Module):
         stacked = g.unflatten(linear("qkv", normed), block.every_shape)
         turning, value = g.several(2, "Split", stacked, g.integers(query + key, value), axis=2)
         if self.head_norms:
-            parts = zip(
-                (self.query_norm, self.key_norm), g.several(2, "Split", turning, g.integers(query, key), axis=2)
-            )
-            turning = g.op("Concat", *(self._graph_head_norm(g, *part) for part in parts), axis=2)
+            query_part, key_part = g.several(2, "Split", turning, g.integers(query, key), axis=2)
+            query_part = self._graph_head_norm(g, self.query_norm, query_part, self.heads)
+            key_part = self._graph_head_norm(g, self.key_norm, key_part, self.key_value_heads)
+            turning = g.op("Concat", query_part, key_part, axis=2)
         turned = block.rotate(g, turning, self.heads + self.key_value_heads)
         query, key = g.several(2, "Split", turned, g.integers(query, key), axis=2)
         attended = block.attend(g, depth, block.here(g, query, block.readable), key, value)

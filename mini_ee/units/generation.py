@@ -165,7 +165,7 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
 
 
 def _check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    return check_prompts(prompts, max_new_tokens, decoder.config.vocab_size, decoder.config.max_cached)
+    return check_prompts(prompts, max_new_tokens, decoder.config.vocab_size, decoder.config.max_tokens)
 
 
 def _seen(prompts: Sequence[Sequence[int]], decoder: Decoder) -> Tensor:
