@@ -22,8 +22,6 @@ from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 RESULTS = Path(__file__).parent.parent / "results"
 README_FIGURES = {  # as printed -> page, case, figure
     ".426": ("shortest", "lora-exits on TREC", "default saved"),
-    ".834": ("loraexit", "TREC mean segd", "score after 2"),
-    ".914": ("loraexit", "TREC mean joint", "score after 2"),
     ".204": ("shortest", "self-supervised on stories260K", "saved at .9"),
     ".634": ("raee", "TREC encoder fallback 3", "score"),
     ".567": ("raee", "TREC encoder fallback 3", "random layers"),
