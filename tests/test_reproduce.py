@@ -114,7 +114,11 @@ def test_two_seeds_say_nothing():
         ("hhf", 2, "holds"),
         ("huf", 2, "cannot be seen here"),
         ("hff", 2, "does not hold"),
-        ("hhw", 2, "too few seeds"),
+        ("hhw", 2, "holds"),
+        ("huw", 2, "too few seeds"),
+        ("huw-", 2, "not run yet"),
+        ("h-", "all", "not run yet"),
+        ("hf-", "all", "does not hold"),
     ],
 )
 def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
@@ -124,7 +128,8 @@ def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
         "u": ([1, 2, 3], [3, 2, 1]),
         "w": ([3], [1]),
     }
-    assert verdict_of([compared(*map(list, sides[each])) for each in said], need) == verdict
+    found = [compared(*map(list, sides[each])) if each in sides else None for each in said]
+    assert verdict_of(found, need) == verdict
 
 
 # ---- Recipes ----
