@@ -27,9 +27,9 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".567": ("raee", "TREC encoder fallback 3", "random layers"),
     ".587": ("raee", "TREC encoder fallback 3", "full"),
     ".764": ("raee", "TREC encoder fallback 3", "kNN votes"),
-    ".471": ("consistentee", "TREC consistent alpha 0.1", "policy saved"),
-    ".952": ("consistentee", "TREC consistent alpha 0.1", "policy score"),
-    ".956": ("consistentee", "TREC consistent alpha 0.1", "full"),
+    ".471": ("shortest", "consistent on TREC", "policy saved"),
+    ".952": ("shortest", "consistent on TREC", "policy score"),
+    ".956": ("shortest", "consistent on TREC", "full"),
 }
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
