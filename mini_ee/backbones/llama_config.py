@@ -166,7 +166,8 @@ class DecoderConfig:
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":
         """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""
         member = _member(config.get("model_type"))
-        if member.windows != "all" and not config.get("use_sliding_window", member.windows is None):
+        asks = "use_sliding_window" in member.switches
+        if not config.get("use_sliding_window", not asks) and (asks or "sliding_window" not in member.switches):
             config = config | {"sliding_window": None}
         check_fixed(config, {key: values for key, values in FIXED_KEYS.items() if key not in member.switches})
         config = {key: value for key, value in config.items() if key not in SWITCHES - member.switches}
@@ -188,7 +189,7 @@ class DecoderConfig:
         written = {key: value for key, value in asdict(self).items() if key not in unused}
         config = {key: value for key, value in written.items() if value is not None or key in member.defaults}
         config[member.eps_key] = config.pop("norm_eps")
-        if member.windows == "upper":
+        if "use_sliding_window" in member.switches:
             config["use_sliding_window"] = self.sliding_window is not None
         if self.layer_types is not None:
             config["layer_types"] = self.layer_types[: self.num_hidden_layers]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mini_ee.backbones.backbone import Layout
 
-SWITCHES = {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+SWITCHES = WINDOWS | {"attention_bias"}
 """Keys of config.json that not every member obeys."""
 
 
@@ -24,8 +25,7 @@ class Member:
     defaults: dict  # what Hugging Face takes for a key that config.json leaves out
     norm: str = "rms"  # RMSNorm; "rms, 1 + w": it stores w - 1; "layer": LayerNorm
     biased: tuple[str, ...] = ()  # maps that have a bias: "qkv", "attention_output", "mlp", "lm_head"
-    optional_biases: bool = False  # `attention_bias` says whether attention's maps have one
-    windows: str | None = None  # layers with a sliding window: "all", or "upper", where `use_sliding_window` says so
+    switches: frozenset[str] = frozenset()  # those of SWITCHES that it obeys
     partial_rotary: bool = False  # a part of each head may stay as it is
     rope_types: tuple[str, ...] = ("default", "llama3")
     original_length: int | None = None  # `original_max_position_embeddings` where it is left out, beside `rope_scaling`
@@ -35,14 +35,6 @@ class Member:
     def has(self, module: str) -> bool:
         """Whether a layer has this module."""
         return "layers.{i}." + module in self.layout.names
-
-    @property
-    def switches(self) -> set[str]:
-        """Those of SWITCHES that this one obeys."""
-        found = {"attention_bias"} if self.optional_biases else set()
-        if self.windows == "all":
-            found.add("sliding_window")
-        return found if self.windows != "upper" else SWITCHES - {"attention_bias"} | found
 
     @property
     def eps_key(self) -> str:
@@ -110,24 +102,23 @@ MEMBERS = {
     "mistral": Member(
         layout=_layout("Mistral"),
         defaults=_defaults(num_key_value_heads=8, sliding_window=4096),
-        windows="all",
+        switches=frozenset({"sliding_window"}),
     ),
     "qwen2": Member(
         layout=_layout("Qwen2"),
         defaults=_defaults(num_key_value_heads=32, sliding_window=4096, max_window_layers=28),
         biased=("qkv",),
-        windows="upper",
+        switches=WINDOWS,
     ),
     "qwen3": Member(
         layout=_layout("Qwen3", _QWEN3_NAMES),
         defaults=_defaults(num_key_value_heads=32, head_dim=128, sliding_window=4096, max_window_layers=28),
-        optional_biases=True,
-        windows="upper",
+        switches=SWITCHES,
     ),
     "phi3": Member(
         layout=_layout("Phi3", _PHI3_NAMES, fused=(("mlp.gate_up_proj", ("gate", "up")),)),
         defaults=_defaults(eps=1e-5),
-        windows="all",
+        switches=frozenset({"sliding_window"}),
         partial_rotary=True,
         rope_types=("default", "longrope", "su"),
         original_length=4096,
