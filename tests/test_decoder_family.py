@@ -242,14 +242,13 @@ def test_su_is_the_first_name_of_longrope():
     assert DecoderConfig.from_hugging_face(su) == DecoderConfig.from_hugging_face(config_of("phi3"))
 
 
-def long_model():
+def long_model(words=64):
     """Rows above five tokens turn by the long factors."""
-    tensors = load_backbone(GOLDEN / "phi3").state_dict()
     rope = config_of("phi3")["rope_parameters"] | {"original_max_position_embeddings": 5}
-    config = config_of("phi3", original_max_position_embeddings=5, rope_parameters=rope)
-    model = Decoder(DecoderConfig.from_hugging_face(config)).eval()
-    model.load_state_dict(tensors)
-    return model
+    config = config_of("phi3", original_max_position_embeddings=5, rope_parameters=rope, vocab_size=words)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Decoder(DecoderConfig.from_hugging_face(config | {"initializer_range": 0.3})).eval()
 
 
 def test_each_row_turns_by_its_own_length_whatever_the_batch():
@@ -268,6 +267,18 @@ def test_what_would_turn_anew_is_not_written():
         generate(model, [[4, 5, 6]], max_new_tokens=3)
     with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 6"):
         Cache(model, 1, 6)
+
+
+def test_a_command_writes_no_further_than_that(tmp_path, checkpoint_of, capsys):
+    save_backbone(long_model(words=300), tmp_path / "long")
+    shutil.copy(checkpoint_of("qwen2") / "tokenizer.json", tmp_path / "long")
+    command = ["generate", str(tmp_path / "long"), "--prompt", "the film"]
+    assert main([*command, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["prompt_tokens"] + len(said["tokens"]) == 5
+    assert main([*command, "--max-new-tokens", "9"]) in (1, 2)
+    printed = capsys.readouterr()
+    assert "at most 5 tokens, prompt and continuation together" in printed.err and printed.err.count("\n") == 1
 
 
 # ---- ONNX: rows ----
