@@ -36,4 +36,8 @@ BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE
     "llama": "mini_ee.backbones.llama",
     "gemma": "mini_ee.backbones.llama",
     "phi": "mini_ee.backbones.llama",
+    "mistral": "mini_ee.backbones.llama",
+    "qwen2": "mini_ee.backbones.llama",
+    "qwen3": "mini_ee.backbones.llama",
+    "phi3": "mini_ee.backbones.llama",
 }

@@ -200,6 +200,11 @@ class Backbone(nn.Module):
         return self.lm_head is not None
 
     @property
+    def max_written(self) -> int:
+        """The longest text that is written token by token, prompt and continuation together."""
+        return self.config.max_tokens
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device
@@ -269,7 +274,8 @@ class Layout:
 
     names: our modules -> theirs. {i} is the layer, counted from 0 in ours, {i-1} one less; {a|b} are several tensors
     that ours stacks. prefix: before all names but those of the head. architecture: `Bert`, of BertModel. renamed: old
-    endings of names -> today's. ignored: tensors that carry no weight of ours, as a regular expression.
+    endings of names -> today's. ignored: tensors that carry no weight of ours, as a regular expression. fused: modules
+    of theirs that hold several of ours, in equal shares of rows -> what the names of ours add to theirs.
     """
 
     names: dict[str, str]
@@ -277,6 +283,7 @@ class Layout:
     architecture: str
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = "(?!)"
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 # ---- Configs ----

@@ -72,7 +72,7 @@ def run(args, say) -> dict:
     if opened.unit != "tokens":
         raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
     backend, ids = opened.tokenizer.backend, encode_whole(opened.tokenizer, prompt)
-    most, stop = opened.model.backbone.config.max_tokens, opened.model.backbone.config.stop_tokens
+    most, stop = opened.model.backbone.max_written, opened.model.backbone.config.stop_tokens
     count = args.max_new_tokens or max(1, min(WRITTEN_TOKENS, most - len(ids)))
     steps, about = written_steps(opened, ids, count, args)
     write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))

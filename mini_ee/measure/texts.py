@@ -237,7 +237,7 @@ def timed_decoding(
 
 def room(run: Run, prompts: Sequence[Sequence[int]]) -> int:
     """Tokens that the context has room for behind the longest prompt."""
-    return run.model.backbone.config.max_tokens - max(map(len, prompts))
+    return run.model.backbone.max_written - max(map(len, prompts))
 
 
 def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], list[Text]]:
