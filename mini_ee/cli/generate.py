@@ -99,7 +99,7 @@ def run(args, say) -> dict:
         say(f"Tokens by the layer that wrote them: {', '.join(left)}.")
     if not args.lossless:
         mean_layers = float(np.mean(layers))
-        about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.exits[-1]}
+        about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.model.whole.exits[-1]}
     return {
         "method": opened.config["method"],
         "model": str(folder),

@@ -37,6 +37,8 @@ class Method:
     """unit -> its own defaults of whatever option; under "built-in" those for a built-in model."""
     lacks: tuple[str, ...] = ()  # options of every training that make no sense for this one
     train: Callable | None = None  # (Request) -> Run: a training of its own kind (RAEE's collection)
+    search: Callable | None = None
+    """In place of a recipe: (model, train, held, config) changes the model; returns records as of epochs."""
     default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
 
 
