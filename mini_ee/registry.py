@@ -25,6 +25,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "palbert": "mini_ee.baselines.palbert",
     "adainfer": "mini_ee.baselines.adainfer",
     "sleb": "mini_ee.baselines.sleb",
+    "free": "mini_ee.baselines.free",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

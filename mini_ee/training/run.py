@@ -120,15 +120,15 @@ class Run(NamedTuple):
         self,
         prompts: Sequence[str],
         max_new_tokens: int = WRITTEN_TOKENS,
-        fill: str = "propagate",
+        fill: str | None = None,
         sampling: Sampling = Sampling(),
         seed: int = 0,
     ) -> list[str]:
         """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
         self.tokenizer.backend.no_truncation()
         ids = [self.tokenizer.backend.encode(prompt).ids for prompt in prompts]
-        settings = {"max_new_tokens": max_new_tokens, "fill": fill, "sampling": sampling, "seed": seed}
-        written = gather(self.model.generate(ids, self.rule, **settings), len(ids))
+        settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        written = gather(self.model.generate(ids, self.rule, fill=fill or self.model.fill, **settings), len(ids))
         decode = self.tokenizer.backend.decode
         return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
 

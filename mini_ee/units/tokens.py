@@ -63,6 +63,7 @@ class TokenExits(ExitModel):
 
     unit = "tokens"
     holds_backbone = False  # a run on disk names it
+    fill = "propagate"  # what becomes of layers that a token did not run, unless another is asked for
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class TokenExits(ExitModel):
         policies = self.policies if rule.asks_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
-        return generate(self.backbone, prompts, **exits, **{"stop": self.backbone.config.stop_tokens} | settings)
+        usual = {"stop": self.backbone.config.stop_tokens, "fill": self.fill}
+        return generate(self.backbone, prompts, **exits, **usual | settings)
 
     def write(self, texts: Sequence[Text], rule: Rule, batch_size: int = BATCH, seed: int = 0, **settings):
         """What comes behind what each text gives (up to its `start`), in batches: a list of Generated."""
