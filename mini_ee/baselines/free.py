@@ -19,8 +19,8 @@ Fit:       a Beta by its moments: a = m (m (1 - m) / v - 1), b = a (1 - m) / m, 
 
 Deviations: 1. the released code overwrites the first term of that weight, so that labels alone count; here it is there,
 and a posterior, where theirs is no probability; 2. teachers of an L that S does not divide are rounded down; theirs are
-a table by hand; 3. the rule of a run is a threshold: the last lambda, after texts held out of training; `moved` moves it
-on other texts; 4. rows, which wait for nobody, have a head of their own at each exit, and lambda is fitted to held-out
+a table by hand; 3. the rule of a run is a threshold, the last lambda after texts held out of training; `moved` moves it
+on others; 4. rows, which wait for nobody, have a head of their own at each exit, and lambda is fitted to held-out
 ones, a candidate among thresholds on the gap; 5. a decoder, where theirs is that of a T5.
 """
 
