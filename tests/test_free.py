@@ -27,10 +27,14 @@ from mini_ee.baselines.free import (
     teachers,
 )
 from mini_ee.cli.main import main
+from mini_ee.data.tasks import TOY
 from mini_ee.data.texts import Text
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training.fit import Batch
-from mini_ee.units.decoding import decode, gather
+from mini_ee.training.train import asked
+from mini_ee.units.decoding import FILLS, decode, gather
 from mini_ee.units.rows import RowExits
 from mini_ee.units.tokens import TextData
 
@@ -272,24 +276,45 @@ def test_lambda_moves_between_texts_by_all_that_was_told(model):
 
 
 # ---- The run ----
-def test_a_run_holds_its_decoder_as_a_checkpoint(tmp_path, decoder_checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr("mini_ee.training.texts.HELD_STORIES", 4)
-    out = tmp_path / "run"
-    options = {"texts": 8, "new_tokens": 4, "epochs": 1, "shallow": 1}
-    monkeypatch.setattr("mini_ee.training.texts.GIVEN", 8)
-    run = mini_ee.train("free", decoder_checkpoint, out=out, **options)
-    assert run.exits == (1, 3) and run.rule.measure == "breaking_ties"
-    again = mini_ee.load_backbone(out / "backbone").state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in run.model.backbone.state_dict().items())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, decoder_checkpoint):
+    out = tmp_path_factory.mktemp("free") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mini_ee.training.texts.HELD_STORIES", 4)
+        patch.setattr("mini_ee.training.texts.GIVEN", 8)
+        return mini_ee.train("free", decoder_checkpoint, out=out, texts=8, new_tokens=4, epochs=1, shallow=1)
+
+
+def test_a_run_holds_its_decoder_as_a_checkpoint(trained, decoder_checkpoint, capsys):
+    assert trained.exits == (1, 3) and trained.rule.measure == "breaking_ties"
+    checkpoint, asked = trained.folder / "backbone", ("--prompt", "the film", "--max-new-tokens", "3", "--json")
+    again = mini_ee.load_backbone(checkpoint).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in trained.model.backbone.state_dict().items())
     first = mini_ee.load_backbone(decoder_checkpoint).layers[2].up.weight
     assert not torch.equal(again["layers.2.up.weight"], first)
-    assert main(["generate", str(out / "backbone"), "--prompt", "the film", "--max-new-tokens", "3", "--json"]) == 0
+    assert main(["generate", str(checkpoint), *asked]) == 0
     plain = json.loads(capsys.readouterr().out)["tokens"]
-    assert (
-        main(["generate", str(out), "--prompt", "the film", "--max-new-tokens", "3", "--rule", "never", "--json"]) == 0
-    )
+    assert main(["generate", str(trained.folder), "--rule", "never", *asked]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tokens"] == plain and told["fill"] == "recompute"
+
+
+def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
+    mini_ee.export(trained, tmp_path / "exported", segments=True)
+    ids = [trained.tokenizer.backend.encode(prompt).ids for prompt in ("the film was", "dull")]
+    engine = torch_segments(tmp_path / "exported")
+    for rule in (Threshold(0.02, "breaking_ties"), trained.rule):
+        for fill in FILLS:
+            expected = gather(trained.model.generate(ids, rule, max_new_tokens=8, fill=fill, stop=()), 2)
+            for segments in (None, engine):
+                runtime = Runtime(tmp_path / "exported", threads=1, fill=fill, segments=segments)
+                assert gather(runtime.generate(ids, max_new_tokens=8, rule=rule), 2) == expected
+
+
+def test_the_shortest_commands_are_asked_for(tmp_path):
+    """Defaults for text that the built-in decoder writes are none of rows on the built-in encoder."""
+    tokens, rows = (asked("free", None, task, tmp_path / "x", False, {}) for task in (None, TOY))
+    assert (tokens.unit, tokens.texts.texts, rows.unit, rows.train.epochs) == ("tokens", 500, "rows", 4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""LayerSkip (Elhoushi et al. 2024): dropout, weights and curricula against the printed sums, drafts against full text."""
+"""LayerSkip (Elhoushi et al. 2024): dropout, weights and curricula against the printed sums, drafts against texts."""
 
 import math
 

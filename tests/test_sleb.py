@@ -16,6 +16,7 @@ from mini_ee.baselines.sleb import Config, ShortDecoder, next_token_losses, sear
 from mini_ee.cli.main import main
 from mini_ee.data.texts import Text
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import plain_decoder
 from mini_ee.units.decoding import gather
@@ -167,9 +168,11 @@ def test_its_checkpoint_is_one_like_any_other(trained, decoder_checkpoint):
 def test_its_export_writes_the_same(trained, tmp_path):
     mini_ee.export(trained, tmp_path / "exported")
     ids = [trained.tokenizer.backend.encode("the film was").ids]
-    (found,) = gather(Runtime(tmp_path / "exported", threads=1).generate(ids, max_new_tokens=8), 1)
     (expected,) = gather(trained.model.generate(ids, NeverExit(), max_new_tokens=8), 1)
-    assert found == expected and set(found.layers_run) == {2}
+    for engine in (None, torch_segments(tmp_path / "exported")):
+        runtime = Runtime(tmp_path / "exported", threads=1, segments=engine)
+        (found,) = gather(runtime.generate(ids, max_new_tokens=8), 1)
+        assert found == expected and set(found.layers_run) == {2}
 
 
 @pytest.mark.parametrize(

@@ -270,10 +270,6 @@ METHOD = Method(
     candidates=gaps_of,
     default_rule=moved_rule,
     classes_only=True,
-    defaults={
-        "tokens": {"lr": 3e-4, "rank": None},
-        "rows": {},
-        "built-in": {},
-    },
+    defaults={"tokens": {"lr": 3e-4, "rank": None}, "built-in": {"texts": 500, "epochs": 2}},
     lacks=("exits", "rank"),
 )

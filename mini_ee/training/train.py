@@ -100,7 +100,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     unit, model, task = _unit_of(method, model and Path(model), task)
     defaults = BUILT_IN if model == BUILT_IN_MODEL else {}
     defaults = defaults | method.defaults.get(unit, {})
-    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER):
+    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit == method.units[0]:
         defaults = defaults | method.defaults.get("built-in", {})
     if unit == "tokens" and task in KINDS:
         defaults = defaults | {"kind": task}
