@@ -9,14 +9,17 @@ import torch
 from conftest import random_decoder
 
 import mini_ee
-from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines import sleb
-from mini_ee.baselines.sleb import Config, ShortDecoder, next_token_losses, search
+from mini_ee.baselines.sleb import Config, ShortDecoder, kept_layers, next_token_losses, search
 from mini_ee.cli.main import main
+from mini_ee.data.multiple_choice import Benchmark, Question
 from mini_ee.data.texts import Text
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
+from mini_ee.measure.texts import benchmark_answer, hear
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import plain_decoder
 from mini_ee.units.decoding import gather
@@ -53,7 +56,7 @@ def loss_by_hand(decoder, data, kept):
     short, losses = built(decoder, kept), []
     for text in data.texts:
         ids = torch.tensor([text.ids])
-        hidden, around = short.embed(sleb.Tensors(ids)), short.around(sleb.Tensors(ids))
+        hidden, around = short.embed(Tensors(ids)), short.around(Tensors(ids))
         with torch.no_grad():
             for depth in range(len(kept)):
                 hidden = short.run_layers(hidden, around, depth, depth + 1)
@@ -79,6 +82,21 @@ def test_the_loss_without_each_layer_is_that_of_a_model_without_it(decoder, data
     expected = [loss_by_hand(decoder, data, [*kept[:at], *kept[at + 1 :]]) for at in (1, 2, 3)]
     np.testing.assert_allclose(losses[1:-2], expected, atol=EXACT)
     assert losses[-1] == pytest.approx(loss_by_hand(decoder, data, kept), abs=EXACT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi"])
+def test_a_short_decoder_is_saved_and_loaded_as_any(kind, tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        whole = random_decoder(kind, 4)
+    save_backbone(kept_layers(whole, [0, 2, 3]), tmp_path / "short")
+    short, ids = load_backbone(tmp_path / "short"), torch.arange(5, 17)[None]
+    expected, around = whole.embed(Tensors(ids)), whole.around(Tensors(ids))
+    with torch.no_grad():
+        for layer in (0, 2, 3):
+            expected = whole.run_layers(expected, around, layer, layer + 1)
+        assert torch.equal(short.lm_logits(short(ids)), whole.lm_logits(expected))
+    assert whole.config.num_hidden_layers == len(whole.layers) == 4
 
 
 def test_the_search_is_the_greedy_one_over_models_that_are_built_anew(decoder, data):
@@ -152,14 +170,21 @@ def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_check
     assert full[0].tokens == again[0].tokens
 
 
+def test_a_benchmark_tells_the_full_models_score_beside_its_own(trained, decoder_checkpoint):
+    pairs = [("the film was", (" good", " bad")), ("a room is", (" dull", " lovely")), ("the", (" film", " is very"))]
+    questions = [Question((given,) * 2, options, 0, row) for row, (given, options) in enumerate(pairs * 4)]
+    benchmark = Benchmark("tiny", "test", tuple(questions), "log_p a character")
+    answer = benchmark_answer(hear(trained, benchmark), NeverExit())
+    full = plain_decoder(decoder_checkpoint)
+    assert answer["full_accuracy"] == benchmark_answer(hear(full, benchmark), NeverExit())["accuracy"]
+    assert answer["accuracy"] == answer["per_exit_accuracy"][0] and answer["layers_saved"] == pytest.approx(1 / 3)
+
+
 def test_its_checkpoint_is_one_like_any_other(trained, decoder_checkpoint):
     short, whole = load_backbone(trained.folder / "checkpoint"), load_backbone(decoder_checkpoint)
-    ids = torch.arange(5, 17)[None]
-    with torch.no_grad():
-        expected = built(whole, [0, 2])
-        hidden, around = expected.embed(sleb.Tensors(ids)), expected.around(sleb.Tensors(ids))
-        hidden = expected.layers[1](expected.layers[0](hidden, around, None, None), around, None, None)
-        assert torch.equal(short.lm_logits(short(ids)), expected.lm_logits(hidden))
+    expected = built(whole, [0, 2]).state_dict()
+    assert short.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in short.state_dict().items())
     plain = plain_decoder(trained.folder / "checkpoint")
     prompt = ["the film was"]
     assert plain.generate(prompt, max_new_tokens=6) == trained.generate(prompt, max_new_tokens=6)
