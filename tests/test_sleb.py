@@ -6,7 +6,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import random_decoder
+from conftest import WORDS, random_decoder
 
 import mini_ee
 from mini_ee.backbones.backbone import Tensors
@@ -171,13 +171,16 @@ def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_check
 
 
 def test_a_benchmark_tells_the_full_models_score_beside_its_own(trained, decoder_checkpoint):
-    pairs = [("the film was", (" good", " bad")), ("a room is", (" dull", " lovely")), ("the", (" film", " is very"))]
-    questions = [Question((given,) * 2, options, 0, row) for row, (given, options) in enumerate(pairs * 4)]
+    words, questions = [f" {word}" for word in WORDS * 3], []
+    for row in range(24):
+        given, options = f"the{words[row]}{words[row + 4]}", (words[row + 7], words[row + 9], words[row + 12])
+        questions.append(Question((given,) * 3, options, 0, row))
     benchmark = Benchmark("tiny", "test", tuple(questions), "log_p a character")
     answer = benchmark_answer(hear(trained, benchmark), NeverExit())
     full = plain_decoder(decoder_checkpoint)
     assert answer["full_accuracy"] == benchmark_answer(hear(full, benchmark), NeverExit())["accuracy"]
-    assert answer["accuracy"] == answer["per_exit_accuracy"][0] and answer["layers_saved"] == pytest.approx(1 / 3)
+    assert answer["accuracy"] == answer["per_exit_accuracy"][0] != answer["full_accuracy"]
+    assert answer["layers_saved"] == pytest.approx(1 / 3)
 
 
 def test_its_checkpoint_is_one_like_any_other(trained, decoder_checkpoint):
