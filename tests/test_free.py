@@ -314,7 +314,7 @@ def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
 def test_the_shortest_commands_are_asked_for(tmp_path):
     """Defaults for text that the built-in decoder writes are none of rows on the built-in encoder."""
     tokens, rows = (asked("free", None, task, tmp_path / "x", False, {}) for task in (None, TOY))
-    assert (tokens.unit, tokens.texts.texts, rows.unit, rows.train.epochs) == ("tokens", 500, "rows", 4)
+    assert (tokens.unit, tokens.texts.texts, rows.unit, rows.train.epochs) == ("tokens", 1000, "rows", 4)
 
 
 @pytest.mark.parametrize(

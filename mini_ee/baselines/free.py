@@ -270,6 +270,6 @@ METHOD = Method(
     candidates=gaps_of,
     default_rule=moved_rule,
     classes_only=True,
-    defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 500, "epochs": 2}},
+    defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 1000}},
     lacks=("exits", "rank"),
 )

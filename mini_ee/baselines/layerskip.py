@@ -146,6 +146,6 @@ METHOD = Method(
     units=("tokens", "rows"),
     model=build,
     default_rule=drafting_rule,
-    defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 500, "epochs": 2}},
+    defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 1000}},
     lacks=("rank",),
 )
