@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,7 @@ def kept_layers(backbone: Backbone, kept: Sequence[int]) -> Backbone:
     """The backbone with these of its layers alone (from 0), which it shares with the whole one."""
     short = copy(backbone)
     short._modules = backbone._modules | {"layers": nn.ModuleList(backbone.layers[layer] for layer in kept)}
-    short.config = replace(backbone.config, num_hidden_layers=len(kept))
+    short.config = backbone.config_of(kept)
     return short
 
 
