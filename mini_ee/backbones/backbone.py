@@ -14,7 +14,7 @@ types there are, None where the model has no use for them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -222,8 +222,12 @@ class Backbone(nn.Module):
         """A copy of the embeddings and the layers 1 .. count."""
         kept = deepcopy(self.layers[:count])
         small = deepcopy(self, {id(self.layers): kept}).without_heads()  # the other layers are not copied
-        small.config = replace(self.config, num_hidden_layers=count)
+        small.config = self.config_of(range(count))
         return small
+
+    def config_of(self, kept: Sequence[int]):
+        """The config of a backbone with these of the layers alone, from 0."""
+        return replace(self.config, num_hidden_layers=len(kept))
 
     def layer_weights(self) -> dict[str, int]:
         """What flops.layer_flops asks of one layer."""
