@@ -327,7 +327,7 @@ def draw_ablation(path: Path, answer: dict) -> None:
 
 def draw_loads(path: Path, rows: list[dict]) -> None:
     """p99 and p50 of each server against the load, a panel for each kind of arrivals."""
-    kinds = {row["case"].partition("rebatch")[2].strip() or "one by one": row for row in rows if row.get("loads")}
+    kinds = {"in bursts" if "bursts" in row["case"] else "one by one": row for row in rows if row.get("loads")}
     figure, panels = _panels(len(kinds))
     for axes, (kind, row) in zip(panels, kinds.items()):
         for at, name in enumerate(dict.fromkeys(load["server"] for load in row["loads"])):
@@ -337,7 +337,7 @@ def draw_loads(path: Path, rows: list[dict]) -> None:
                 axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
         axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
         axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
-        axes.legend(frameon=False, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=6)
     save_figure(figure, path)
 
 
