@@ -7,7 +7,9 @@ import pytest
 
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.data.tasks import toy_task
 from mini_ee.export import bench as exported
+from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import bench as serving
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
 from mini_ee.units.heads import VocabularyHead
@@ -134,10 +136,22 @@ def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_p
     assert (tmp_path / "loads.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_half_of_the_layers_are_saved_under_the_load(runtime):
-    texts = [(f"the {thing} was {word}",) for thing in ("film", "meal", "book") for word in ("good", "bad", "dull")]
-    rule = serving.leaving(runtime, texts * 2)
-    assert len(rule.threshold) == 3
+def test_serve_takes_an_exported_folder_with_its_rule_and_segments(capsys, monkeypatch, runtime):
+    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
+    assert len(rows_of(capsys, "serve", "--model", str(runtime.folder))) == 4
+    monkeypatch.setattr("mini_ee.export.serving.engines.RowEngine._by_segment", lambda self: None)
+    assert main(["bench", "serve", "--model", str(runtime.folder)]) == 1
+    assert "export the run with --segments" in capsys.readouterr().err
+
+
+def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):
+    """Of sentences that the thresholds were not fitted to."""
+    quickly(monkeypatch)
+    texts = [row for row in toy_task().split("train").texts if len(row) == 1]
+    runtime = Runtime(serving._drawn(None, texts, tmp_path, 0), threads=1)
+    rule = serving.leaving(runtime, texts[:200])
+    left = [answer.layers for answer in runtime.run(texts[200:400], rule=rule)]
+    assert sum(left) / len(left) == pytest.approx(3.0, abs=0.35)
 
 
 def test_sentences_and_pictures_are_for_the_benchmark_that_serves(capsys):
