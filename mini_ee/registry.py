@@ -24,6 +24,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "elasticbert": "mini_ee.baselines.elasticbert",
     "palbert": "mini_ee.baselines.palbert",
     "adainfer": "mini_ee.baselines.adainfer",
+    "hashee": "mini_ee.baselines.hashee",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
