@@ -25,6 +25,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "palbert": "mini_ee.baselines.palbert",
     "adainfer": "mini_ee.baselines.adainfer",
     "hashee": "mini_ee.baselines.hashee",
+    "tr-bert": "mini_ee.baselines.tr_bert",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

@@ -10,7 +10,7 @@ A token that has left is still read: its state, which changes no more, gives key
 query and its feed-forward part are what is saved. Types that training has not seen, the first token of a row and the
 one that ends every row ([CLS], [SEP]) go through all layers. All is trained at once, tokens leaving as in use.
 
-Tables     frequency   types by how often they occur, in equal groups; the commonest leave after the first layer
+Tables     frequency   types by how often they occur, in equal groups; the commonest leave first
            mi          by the mutual information of a token's type and the label; the highest leave first
            random      drawn once
 
@@ -22,8 +22,8 @@ Deviations, pinned in tests/test_hashee.py:
 2. Counts are of train alone; theirs of dev too, on which they also report.
 3. `mi` counts every occurrence of a type (theirs not the first, and two labels at most).
 4. Heads read the mean over tokens by default, those that left included; theirs the first (`pool`), through a pooler.
-5. A group for each layer by default. Theirs is ElasticBERT-base cut to 6 layers, 6 groups; no clusters of embeddings,
-   no sequence-level tables, and no layers drawn anew for each occurrence, which may send [CLS] away.
+5. Any depth; theirs is ElasticBERT-base cut to 6 layers, a group for each. No clusters of embeddings, no tables of
+   whole rows, and no layers drawn anew for each occurrence, which may send [CLS] away.
 """
 
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ from mini_ee.units.leaving import (
     LeavingExits,
     Left,
     float_constant,
+    graph_first,
     graph_in_order,
     graph_spent,
     in_order,
@@ -57,7 +58,7 @@ class Config:
     """Settings of the table. Raises ValueError on a value that makes no sense."""
 
     table: str = option("frequency", "by which types of tokens are put in groups", choices=TABLES)
-    groups: int | None = option(None, "of types, each with a layer of its own to leave after; one a layer", least=1)
+    groups: int = option(6, "of types, each with a layer of its own to leave after, evenly spread", least=1)
 
     def __post_init__(self):
         check_options(self)
@@ -79,7 +80,7 @@ def exit_layers(data: RowData, vocabulary: int, layers: int, how: Config) -> np.
         order = seen[np.argsort(-mutual_information(ids, labels, vocabulary)[seen], kind="stable")]
     else:
         order = seen[np.argsort(-counts[seen], kind="stable")]
-    depths = even_exits(layers, how.groups or layers)
+    depths = even_exits(layers, how.groups)
     for depth, group in zip(depths, np.array_split(order, len(depths))):
         table[group] = depth
     return table
@@ -157,9 +158,7 @@ class HashExits(LeavingExits):
         """depths, (B, T) int64."""
         mask = g.input("attention_mask", "batch", "tokens")
         depths = g.cast(g.op("Gather", g.parameter(self.table), g.input("input_ids", "batch", "tokens")), np.int64)
-        first = g.op(
-            "Equal", g.op("CumSum", g.op("Expand", g.integers(1), g.shape(mask, 0, 2)), g.integers(1)), g.integers(1)
-        )
+        first = graph_first(g, mask)
         return g.op("Mul", g.op("Where", first, g.integers(self.layers), depths), mask)
 
     def leave(self, inputs) -> Left:

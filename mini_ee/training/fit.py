@@ -371,6 +371,13 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same of each row: (N, C), (N,) -> (N,) float32."""
+    if labels.is_floating_point():
+        return (logits.float()[:, 0] - labels) ** 2
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
 def depth_weighted_sum(losses, exits: tuple[int, ...]):
     """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit.
 

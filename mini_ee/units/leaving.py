@@ -109,6 +109,12 @@ def graph_spent(g, layers: str, operations: str) -> str:
     return g.op("Concat", layers, both, axis=1)
 
 
+def graph_first(g, mask: str) -> str:
+    """Where the first token of a row stands: (T,) bool. mask (B, T)."""
+    counted = g.op("CumSum", g.op("Expand", g.integers(1), g.shape(mask, 1, 2)), g.integers(0))
+    return g.op("Equal", counted, g.integers(1))
+
+
 def float_constant(g, value: float) -> str:
     """A constant () of float32, whatever the graph's dtype: operations are large numbers."""
     return g.constant(f"{value:g}", np.array(value, np.float32))
