@@ -275,4 +275,5 @@ METHOD = Method(
     model=ReducedExits,
     exits=lambda num_layers: (num_layers,),
     lacks=("exits",),
+    defaults={"built-in": {"samples": 4, "policy_epochs": 2}},
 )
