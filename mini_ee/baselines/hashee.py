@@ -19,7 +19,7 @@ them, n that of the row with most. A row's layers are the mean over its tokens; 
 
 Deviations, pinned in tests/test_hashee.py:
 1. The released code has no attention mask: padding is read, so that a row's answer depends on its batch. Here it has.
-2. Counts are of train alone; theirs of dev too, on which they also report.
+2. Counts are of train alone; theirs of dev too.
 3. `mi` counts every occurrence of a type (theirs not the first, and two labels at most).
 4. Heads read the mean over tokens by default, those that left included; theirs the first (`pool`), through a pooler.
 5. Any depth; theirs is ElasticBERT-base cut to 6 layers, a group for each. No clusters of embeddings, no tables of

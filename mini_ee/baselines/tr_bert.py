@@ -104,7 +104,7 @@ class ReducedExits(LeavingExits):
         self.layers, width = backbone.config.num_hidden_layers, backbone.config.hidden_size
         if self.layers < 2:
             raise ValueError(f"TR-BERT chooses between layers, and the backbone has {self.layers}; give a deeper one")
-        self.ends = (*sorted({1, max(1, self.layers // 2)}), self.layers)
+        self.ends = (*sorted({1, self.layers // 2}), self.layers)
         self.selectors = nn.ModuleList(policy_network(width, KEPT) for _ in self.ends[:-1])
         self.of_policy = 2.0 * POLICY_WIDTH * (width + 1)  # operations, of a token
 

@@ -117,7 +117,7 @@ def graph_first(g, mask: str) -> str:
 
 def float_constant(g, value: float) -> str:
     """A constant () of float32, whatever the graph's dtype: operations are large numbers."""
-    return g.constant(f"{value:g}", np.array(value, np.float32))
+    return g.constant(str(value), np.array(value, np.float32))
 
 
 def spent_by(layers: Tensor, operations: float) -> Tensor:
