@@ -435,6 +435,8 @@ def test_tensors_that_do_not_fit_are_told(folder, kind, change, message):
 
 def test_a_model_without_a_head_of_its_own_is_asked_for_one_where_its_config_names_it(folder):
     untied, nothing = {"tie_word_embeddings": False}, {"lm_head.weight": None}
+    with pytest.raises(ValueError, match=r"1 missing \(lm_head.weight\)"):
+        load_backbone(folder("t5-v1.1", untied, nothing))
     bare = load_backbone(folder("t5-v1.1", untied | {"architectures": ["T5Model"]}, nothing))
     assert not bare.has_lm_head
     with pytest.raises(ValueError, match="this t5 has no LM head: load a checkpoint that was saved with one"):

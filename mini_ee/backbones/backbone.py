@@ -14,7 +14,7 @@ types there are, None where the model has no use for them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -108,6 +108,7 @@ class Backbone(nn.Module):
     Config: ClassVar[type]
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # of a row's tokens, that make sense
     generates: ClassVar[bool] = False  # it writes text, token by token
+    reads_apart: ClassVar[bool] = False  # an encoder reads what is given; a decoder reads what it writes alone
     reads_prompt_at: ClassVar[str] = "mask"  # or "last", "first": the token through which the head to words is read
     head_architecture: ClassVar[str] = "ForMaskedLM"  # how Hugging Face ends the name of a model with the head to words
 
@@ -153,6 +154,31 @@ class Backbone(nn.Module):
         adapt: what adapters add to the linear maps of the layers.
         """
         raise NotImplementedError
+
+    # ---- Of those that write ----
+
+    def begins_with(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The tokens that stand before what is written to each of the prompts."""
+        return prompts
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
+        """Put what is read apart into the cache."""
+
+    def embed_written(self, input_ids: Tensor) -> Tensor:
+        """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
+        return self.embed(Tensors(input_ids))
+
+    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
+        """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
+
+        counted (B, T) bool: of each text those behind what is given, and the last of that.
+        """
+        return Tensors(input_ids), counted
+
+    @property
+    def token_weights(self) -> int:
+        """How many weights of a layer a token is multiplied with that reads a cache."""
+        return sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
 
     def halves(self, depth: int) -> Halves:
         """The layer between hidden[depth] and hidden[depth + 1], in two halves. Raises ValueError where it has none."""

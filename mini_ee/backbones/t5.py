@@ -18,6 +18,7 @@ graphs hidden states and the encoder's output are one value, (B, 1 + S, D), so t
 Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, Layout, padding_mask, tensor_on
+from mini_ee.backbones.backbone import Adapt, Backbone, Layout, Tensors, padding_mask, tensor_on
+from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.flops import layer_flops
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_config import Biases, T5Config
-from mini_ee.backbones.t5_layers import Around, EncoderLayer, GraphAround, HeadNorm, Layer, norm_of
+from mini_ee.backbones.t5_layers import Around, EncoderLayer, GraphAround, HeadNorm, Layer, Memory, Pairs, norm_of
 
 
 # ---- The backbone ----
@@ -42,6 +44,8 @@ class T5(Backbone):
 
     Config = T5Config
     poolings = ("first",)  # there is one
+    generates = True
+    reads_apart = True
     reads_prompt_at = "first"
     head_architecture = "ForConditionalGeneration"
 
@@ -165,7 +169,7 @@ class T5(Backbone):
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
         for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around, adapt and partial(adapt, depth))
+            hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
         return hidden
 
     def graph_layers(self, g, hidden: str, around: GraphAround, start: int, stop: int, adapt=None) -> str:
@@ -190,6 +194,76 @@ class T5(Backbone):
         """lm_logits of some words (C,) alone: (B, D) -> (B, C)."""
         weight = self.get_parameter(self.vocabulary["weight"])
         return g.gemm(g.apply(self.norm, hidden), g.rows_of(weight, words))
+
+    # ---- Token by token ----
+    def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The start token: prompts are the encoder's."""
+        return [[self.config.decoder_start_token_id]] * len(prompts)
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], cache: Cache) -> None:
+        """The encoder's output for all prompts."""
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+        hidden, readable = self.encode(Tensors(ids, torch.arange(ids.shape[1]) < lengths), len(self.encoder))
+        cache.memory = Memory(self.encoder_norm(hidden), readable)
+
+    def embed_written(self, input_ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, D)."""
+        return self.embeddings(input_ids)
+
+    def block(self, positions: Tensor, cache: Cache, rows: list[int] | None = None) -> Around:
+        """What the layers need to run tokens at these positions (B, T), -1 for padding, over a cache.
+
+        rows: which of its rows they are, None: all, in order. Raises ValueError where a position is above its last.
+        """
+        end = int(positions.max()) + 1
+        if end > cache.capacity:
+            raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: ask for fewer tokens")
+        at, slots = positions.clamp(min=0), torch.arange(end, device=positions.device)
+        bias = self.biases(at, slots).masked_fill(slots > at[:, None, :, None], -torch.inf)
+        index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
+        write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
+        readable = cache.memory.readable
+        readable = readable if readable is None or rows is None else readable[rows]
+        return Around(None, readable, bias, cache=cache, rows=rows, write=write)
+
+    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
+        """`block` where all rows of the cache stand at low .. low + tokens - 1."""
+        places = torch.arange(low, low + tokens, device=cache.keys.device)
+        block = self.block(places[None], cache)
+        return block._replace(write=(slice(None), slice(low, low + tokens)))
+
+    def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
+        """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
+
+        The layers start + 1 .. stop each write their own keys and values; those of the encoder's output are fixed.
+        """
+        for depth in range(start, stop):
+            self.layers[depth].write_keys(hidden, around, depth)
+
+    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Pairs, Tensor]:
+        """The encoder reads up to the first token that counts; in its place stands the start token."""
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        first = counted.int().argmax(1, keepdim=True)
+        width = int((counted.sum(1) if counted.any() else first + 1).max())
+        from_there = (first + places[:width]).clamp(max=len(places) - 1)
+        written = input_ids.gather(1, from_there)
+        written[:, 0] = self.config.decoder_start_token_id
+        counts = counted.gather(1, from_there) & (first + places[:width] < len(places))
+        given = int(first.max()) + 1
+        return Pairs(input_ids[:, :given], (places[:given] <= first).long(), written), counts
+
+    @property
+    def token_weights(self) -> int:
+        """Keys and values of the encoder's output are made once, as those of a prompt are."""
+        return super().token_weights - self.layers[0].cross_key_value.weight.numel()
+
+    def graph_block(self, g, first: int) -> None:
+        """Of what an export of tokens asks for."""
+        raise ValueError(
+            "a t5 writes no tokens in ONNX Runtime yet: its prompts have no graph; decode with `mini-ee generate`, or "
+            "export a run of rows"
+        )
 
     # ---- What texts are compared by ----
     @property

@@ -1,6 +1,7 @@
 """The layers of a T5, encoder and decoder, and what they need besides hidden states; t5.py says what they compute."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from mini_ee.backbones.activations import graph_activation
 from mini_ee.backbones.backbone import AdaptLayer, tensor_on
 from mini_ee.backbones.bert import StackedLinear
+from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.llama import RMSNorm
 from mini_ee.backbones.t5_config import ACTIVATIONS, T5Config
 
@@ -23,16 +25,41 @@ class Pairs(NamedTuple):
     decoder_input_ids: Tensor  # (B, T)
 
 
+class Memory:
+    """The encoder's output for the prompts of a batch; its keys and values by layer, made where a row needs them."""
+
+    def __init__(self, states: Tensor, readable: Tensor | None):
+        """states (rows, S, D); readable (rows, 1, 1, S), or None where nothing is padded."""
+        self.states, self.readable = states, readable
+        self._made: dict[int, tuple[list[Tensor], set[int]]] = {}  # layer -> keys and values, and of which rows
+
+    def heads(self, depth: int, layer: "Layer", rows: list[int] | None, adapt: AdaptLayer | None) -> list[Tensor]:
+        """Keys and values of the layer at this depth, (B, H, S, d) each, for these rows; None: all."""
+        every = list(range(len(self.states))) if rows is None else rows
+        made, known = self._made.setdefault(depth, ([], set()))
+        new = [row for row in every if row not in known]
+        if new:
+            found = layer.memory_heads(self.states[new], adapt)
+            made[:] = made or [each.new_zeros(len(self.states), *each.shape[1:]) for each in found]
+            for each, part in zip(made, found):
+                each[new] = part
+            known.update(new)
+        return made if rows is None else [each[rows] for each in made]
+
+
 class Around(NamedTuple):
     """What the decoder's layers need besides the hidden states (B, T, D)."""
 
-    memory: Tensor  # (B, S, D), the encoder's output
+    memory: Tensor | None  # (B, S, D), the encoder's output; None: a cache holds it
     readable: Tensor | None  # (B, 1, 1, S), true where it may be read; None: nothing is padded
-    bias: Tensor  # (1, H, T, T), added to the scores of the tokens among themselves
+    bias: Tensor  # (B or 1, H, T, S'), added to the scores of the tokens among themselves
     padding: None = None  # of the hidden states
+    cache: Cache | None = None  # None: the tokens read each other
+    rows: list[int] | None = None  # whose cache they read, None: all rows in order
+    write: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
-        """That of these rows of the batch alone."""
+        """That of these rows of the batch alone. Over a cache it is made anew for each token: `T5.block`."""
         index = tensor_on(self.memory.device, rows)
         readable = None if self.readable is None else self.readable[index]
         return self._replace(memory=self.memory[index], readable=readable)
@@ -41,6 +68,17 @@ class Around(NamedTuple):
         """That of the batch, `count` times one after the other."""
         readable = None if self.readable is None else self.readable.repeat(count, 1, 1, 1)
         return self._replace(memory=self.memory.repeat(count, 1, 1), readable=readable)
+
+    def keep_heads(self, depth: int, key: Tensor, value: Tensor) -> None:
+        """Put keys and values (B, H, T, d) of the layer at this depth into its cache."""
+        for cache, new in ((self.cache.keys[depth], key), (self.cache.values[depth], value)):
+            cache.transpose(1, 2)[self.write] = new.transpose(1, 2)
+
+    def past(self, depth: int, key: Tensor, value: Tensor) -> list[Tensor]:
+        """The same; returns all that are read, (B, H, S', d) each."""
+        self.keep_heads(depth, key, value)
+        read = [cache[depth][:, :, : self.bias.shape[-1]] for cache in (self.cache.keys, self.cache.values)]
+        return read if self.rows is None else [each[self.rows] for each in read]
 
 
 class GraphAround(NamedTuple):
@@ -92,16 +130,21 @@ class EncoderLayer(nn.Module):
         """(B, T, D) -> (B, T, D). bias (B or 1, H, T, T): added to the scores, -inf where nothing may be read."""
         return self.feed(self.attend(hidden, bias))
 
-    def attend(self, hidden: Tensor, bias: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """The first part: tokens read each other."""
-        query, key, value = self.linear("qkv", self.attention_norm(hidden), adapt).chunk(3, dim=-1)
-        return self.read("attention_output", hidden, (query, key, value), bias, adapt)
+    def attend(
+        self, hidden: Tensor, bias: Tensor, adapt: AdaptLayer | None = None, past: Callable | None = None
+    ) -> Tensor:
+        """The first part: tokens read each other. past: keys and values of these tokens -> those that are read."""
+        query, *own = self.by_head(3, self.linear("qkv", self.attention_norm(hidden), adapt))
+        return self.read("attention_output", hidden, (query, *(past(*own) if past else own)), bias, adapt)
+
+    def by_head(self, count: int, stacked: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, count H d) -> so many of (B, H, T, d)."""
+        return stacked.unflatten(-1, (count, self.heads, -1)).transpose(1, 3).unbind(2)
 
     def read(self, output: str, hidden: Tensor, heads: tuple[Tensor, ...], mask: Tensor | None, adapt) -> Tensor:
-        """hidden, and what it reads: query (B, T, H d), key and value (B, S, H d), mapped by `output`."""
-        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in heads)
+        """hidden, and what it reads: query (B, H, T, d), key and value (B, H, S, d), mapped by `output`."""
         dropout = self.dropout.p if self.training else 0.0
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=1.0)
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=1.0)
         return hidden + self.dropout(self.linear(output, attended.transpose(1, 2).flatten(2), adapt))
 
     def feed(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
@@ -164,13 +207,27 @@ class Layer(EncoderLayer):
         self.cross_key_value = StackedLinear(width, (all_heads, all_heads), bias=False)
         self.cross_output = nn.Linear(all_heads, width, bias=False)
 
-    def forward(self, hidden: Tensor, around: Around, adapt: AdaptLayer | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D). adapt: what adapters add to the linear maps of this layer."""
-        hidden = self.attend(hidden, around.bias, adapt)
-        query = self.linear("cross_query", self.cross_norm(hidden), adapt)
-        key, value = self.linear("cross_key_value", around.memory, adapt).chunk(2, dim=-1)
-        hidden = self.read("cross_output", hidden, (query, key, value), around.readable, adapt)
+    def forward(self, hidden: Tensor, around: Around, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D), of the layer at this depth. adapt: what adapters add to its linear maps."""
+        cached = around.cache is not None
+        hidden = self.attend(hidden, around.bias, adapt, partial(around.past, depth) if cached else None)
+        query = self.by_head(1, self.linear("cross_query", self.cross_norm(hidden), adapt))
+        if cached:
+            memory = around.cache.memory.heads(depth, self, around.rows, adapt)
+        else:
+            memory = self.memory_heads(around.memory, adapt)
+        hidden = self.read("cross_output", hidden, (*query, *memory), around.readable, adapt)
         return self.feed(hidden, adapt)
+
+    def memory_heads(self, memory: Tensor, adapt: AdaptLayer | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the encoder's output: (B, S, D) -> (B, H, S, d) each."""
+        return self.by_head(2, self.linear("cross_key_value", memory, adapt))
+
+    def write_keys(self, hidden: Tensor, around: Around, depth: int) -> None:
+        """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
+        query, *_ = self.qkv.sizes
+        own = F.linear(self.attention_norm(hidden), self.qkv.weight[query:])
+        around.keep_heads(depth, *self.by_head(2, own))
 
     def graph(self, g, hidden: str, memory: str, around: GraphAround, adapt: Callable | None = None) -> str:
         """forward on (B, D), of the one token of each row; memory (B S, D)."""
