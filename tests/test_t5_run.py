@@ -11,6 +11,7 @@ from test_raee_run import answer, is_served_end_to_end, refused
 from test_t5 import KINDS, assert_close, golden
 
 from mini_ee.backbones.hub import load_backbone, save_backbone
+from mini_ee.backbones.lora import save_adapters
 from mini_ee.backbones.t5 import T5
 from mini_ee.backbones.t5_config import T5Config
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer
@@ -188,7 +189,7 @@ def models(kind):
     yield PromptModel(golden(kind)[0], prompt).eval(), {}
     yield RowExits(golden(kind)[0].without_heads(), (1, 3), 3, "first").eval(), {}
     lora = LoRAExits(
-        golden(kind)[0].without_heads(), (1, 2, 3), 3, "first", rank=2, targets=("query", "cross_value")
+        golden(kind)[0].without_heads(), (1, 2, 3), 3, "first", rank=2, targets=("query", "cross_value", "down")
     ).eval()
     for parameter in lora.parameters():
         torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.2)
@@ -228,6 +229,28 @@ def test_the_encoder_is_in_the_graph_of_the_first_segment_alone(tmp_path):
         name: buckets_of_a_graph(onnx.load(tmp_path / f"{name}.onnx", load_external_data=False).graph) for name in names
     }
     assert found == {"model": 1, "segment_1": 1, "segment_2": 0, "segment_3": 0}
+
+
+# ---- Adapters ----
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_computes_what_we_compute(kind, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers peft")
+    peft = pytest.importorskip("peft", reason="pip install transformers peft")
+    *_, (model, _) = models(kind)
+    inputs = batch(model.backbone)
+    ids, mask = torch.from_numpy(inputs.input_ids), torch.from_numpy(inputs.attention_mask)
+    save_backbone(model.backbone, tmp_path / "base")
+    save_adapters(model, tmp_path, str(tmp_path / "base"))
+    start = torch.zeros(len(ids), 1, dtype=torch.int64)
+    with torch.no_grad():
+        for k, logits in enumerate(model(ids, mask, torch.zeros_like(ids))[:2]):  # they norm the last layer's states
+            base = transformers.AutoModel.from_pretrained(tmp_path / "base").eval()
+            adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / f"exit_{k + 1}")).eval()
+            said = adapted(input_ids=ids, attention_mask=mask, decoder_input_ids=start, output_hidden_states=True)
+            assert_close(model.heads[k](said.decoder_hidden_states[k + 1], None), logits)
 
 
 # ---- From a checkpoint to an export ----

@@ -8,18 +8,22 @@ import torch
 from conftest import WORDS
 from test_raee_run import answer, refused
 from test_t5 import GOLDEN, KINDS, assert_close, golden
-from test_t5_run import t5_folder  # noqa: F401
+from test_t5_run import ENGINES, t5_folder  # noqa: F401
 
+import mini_ee.backbones.t5_graphs as t5_graphs
 import mini_ee.backbones.t5_layers as t5_layers
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer, Pairs
 from mini_ee.data.texts import Text
-from mini_ee.export.writer import write_graphs
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
+from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.run import load_run
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts
+from mini_ee.units.decoding import decode, gather
+from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
 from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
@@ -300,14 +304,81 @@ def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
     assert found["exits"] == [1, 3] and load_run(tmp_path / "run").model.policy is not None
 
 
-def test_what_is_not_there_yet_is_refused_in_one_line(t5_folder, stories, tmp_path, capsys):  # noqa: F811
+def test_texts_that_begin_with_nothing_are_refused_in_one_line(t5_folder, stories, tmp_path, capsys):  # noqa: F811
     model = ("--model", t5_folder, "--out", tmp_path / "run")
     said = refused(capsys, "train", "self-supervised", *model, "--text", stories)
-    assert "a t5 writes answers to what its encoder reads, not texts from their beginning: give --kind continue" in said
+    assert "a t5 writes answers to what its encoder reads, not texts from their beginning" in said
+    assert "give --task continue or copy" in said
     said = refused(capsys, "train", "calm", *model)
     assert "give --text FILE" in said
-    folder = tmp_path / "graphs"
-    folder.mkdir()
-    model = exits_of("t5")
-    with pytest.raises(ValueError, match="a t5 writes no tokens in ONNX Runtime yet"):
-        write_graphs(model, TokenGraphs(model), NeverExit(), folder)
+
+
+# ---- The export ----
+
+
+def opened(folder, model, manifest, fill):
+    """What decodes by segment, and with propagate the one graph."""
+    sessions = open_sessions(folder, manifest, threads=1)
+    yield OrtTokenSegments(sessions, manifest, fill, 3, 12)
+    if fill == "propagate":
+        held = HeldRule(folder, manifest)
+        yield OrtTokenModel(Session(folder / "model.onnx", CPU, 1), held, manifest, 3, 12, sessions.prompts)
+
+
+@pytest.mark.parametrize("fill", ["propagate", "recompute"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave(kind, fill, tmp_path):
+    model = exits_of(kind)
+    manifest = write_graphs(model, TokenGraphs(model), Threshold(MIXED[kind]), tmp_path, segments=True)
+    expected, tokens = drawn_text(token_segments(model, fill, 3, 12), PROMPTS, NEW_TOKENS, 0)
+    for segments in opened(tmp_path, model, manifest, fill):
+        found, _ = drawn_text(segments, PROMPTS, NEW_TOKENS, 0, tokens)
+        assert max(abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)) < ENGINES
+    for segments in opened(tmp_path, model, manifest, fill):
+        texts = gather(decode(segments, PROMPTS, NEW_TOKENS, Threshold(MIXED[kind])), 3)
+        assert [tuple(each) for each in texts] == written(model, Threshold(MIXED[kind]), fill=fill)
+
+
+def other_prompts(patch):
+    right = Prompts.read
+    patch.setattr(Prompts, "read", lambda self, prompts: right(self, prompts[::-1]))
+
+
+def no_biases(patch):
+    right = t5_graphs.T5Block.__init__
+
+    def init(self, g, backbone, first):
+        right(self, g, backbone, first)
+        self.readable = g.op("Mul", self.readable, g.number(1.5))
+
+    patch.setattr(t5_graphs.T5Block, "__init__", init)
+
+
+@pytest.mark.parametrize("bug", [other_prompts, no_biases], ids=lambda bug: bug.__name__)
+def test_the_comparison_of_engines_can_fail(bug, tmp_path, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave("t5-v1.1", "propagate", tmp_path)
+
+
+@pytest.mark.parametrize("options", [("--segments",), ("--int8",), ("--fp16",)], ids=str)
+def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, options):  # noqa: F811
+    train = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--new-tokens", 8)
+    with torch.enable_grad():
+        answer(capsys, "train", "self-supervised", *train, "--texts", 16, "--prompt", "the film was")
+    said = answer(capsys, "export", tmp_path / "run", "--out", tmp_path / "out", *options)["verified"]
+    (tmp_path / "texts").write_text("the film was good\na very very dull song\n")
+    files = (tmp_path / "texts", "--out", tmp_path / "answers", "--max-new-tokens", 6)
+    engines = ("onnx", "torch") if options == ("--segments",) else ("onnx",)
+    for engine in engines:
+        assert answer(capsys, "run", tmp_path / "out", *files, "--engine", engine)["rows"] == 2
+    if options == ("--segments",):
+        assert said["max_logit_difference"] < 1e-4 and said["exit_agreement"] == 1
+        run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
+        ids = [runtime.encode(text, 6) for text in ("the film was good", "a very very dull song")]
+        found = gather(runtime.generate(ids, max_new_tokens=6), 2)
+        assert [tuple(each) for each in found] == written(run.model, run.rule, ids, max_new_tokens=6, stop=(1,))
+        with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
+            runtime.generate([[5, 1]], max_new_tokens=512)
+        said = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "page", "--web")
+        assert "--web: the page gives prompts to the decoder, here an encoder reads them; leave it out" in said

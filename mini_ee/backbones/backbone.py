@@ -168,6 +168,14 @@ class Backbone(nn.Module):
         """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
         return self.embed(Tensors(input_ids))
 
+    def graph_embed_written(self, g) -> str:
+        """embed_written; declares the input input_ids, (B, T)."""
+        return self.graph_embed(g)
+
+    def prompt_graphs(self) -> dict[str, Callable]:
+        """Graphs that read prompts apart: name -> what writes one, given a Builder."""
+        return {}
+
     def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
         """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
 

@@ -13,12 +13,16 @@ Hidden states are those of the decoder: (B, 1, D), of the token that it starts w
 those of `decoder_input_ids` where inputs have them (`Pairs`). So an exit saves layers of the decoder: RAEE counts T5's
 layers from the encoder on, and does not say what an exit in there would read.
 
-Keys and values of the encoder's output are made by the layer that reads them: what is not run costs nothing. In ONNX
-graphs hidden states and the encoder's output are one value, (B, 1 + S, D), so that rows which leave take both along.
+Keys and values of the encoder's output are made by the layer that reads them, for the rows that come there: what is not
+run costs nothing. Text is written over caches as by any decoder; a token that has left leaves its own keys above, those
+of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
+
+In ONNX graphs of rows hidden states and the encoder's output are one value, (B, 1 + S, D): rows that leave take both
+along. Those of tokens have the keys and values of all layers from a graph of their own: t5_graphs.py.
 Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +36,7 @@ from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.flops import layer_flops
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_config import Biases, T5Config
+from mini_ee.backbones.t5_graphs import MEMORY, T5Block, write_memory
 from mini_ee.backbones.t5_layers import Around, EncoderLayer, GraphAround, HeadNorm, Layer, Memory, Pairs, norm_of
 
 
@@ -172,9 +177,17 @@ class T5(Backbone):
             hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
         return hidden
 
-    def graph_layers(self, g, hidden: str, around: GraphAround, start: int, stop: int, adapt=None) -> str:
-        """run_layers, of the first of the tokens (B, 1 + S, D); the others are the encoder's output."""
+    def graph_layers(self, g, hidden: str, around, start: int, stop: int, adapt=None) -> str:
+        """run_layers, of tokens over caches; or of the first of (B, 1 + S, D), the others being the encoder's output.
+
+        around: a T5Block, or the GraphAround of rows.
+        """
         width = self.config.hidden_size
+        if isinstance(around, T5Block):
+            flat = g.flatten(hidden, width)
+            for depth in range(start, stop):
+                flat = self.layers[depth].graph_token(g, flat, around, depth, adapt and partial(adapt, depth))
+            return g.unflatten(flat, around.shape, width)
         one, memory = g.several(
             2, "Split", hidden, g.op("Concat", g.integers(1), g.shape(around.mask, 1, 2), axis=0), axis=1
         )
@@ -190,10 +203,10 @@ class T5(Backbone):
         weight = self.get_parameter(self.vocabulary["weight"])
         return F.linear(self.norm(hidden), weight if words is None else weight[words]).float()
 
-    def graph_lm_logits(self, g, hidden: str, words: Tensor) -> str:
-        """lm_logits of some words (C,) alone: (B, D) -> (B, C)."""
+    def graph_lm_logits(self, g, hidden: str, words: Tensor | None = None) -> str:
+        """lm_logits, (B, D) -> (B, V); of some words (C,) alone where they are given."""
         weight = self.get_parameter(self.vocabulary["weight"])
-        return g.gemm(g.apply(self.norm, hidden), g.rows_of(weight, words))
+        return g.gemm(g.apply(self.norm, hidden), g.parameter(weight) if words is None else g.rows_of(weight, words))
 
     # ---- Token by token ----
     def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -258,12 +271,23 @@ class T5(Backbone):
         """Keys and values of the encoder's output are made once, as those of a prompt are."""
         return super().token_weights - self.layers[0].cross_key_value.weight.numel()
 
-    def graph_block(self, g, first: int) -> None:
-        """Of what an export of tokens asks for."""
-        raise ValueError(
-            "a t5 writes no tokens in ONNX Runtime yet: its prompts have no graph; decode with `mini-ee generate`, or "
-            "export a run of rows"
-        )
+    def graph_block(self, g, first: int) -> T5Block:
+        """block, for a graph whose first layer is this, from 0. Declares the inputs that it takes."""
+        return T5Block(g, self, first)
+
+    def graph_embed_written(self, g) -> str:
+        """embed_written; declares the input input_ids, (B, T)."""
+        return g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
+
+    def graph_propagate(self, g, hidden: str, block: T5Block, start: int, stop: int) -> None:
+        """propagate."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            self.layers[depth].graph_write_keys(g, flat, block, depth)
+
+    def prompt_graphs(self) -> dict[str, Callable]:
+        """The encoder, with the keys and values of all layers of what it makes."""
+        return {MEMORY: partial(write_memory, self)}
 
     # ---- What texts are compared by ----
     @property

@@ -172,13 +172,15 @@ class Biases(nn.Module):
 
     def graph(self, g, tokens: str) -> str:
         """forward of as many queries as keys, each in its place; tokens (1,). Gives (1, H, T, T)."""
+        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
+        places = g.op("Range", zero, g.op("Squeeze", tokens), one)
+        return self.graph_of(g, g.op("Sub", places, g.op("Unsqueeze", places, g.integers(0, 2))))
+
+    def graph_of(self, g, distances: str) -> str:
+        """forward of distances j - i: (B, T, S) -> (B, H, T, S)."""
         most = self.config.relative_attention_max_distance  # beyond it all distances are one
         rows = buckets(torch.arange(-most, most + 1), self.both, self.config).numpy()
         by_distance = g.op("Gather", g.parameter(self.table.weight), g.constant(f"buckets_{self.both}", rows))
-        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
-        places = g.op("Range", zero, g.op("Squeeze", tokens), one)
-        between = g.op("Sub", places, g.op("Unsqueeze", places, g.integers(1)))
         ends = (g.constant(f"scalar_{value}", np.array(value)) for value in (-most, most))
-        index = g.op("Add", g.op("Clip", between, *ends), g.integers(most))
-        biases = g.op("Transpose", g.op("Gather", by_distance, index), perm=(2, 0, 1))
-        return g.op("Unsqueeze", biases, g.integers(0))
+        index = g.op("Add", g.op("Clip", distances, *ends), g.integers(most))
+        return g.op("Transpose", g.op("Gather", by_distance, index), perm=(0, 3, 1, 2))

@@ -242,3 +242,24 @@ class Layer(EncoderLayer):
         readable = g.op("Unsqueeze", around.mask, g.integers(1, 2))
         hidden = self.graph_read(g, "cross_output", hidden, [g.unflatten(query, one), key, value], readable, adapt)
         return self.graph_feed(g, hidden, adapt)
+
+    def graph_token(self, g, hidden: str, block, depth: int, adapt: Callable | None = None) -> str:
+        """forward on (B T, D) of tokens over caches. block: a T5Block."""
+        normed = g.apply(self.attention_norm, block.every(g, hidden))
+        stacked = g.unflatten(self.graph_linear(g, "qkv", normed, adapt), block.every_shape)
+        query, key, value = g.several(3, "Split", stacked, axis=2, num_outputs=3)
+        query = block.query(g, block.here(g, query, block.readable))
+        attended = g.flatten(block.attend(g, depth, query, key, value), block.width)
+        hidden = g.op("Add", hidden, self.graph_linear(g, "attention_output", attended, adapt))
+        query = block.query(g, self.graph_linear(g, "cross_query", g.apply(self.cross_norm, hidden), adapt))
+        attended = g.flatten(block.attend_memory(g, depth, query), block.width)
+        hidden = g.op("Add", hidden, self.graph_linear(g, "cross_output", attended, adapt))
+        return self.graph_feed(g, hidden, adapt)
+
+    def graph_write_keys(self, g, hidden: str, block, depth: int) -> None:
+        """write_keys on (B T, D). The projection without its queries is cut once, when the graph is loaded."""
+        width = self.qkv.sizes[0]
+        cut = g.op("Slice", g.parameter(self.qkv.weight), *map(g.integers, (width, 3 * width, 0)))
+        stacked = g.gemm(g.apply(self.attention_norm, block.every(g, hidden)), cut)
+        stacked = g.unflatten(stacked, block.every_shape)
+        block.write(g, depth, *g.several(2, "Split", stacked, axis=2, num_outputs=2))

@@ -67,7 +67,7 @@ class Source(NamedTuple):
 
     def pieces(self) -> list[Text]:
         """The file in pieces, in an order drawn with the seed."""
-        check_reads_on(self.backbone, "--kind continue or copy")
+        check_reads_on(self.backbone, "--task continue or copy")
         first, most = self.encode(""), self.backbone.config.max_tokens
         length = self.options.new_tokens or min(64, most - len(first))
         if length + len(first) > most:
