@@ -69,7 +69,7 @@ def test_hidden_states_and_logits_are_those_of_transformers(kind):
     del expected["greedy"]
     assert_states(model, inputs, expected)
     alone = model.hidden_states(inputs.input_ids, inputs.attention_mask)  # of the token that an answer starts with
-    assert [state.shape for state in alone] == [(3, 1, 16)] * 4
+    assert [state.shape for state in alone] == [(3, 1, 8)] * 4
     for depth in range(3):
         assert_close(alone[depth], expected[f"hidden.{depth}"][:, :1])
     assert_close(model.lm_logits(alone[3]), expected["lm_logits"][:, :1])
@@ -86,7 +86,7 @@ def after_loading(damage):
 def scaled_scores(patch):
     right = F.scaled_dot_product_attention
     patch.setattr(
-        t5_layers.F, "scaled_dot_product_attention", lambda *x, scale, **more: right(*x, scale=6**-0.5 * scale, **more)
+        t5_layers.F, "scaled_dot_product_attention", lambda *x, scale, **more: right(*x, scale=5**-0.5 * scale, **more)
     )
 
 
@@ -120,7 +120,7 @@ def biased_cross_attention(patch):
 
     def read(self, output, hidden, heads, mask, adapt):
         if output == "cross_output":
-            mask = torch.linspace(0, 1, heads[1].shape[1]).expand(len(hidden), 1, 1, -1).masked_fill(~mask, -torch.inf)
+            mask = torch.linspace(0, 1, heads[1].shape[2]).expand(len(hidden), 1, 1, -1).masked_fill(~mask, -torch.inf)
         return right(self, output, hidden, heads, mask, adapt)
 
     patch.setattr(EncoderLayer, "read", read)
@@ -151,9 +151,9 @@ BUGS = {
     "t5: the memory is normed twice": memory_is_normed,
     "t5: the memory is not normed": after_loading(lambda model: setattr(model, "encoder_norm", torch.nn.Identity())),
     "t5: the head's input is not scaled": after_loading(
-        lambda model: setattr(model, "lm_logits", lambda x: F.linear(model.norm(x) * 4, model.embeddings.weight))
+        lambda model: setattr(model, "lm_logits", lambda x: F.linear(model.norm(x) * 8**0.5, model.embeddings.weight))
     ),
-    "t5-v1.1: the head's input is scaled": after_loading(lambda model: setattr(model.norm, "scale", 0.25)),
+    "t5-v1.1: the head's input is scaled": after_loading(lambda model: setattr(model.norm, "scale", 8**-0.5)),
     "t5-v1.1: the head is tied": after_loading(
         lambda model: setattr(model, "lm_logits", lambda x: F.linear(model.norm(x), model.embeddings.weight))
     ),
@@ -406,7 +406,7 @@ OLD_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weig
 
 def test_old_copies_and_what_nothing_reads_are_passed_over(folder):
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    path = folder(tensors={name: words() for name in copies} | {OLD_BIAS: torch.zeros(8, 4)})
+    path = folder(tensors={name: words() for name in copies} | {OLD_BIAS: torch.zeros(8, 2)})
     model = load_backbone(path)
     assert model.lm_head is None and model.config.tie_word_embeddings and not model.left_out
     assert model.state_dict().keys() == load_backbone(GOLDEN / "t5").state_dict().keys()
@@ -417,14 +417,14 @@ def test_old_copies_and_what_nothing_reads_are_passed_over(folder):
     [
         (
             "t5",
-            {"encoder.embed_tokens.weight": torch.ones(64, 16)},
+            {"encoder.embed_tokens.weight": torch.ones(64, 8)},
             "encoder.embed_tokens.weight must be tied to shared",
         ),
         ("t5", {"decoder.final_layer_norm.weight": None}, r"1 missing \(decoder.final_layer_norm.weight\)"),
         ("t5", {"encoder.block.1.layer.0.SelfAttention.k.weight": None}, "1 missing .*SelfAttention.k.weight"),
-        ("t5", {"decoder.block.3.layer.0.layer_norm.weight": torch.ones(16)}, "1 unexpected .*block.3"),
-        ("t5", {"encoder.block.0.layer.1.DenseReluDense.wi_0.weight": torch.ones(24, 16)}, "1 unexpected .*wi_0"),
-        ("t5", {"shared.weight": torch.ones(60, 16)}, r"shared.weight must have shape \(64, 16\), found \(60, 16\)"),
+        ("t5", {"decoder.block.3.layer.0.layer_norm.weight": torch.ones(8)}, "1 unexpected .*block.3"),
+        ("t5", {"encoder.block.0.layer.1.DenseReluDense.wi_0.weight": torch.ones(12, 8)}, "1 unexpected .*wi_0"),
+        ("t5", {"shared.weight": torch.ones(60, 8)}, r"shared.weight must have shape \(64, 8\), found \(60, 8\)"),
         ("t5", {"shared.weight": None}, r"1 missing \(shared.weight\)"),
     ],
 )
@@ -440,7 +440,7 @@ def test_a_model_without_a_head_of_its_own_is_asked_for_one_where_its_config_nam
     bare = load_backbone(folder("t5-v1.1", untied | {"architectures": ["T5Model"]}, nothing))
     assert not bare.has_lm_head
     with pytest.raises(ValueError, match="this t5 has no LM head: load a checkpoint that was saved with one"):
-        bare.lm_logits(torch.zeros(1, 16))
+        bare.lm_logits(torch.zeros(1, 8))
 
 
 @pytest.mark.parametrize(
