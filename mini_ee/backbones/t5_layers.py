@@ -12,7 +12,7 @@ from mini_ee.backbones.activations import graph_activation
 from mini_ee.backbones.backbone import AdaptLayer, tensor_on
 from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.cache import Cache
-from mini_ee.backbones.llama import RMSNorm
+from mini_ee.backbones.llama_layer import RMSNorm
 from mini_ee.backbones.t5_config import ACTIVATIONS, T5Config
 
 

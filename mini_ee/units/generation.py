@@ -167,7 +167,7 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
 
 def _check_prompts(decoder: Backbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """How many tokens the longest row comes to; of what is read apart none."""
-    sizes = decoder.config.vocab_size, decoder.config.max_tokens
+    sizes = decoder.config.vocab_size, decoder.max_written
     check_ids(prompts, sizes[0])
     return check_prompts(decoder.begins_with(prompts), max_new_tokens, *sizes)
 
