@@ -38,6 +38,7 @@ BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE
     "elasticbert": "mini_ee.backbones.bert",
     "deberta": "mini_ee.backbones.deberta",
     "deberta-v2": "mini_ee.backbones.deberta",
+    "t5": "mini_ee.backbones.t5",
     "llama": "mini_ee.backbones.llama",
     "gemma": "mini_ee.backbones.llama",
     "phi": "mini_ee.backbones.llama",

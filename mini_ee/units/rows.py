@@ -218,6 +218,7 @@ class RowSegments(Segments):
     def flops(self, k: int, inputs) -> tuple[float, float]:
         tokens = inputs.input_ids.shape[1]
         layers = self.layer_passes(k) * self.model.backbone.layer_flops(tokens)
+        layers += 0.0 if k else self.model.backbone.start_flops(tokens)
         return layers, self.model.heads[k].flops(tokens) + self.state_flops(k)
 
     def state_flops(self, k: int) -> float:
