@@ -9,6 +9,7 @@ Every parameter is drawn at random, norms and biases too: a norm that forgets it
     config.json, model.safetensors  a Hugging Face folder, by save_pretrained (ElasticBERT by hand)
     expected.safetensors            input_ids, attention_mask, token_type_ids, hidden.{0..L}, lm_logits, pooled.{depth}
                                     decoders: no types; normed in place of hidden.{L}; greedy, (B, N) new tokens
+                                    T5: decoder_input_ids and encoder.{0..L} besides, the last normed too
     provenance.json                 command, seed, versions
 
 The tests need none of this: they read the files. This script imports nothing of mini_ee.
@@ -41,6 +42,8 @@ DECODER_SIZES = {
     "max_position_embeddings": 64,
 }
 NEW_TOKENS = 24
+EAGER = 2e-5
+"""How far transformers' two ways to attend may differ."""
 DEBERTA = {  # of base, xlarge and xxlarge, but for the sizes: spans and buckets are shorter than the rows
     "relative_attention": True,
     "position_biased_input": False,
@@ -54,6 +57,18 @@ DEBERTA_V2 = {
     "conv_kernel_size": 3,
     "conv_act": "gelu",
 }
+T5_SIZES = {  # heads are wider than D / H; the decoder has more layers; rows are longer than the largest distance
+    "vocab_size": 64,
+    "d_model": 8,
+    "d_kv": 5,
+    "d_ff": 12,
+    "num_heads": 2,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 7,
+    "decoder_start_token_id": 0,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -63,6 +78,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 PHI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+QWEN3_WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.4],
+    "long_factor": [1.2, 3.0, 7.0],
+}
 STORIES_TOKENS = [1, 403, 407, 261, 378]  # <s> Once upon a time
 EVERY = 8
 """Of the hidden states and logits of the real models, every eighth number is kept."""
@@ -188,7 +216,41 @@ def make_decoder(name: str, model_class: type, config) -> None:
     (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [5]])).long()
     ids = torch.randint(1, config.vocab_size, mask.shape, generator=generator) * mask
-    write(name, run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS))
+    said = {}
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        said[attention] = run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS)
+    for key, values in said["eager"].items():
+        at = slice(None) if key == "greedy" else mask.bool()
+        torch.testing.assert_close(said["sdpa"][key][at], values[at], atol=EAGER, rtol=0)
+    write(name, said["sdpa"])
+
+
+def make_t5(name: str, **config) -> None:
+    """An encoder-decoder: the texts are padded on the right, the answers are not. v1.1 has a head of its own."""
+    generator = torch.Generator().manual_seed(SEED + 11)  # with which greedy texts do not stand still
+    config = transformers.T5Config(**T5_SIZES, **config)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    if not config.scale_decoder_outputs:  # transformers 5 ties it, unless a file says otherwise
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+    randomise(model, generator)
+    with torch.no_grad():
+        model.shared.weight.mul_(3.0)  # the others are drawn by the root of their inputs
+    model.save_pretrained(GOLDEN / name)
+    (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [4]])).long()
+    ids, written = (torch.randint(2, config.vocab_size, (3, n), generator=generator) for n in (9, 10))
+    written[:, 0] = config.decoder_start_token_id
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        output = model(**batch, decoder_input_ids=written, output_hidden_states=True)
+        about = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(**batch, **about, use_cache=False)  # theirs has as many layers as the encoder
+    *states, normed = output.decoder_hidden_states
+    expected = batch | {"decoder_input_ids": written} | {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    expected |= {f"encoder.{depth}": state for depth, state in enumerate(output.encoder_hidden_states)}
+    write(name, expected | {"normed": normed, "lm_logits": output.logits, "greedy": text[:, 1:]})
 
 
 def make_stories(folder: Path) -> None:
@@ -209,6 +271,8 @@ if __name__ == "__main__":
     make("deberta", transformers.DebertaForMaskedLM, v1)
     v2 = transformers.DebertaV2Config(**DECODER_SIZES, **DEBERTA, **DEBERTA_V2)
     make("deberta-v2", transformers.DebertaV2ForMaskedLM, v2)
+    make_t5("t5")
+    make_t5("t5-v1.1", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM
     make_decoder("llama", llama, transformers.LlamaConfig(**sizes, num_key_value_heads=2))
     scaled = sizes | {"num_attention_heads": 2, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}
@@ -217,6 +281,17 @@ if __name__ == "__main__":
     make_decoder("gemma", transformers.GemmaForCausalLM, wide)
     part = transformers.PhiConfig(**(sizes | {"hidden_size": 20, "num_attention_heads": 2}), rope_parameters=PHI_ROPE)
     make_decoder("phi", transformers.PhiForCausalLM, part)
+    mistral = transformers.MistralConfig(**sizes, num_key_value_heads=2, head_dim=6, sliding_window=6)
+    make_decoder("mistral", transformers.MistralForCausalLM, mistral)
+    qwen2 = transformers.Qwen2Config(**sizes, **QWEN2_WINDOW, num_key_value_heads=2, tie_word_embeddings=True)
+    make_decoder("qwen2", transformers.Qwen2ForCausalLM, qwen2)
+    qwen3 = transformers.Qwen3Config(**sizes, **QWEN3_WINDOW, num_key_value_heads=2, head_dim=8, attention_bias=True)
+    make_decoder("qwen3", transformers.Qwen3ForCausalLM, qwen3)
+    for name, original in (("phi3", 40), ("phi3-long", 3)):  # all rows are below the original length, or above it
+        phi3 = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}
+        phi3 |= {"rope_parameters": dict(PHI3_ROPE), "original_max_position_embeddings": original}
+        phi3 |= {"pad_token_id": None, "eos_token_id": None}
+        make_decoder(name, transformers.Phi3ForCausalLM, transformers.Phi3Config(**phi3))
     if "MINI_EE_SHARED" in os.environ:
         make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")
         make_stories(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")

@@ -52,7 +52,7 @@ from mini_ee.units.leaving import (
     in_order,
     spent_by,
 )
-from mini_ee.units.rows import Fork, States, graph_mask
+from mini_ee.units.rows import Fork, RunLayers, States, graph_mask
 
 KEPT = 0.9  # pi(keep) of every token before step 2
 
@@ -148,7 +148,12 @@ class ReducedExits(LeavingExits):
         return self.classify(0, self.heads[0].state(found.hidden, self._mask(found)))
 
     def _each_state(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        fork: Fork | None,
+        run: RunLayers | None,
     ) -> Iterator[Tensor]:
         found = self.through(Tensors(input_ids, attention_mask, token_type_ids), likely)
         state = self.heads[0].state(found.hidden, self._mask(found))

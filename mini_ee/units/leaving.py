@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.early_exit import Reading
-from mini_ee.units.rows import Fork, RowExits, RowSegments
+from mini_ee.units.rows import Fork, RowExits, RowSegments, RunLayers
 
 
 class Left(NamedTuple):
@@ -44,7 +44,12 @@ class LeavingExits(RowExits):
         raise NotImplementedError
 
     def _each_state(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        fork: Fork | None,
+        run: RunLayers | None,
     ) -> Iterator[Tensor]:
         left = self.leave(Tensors(input_ids, attention_mask, token_type_ids))
         yield self.heads[0].state(left.hidden, left.mask)
