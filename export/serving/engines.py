@@ -3,7 +3,9 @@
 RowEngine    rows: a queue for each segment, where the folder has graphs by segment (`mini-ee export --segments`) and
              rows of several batches can go on as one; else one queue, for model.onnx, which stops by itself. A rule
              that plans from texts (RAEE) has a queue before them. A row in the shadow runs on after its answer.
-TextEngine   texts: caches for so many at once; each step writes a token of each, and who ends makes place for the next
+TextEngine   texts: caches for so many at once; each step writes a token of each, and who ends makes place for the next.
+             Of a decoder whose prompts are read apart (T5) one text after the other: what is made of prompts is laid
+             under a whole batch at once.
 """
 
 import random
@@ -14,7 +16,7 @@ import numpy as np
 
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import at_exit, early_exit, heads_read
-from mini_ee.export.runtime import Continuation, Runtime, TokenRuntime
+from mini_ee.export.runtime import Answer, Continuation, Runtime, TokenRuntime
 from mini_ee.export.serving.watch import Promise, Watch
 from mini_ee.export.serving.worker import BATCH, Row
 from mini_ee.rules import NeverExit, Planned, Rule
@@ -115,8 +117,10 @@ class RowEngine:
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
         if exited is not None:
-            said, leaving, _ = exited
-            self._answer([rows[at] for at in np.arange(len(rows))[leaving]], said, [k] * len(said), rule)
+            leaving, count = np.arange(len(rows))[exited.leaving], len(exited.logits)
+            depth = [self.runtime.exits[k]] * count if exited.spent is None else exited.spent[:, 0].tolist()
+            said = self.runtime.answers(exited.logits, [k] * count, depth, [0.0] * count)
+            self._answer([rows[at] for at in leaving], said, rule)
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self.rule
@@ -127,15 +131,16 @@ class RowEngine:
         result = early_exit(self.runtime.segments(), rule, inputs)
         for row in rows:
             row.queue = self._plans + 1
-        self._answer(rows, result.logits, result.exit_index.tolist(), self.rule)
+        depth = result.cost.depth.tolist()
+        said = self.runtime.answers(result.logits, result.exit_index.tolist(), depth, [0.0] * len(rows))
+        self._answer(rows, said, self.rule)
 
-    def _answer(self, rows: list[TextRow], logits: np.ndarray, exits: list[int], rule: Rule) -> None:
+    def _answer(self, rows: list[TextRow], said: list[Answer], rule: Rule) -> None:
         """Of rows that leave: their answers; or of those in the shadow, at the last exit, whether they agree."""
         now = time.perf_counter()
-        said = self.runtime.answers(logits, exits, [(now - row.arrived) * 1e3 for row in rows])
         for row, answer in zip(rows, said):
             if row.answer is None:
-                row.answer, row.rule = answer, rule
+                row.answer, row.rule = answer._replace(milliseconds=(now - row.arrived) * 1e3), rule
             if answer.exit == self._last:
                 row.queue = None
                 if row.shadowed and row.rule is self.rule:  # told of the rule that is in force
@@ -162,9 +167,10 @@ def _memory(kept: list[tuple[dict, int]]) -> dict[str, np.ndarray]:
 class PromptRow(Row):
     """A prompt, and what has been written after it."""
 
-    def __init__(self, prompt: list[int], count: int, told):
+    def __init__(self, prompt: list[int], before: list[int], count: int, told):
         super().__init__(len(prompt))
-        self.prompt, self.count, self.told = prompt, count, told
+        self.prompt, self.before = prompt, before  # what stands before the text in the caches: the prompt, most often
+        self.count, self.told = count, told
         self.place: int | None = None  # of the caches
         self.tokens, self.layers, self.text = [], [], ""
 
@@ -178,7 +184,8 @@ class TextEngine:
     queues, by_length = ("texts",), False
 
     def __init__(self, runtime: TokenRuntime, rule: Rule | None = None, room: int = BATCH):
-        self.runtime, self.rule, self.room = runtime, rule or runtime.rule, room
+        self.runtime, self.rule = runtime, rule or runtime.rule
+        self.room = room = 1 if runtime.begins_with else room
         self.watch = Watch(runtime.exits, None, None)
         self.capacity = min(CAPACITY, runtime.config["max_tokens"])
         self._segments = runtime.segments(room, self.capacity, rule=self.rule)
@@ -192,9 +199,10 @@ class TextEngine:
         (text,) = (text,) if isinstance(text, str) else text
         count = max_new_tokens or self.runtime.max_new_tokens
         prompt = self.runtime.encode(text, count)
-        if len(prompt) + count > self.capacity:
-            raise ValueError(f"expected at most {self.capacity} tokens, found {len(prompt)} and {count} to write")
-        return PromptRow(prompt, count, told)
+        before = self.runtime.begins_with or prompt
+        if len(before) + count > self.capacity:
+            raise ValueError(f"expected at most {self.capacity} tokens, found {len(before)} and {count} to write")
+        return PromptRow(prompt, before, count, told)
 
     def release(self, row: PromptRow) -> None:
         """Its place is free."""
@@ -210,10 +218,11 @@ class TextEngine:
             self._segments.forget(row.place)
         rows = sorted(rows, key=lambda row: row.place)
         if new:
-            prompts = Tokens.of([row.prompt for row in sorted(new, key=lambda row: row.place)])
-            self._segments.prefill(Tokens(prompts.ids, sorted(row.place for row in new), prompts.positions))
-        newest = [[(row.tokens or row.prompt)[-1]] for row in rows]
-        positions = [[len(row.prompt) + len(row.tokens) - 1] for row in rows]
+            new.sort(key=lambda row: row.place)
+            prompts = self._segments.begin([row.prompt for row in new])
+            self._segments.prefill(Tokens(prompts.ids, [row.place for row in new], prompts.positions))
+        newest = [[(row.tokens or row.before)[-1]] for row in rows]
+        positions = [[len(row.before) + len(row.tokens) - 1] for row in rows]
         inputs = Tokens(newest, [row.place for row in rows], positions)
         result = early_exit(self._segments, self.rule, inputs)
         written = greedy(result.logits, inputs.rows)

@@ -118,6 +118,7 @@ class Watch:
         self._seconds[bisect_left(SECONDS, seconds)] += 1
         self._total += seconds
         for depth in layers if isinstance(layers, list) else (layers,):
+            depth = self.exits[bisect_left(self.exits, depth)]  # where tokens leave, the mean is no exit
             self.left[depth] += 1
             self._recent.append(depth)
         if self._expected is None and len(self._recent) == RECENT:

@@ -337,7 +337,8 @@ def draw_loads(path: Path, rows: list[dict]) -> None:
                 axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
         axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
         axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=6)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6)
     save_figure(figure, path)
 
 
