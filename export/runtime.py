@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     label: str | float  # a number for regression
     confidence: float | None  # the largest probability; None for regression
     exit: int  # index into exits, from 0
-    layers: int  # depth of that exit
+    layers: int | float  # depth of that exit; where tokens leave, of a mean token
     milliseconds: float  # of its batch, over the rows of that batch
     logits: np.ndarray  # (C,)
 
@@ -190,7 +190,7 @@ class Runtime:
             begin = time.perf_counter()
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
-            said = zip(rows, result.logits, result.exit_index.tolist(), result.layers_run.tolist())
+            said = zip(rows, result.logits, result.exit_index.tolist(), result.cost.depth.tolist())
             confidences = max_probability(result.logits).tolist() if self.label_names else [None] * len(rows)
             for (row, logits, exit, layers), confidence in zip(said, confidences):
                 label = self.label_names[logits.argmax()] if self.label_names else float(logits[0])

@@ -285,7 +285,7 @@ def test_a_command_writes_no_further_than_that(tmp_path, checkpoint_of, capsys):
 EXITS = (1, 2, 3)
 
 
-@pytest.mark.parametrize("make", [*KINDS, long_model], ids=str)
+@pytest.mark.parametrize("make", [*KINDS, pytest.param(long_model, id="phi3-long")])
 def test_onnx_reads_rows_as_torch_does(make, tmp_path):
     backbone = load_backbone(GOLDEN / make) if isinstance(make, str) else make()
     model = RowExits(backbone, EXITS, 3, "mean").eval()

@@ -81,9 +81,15 @@ class Around(Protocol):
 class Halves(Protocol):
     """A layer that can be left halfway: attention, added to its input and normalised; then the feed-forward part."""
 
+    heads: int
+    qkv: nn.Linear  # of the queries, the keys and the values, one above the other
+    attention_output: nn.Linear
+    attention_norm: nn.LayerNorm  # what `attend` ends with
     up: nn.Linear
     down: nn.Linear
     output_norm: nn.LayerNorm  # what `feed` ends with
+    dropout: nn.Dropout
+    attention_dropout: float
 
     def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden and its half, both (B, T, D). mask: the `padding` of an Around."""
