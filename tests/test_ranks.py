@@ -19,8 +19,10 @@ import mini_ee.units.heads as heads
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.data.files import read_json, write_json
 from mini_ee.training import ranks
+from mini_ee.training.options import PRECISIONS
 
 SAME = 1e-6  # between weights; measured max 3.3e-7
+NOISE = 0.05  # between losses in float32 and bf16; measured max
 
 ROWS = {"max_train": 22, "batch_size": 7, "epochs": 1, "lr": 1e-4, "head_lr": 1e-3}  # the last batch is of one row
 TEXTS = {"texts": 12, "new_tokens": 12, "batch_size": 5, "epochs": 2, "prompt": ("the film",)}
@@ -163,6 +165,18 @@ def test_a_unit_is_of_one_rank_and_of_all_where_there_are_fewer_units_than_ranks
             assert ranks.share(np.arange(count)).tolist() == share
 
 
+def test_gradients_are_those_of_the_mean_over_all_units_and_none_stays_none(monkeypatch):
+    """Three units here, one on the other rank, whose sums are made by hand."""
+    random = np.random.default_rng(0)
+    ours, theirs = (random.normal(size=5).astype(np.float32) for _ in range(2))  # 2 x 2 numbers, then the loss
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(ranks, "_all", lambda do, sums: sums.add_(torch.tensor([*theirs, 1.0])))
+    gradient = torch.tensor(ours[:4]).view(2, 2).clone()
+    loss = ranks.average([None, gradient, None], torch.tensor(ours[4]), 3)
+    mean = [(3 * a + b) / 4 for a, b in zip(ours.tolist(), theirs.tolist())]
+    np.testing.assert_allclose([*gradient.flatten().tolist(), loss.item()], mean, rtol=1e-6)
+
+
 def test_ranks_draw_apart_and_the_first_as_one_process_does(monkeypatch):
     drawn = []
     for rank in (0, 0, 1, 1, 2):
@@ -239,3 +253,19 @@ def test_the_first_rank_that_fails_says_why_and_no_other(tmp_path):
     assert on_ranks(2, fail, tmp_path / "said") == [1, 1]
     said = (tmp_path / "said").read_text()
     assert said.count("Error: ") == said.count("ValueError: rank 1 has a reason") == 1
+
+
+# Precision
+
+
+@pytest.mark.parametrize("method", ["joint", "lora-exits"])
+def test_bf16_is_of_the_steps_alone_and_its_losses_are_within_noise(tmp_path, models, task_folder, method):
+    runs = {}
+    for precision in PRECISIONS:
+        given = method, models[0], task_folder, tmp_path / precision
+        runs[precision] = mini_ee.train(*given, **LONG | {"epochs": 2}, exits=(1, 3), precision=precision)
+    exact, rough = (weights(run.folder) for run in runs.values())
+    assert all(tensor.dtype == torch.float32 for tensor in rough.values())
+    assert not any(torch.equal(tensor, rough[name]) for name, tensor in exact.items() if name.endswith("out.weight"))
+    losses = [[each["loss"] for each in read_json(run.folder / "metrics.json")["epochs"]] for run in runs.values()]
+    np.testing.assert_allclose(*losses, atol=NOISE)

@@ -5,8 +5,11 @@ import hashlib
 import numpy as np
 import pytest
 
+import mini_ee
 from mini_ee.data.files import read_json, write_json
+from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Encoded
+from mini_ee.export.runtime import Runtime
 from mini_ee.methods.datastore import Collected, Datastore, build
 from mini_ee.methods.shards import Shards
 
@@ -170,3 +173,19 @@ def test_an_unfinished_build_in_other_shards_is_told(tmp_path):
         build(tmp_path / "store", ENCODER, lambda inputs: drawn(2), collected(3), **settings)
     store = build(tmp_path / "store", ENCODER, lambda inputs: drawn(2), collected(2), **settings)
     assert store.shards == 2 and len(store) == 4
+
+
+def test_a_run_and_what_is_exported_of_it_have_the_shards_that_were_asked_for(tmp_path, checkpoint_folder, task_folder):
+    given = {"template": "{text} the {mask}", "words": ("bad=awful", "good=great"), "k": 3}
+    one, run = (
+        mini_ee.train("raee", checkpoint_folder, task_folder, tmp_path / str(shards), shards=shards, **given)
+        for shards in (1, 3)
+    )
+    assert (one.rule.datastore.shards, run.rule.datastore.shards) == (1, 3)
+    texts = load_task(task_folder).split("dev").texts
+    inputs = run.encode(texts).batch(slice(None))
+    np.testing.assert_array_equal(run.rule.plan(inputs), one.rule.plan(inputs))
+    mini_ee.export(run, tmp_path / "exported", texts=texts)
+    runtime = Runtime(tmp_path / "exported")
+    assert runtime.rule.datastore.shards == 3
+    assert [answer.exit for answer in runtime.run(texts)] == run.rule.plan(inputs).tolist()

@@ -12,7 +12,7 @@ batch (CAT).
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONGEST = timedelta(days=1)  # that ranks wait for rank 0, which may be writing; of one that ended they hear at once
-ASKING = timedelta(seconds=10)  # the store
+LONGEST = timedelta(days=1)  # to wait for a rank, of which the first may be collecting; one that ended shows at once
 ENDED = "another rank ended, or torchrun was stopped, so this training ends; go on with --resume"
 
 
@@ -52,11 +51,10 @@ def together(device: str) -> Iterator[str]:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST)
         yield device
     except BaseException:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to those that are left
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to those that are left: this one is ending
         sys.stderr = sys.__stderr__ if _fails_first() else open(os.devnull, "w", encoding="utf-8")
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, before)
 
 
 def share(units: np.ndarray) -> np.ndarray:
@@ -74,8 +72,7 @@ def average(gradients: Iterable[Tensor | None], loss: Tensor, units: int) -> Ten
     gradients = [gradient for gradient in gradients if gradient is not None]
     parts = [*(gradient.flatten() for gradient in gradients), loss.detach()[None], loss.new_ones(1)]
     sums = torch.cat(parts) * units
-    with _all_there():
-        dist.all_reduce(sums)
+    _all(dist.all_reduce, sums)
     *means, loss, _ = (sums / sums[-1]).split([len(part) for part in parts])
     for gradient, mean in zip(gradients, means):
         gradient.copy_(mean.view_as(gradient))
@@ -85,15 +82,13 @@ def average(gradients: Iterable[Tensor | None], loss: Tensor, units: int) -> Ten
 def as_first(tensors: Iterable[Tensor]) -> None:
     """Makes tensors those of rank 0, in place."""
     for tensor in tensors if world() > 1 else ():
-        with _all_there():
-            dist.broadcast(tensor, 0)
+        _all(dist.broadcast, tensor, 0)
 
 
 def wait() -> None:
     """For all ranks to come here."""
     if world() > 1:
-        with _all_there():
-            dist.barrier()
+        _all(dist.barrier)
 
 
 def draw_apart(seed: int, step: int) -> None:
@@ -102,11 +97,10 @@ def draw_apart(seed: int, step: int) -> None:
         torch.manual_seed((seed + rank()) * 1_000_003 + step)
 
 
-@contextmanager
-def _all_there() -> Iterator[None]:
-    """A rank that ended shows in what the others do together."""
+def _all(do: Callable, *given) -> None:
+    """What ranks do together; a rank that ended shows in it."""
     try:
-        yield
+        do(*given)
     except RuntimeError as error:
         raise RuntimeError(ENDED) from error
 
@@ -119,7 +113,7 @@ def _fails_first() -> bool:
     """Whether no rank has failed before: torchrun's store counts, which outlives the ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=ASKING, wait_for_workers=False)
+        store = dist.TCPStore(host, port, timeout=timedelta(seconds=10), wait_for_workers=False)
         return store.add("mini-ee failed", 1) == 1
     except RuntimeError:
         return True
