@@ -1,6 +1,7 @@
 """What is measured of a trained run for a paper's page: figures by name, one number each, and lists of numbers.
 
-Rules are chosen on rows held out of train; figures are of the reported split, unless their name says otherwise.
+Rules are chosen on rows of train that no exit was trained on; figures are of the reported split, unless their name says
+otherwise.
 """
 
 from pathlib import Path
@@ -28,6 +29,7 @@ from mini_ee.measure.probes import hear_rows, rows_to_read
 from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.methods.raee import ablation, controls
+from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.rules import NeverExit, Policy, rule_from_dict
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
@@ -37,7 +39,7 @@ from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summ
 from mini_ee.units.tokens import record_texts
 
 BATCH = 32
-HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2000, 1000, 2000  # read at most, drawn with the seed
+HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
@@ -55,7 +57,7 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     """
     seed = run.config["seed"]
     _, rows = rows_of(task, None, None, seed)
-    held = subset(holdout(task.split("train"), seed)[1], HELD_ROWS, seed)
+    held = subset(untrained_rows(run, task), HELD_ROWS, seed)
     encoded, whole = run.encode(rows.texts), run.whole_model()
     reported = record(run.segments(), encoded, BATCH, "reading", whole)
     chosen_on = record(run.segments(), run.encode(held.texts), BATCH, "reading", whole)

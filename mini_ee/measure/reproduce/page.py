@@ -8,9 +8,17 @@ import numpy as np
 from mini_ee.data.metrics import spearman
 from mini_ee.measure.reproduce.experiments import read_case
 from mini_ee.measure.reproduce.recipe import Case, cases_of, sides
-from mini_ee.measure.reproduce.verdicts import FEW, HOLDS, RULE, UNSEEN, Compared, compared, verdict_of
+from mini_ee.measure.reproduce.verdicts import (
+    FEW,
+    HOLDS,
+    MISSING,
+    RULE,
+    UNSEEN,
+    Compared,
+    compared,
+    verdict_of,
+)
 
-MISSING = "not run yet"
 MADE_WITH = ("commit", "torch", "machine", "threads")
 NOT_RUN = "·"
 
@@ -57,8 +65,6 @@ def judge(claim: dict, kept: Kept) -> Judged:
         comparisons.append(compared(more, than, each.get("by", 0.0)))
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
-    if None in comparisons:
-        return Judged(claim, comparisons, MISSING)
     return Judged(claim, comparisons, verdict_of(comparisons, claim.get("need", "all")))
 
 
@@ -128,13 +134,18 @@ def _digits(value: float, digits: int = 3) -> str:
 
 def _table_lines(table: dict, kept: Kept) -> list[str]:
     columns = table["columns"]
-    lines = [f"**{table['id']}: {table['title']}**", "", *_head(["ours", *columns])]
+    rows = []
     for name, row in table["rows"].items():
         cells = []
         for column in columns.values():
             case, figure = (table[key].format(**row, **column) for key in ("case", "figure"))
             cells.append(_cell(list(kept.values(case, figure).values()), table.get("digits", 3)))
-        lines.append(_line([name, *cells]))
+        rows.append([name, *cells])
+    lines = [f"**{table['id']}: {table['title']}**", ""]
+    if all(cell == NOT_RUN for _, *cells in rows for cell in cells):
+        lines += [f"Ours: {MISSING}."]
+    else:
+        lines += [*_head(["ours", *columns]), *map(_line, rows)]
     if note := table.get("note"):
         lines += ["", note]
     if theirs := table.get("theirs"):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-HOLDS, FAILS, UNSEEN, FEW = "holds", "does not hold", "cannot be seen here", "too few seeds"
+HOLDS, FAILS, UNSEEN = "holds", "does not hold", "cannot be seen here"
+FEW, MISSING = "too few seeds", "not run yet"
 LEVEL = 0.95
 LEAST_SEEDS = 3
 T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -19,7 +20,8 @@ RULE = (
     f"A verdict is computed. Each comparison is paired over seeds, three at least: the mean of the differences, and "
     f"Student's t interval at {LEVEL:.0%}. The claim **holds** where the whole interval lies above what is claimed, "
     f"**does not hold** where it lies below; else it **cannot be seen here**. A claim takes all of its comparisons, "
-    f"where it does not say how many. The spread is that over seeds, on the same test rows."
+    f"where it does not say how many, and is judged before all are run where the others could not change it. The "
+    f"spread is that over seeds, on the same test rows."
 )
 
 
@@ -47,12 +49,14 @@ def compared(more: list[float], than: list[float], by: float = 0.0) -> Compared:
     return Compared(float(np.mean(more)), float(np.mean(than)), mean, low, high, seeds, verdict)
 
 
-def verdict_of(comparisons: list[Compared], need: int | str = "all") -> str:
-    """Of a claim: all of its comparisons must hold, or so many."""
-    said = [each.verdict for each in comparisons]
-    if FEW in said:
-        return FEW
+def verdict_of(comparisons: list[Compared | None], need: int | str = "all") -> str:
+    """Of a claim: all of its comparisons must hold, or so many. None is one that has not been run: it delays the
+    verdict where it could change it.
+    """
+    said = [each.verdict if each else MISSING for each in comparisons]
     least = len(said) if need == "all" else need
     if said.count(HOLDS) >= least:
         return HOLDS
-    return FAILS if len(said) - said.count(FAILS) < least else UNSEEN
+    if len(said) - said.count(FAILS) < least:
+        return FAILS
+    return next((open for open in (MISSING, FEW) if open in said), UNSEEN)
