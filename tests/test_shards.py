@@ -1,9 +1,11 @@
 """A datastore in shards: nearest of all is nearest in its shard, and nothing else changes with their number."""
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
+from shards_figures import FIGURES, PAGE, page
 
 import mini_ee
 from mini_ee.data.files import read_json, write_json
@@ -189,3 +191,10 @@ def test_a_run_and_what_is_exported_of_it_have_the_shards_that_were_asked_for(tm
     runtime = Runtime(tmp_path / "exported")
     assert runtime.rule.datastore.shards == 3
     assert [answer.exit for answer in runtime.run(texts)] == run.rule.plan(inputs).tolist()
+
+
+def test_the_page_is_made_of_the_figures_that_are_kept_and_recall_is_at_least_99_percent():
+    figures = json.loads(FIGURES.read_text())
+    assert page(figures) == PAGE.read_text(), "python tests/shards_figures.py --page"
+    assert [case["shards"] for case in figures["cases"]] == [1, 2, 4, 8] and figures["rows"] == 67_349
+    assert all(case["recall"] >= 0.99 for case in figures["cases"])
