@@ -49,12 +49,12 @@ def collect_run(request: Request, say) -> Run:
         _refuse_state(training_folder(request.out))
     else:
         base = prompt_run(request, rule)
-    run = load_run(base)
-    say_left_out(run.model.backbone, request.model, say)
-    check_task(run, request.task, base)
-    if not run.label_names:
-        raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
     if ranks.rank() == 0:
+        run = load_run(base)
+        say_left_out(run.model.backbone, request.model, say)
+        check_task(run, request.task, base)
+        if not run.label_names:
+            raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
         _collect(request, run, rule)
         shutil.rmtree(training_folder(request.out))
     ranks.wait()
@@ -159,7 +159,6 @@ def prompt_run(request: Request, rule: Retrieval) -> Path:
         shutil.rmtree(base, ignore_errors=True)
         unfinished.mkdir(parents=True, exist_ok=True)
         save_run(base, model, tokenizer, Chosen(NeverExit(), None), about, {"epochs": epochs})
-    ranks.wait()
     return base
 
 

@@ -84,6 +84,7 @@ def train(
 def _trained(request: Request, say: Callable[[str], None]) -> Run:
     if request.out.exists():
         raise FileExistsError(f"{request.out}: is there already; name another folder or remove it")
+    ranks.wait()  # until all have looked
     if request.method.train is not None:
         return request.method.train(request, say)
     state_folder = training_folder(request.out)
