@@ -88,7 +88,7 @@ def _of_tokens(run: Run, prompts: list[str]) -> dict:
     config, prompts = run.model.backbone.config, prompts[:EXAMPLES]
     ids = [encode_whole(run.tokenizer, prompt) for prompt in prompts]
     return {
-        "max_length": config.max_tokens,
+        "max_length": run.model.backbone.max_written,
         "stop": config.stop_tokens,
         "curve": _curve_of_tokens(run, ids),
         "examples": [{"texts": [prompt], "ids": each} for prompt, each in zip(prompts, ids)],
@@ -155,7 +155,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
     if run.rule.name not in KNOBS or len(run.exits) < 2:
         return None
     backbone = run.model.backbone
-    count = min(WRITTEN, backbone.config.max_tokens - max(map(len, prompts)))
+    count = min(WRITTEN, backbone.max_written - max(map(len, prompts)))
     settings = {"greedy": True, "stop": backbone.config.stop_tokens}
     recorded = record_texts(run.model, generated_texts(backbone, prompts, len(prompts), count, **settings))
     said = recorded.predictions

@@ -47,7 +47,7 @@ def _empty_model(folder: Path, manifest: dict) -> nn.Module:
     config = manifest | manifest.get("base", {}) | {"rank": None}
     with torch.device("meta"):
         backbone = empty_backbone(manifest["backbone"], lm_head=manifest["unit"] != "rows")
-        if manifest["method"] == "none":
+        if manifest["unit"] == "tokens" and len(manifest["exits"]) == 1:  # plain, or what a method has made of one
             return TokenExits(backbone, tuple(manifest["exits"]))
         if manifest["unit"] != "prompts":
             return build_model(load_method(config["method"]), manifest["unit"], backbone, config)

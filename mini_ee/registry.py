@@ -24,6 +24,9 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "elasticbert": "mini_ee.baselines.elasticbert",
     "palbert": "mini_ee.baselines.palbert",
     "adainfer": "mini_ee.baselines.adainfer",
+    "sleb": "mini_ee.baselines.sleb",
+    "free": "mini_ee.baselines.free",
+    "layerskip": "mini_ee.baselines.layerskip",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
@@ -36,4 +39,8 @@ BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE
     "llama": "mini_ee.backbones.llama",
     "gemma": "mini_ee.backbones.llama",
     "phi": "mini_ee.backbones.llama",
+    "mistral": "mini_ee.backbones.llama",
+    "qwen2": "mini_ee.backbones.llama",
+    "qwen3": "mini_ee.backbones.llama",
+    "phi3": "mini_ee.backbones.llama",
 }

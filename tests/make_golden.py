@@ -41,6 +41,8 @@ DECODER_SIZES = {
     "max_position_embeddings": 64,
 }
 NEW_TOKENS = 24
+EAGER = 2e-5
+"""How far transformers' two ways to attend may differ."""
 DEBERTA = {  # of base, xlarge and xxlarge, but for the sizes: spans and buckets are shorter than the rows
     "relative_attention": True,
     "position_biased_input": False,
@@ -63,6 +65,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 PHI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+QWEN3_WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.4],
+    "long_factor": [1.2, 3.0, 7.0],
+}
 STORIES_TOKENS = [1, 403, 407, 261, 378]  # <s> Once upon a time
 EVERY = 8
 """Of the hidden states and logits of the real models, every eighth number is kept."""
@@ -188,7 +203,14 @@ def make_decoder(name: str, model_class: type, config) -> None:
     (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [5]])).long()
     ids = torch.randint(1, config.vocab_size, mask.shape, generator=generator) * mask
-    write(name, run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS))
+    said = {}
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        said[attention] = run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS)
+    for key, values in said["eager"].items():
+        at = slice(None) if key == "greedy" else mask.bool()
+        torch.testing.assert_close(said["sdpa"][key][at], values[at], atol=EAGER, rtol=0)
+    write(name, said["sdpa"])
 
 
 def make_stories(folder: Path) -> None:
@@ -217,6 +239,17 @@ if __name__ == "__main__":
     make_decoder("gemma", transformers.GemmaForCausalLM, wide)
     part = transformers.PhiConfig(**(sizes | {"hidden_size": 20, "num_attention_heads": 2}), rope_parameters=PHI_ROPE)
     make_decoder("phi", transformers.PhiForCausalLM, part)
+    mistral = transformers.MistralConfig(**sizes, num_key_value_heads=2, head_dim=6, sliding_window=6)
+    make_decoder("mistral", transformers.MistralForCausalLM, mistral)
+    qwen2 = transformers.Qwen2Config(**sizes, **QWEN2_WINDOW, num_key_value_heads=2, tie_word_embeddings=True)
+    make_decoder("qwen2", transformers.Qwen2ForCausalLM, qwen2)
+    qwen3 = transformers.Qwen3Config(**sizes, **QWEN3_WINDOW, num_key_value_heads=2, head_dim=8, attention_bias=True)
+    make_decoder("qwen3", transformers.Qwen3ForCausalLM, qwen3)
+    for name, original in (("phi3", 40), ("phi3-long", 3)):  # all rows are below the original length, or above it
+        phi3 = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}
+        phi3 |= {"rope_parameters": dict(PHI3_ROPE), "original_max_position_embeddings": original}
+        phi3 |= {"pad_token_id": None, "eos_token_id": None}
+        make_decoder(name, transformers.Phi3ForCausalLM, transformers.Phi3Config(**phi3))
     if "MINI_EE_SHARED" in os.environ:
         make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")
         make_stories(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")

@@ -13,23 +13,16 @@ from safetensors.torch import load_file, save_file
 
 import mini_ee.backbones.bert as bert_module
 import mini_ee.backbones.hub as checkpoint
-import mini_ee.backbones.llama as decoder
+import mini_ee.backbones.llama as llama
+import mini_ee.backbones.llama_layer as layer_module
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import (
-    Cache,
-    Decoder,
-    DecoderConfig,
-    Layer,
-    RMSNorm,
-    rope_frequencies,
-    rotate,
-    token_positions,
-)
+from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, rope_frequencies, token_positions
+from mini_ee.backbones.llama_layer import RMSNorm, rotate
 from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = ("llama", "llama3", "gemma", "phi")
+KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
 TOLERANCE = 1e-4
 """Measured maximum against transformers, torch 2.13 on CPU: 7e-6, in Gemma, whose logits reach 8."""
 SELF_TOLERANCE = 1e-4
@@ -52,7 +45,7 @@ def assert_close(found, expected, tolerance=SELF_TOLERANCE):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "phi3-long"])
 def test_hidden_states_and_logits_are_those_of_transformers(kind):
     model, ids, mask, expected = golden(kind)
     states, real = model.hidden_states(ids, mask), mask.bool()
@@ -78,35 +71,37 @@ def changed_attention(change):
     def wrong(query, key, value, **rest):
         return right(*change(query, key, value), **rest)
 
-    return lambda patch: patch.setattr(decoder.F, "scaled_dot_product_attention", wrong)
+    return lambda patch: patch.setattr(layer_module.F, "scaled_dot_product_attention", wrong)
 
 
 def see_everything(patch):
     right = torch.nn.functional.scaled_dot_product_attention
     patch.setattr(
-        decoder.F,
+        layer_module.F,
         "scaled_dot_product_attention",
         lambda *heads, attn_mask, is_causal, **rest: right(*heads, **rest),
     )
 
 
 def no_rotation(patch):
-    patch.setattr(decoder, "rotate", lambda heads, cos, sin: heads)
+    patch.setattr(layer_module, "rotate", lambda heads, cos, sin: heads)
 
 
 def backward_rotation(patch):
-    right = decoder.rotate
-    patch.setattr(decoder, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin))
+    right = layer_module.rotate
+    patch.setattr(
+        layer_module, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin)
+    )
 
 
 def interleaved_rotation(patch):
-    right = decoder.rotate
+    right = layer_module.rotate
 
     def wrong(heads, cos, sin):
         swap = torch.arange(heads.shape[-1]).view(2, -1).T.flatten()
         return right(heads[..., swap], cos, sin)[..., swap.argsort()]
 
-    patch.setattr(decoder, "rotate", wrong)
+    patch.setattr(layer_module, "rotate", wrong)
 
 
 def forget_the_norm_weight(patch):
@@ -121,8 +116,8 @@ def one_plus_weight_for_all(patch):
 def sequential(patch):
     init = Layer.__init__
 
-    def wrong(self, config):
-        init(self, config)
+    def wrong(self, config, depth):
+        init(self, config, depth)
         self.parallel, self.mlp_norm = False, self.attention_norm
         self._modules.pop("mlp_norm")
         object.__setattr__(self, "mlp_norm", self.attention_norm)
@@ -136,6 +131,59 @@ def gate_and_up_swapped(patch):
 
 def unscaled_embeddings(patch):
     patch.setattr(Decoder, "embed", lambda self, inputs: self.embeddings(inputs.input_ids))
+
+
+def forgotten_bias(patch):
+    patch.setattr(DecoderConfig, "biased", lambda self, name: False)
+    patch.setattr(checkpoint, "load_strict", load_all_but_biases)
+
+
+def load_all_but_biases(module, tensors, names, source, right=checkpoint.load_strict):
+    right(module, {name: tensor for name, tensor in tensors.items() if not name.endswith("bias")}, names, source)
+
+
+def forgotten_head_norms(patch):
+    init = Layer.__init__
+    patch.setattr(Layer, "__init__", lambda self, *where: (init(self, *where), setattr(self, "head_norms", False))[0])
+
+
+def head_norms_after_the_rotation(patch):
+    right = layer_module.rotate
+    forgotten_head_norms(patch)
+
+    def wrong(self, normed, around, keys, values, adapt=None):
+        def rotated(heads, cos, sin):
+            turned = right(heads, cos, sin)
+            query, key = turned.split((self.heads, self.key_value_heads), dim=2)
+            return torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
+
+        patch.setattr(layer_module, "rotate", rotated)
+        return attention(self, normed, around, keys, values, adapt)
+
+    attention = Layer.attention
+    patch.setattr(Layer, "attention", wrong)
+
+
+def gate_and_up_stored_the_other_way(patch):
+    right = checkpoint._shares
+
+    def wrong(name, tensor, layout):
+        return right(name, tensor.flip(0) if "gate_up" in name else tensor, layout)
+
+    patch.setattr(checkpoint, "_shares", wrong)
+
+
+def unscaled_rotation(patch):
+    patch.setattr(DecoderConfig, "rope_scale", 1.0)
+
+
+def short_factors_alone(patch):
+    patch.setattr(DecoderConfig, "short_tokens", None)
+
+
+def long_factors_for_all(patch):
+    right = llama.rope_frequencies
+    patch.setattr(llama, "rope_frequencies", lambda config, long: right(config, True))
 
 
 def groups_in_turn(query, key, value):
@@ -168,6 +216,21 @@ def groups_in_turn(query, key, value):
         ("phi", changed_config(partial_rotary_factor=1.0)),
         ("phi", changed_config(hidden_act="relu")),
         ("phi", changed_config(norm_eps=1e-2)),
+        ("mistral", changed_config(sliding_window=None)),
+        ("mistral", changed_config(sliding_window=5)),
+        ("mistral", changed_config(sliding_window=7)),
+        ("qwen2", changed_config(layer_types=None, max_window_layers=0)),
+        ("qwen2", changed_config(layer_types=None, max_window_layers=2)),
+        ("qwen2", forgotten_bias),
+        ("qwen3", changed_config(layer_types=None)),
+        ("qwen3", forgotten_head_norms),
+        ("qwen3", head_norms_after_the_rotation),
+        ("phi3", changed_config(sliding_window=None)),
+        ("phi3", changed_config(partial_rotary_factor=1.0, rope_scaling=None)),
+        ("phi3", gate_and_up_stored_the_other_way),
+        ("phi3", unscaled_rotation),
+        ("phi3", long_factors_for_all),
+        ("phi3-long", short_factors_alone),
     ],
 )
 def test_the_test_against_transformers_can_fail(monkeypatch, kind, plant):
@@ -552,7 +615,7 @@ LLAMA3 = {
         ("llama", {"max_position_embeddings": 2**22, "head_dim": 1024}, "must be at most 1073741824, got 4194304 and"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings must be false in phi"),
-        ("phi", {"model_type": "phi3"}, "model_type must be one of"),
+        ("phi", {"model_type": "phi4"}, "model_type must be one of"),
     ],
 )
 def test_a_config_that_no_decoder_can_have_is_told_in_one_line(tmp_path, kind, change, message):

@@ -24,7 +24,8 @@ import mini_ee.backbones.cache as cache_module
 import mini_ee.export.writer as writer
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer, RMSNorm
+from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer
+from mini_ee.backbones.llama_layer import RMSNorm
 from mini_ee.baselines.calm import Classifier
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
@@ -46,7 +47,7 @@ from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = ("llama", "llama3", "gemma", "phi")
+KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
 EXITS, V = (1, 2, 3), 64
 MODEL = "model"  # model.onnx, which propagates
 PROMPTS = [[5, 9, 33, 2, 60, 7, 7, 21], [11, 3], [40, 41, 42, 2, 17], [1]]
@@ -364,6 +365,18 @@ def unturned_keys(right, self, g, heads, count):
     return heads if count == self.config.key_value_heads else right(self, g, heads, count)
 
 
+def without_head_norms(right, self, g, *where):
+    changed = copy_of(self)
+    changed.head_norms = False
+    return right(changed, g, *where)
+
+
+def forgotten_window(right, self, g, layer, query, key, value):
+    changed = copy_of(self)
+    changed.near = changed.readable
+    return right(changed, g, layer, query, key, value)
+
+
 def unnormed_fill(right, self, g, hidden, *where):
     changed = copy_of(self)
     changed._modules = self._modules | {"attention_norm": torch.nn.Identity()}
@@ -385,6 +398,18 @@ def mlp_after_attention(right, self, g, *where):
         return right(self, g, *where)
     finally:
         g.linear = linear
+
+
+class Unscaled:
+    """A config whose heads are not widened."""
+
+    rope_scale = 1.0
+
+    def __init__(self, config):
+        self.config = config
+
+    def __getattr__(self, name):
+        return getattr(self.config, name)
 
 
 GRAPH_BUGS = {
@@ -418,6 +443,16 @@ GRAPH_BUGS = {
         cache_module,
         "rope_frequencies",
         lambda right, config: right(dataclasses.replace(config, rope_scaling=None)),
+    ),
+    "no window": ("mistral", GraphBlock, "attend", forgotten_window),
+    "every layer has the window of the others": ("qwen2", DecoderConfig, "window", lambda right, self, depth: 5),
+    "heads without their norms": ("qwen3", Layer, "graph", without_head_norms),
+    "keys of a fill without their norm": ("qwen3", Layer, "graph_write_keys", without_head_norms),
+    "LongRoPE's heads are not widened": (
+        "phi3",
+        cache_module.GraphBlock,
+        "__init__",
+        lambda right, self, g, config, *where: right(self, g, Unscaled(config), *where),
     ),
     "no norm before the policy": (
         "policies",
@@ -677,7 +712,7 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
 # Smaller weights
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "qwen3", "phi3"])
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")

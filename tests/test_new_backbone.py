@@ -498,7 +498,7 @@ def test_a_wrong_config_is_told_with_its_file(new_house, tmp_path, change, messa
 def test_without_its_line_a_model_type_is_refused_and_the_others_are_named(tmp_path, monkeypatch):
     monkeypatch.delitem(registry.BACKBONES, "distant", raising=False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "distant"}))
-    with pytest.raises(ValueError, match="model_type must be one of bert, .*, phi, found 'distant'"):
+    with pytest.raises(ValueError, match="model_type must be one of bert, .*, llama, .*, found 'distant'"):
         read_config(tmp_path / "config.json")
     assert not generates("distant") and not generates(["distant"]) and not generates(None)
 

@@ -178,16 +178,19 @@ def test_a_unit_is_of_one_rank_and_of_all_where_there_are_fewer_units_than_ranks
             assert ranks.share(np.arange(count)).tolist() == share
 
 
-def test_gradients_are_those_of_the_mean_over_all_units_and_none_stays_none(monkeypatch):
-    """Three units here, one on the other rank, whose sums are made by hand."""
+def test_gradients_are_those_of_the_mean_over_all_units_and_none_stays_none_where_no_rank_has_one(monkeypatch):
+    """Three units here, one on the other rank, whose sums are made by hand; LayerSkip passes over whole layers."""
     random = np.random.default_rng(0)
-    ours, theirs = (random.normal(size=5).astype(np.float32) for _ in range(2))  # 2 x 2 numbers, then the loss
+    a, b, c = (torch.zeros(2, 2), torch.zeros(3), torch.zeros(1))
+    a.grad = torch.tensor(random.normal(size=(2, 2)), dtype=torch.float32)  # b has one on the other rank, c nowhere
+    ours, theirs = a.grad.flatten().tolist(), random.normal(size=7).astype(np.float32).tolist()
     monkeypatch.setattr(ranks, "world", lambda: 2)
-    monkeypatch.setattr(ranks, "_all", lambda do, sums: sums.add_(torch.tensor([*theirs, 1.0])))
-    gradient = torch.tensor(ours[:4]).view(2, 2).clone()
-    loss = ranks.average([None, gradient, None], torch.tensor(ours[4]), 3)
-    mean = [(3 * a + b) / 4 for a, b in zip(ours.tolist(), theirs.tolist())]
-    np.testing.assert_allclose([*gradient.flatten().tolist(), loss.item()], mean, rtol=1e-6)
+    others = torch.tensor([*theirs, 0.0, 1.0, 1.0, 0.0, 0.25, 1.0])
+    monkeypatch.setattr(ranks, "_all", lambda do, sums: sums.add_(others))
+    loss = ranks.average([a, b, c], torch.tensor(0.5), 3)
+    np.testing.assert_allclose(a.grad.flatten(), [(3 * x + y) / 4 for x, y in zip(ours, theirs)], rtol=1e-6)
+    np.testing.assert_allclose(b.grad, [y / 4 for y in theirs[4:]], rtol=1e-6)
+    assert c.grad is None and loss.item() == (3 * 0.5 + 0.25) / 4
 
 
 def test_ranks_draw_apart_and_the_first_as_one_process_does(monkeypatch):

@@ -14,7 +14,7 @@ types there are, None where the model has no use for them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -200,6 +200,11 @@ class Backbone(nn.Module):
         return self.lm_head is not None
 
     @property
+    def max_written(self) -> int:
+        """The longest text that is written token by token, prompt and continuation together."""
+        return self.config.max_tokens
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device
@@ -217,8 +222,12 @@ class Backbone(nn.Module):
         """A copy of the embeddings and the layers 1 .. count."""
         kept = deepcopy(self.layers[:count])
         small = deepcopy(self, {id(self.layers): kept}).without_heads()  # the other layers are not copied
-        small.config = replace(self.config, num_hidden_layers=count)
+        small.config = self.config_of(range(count))
         return small
+
+    def config_of(self, kept: Sequence[int]):
+        """The config of a backbone with these of the layers alone, from 0."""
+        return replace(self.config, num_hidden_layers=len(kept))
 
     def layer_weights(self) -> dict[str, int]:
         """What flops.layer_flops asks of one layer."""
@@ -269,7 +278,8 @@ class Layout:
 
     names: our modules -> theirs. {i} is the layer, counted from 0 in ours, {i-1} one less; {a|b} are several tensors
     that ours stacks. prefix: before all names but those of the head. architecture: `Bert`, of BertModel. renamed: old
-    endings of names -> today's. ignored: tensors that carry no weight of ours, as a regular expression.
+    endings of names -> today's. ignored: tensors that carry no weight of ours, as a regular expression. fused: modules
+    of theirs that hold several of ours, in equal shares of rows -> what the names of ours add to theirs.
     """
 
     names: dict[str, str]
@@ -277,6 +287,7 @@ class Layout:
     architecture: str
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = "(?!)"
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 # ---- Configs ----

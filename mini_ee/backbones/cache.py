@@ -21,6 +21,16 @@ def token_positions(attention_mask: Tensor) -> Tensor:
     return (real.cumsum(1) - 1).masked_fill(~real, -1)
 
 
+def readable(at: Tensor, reads: Tensor, window: int | None = None) -> Tensor:
+    """Whether a token at a position of `at`, (B or 1, T), reads one at a position of `reads`, (B or 1, S).
+
+    It reads itself and all before it, with a window the nearest so many of them. Returns (B or 1, 1, T, S).
+    """
+    distance = at[:, :, None] - reads[:, None, :]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return seen[:, None]
+
+
 class Cache:
     """Keys and values of up to `rows` texts of up to `capacity` tokens, preallocated, written in place.
 
@@ -29,9 +39,9 @@ class Cache:
 
     def __init__(self, decoder: Backbone, rows: int, capacity: int):
         config, weight = decoder.config, next(decoder.parameters())
-        if capacity > config.max_tokens:
+        if capacity > decoder.max_written:
             raise ValueError(
-                f"expected at most {config.max_tokens} tokens, prompt and continuation together, got {capacity}: "
+                f"expected at most {decoder.max_written} tokens, prompt and continuation together, got {capacity}: "
                 f"shorten the prompt or ask for fewer tokens"
             )
         self.capacity = capacity
@@ -51,6 +61,11 @@ class Around(NamedTuple):
     cache: Cache | None = None  # None: the tokens read each other
     rows: list[int] | None = None  # whose cache they read, None: all rows in order
     write: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
+    near: Tensor | None = None  # mask of layers with a window; None: it reaches back to the first token
+
+    def reads(self, windowed: bool) -> tuple[Tensor | None, bool]:
+        """`mask` and `causal`, for a layer with a window or one without."""
+        return (self.near, False) if windowed and self.near is not None else (self.mask, self.causal)
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
         """That of these rows of the batch alone. Over a cache it is made anew for each token: `Decoder.block`."""
@@ -64,7 +79,7 @@ class Around(NamedTuple):
     def _changed(self, change) -> "Around":
         if self.cache is not None:
             raise ValueError("expected tokens that read each other, got some that read a cache: ask for another block")
-        names = ("cos", "sin", "mask", "padding")  # those of one row stand for all rows
+        names = ("cos", "sin", "mask", "padding", "near")  # those of one row stand for all rows
         parts = {name: getattr(self, name) for name in names}
         return self._replace(**{name: change(t) for name, t in parts.items() if t is not None and len(t) > 1})
 
@@ -88,16 +103,32 @@ class GraphBlock:
     inputs: then nothing is copied but the new tokens.
     """
 
-    def __init__(self, g, config: DecoderConfig, at: str, readable: str, cache: GraphCache | None = None):
-        """at (B, T): positions, from 0. readable (B, 1, T, S). cache: None where tokens read each other alone."""
-        self.config, self.readable, self._cache = config, readable, cache
+    def __init__(self, g, config: DecoderConfig, at: str, seen: tuple[str, str], cache: GraphCache | None = None):
+        """at (B, T): positions, from 0. seen: positions (S) or (B, 1, 1, S) of what may be read, and whether it is, but
+        for windows, (B, 1, T, S). cache: None where tokens read each other alone."""
+        self.config, (reads, self.readable), self._cache = config, seen, cache
+        self.near = None
+        if config.sliding_window is not None:
+            farthest = g.op("Sub", g.op("Unsqueeze", at, g.integers(1, 3)), g.integers(config.sliding_window))
+            self.near = g.op("And", self.readable, g.op("Greater", reads, farthest))
         self.shape = self.every_shape = g.shape(at, 0, 2)
         self.width = config.key_value_heads * config.head_width
         self.written: dict[str, str] = {}  # cache -> what it has become
         self._gone = None
-        frequencies = g.constant("rope_frequencies", rope_frequencies(config).numpy())
-        angle = g.op("Mul", g.op("Unsqueeze", g.cast(at, "float32"), g.integers(2)), frequencies)
-        self._turn = [g.cast(g.op(each, angle), g.dtype) for each in ("Cos", "Sin")]
+        angle = g.op("Mul", g.op("Unsqueeze", g.cast(at, "float32"), g.integers(2)), self._frequencies(g, at))
+        scale = g.constant("rope_scale", np.array(config.rope_scale, np.float32))
+        turn = [g.op(each, angle) for each in ("Cos", "Sin")]
+        turn = turn if config.rope_scale == 1 else [g.op("Mul", each, scale) for each in turn]
+        self._turn = [g.cast(each, g.dtype) for each in turn]
+
+    def _frequencies(self, g, at: str) -> str:
+        """(R/2,), or where rows may turn by different numbers (B, 1, R/2)."""
+        frequencies = g.constant("rope_frequencies", rope_frequencies(self.config).numpy())
+        if self._cache is not None or self.config.short_tokens is None:
+            return frequencies
+        long = g.constant("rope_frequencies_long", rope_frequencies(self.config, long=True).numpy())
+        last = g.op("Unsqueeze", g.op("ReduceMax", at, g.integers(1)), g.integers(2))
+        return g.op("Where", g.op("GreaterOrEqual", last, g.integers(self.config.short_tokens)), long, frequencies)
 
     def of_rows(self, g, here: str, left: str, gone: str) -> "GraphBlock":
         """The block of the rows `here` (B',) alone, while those that have `left` (M,) leave keys and values as well.
@@ -107,6 +138,7 @@ class GraphBlock:
         block, every = copy(self), g.op("Concat", here, left, axis=0)
         block.shape = g.op("Concat", g.op("Shape", here), g.shape(gone, 1, 2), axis=0)
         block.readable, block.written = g.op("Gather", self.readable, here), {}
+        block.near = self.near and g.op("Gather", self.near, here)
         block._turn = [g.op("Gather", each, every) for each in self._turn]
         index, rows = g.op("Gather", self._cache.index, every), g.op("Gather", self._cache.rows, here)
         block._cache = GraphCache(index, rows, self._cache.prompts)
@@ -143,16 +175,17 @@ class GraphBlock:
     def attend(self, g, layer: int, query: str, key: str, value: str) -> str:
         """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d)."""
         heads = self.config.num_attention_heads, self.config.key_value_heads
+        seen = self.readable if self.config.window(layer) is None else self.near
         if self._cache is None:
-            return g.attention(query, key, value, self.readable, *heads)
+            return g.attention(query, key, value, seen, *heads)
         caches = self.write(g, layer, key, value)
 
         def of_all() -> list:  # read in place
-            return [g.value(g.attention(query, *caches, self.readable, *heads), "some", "tokens", width)]
+            return [g.value(g.attention(query, *caches, seen, *heads), "some", "tokens", width)]
 
         def of_some() -> list:
             gathered = [g.op("Gather", cache, self._cache.rows) for cache in caches]
-            return [g.value(g.attention(query, *gathered, self.readable, *heads), "some", "tokens", width)]
+            return [g.value(g.attention(query, *gathered, seen, *heads), "some", "tokens", width)]
 
         width = self.config.num_attention_heads * self.config.head_width
         everyone = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)

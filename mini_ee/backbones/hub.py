@@ -35,6 +35,13 @@ BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-8x192")
 OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
 """Tensors that a fine-tuned model has besides its backbone: the head of another task."""
 
+CONVERT = (
+    'python -c "from glob import glob; from torch import load; from safetensors.torch import save_file; '
+    "save_file({name: tensor.contiguous().clone() for file in glob('DIR/pytorch_model*.bin') "
+    "for name, tensor in load(file, weights_only=True).items()}, 'DIR/model.safetensors')\""
+)
+"""What makes safetensors of a .bin checkpoint, in one line."""
+
 LARGEST_WEIGHT = 1e18  # its square is no float32 number; trained weights stay below 1e6
 
 
@@ -151,7 +158,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
         name if name.startswith(head) else prefix + name: part
         for name, part in _parts(backbone, _name_map(backbone)).items()
     }
-    write_tensors(folder / "model.safetensors", tensors)
+    write_tensors(folder / "model.safetensors", _fused(tensors, layout))
     about = {"architectures": [layout.architecture + ending], "torch_dtype": "float32"}
     write_json(folder / "config.json", config.to_dict() | about)
 
@@ -249,8 +256,30 @@ def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> di
         if name in plain:
             raise ValueError(f"{folder}: {name} is there twice, under two spellings of its name; keep one")
         if not re.fullmatch(layout.ignored, name):
-            plain[name] = tensor
+            plain |= _shares(name, tensor, layout)
     return plain
+
+
+def _shares(name: str, tensor: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """A tensor of the file, or where it holds several of ours, each by itself."""
+    module, _, leaf = name.rpartition(".")
+    parts = next((parts for whole, parts in layout.fused if module.endswith(whole) and tensor.dim()), None)
+    if parts is None:
+        return {name: tensor}
+    return {f"{module}.{part}.{leaf}": share for part, share in zip(parts, tensor.tensor_split(len(parts)))}
+
+
+def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """As a file has them: what `_shares` took apart in one again."""
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        whole = next(
+            (whole for whole, parts in layout.fused for part in parts if module.endswith(f"{whole}.{part}")), None
+        )
+        name = name if whole is None else f"{module.rpartition('.')[0]}.{leaf}"
+        found.setdefault(name, []).append(tensor)
+    return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in found.items()}
 
 
 def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config, folder: Path) -> list[str]:
@@ -298,7 +327,8 @@ def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) ->
     must be one.
     """
     if not path.exists():
-        hint = "; only safetensors are read, convert the .bin file" if list(path.parent.glob("*.bin")) else ""
+        line = CONVERT.replace("DIR", str(path.parent))
+        hint = f"; only safetensors are read, convert the .bin file: {line}" if list(path.parent.glob("*.bin")) else ""
         raise FileNotFoundError(f"{path}: no such file{hint}")
     check_regular(path)
     try:

@@ -1,14 +1,11 @@
-"""Llama, Gemma and Phi, from scratch; their config is llama_config.py, their key/value cache cache.py.
+"""Llama and its family, from scratch: embeddings, layers, the final norm and the head to words.
 
-Sources: Touvron et al. 2023 (Llama 1, 2), Llama team 2024 (Llama 3), Gemma team 2024 (Gemma 1), Javaheripi et al. 2023
-(Phi-2). All are one stack of pre-norm layers with rotary positions (Su et al. 2021). They differ here:
+    llama_family.py   what each model_type is: Llama, Gemma, Phi, Mistral, Qwen2, Qwen3, Phi-3
+    llama_config.py   the config, and the rotary frequencies that it asks for
+    llama_layer.py    a layer
+    cache.py          where tokens stand, and the key/value cache
 
-    Llama    SwiGLU; Llama 3 stretches the slow rotary frequencies (`rope_scaling`)
-    Gemma    embeddings times sqrt(D), norms that scale by 1 + w, GeGLU, heads wider than D/H, the head tied
-    Phi      attention and MLP side by side on one LayerNorm, biases everywhere, only a part of each head rotates
-
-The final norm belongs to the head: hidden[L] comes before it. Agreement with transformers is pinned in
-tests/test_decoder.py.
+The final norm belongs to the head: hidden[L] comes before it.
 """
 
 from functools import partial
@@ -18,189 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, Layout, padding_mask, tensor_on
-from mini_ee.backbones.bert import StackedLinear, graph_activation
-from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, token_positions
-from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig, rope_frequencies
+from mini_ee.backbones.backbone import Adapt, Backbone, padding_mask, tensor_on
+from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, readable, token_positions
+from mini_ee.backbones.llama_config import DecoderConfig, rope_frequencies
+from mini_ee.backbones.llama_family import MEMBERS
+from mini_ee.backbones.llama_layer import Layer, norm_of
 from mini_ee.backbones.shapes import check
-
-GATED = ("llama", "gemma")  # act(gate) * up; phi has up alone
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, Eq. 34): the pairs (x_i, x_{i+R/2}) turn, what is beyond R stays.
-
-    heads (B, T, H, d); cos and sin (B or 1, T, 1, R), with -sin in the first half. Returns (B, T, H, d).
-    """
-    width = cos.shape[-1]
-    turning = heads[..., :width]
-    turned = torch.addcmul(turning * cos, turning.roll(width // 2, -1), sin)
-    return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
-
-
-# ---- The layers ----
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019), in float32; Gemma stores w - 1."""
-
-    def __init__(self, width: int, eps: float, offset: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width) if offset else torch.ones(width))
-        self.eps, self.offset = eps, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.offset:  # added in float32: in bfloat16 1 + w would keep two digits of w
-            return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-    def graph(self, g, x: str) -> str:
-        """forward; its statistics are float32 by the standard."""
-        weight = g.parameter(self.weight)
-        weight = g.op("Add", weight, g.number(1.0)) if self.offset else weight
-        return g.op("RMSNormalization", x, weight, epsilon=self.eps)
-
-
-def norm_of(config: DecoderConfig) -> nn.Module:
-    """A norm as the model has them, of weight one."""
-    if config.model_type == "phi":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-    return RMSNorm(config.hidden_size, config.norm_eps, offset=config.model_type == "gemma")
-
-
-class Layer(nn.Module):
-    """Attention and MLP, each on a normed input and added to the stream; Phi adds both at once, on one norm."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        width, bias, inner = config.hidden_size, config.model_type == "phi", config.intermediate_size
-        self.parallel, self.gated = config.model_type == "phi", config.model_type in GATED
-        self.heads, self.key_value_heads = config.num_attention_heads, config.key_value_heads
-        self.head_width = config.head_width
-        query, key_value = self.heads * self.head_width, self.key_value_heads * self.head_width
-        self.attention_norm = norm_of(config)
-        self.qkv = StackedLinear(width, (query, key_value, key_value), bias)
-        self.attention_output = nn.Linear(query, width, bias)
-        if not self.parallel:
-            self.mlp_norm = norm_of(config)
-        if self.gated:  # gate and up stay two products: as one, batch 8 takes 9 % longer
-            self.gate = nn.Linear(width, inner, bias)
-        self.up = nn.Linear(width, inner, bias)
-        self.down = nn.Linear(inner, width, bias)
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-    def forward(
-        self,
-        hidden: Tensor,
-        around: Around,
-        keys: Tensor | None,
-        values: Tensor | None,
-        adapt: AdaptLayer | None = None,
-    ) -> Tensor:
-        """hidden (B, T, D) -> (B, T, D). keys, values: this layer's cache, read and written; None: the block alone.
-
-        adapt: what adapters add to the linear maps of this layer.
-        """
-        normed = self.attention_norm(hidden)
-        attended = self.attention(normed, around, keys, values, adapt)
-        if self.parallel:
-            return hidden + attended + self.mlp(normed, adapt)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.mlp_norm(hidden), adapt)
-
-    def _linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
-        y = getattr(self, name)(x)
-        return y if adapt is None else adapt(name, x, y)
-
-    def attention(
-        self,
-        normed: Tensor,
-        around: Around,
-        keys: Tensor | None,
-        values: Tensor | None,
-        adapt: AdaptLayer | None = None,
-    ) -> Tensor:
-        """(B, T, D) -> (B, T, D): every token reads the tokens up to itself (grouped queries: Ainslie et al. 2023)."""
-        stacked = self._linear("qkv", normed, adapt).view(*normed.shape[:2], -1, self.head_width)  # (B, T, H + 2 KV, d)
-        turning = self.heads + self.key_value_heads
-        turned = rotate(stacked[:, :, :turning], around.cos, around.sin)
-        query, key, value = turned[:, :, : self.heads], turned[:, :, self.heads :], stacked[:, :, turning:]
-        if keys is None:
-            attended = self._attend(query, key.transpose(1, 2), value.transpose(1, 2), around.mask, around.causal)
-        else:
-            keys.transpose(1, 2)[around.write], values.transpose(1, 2)[around.write] = key, value
-            keys, values = keys[:, :, : around.end], values[:, :, : around.end]
-            if around.rows is None:
-                attended = self._attend(query, keys, values, around.mask, around.causal)
-            else:  # row by row: a gathered copy of their keys takes longer than attention itself
-                attended = torch.cat(
-                    [
-                        self._attend(query[i, None], keys[row, None], values[row, None], around.mask[i, None], False)
-                        for i, row in enumerate(around.rows)
-                    ]
-                )
-        return self._linear("attention_output", attended.transpose(1, 2).flatten(2), adapt)
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=causal,
-            enable_gqa=self.key_value_heads < self.heads,
-        )
-
-    def write_keys(self, hidden: Tensor, around: Around, keys: Tensor, values: Tensor) -> None:
-        """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
-        query, *_ = self.qkv.sizes
-        bias = None if self.qkv.bias is None else self.qkv.bias[query:]
-        stacked = F.linear(self.attention_norm(hidden), self.qkv.weight[query:], bias)
-        key, value = stacked.view(*hidden.shape[:2], 2, -1, self.head_width).unbind(2)
-        keys.transpose(1, 2)[around.write] = rotate(key, around.cos, around.sin)
-        values.transpose(1, 2)[around.write] = value
-
-    def graph_write_keys(self, g, hidden: str, block: GraphBlock, depth: int) -> None:
-        """write_keys on (B T, D). The projection without its queries is cut once, when the graph is loaded."""
-        query, key, value = self.qkv.sizes
-        cut = [
-            g.op("Slice", g.parameter(each), *map(g.integers, (query, query + key + value, 0)))
-            for each in (self.qkv.weight, self.qkv.bias)
-            if each is not None
-        ]
-        stacked = g.unflatten(g.gemm(g.apply(self.attention_norm, block.every(g, hidden)), *cut), block.every_shape)
-        key, value = g.several(2, "Split", stacked, axis=2, num_outputs=2)
-        block.write(g, depth, block.rotate(g, key, self.key_value_heads), value)
-
-    def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """down(act(gate) * up), in Phi down(act(up)): (B, T, D) -> (B, T, D)."""
-        inner = self._linear("up", normed, adapt)
-        inner = self.activation(self._linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
-        return self._linear("down", inner, adapt)
-
-    def graph(self, g, hidden: str, block: GraphBlock, depth: int, adapt=None) -> str:
-        """forward of the layer at this depth, from 0, on (B T, D) but for the attention itself."""
-
-        def linear(name: str, x: str) -> str:
-            y = g.linear(x, getattr(self, name), int8=name != "down")  # its input has outliers
-            return y if adapt is None else adapt(name, x, y)
-
-        def mlp(normed: str) -> str:
-            inner = linear("up", normed)
-            if not self.gated:
-                return linear("down", graph_activation(g, inner, self.activation))
-            return linear("down", g.op("Mul", graph_activation(g, linear("gate", normed), self.activation), inner))
-
-        normed = g.apply(self.attention_norm, block.every(g, hidden))
-        query, key, value = self.qkv.sizes
-        stacked = g.unflatten(linear("qkv", normed), block.every_shape)
-        turning, value = g.several(2, "Split", stacked, g.integers(query + key, value), axis=2)
-        turned = block.rotate(g, turning, self.heads + self.key_value_heads)
-        query, key = g.several(2, "Split", turned, g.integers(query, key), axis=2)
-        attended = block.attend(g, depth, block.here(g, query, block.readable), key, value)
-        attended = linear("attention_output", g.flatten(attended, self.attention_output.in_features))
-        if self.parallel:
-            return g.op("Add", g.op("Add", hidden, attended), mlp(block.here(g, normed, hidden)))
-        hidden = g.op("Add", hidden, attended)
-        return g.op("Add", hidden, mlp(g.apply(self.mlp_norm, hidden)))
 
 
 class Decoder(Backbone):
@@ -219,14 +39,16 @@ class Decoder(Backbone):
         super().__init__()
         self.config = config
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, depth) for depth in range(config.num_hidden_layers))
         self.norm = norm_of(config)
         self.lm_head = None
         if lm_head and not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.model_type == "phi")
-        angle = torch.arange(config.max_tokens, dtype=torch.float32, device="cpu")[:, None] * rope_frequencies(config)
-        sin = angle.sin()
-        self.register_buffer("cos", angle.cos().repeat(1, 2), persistent=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.biased("lm_head"))
+        short = config.short_tokens
+        sets = [(config.max_tokens, False)] if short is None else [(short, False), (config.max_tokens, True)]
+        angle = torch.cat([torch.arange(n, device="cpu")[:, None] * rope_frequencies(config, long) for n, long in sets])
+        cos, sin = angle.cos() * config.rope_scale, angle.sin() * config.rope_scale
+        self.register_buffer("cos", cos.repeat(1, 2), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self.initialise)
 
@@ -246,6 +68,11 @@ class Decoder(Backbone):
         return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
 
     @property
+    def max_written(self) -> int:
+        """As `Backbone.max_written` says: where LongRoPE turns a longer text otherwise, keys in a cache would not."""
+        return self.config.short_tokens or self.config.max_tokens
+
+    @property
     def vocabulary(self) -> dict[str, str]:
         """The linear map onto the vocabulary: weight and bias -> names of parameters."""
         if not self.has_lm_head:
@@ -256,7 +83,7 @@ class Decoder(Backbone):
 
     @property
     def projections(self) -> dict[str, tuple[str, int]]:
-        """As `Backbone.projections` says; Phi has no gate."""
+        """As `Backbone.projections` says; not every member has a gate."""
         maps = ("attention_output", *(["gate"] if self.layers[0].gated else []), "up", "down")
         return {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)} | {name: (name, 0) for name in maps}
 
@@ -274,14 +101,14 @@ class Decoder(Backbone):
         ids = tensor_on(self.cos.device, inputs.input_ids)
         check(ids, "B T")
         hidden = self.embeddings(ids)
-        if self.config.model_type == "gemma":
+        if self.config.member.scaled_embeddings:
             hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
         return hidden
 
     def graph_embed(self, g) -> str:
         """embed; declares the input input_ids, (B, T)."""
         hidden = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
-        if self.config.model_type == "gemma":
+        if self.config.member.scaled_embeddings:
             hidden = g.op("Mul", hidden, g.number(self.config.hidden_size**0.5))
         return hidden
 
@@ -292,13 +119,15 @@ class Decoder(Backbone):
         """
         tokens, attention_mask = check(inputs.input_ids, "B T")["T"], inputs.attention_mask
         padding = padding_mask(attention_mask, self.cos.device)
-        if padding is not None and not _padded_on_the_right(attention_mask):
-            positions = token_positions(tensor_on(self.cos.device, attention_mask))
-            return self.block(positions)._replace(padding=padding)
+        some_long = self.config.short_tokens is not None and tokens > self.config.short_tokens
+        if some_long or padding is not None and not _padded_on_the_right(attention_mask):
+            mask = np.ones(inputs.input_ids.shape, bool) if attention_mask is None else attention_mask
+            return self.block(token_positions(tensor_on(self.cos.device, mask)))._replace(padding=padding)
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        cos, sin, places = self.cos[None, :tokens, None], self.sin[None, :tokens, None], self._places(tokens)
         # What is before a token is all that it reads: padding behind it needs no mask.
-        return Around(self.cos[None, :tokens, None], self.sin[None, :tokens, None], None, True, tokens, padding)
+        return Around(cos, sin, None, True, tokens, padding, near=self._near(places, places, tokens))
 
     def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> Around:
         """What the layers need to run tokens at these positions, made once for all layers.
@@ -313,23 +142,28 @@ class Decoder(Backbone):
         if high >= limit:
             raise ValueError(f"expected at most {limit} tokens, got {high + 1}: shorten the prompt")
         at, end = positions.clamp(min=0), high + 1
-        # Most often all rows stand at the same places: slices serve where indices would be needed.
+        # Most often all rows stand at the same places: one of them serves for all.
         aligned = low >= 0 and high == low + tokens - 1
         aligned = aligned and (tokens == 1 or bool((positions == torch.arange(low, end, device=at.device)).all()))
         if aligned and cache is not None and rows is None:
             return self.aligned_block(low, tokens, cache)
-        if aligned:
-            cos, sin = self.cos[None, low:end, None], self.sin[None, low:end, None]
-        else:
-            cos, sin = self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)
+        place = at[:1] if aligned else at
+        if (short := self.config.short_tokens) is not None:  # where the numbers for long texts begin
+            place = place + short * (positions.amax(1, keepdim=True)[: len(place)] >= short)
+        cos, sin = self.cos[place].unsqueeze(2), self.sin[place].unsqueeze(2)
+        if cache is None and aligned:
+            return Around(cos, sin, None, True, end, near=self._near(at[:1], at[:1], end))
         if cache is None:
-            reads, padding = positions[:, None, :], positions < 0
-            mask = (reads <= positions[:, :, None]) & (~padding[:, None, :] | padding[:, :, None])
-            return Around(cos, sin, None if aligned else mask[:, None], aligned, end)
+            real = positions >= 0
+            seen = (real[:, None, :] | ~real[:, :, None])[:, None]  # no token reads padding
+            masks = readable(positions, positions), self._near(positions, positions, end)
+            mask, near = (each if each is None else each & seen for each in masks)
+            return Around(cos, sin, mask, False, end, near=near)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
-        mask = (torch.arange(end, device=at.device) <= at[:, :, None])[:, None]
-        return Around(cos, sin, mask, False, end, cache=cache, rows=rows, write=write)
+        slots = self._places(end)
+        mask, near = readable(at, slots), self._near(at, slots, end)
+        return Around(cos, sin, mask, False, end, cache=cache, rows=rows, write=write, near=near)
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
         """`block` where all rows of the cache stand at low .. low + tokens - 1. Asks no tensor anything."""
@@ -337,17 +171,28 @@ class Decoder(Backbone):
         if end > cache.capacity:
             raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: shorten the prompt")
         cos, sin, write = self.cos[None, low:end, None], self.sin[None, low:end, None], (slice(None), slice(low, end))
-        if tokens == 1 or low == 0:
+        reaches = self.config.sliding_window is None or end <= self.config.sliding_window
+        if reaches and (tokens == 1 or low == 0):
             return Around(cos, sin, None, tokens > 1, end, cache=cache, write=write)
-        places = torch.arange(end, device=cos.device)
-        return Around(cos, sin, (places <= places[low:, None])[None, None], False, end, cache=cache, write=write)
+        slots = self._places(end)
+        near = self._near(slots[:, low:], slots, end)
+        return Around(cos, sin, readable(slots[:, low:], slots), False, end, cache=cache, write=write, near=near)
+
+    def _places(self, end: int) -> Tensor:
+        return torch.arange(end, device=self.cos.device)[None]
+
+    def _near(self, at: Tensor, reads: Tensor, end: int) -> Tensor | None:
+        """What layers with a window read, as `readable` says; None where it reaches back to the first token."""
+        window = self.config.sliding_window
+        return None if window is None or end <= window else readable(at, reads, window)
 
     def graph_around(self, g, mask: str) -> GraphBlock:
         """The block of whole rows. mask (B, T): true where there is a token; no token reads padding, on either side."""
         counted = g.op("CumSum", g.cast(mask, int), g.integers(1))
         at = g.op("Max", g.op("Sub", counted, g.integers(1)), g.integers(0))
-        before = g.op("LessOrEqual", *(g.op("Unsqueeze", at, g.integers(*axes)) for axes in ((1, 2), (1, 3))))
-        return GraphBlock(g, self.config, at, g.op("And", before, g.op("Unsqueeze", mask, g.integers(1, 2))))
+        own, reads = (g.op("Unsqueeze", at, g.integers(1, axis)) for axis in (3, 2))
+        seen = g.op("And", g.op("LessOrEqual", reads, own), g.op("Unsqueeze", mask, g.integers(1, 2)))
+        return GraphBlock(g, self.config, at, (reads, seen))
 
     def graph_block(self, g, first: int) -> GraphBlock:
         """block with a cache, for a graph whose first layer is this, from 0. Declares the inputs positions (B, T), -1
@@ -360,8 +205,8 @@ class Decoder(Backbone):
         at = g.op("Max", positions, g.integers(0))
         zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
         every_slot = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
-        readable = g.op("LessOrEqual", every_slot, g.op("Unsqueeze", at, g.integers(1, 3)))
-        return GraphBlock(g, self.config, at, readable, GraphCache(index, rows, g.shape(keys, 0, 1)))
+        seen = g.op("LessOrEqual", every_slot, g.op("Unsqueeze", at, g.integers(1, 3)))
+        return GraphBlock(g, self.config, at, (every_slot, seen), GraphCache(index, rows, g.shape(keys, 0, 1)))
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""
@@ -415,31 +260,5 @@ def _padded_on_the_right(attention_mask: Tensor | np.ndarray) -> bool:
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
 
-# ---- Hugging Face's names ----
-_NAMES = {
-    "embeddings": "embed_tokens",
-    "layers.{i}.attention_norm": "layers.{i}.input_layernorm",
-    "layers.{i}.qkv": "layers.{i}.self_attn.{q|k|v}_proj",
-    "layers.{i}.attention_output": "layers.{i}.self_attn.o_proj",
-    "layers.{i}.mlp_norm": "layers.{i}.post_attention_layernorm",
-    "layers.{i}.gate": "layers.{i}.mlp.gate_proj",
-    "layers.{i}.up": "layers.{i}.mlp.up_proj",
-    "layers.{i}.down": "layers.{i}.mlp.down_proj",
-    "norm": "norm",
-    "lm_head": "lm_head",
-}
-
-_PHI_NAMES = _NAMES | {
-    "layers.{i}.attention_output": "layers.{i}.self_attn.dense",
-    "layers.{i}.up": "layers.{i}.mlp.fc1",
-    "layers.{i}.down": "layers.{i}.mlp.fc2",
-    "norm": "final_layernorm",
-}
-
-
-def _layout(architecture: str, names: dict[str, str] = _NAMES) -> Layout:
-    return Layout(names=names, prefix="model.", architecture=architecture, ignored=r"(.*\.)?rotary_emb\.inv_freq")
-
-
 BACKBONE = Decoder
-LAYOUTS = {"llama": _layout("Llama"), "gemma": _layout("Gemma"), "phi": _layout("Phi", _PHI_NAMES)}
+LAYOUTS = {model_type: member.layout for model_type, member in MEMBERS.items()}

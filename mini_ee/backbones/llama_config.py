@@ -1,4 +1,4 @@
-"""The config of Llama, Gemma and Phi, and the rotary frequencies that it asks for."""
+"""The config of Llama's family, and the rotary frequencies that it asks for."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -17,38 +17,41 @@ from mini_ee.backbones.backbone import (
     shortened,
 )
 from mini_ee.backbones.bert import ACTIVATIONS as BERT_ACTIVATIONS
+from mini_ee.backbones.llama_family import MEMBERS, SWITCHES, Member
 
 ACTIVATIONS = BERT_ACTIVATIONS | {"silu": F.silu}
 
-# What Hugging Face takes for a key that config.json leaves out.
-TYPE_DEFAULTS = {
-    "llama": {"hidden_act": "silu", "norm_eps": 1e-6, "tie_word_embeddings": False},
-    "gemma": {"hidden_act": "gelu_pytorch_tanh", "norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256},
-    "phi": {"hidden_act": "gelu_new", "norm_eps": 1e-5, "tie_word_embeddings": False, "partial_rotary_factor": 0.5},
-}
-
-NORM_EPS = {"llama": "rms_norm_eps", "gemma": "rms_norm_eps", "phi": "layer_norm_eps"}
-
-# Keys that would change what is computed, and the only values that this file computes.
+# Keys that would change what is computed, and the only values that this file computes, but for members that obey them.
 FIXED_KEYS = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "qk_layernorm": (False, None),
     "use_bidirectional_attention": (False, None),
+    "is_causal": (True,),
     "sliding_window": (None,),
+    "layer_types": (None,),
 }
+NULL = ("num_key_value_heads", "sliding_window")  # keys in which null is no default
 
 LARGEST_TABLE = 2**30  # numbers of the tables of rotary positions: 4 GiB
 
-LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ORIGINAL = "original_max_position_embeddings"
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
+ROPE_KEYS = {
+    "llama3": LLAMA3_SCALING,
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", ORIGINAL),
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The keys of a Hugging Face config.json that this file reads, under their own names.
 
-    `norm_eps` is rms_norm_eps, in Phi layer_norm_eps. `rope_scaling` holds the four numbers of Llama 3, None elsewhere.
-    num_key_value_heads is num_attention_heads where it is None, head_dim hidden_size / num_attention_heads.
+    `norm_eps` is rms_norm_eps, in Phi layer_norm_eps. `rope_scaling` holds rope_type, llama3 or longrope, and its
+    numbers. num_key_value_heads is num_attention_heads where it is None, head_dim hidden_size / num_attention_heads.
+    sliding_window: how many tokens, itself included, a token reads in the layers that layer_types calls
+    sliding_attention, without it in those from max_window_layers on. layer_types may go on beyond the last layer.
     Dropout is not applied. Raises ValueError on a value that no model can have.
     """
 
@@ -67,18 +70,22 @@ class DecoderConfig:
     partial_rotary_factor: float = 1.0
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 0
+    layer_types: tuple[str, ...] | None = None
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.model_type not in TYPE_DEFAULTS:
-            raise ValueError(f"model_type must be one of {', '.join(TYPE_DEFAULTS)}, got {self.model_type!r}")
-        check_fields(self, from_zero=("bos_token_id",), free=("rope_theta",))
-        if not is_number(self.rope_theta) or self.rope_theta <= 0:
-            raise ValueError(f"rope_theta must be a number above 0, got {shortened(self.rope_theta)}")
-        if self.tie_word_embeddings and self.model_type == "phi":
-            raise ValueError("tie_word_embeddings must be false in phi, whose head has a bias, got True: not supported")
+        _member(self.model_type)
+        check_fields(self, from_zero=("bos_token_id", "max_window_layers"), free=("rope_theta",))
+        if self.tie_word_embeddings and self.biased("lm_head"):
+            raise ValueError(
+                f"tie_word_embeddings must be false in {self.model_type}, whose head has a bias, got True: "
+                f"not supported"
+            )
         stops = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
         for stop in () if self.eos_token_id is None else stops:
             check_integer("eos_token_id", stop, least=0, most=LARGEST["vocab_size"])
@@ -87,15 +94,6 @@ class DecoderConfig:
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}"
             )
-        if self.rotary_width < 2 or self.rotary_width % 2:
-            raise ValueError(
-                f"head_dim * partial_rotary_factor must be an even number of at least 2, got "
-                f"{self.head_width} * {self.partial_rotary_factor}"
-            )
-        if self.partial_rotary_factor != 1 and self.model_type != "phi":  # transformers 5 passes over it, 4 fails
-            raise ValueError(
-                f"partial_rotary_factor must be 1 in {self.model_type}, got {self.partial_rotary_factor}: not supported"
-            )
         if self.max_position_embeddings * self.head_width > LARGEST_TABLE:
             raise ValueError(
                 f"max_position_embeddings times the width of a head must be at most {LARGEST_TABLE}, "
@@ -103,13 +101,60 @@ class DecoderConfig:
             )
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {shortened(self.hidden_act)}")
-        if self.rope_scaling is not None:
-            numbers = {key: self.rope_scaling.get(key) for key in LLAMA3_SCALING}
-            wrong = [key for key, value in numbers.items() if not (is_number(value) and value > 0)]
-            if wrong:
-                raise ValueError(f"rope_scaling must hold a number above 0 for {', '.join(wrong)}, got {numbers}")
-            if numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-                raise ValueError(f"rope_scaling: high_freq_factor must be above low_freq_factor, got {numbers}")
+        if self.layer_types is not None:
+            self._check_layer_types()
+        self._check_rope()
+
+    def _check_layer_types(self) -> None:
+        layers, kinds = self.num_hidden_layers, self.layer_types
+        if not isinstance(kinds, tuple) or len(kinds) < layers or any(kind not in LAYER_TYPES for kind in kinds):
+            raise ValueError(
+                f"layer_types must name {' or '.join(LAYER_TYPES)} for {layers} layers, got {shortened(kinds)}"
+            )
+        if LAYER_TYPES[1] in kinds and self.sliding_window is None:
+            raise ValueError(f"layer_types: sliding_attention asks for a sliding_window that is in use, got {kinds}")
+
+    def _check_rope(self) -> None:
+        if not is_number(self.rope_theta) or self.rope_theta <= 0:
+            raise ValueError(f"rope_theta must be a number above 0, got {shortened(self.rope_theta)}")
+        if self.rotary_width < 2 or self.rotary_width % 2:
+            raise ValueError(
+                f"head_dim * partial_rotary_factor must be an even number of at least 2, got "
+                f"{self.head_width} * {self.partial_rotary_factor}"
+            )
+        if self.partial_rotary_factor != 1 and not self.member.partial_rotary:  # transformers 5 passes over it, 4 fails
+            raise ValueError(
+                f"partial_rotary_factor must be 1 in {self.model_type}, got {self.partial_rotary_factor}: not supported"
+            )
+        if self.rope_scaling is None:
+            return
+        long = self.rope_scaling["rope_type"] == "longrope"
+        keys = (ORIGINAL,) if long else LLAMA3_SCALING
+        numbers = {key: self.rope_scaling.get(key) for key in keys}
+        wrong = [key for key, value in numbers.items() if not (is_number(value) and value > 0)]
+        if wrong:
+            raise ValueError(
+                f"rope_scaling must hold a number above 0 for {', '.join(wrong)}, got {shortened(numbers)}"
+            )
+        if long:
+            self._check_long_rope()
+        elif numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+            raise ValueError(f"rope_scaling: high_freq_factor must be above low_freq_factor, got {numbers}")
+
+    def _check_long_rope(self) -> None:
+        check_integer(ORIGINAL, self.rope_scaling[ORIGINAL], least=2, most=LARGEST["max_position_embeddings"])
+        for key in ("short_factor", "long_factor"):
+            found = self.rope_scaling.get(key)
+            numbers = isinstance(found, list) and all(is_number(each) and each > 0 for each in found)
+            if not numbers or len(found) != self.rotary_width // 2:
+                raise ValueError(
+                    f"rope_scaling: {key} must be a list of {self.rotary_width // 2} numbers above 0, "
+                    f"got {shortened(found)}"
+                )
+        for key in ("factor", "attention_factor"):
+            found = self.rope_scaling.get(key)
+            if found is not None and not (is_number(found) and found > 0):
+                raise ValueError(f"rope_scaling: {key} must be a number above 0, got {shortened(found)}")
 
     @property
     def stop_tokens(self) -> list[int]:
@@ -120,29 +165,52 @@ class DecoderConfig:
     @classmethod
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":
         """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""
-        if config.get("use_sliding_window") is False:
+        member = _member(config.get("model_type"))
+        asks = "use_sliding_window" in member.switches
+        if not config.get("use_sliding_window", not asks) and (asks or "sliding_window" not in member.switches):
             config = config | {"sliding_window": None}
-        check_fixed(config, FIXED_KEYS)
-        model_type = config.get("model_type")
-        given = {key: value for key, value in config.items() if value is not None} | _rope_keys(config)
-        given["norm_eps"] = given.get(NORM_EPS.get(model_type))
+        check_fixed(config, {key: values for key, values in FIXED_KEYS.items() if key not in member.switches})
+        config = {key: value for key, value in config.items() if key not in SWITCHES - member.switches}
+        given = {key: value for key, value in config.items() if value is not None} | _rope_keys(config, member)
+        given["norm_eps"] = given.get(member.eps_key)
         if given.get("hidden_act") == "swish":
             given["hidden_act"] = "silu"
-        if model_type == "gemma":
-            given["hidden_act"] = _gemma_activation(given)
+        if member.gelu_is_tanh:
+            given["hidden_act"] = _tanh_activation(given)
         if given.get("bos_token_id") == -1:  # as some write that there is none
             del given["bos_token_id"]
-        if isinstance(given.get("eos_token_id"), list):
-            given["eos_token_id"] = tuple(given["eos_token_id"])
-        return cls(**known_fields(cls, given, TYPE_DEFAULTS.get(model_type, {})))
+        given |= {key: tuple(given[key]) for key in ("eos_token_id", "layer_types") if isinstance(given.get(key), list)}
+        defaults = {key: value for key, value in member.defaults.items() if not (key in NULL and key in config)}
+        return cls(**known_fields(cls, given, defaults))
 
     def to_dict(self) -> dict:
         """As Hugging Face writes it; `from_hugging_face` reads it back."""
-        config = {key: value for key, value in asdict(self).items() if value is not None}
-        config[NORM_EPS[self.model_type]] = config.pop("norm_eps")
-        if self.rope_scaling is not None:
-            config["rope_scaling"] = {"rope_type": "llama3"} | self.rope_scaling
+        member, unused = self.member, SWITCHES - self.member.switches
+        written = {key: value for key, value in asdict(self).items() if key not in unused}
+        config = {key: value for key, value in written.items() if value is not None or key in member.defaults}
+        config[member.eps_key] = config.pop("norm_eps")
+        if "use_sliding_window" in member.switches:
+            config["use_sliding_window"] = self.sliding_window is not None
+        if self.layer_types is not None:
+            config["layer_types"] = self.layer_types[: self.num_hidden_layers]
+        if self.rope_scaling is not None and member.original_length is not None:
+            config[ORIGINAL] = self.rope_scaling[ORIGINAL]
         return config
+
+    @property
+    def member(self) -> Member:
+        """What this model_type is."""
+        return _member(self.model_type)
+
+    def biased(self, name: str) -> bool:
+        """Whether these linear maps have a bias, as `Member.biased` calls them."""
+        return name in self.member.biased or self.attention_bias and name in ("qkv", "attention_output")
+
+    def window(self, depth: int) -> int | None:
+        """How many tokens, itself included, a token reads in the layer at this depth, from 0; None: all before it."""
+        types = self.layer_types
+        slides = depth >= self.max_window_layers if types is None else types[depth] == LAYER_TYPES[1]
+        return self.sliding_window if slides else None
 
     @property
     def key_value_heads(self) -> int:
@@ -166,8 +234,33 @@ class DecoderConfig:
         """The longest text, prompt and continuation together."""
         return self.max_position_embeddings
 
+    @property
+    def short_tokens(self) -> int | None:
+        """LongRoPE turns a text of more tokens than this by other numbers, from its first token on; None elsewhere."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling["rope_type"] != "longrope" or scaling[ORIGINAL] >= self.max_tokens:
+            return None
+        return scaling[ORIGINAL]
 
-def _gemma_activation(given: dict) -> str | None:
+    @property
+    def rope_scale(self) -> float:
+        """What cos and sin are multiplied with: in LongRoPE sqrt(1 + ln(factor) / ln(original length))."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling["rope_type"] != "longrope":
+            return 1.0
+        if "attention_factor" in scaling:
+            return scaling["attention_factor"]
+        factor = scaling.get("factor", self.max_position_embeddings / scaling[ORIGINAL])
+        return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(scaling[ORIGINAL]))
+
+
+def _member(model_type) -> Member:
+    if model_type not in MEMBERS:
+        raise ValueError(f"model_type must be one of {', '.join(MEMBERS)}, got {model_type!r}")
+    return MEMBERS[model_type]
+
+
+def _tanh_activation(given: dict) -> str | None:
     """The oldest files say gelu and mean its tanh form; of two keys, versions of transformers obey another one."""
     act, other = given.get("hidden_act"), given.get("hidden_activation")
     act, other = ("gelu_pytorch_tanh" if name in ("gelu", None) else name for name in (act, other or act))
@@ -176,42 +269,52 @@ def _gemma_activation(given: dict) -> str | None:
     return act
 
 
-def _rope_keys(config: dict) -> dict:
+def _rope_keys(config: dict, member: Member) -> dict:
     """rope_theta, partial_rotary_factor and rope_scaling, which transformers 5 writes as one entry, rope_parameters.
 
     Raises ValueError where a file has both entries and they disagree.
     """
     entries = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
-    found = [_rope_entry(name, entry) for name, entry in entries.items()]
+    original = config.get(ORIGINAL, member.original_length)  # some have it beside the entry
+    found = [_rope_entry(name, entry, original, member.rope_types) for name, entry in entries.items()]
     both = [{"rope_theta": config.get("rope_theta")} | entry for entry in found]
     if len(found) == 2 and both[0] != both[1]:
         raise ValueError("rope_parameters and rope_scaling must agree, found different ones; keep one of them")
     return found[-1] if found else {}
 
 
-def _rope_entry(name: str, entry) -> dict:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} must be an object, got {shortened(entry)}")
+def _rope_entry(name: str, entry, original, kinds: tuple[str, ...]) -> dict:
+    if not isinstance(entry, dict) or any(isinstance(value, dict) for value in entry.values()):
+        raise ValueError(f"{name} must be an object that serves all layers, got {shortened(entry)}")
     kind = entry.get("rope_type", entry.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{name}: rope_type must be 'default' or 'llama3', got {shortened(kind)}: not supported")
+    if kind not in kinds:
+        expected = " or ".join(map(repr, kinds))
+        raise ValueError(f"{name}: rope_type must be {expected}, got {shortened(kind)}: not supported")
     found = {key: entry[key] for key in ("rope_theta", "partial_rotary_factor") if entry.get(key) is not None}
-    found["rope_scaling"] = {key: entry.get(key) for key in LLAMA3_SCALING} if kind == "llama3" else None
-    return found
+    kind = "longrope" if kind == "su" else kind  # its first name
+    scaling = {key: entry[key] for key in ROPE_KEYS.get(kind, ()) if entry.get(key) is not None}
+    if kind != "default" and original is not None and scaling.setdefault(ORIGINAL, original) != original:
+        raise ValueError(f"{name}: {ORIGINAL} must be {original} as beside it, got {shortened(scaling[ORIGINAL])}")
+    return found | {"rope_scaling": {"rope_type": kind} | scaling if kind != "default" else None}
 
 
-def rope_frequencies(config: DecoderConfig) -> Tensor:
+def rope_frequencies(config: DecoderConfig, long: bool = False) -> Tensor:
     """theta_i = rope_theta^(-2i/R), in radians a token, (R/2,) float32, where R numbers of a head rotate.
 
     Llama 3 divides the slow ones by `factor`: those whose wavelength 2 pi / theta_i is above
     original_max_position_embeddings / low_freq_factor; the quick ones, below original / high_freq_factor, stay; between
-    the two it goes over linearly in original / wavelength.
+    the two it goes over linearly in original / wavelength. LongRoPE (Ding et al. 2024) divides each by a number of its
+    own, which a search has found; long: by those for texts above the original length.
     """
-    width = config.rotary_width
-    frequency = 1.0 / config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
-    if config.rope_scaling is None:
+    width, scaling = config.rotary_width, config.rope_scaling
+    slowness = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
+    frequency = 1.0 / slowness
+    if scaling is None:
         return frequency
-    factor, low, high, original = (config.rope_scaling[key] for key in LLAMA3_SCALING)
+    if scaling["rope_type"] == "longrope":
+        factors = torch.tensor(scaling["long_factor" if long else "short_factor"], device="cpu")
+        return 1.0 / (factors * slowness)
+    factor, low, high, original = (scaling[key] for key in LLAMA3_SCALING)
     turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / factor)

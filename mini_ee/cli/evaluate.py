@@ -201,7 +201,7 @@ def _tokens(opened, args, say) -> dict:
     say(
         f"{answer['task']}, {answer['rows']} rows: accuracy {answer['accuracy']:.3f} +- {answer['standard_error']:.3f} "
         f"(full model {answer['full_accuracy']:.3f}{chance}), ln p of the right answer {answer['log_likelihood']:.2f}; "
-        f"a scored token takes {answer['mean_layers']:.2f} layers of {answer['exits'][-1]}."
+        f"a scored token takes {answer['mean_layers']:.2f} layers of {opened.model.whole.exits[-1]}."
     )
     return about | answer
 

@@ -72,7 +72,7 @@ def run(args, say) -> dict:
     if opened.unit != "tokens":
         raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
     backend, ids = opened.tokenizer.backend, encode_whole(opened.tokenizer, prompt)
-    most, stop = opened.model.backbone.config.max_tokens, opened.model.backbone.config.stop_tokens
+    most, stop = opened.model.backbone.max_written, opened.model.backbone.config.stop_tokens
     count = args.max_new_tokens or max(1, min(WRITTEN_TOKENS, most - len(ids)))
     steps, about = written_steps(opened, ids, count, args)
     write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))
@@ -99,7 +99,7 @@ def run(args, say) -> dict:
         say(f"Tokens by the layer that wrote them: {', '.join(left)}.")
     if not args.lossless:
         mean_layers = float(np.mean(layers))
-        about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.exits[-1]}
+        about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.model.whole.exits[-1]}
     return {
         "method": opened.config["method"],
         "model": str(folder),
@@ -133,7 +133,7 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
     if not args.lossless:
         if args.draft:
             raise WrongArguments("--draft is for --lossless")
-        rule, fill = chosen_rule(args, opened), args.fill or "propagate"
+        rule, fill = chosen_rule(args, opened), args.fill or opened.model.fill
         settings = {"sampling": sampling, "seed": args.seed, "fill": fill}
         steps = opened.model.generate([ids], rule, max_new_tokens=count, **settings)
         return steps, {"rule": rule.to_dict(), "fill": fill}

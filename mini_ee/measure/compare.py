@@ -34,7 +34,7 @@ from mini_ee.training.rule import patiences, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
 from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
-from mini_ee.units.tokens import record_texts
+from mini_ee.units.tokens import TokenExits, record_texts
 
 TESTED_TEXTS, TIMED_TEXTS = 100, 2
 
@@ -163,19 +163,20 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
     for run in runs:
         some, settings = _cases(run, texts, count or TESTED_TEXTS, sampling, seed)
         references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in some]
-        full = decoded(run, run.model.write(some, NeverExit(), seed=seed, **settings))
+        full = decoded(run, run.model.whole.write(some, NeverExit(), seed=seed, **settings))
         metrics = read_json(run.folder / "metrics.json")
         own = metrics.get("own", {})
         if run.rule.to_dict() not in own.values():  # `mini-ee calibrate` wrote it
             own = {run.rule.name: run.rule.to_dict()} | own
         for measure, rule in {"full model": NeverExit().to_dict(), **own}.items():
             others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
+            model = run.model.whole if measure == "full model" else run.model
             for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):
-                written = run.model.write(some, rule_from_dict(each), seed=seed, **settings)
+                written = model.write(some, rule_from_dict(each), seed=seed, **settings)
                 points.append({"rule": each} | quality(run, written, full, references))
             about = {"run": str(run.folder), "method": run.config["method"], "measure": measure}
-            rows.append(about | points[0] | {"exits": list(run.exits), "curve": points[1:]})
-            timed += [(point, _timed(run, some, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
+            rows.append(about | points[0] | {"exits": list(model.exits), "curve": points[1:]})
+            timed += [(point, _timed(model, some, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
     measure_speed(timed)
     answer = {"task": kinds.pop(), "rows": rows, "texts": len(some), "timed_texts": TIMED_TEXTS}
     return answer | {"heads": _heads(runs, seed), "level": LEVEL}
@@ -194,15 +195,16 @@ def _cases(run: Run, texts: str | None, count: int, sampling, seed: int):
     return found, {"max_new_tokens": follow, "stop": stop, "sampling": sampling}
 
 
-def _timed(run: Run, texts, rule: dict, settings: dict, seed: int):
+def _timed(model: TokenExits, texts, rule: dict, settings: dict, seed: int):
     few = texts[:TIMED_TEXTS]
-    return lambda: run.model.write(few, rule_from_dict(rule), batch_size=1, seed=seed, **settings | {"stop": ()})
+    return lambda: model.write(few, rule_from_dict(rule), batch_size=1, seed=seed, **settings | {"stop": ()})
 
 
 def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
-    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; of runs on different decoders, and of those
-    that fine-tuned theirs, nothing."""
-    if len({run.config["backbone"]["sha256"] for run in runs}) > 1 or any(run.model.rank for run in runs):
+    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; of runs on different decoders, of those
+    that fine-tuned theirs, and of one without exits nothing."""
+    plain = any(run.model.rank or len(run.exits) == 1 for run in runs)
+    if len({run.config["backbone"]["sha256"] for run in runs}) > 1 or plain:
         return []
     _, calibration, fresh = written_texts(runs[0], seed)
     rows = []

@@ -50,6 +50,7 @@ class Hearing(NamedTuple):
     benchmark: Benchmark
     asked: list[Asked]
     recorded: Record
+    whole: Record | None = None  # of the full model, where it is another
 
     def right(self, exit_index: np.ndarray) -> np.ndarray:
         """(Q,) bool: the questions that are answered, where tokens (N,) leave at these exits."""
@@ -79,15 +80,22 @@ def hear(run: Run, benchmark: Benchmark, batch_size: int = BATCH) -> Hearing:
     questions = tqdm(benchmark.questions, desc="tokenizing", delay=2)
     asked = [ask(question, lambda text: encode_whole(run.tokenizer, text), most) for question in questions]
     texts = [Text(request.ids, request.start - 1) for one in asked for request in one.requests]
-    return Hearing(benchmark, asked, record_texts(run.model, texts, batch_size, "scoring", last=False))
+    recorded = record_texts(run.model, texts, batch_size, "scoring", last=False)
+    whole = run.model.whole
+    full = None if whole is run.model else record_texts(whole, texts, batch_size, "scoring", last=False)
+    return Hearing(benchmark, asked, recorded, full)
 
 
 def benchmark_answer(hearing: Hearing, rule: Rule) -> dict:
     """The JSON answer of a benchmark under one rule. No speed-up: every exit was read; `sweep` measures it."""
-    benchmark, asked, recorded = hearing
+    benchmark, asked, recorded, whole = hearing
     exits, positions = recorded.segments.exits, len(recorded.logits)
     left = recorded.replay(rule).exit_index
     each = [hearing.accuracy(np.full(positions, k))["accuracy"] for k in range(len(exits))]
+    full, layers = each[-1], exits[-1]
+    if whole is not None:
+        full = hearing._replace(recorded=whole).accuracy(np.zeros(positions, int))["accuracy"]
+        layers = whole.segments.exits[-1]
     log_p, _ = hearing.options(left)
     answers = np.cumsum([0, *(len(one.requests) for one in asked)])[:-1] + [q.answer for q in benchmark.questions]
     answer = {
@@ -96,11 +104,11 @@ def benchmark_answer(hearing: Hearing, rule: Rule) -> dict:
         "rows": len(asked),
         "choice": benchmark.choice,
         **hearing.accuracy(left),
-        "full_accuracy": each[-1],
+        "full_accuracy": full,
         "log_likelihood": float(log_p[answers].mean()),
         "exits": list(exits),
         "per_exit_accuracy": each,
-        **depth(left, exits),
+        **depth(left, exits, layers),
         "rule": rule.to_dict(),
         "rows_truncated": sum(one.cut for one in asked),
     }
@@ -112,11 +120,11 @@ def benchmark_answer(hearing: Hearing, rule: Rule) -> dict:
     return answer
 
 
-def depth(left: np.ndarray, exits: tuple[int, ...]) -> dict:
-    """Where units (N,) left, under DESIGN.md's JSON keys."""
+def depth(left: np.ndarray, exits: tuple[int, ...], layers: int) -> dict:
+    """Where units (N,) left, of a full model of so many layers, under DESIGN.md's JSON keys."""
     mean_layers = float(np.asarray(exits)[left].mean())
     counts = np.bincount(left, minlength=len(exits)).tolist()
-    return {"exit_counts": counts, "mean_layers": mean_layers, "layers_saved": 1 - mean_layers / exits[-1]}
+    return {"exit_counts": counts, "mean_layers": mean_layers, "layers_saved": 1 - mean_layers / layers}
 
 
 def perplexity(recorded: Record, rule: Rule) -> float:
@@ -175,7 +183,7 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
 def kept(observed: Observed, rule: Threshold, exits: tuple[int, ...]) -> dict:
     """What a rule keeps of its promise on some tokens, and where they leave."""
     told = {"agreement": agreement(observed, rule), "end_to_end": end_to_end(observed, rule)}
-    return told | depth(exit_indices(observed, rule), exits)
+    return told | depth(exit_indices(observed, rule), exits, exits[-1])
 
 
 def at_equal_agreement(
@@ -237,7 +245,7 @@ def timed_decoding(
 
 def room(run: Run, prompts: Sequence[Sequence[int]]) -> int:
     """Tokens that the context has room for behind the longest prompt."""
-    return run.model.backbone.config.max_tokens - max(map(len, prompts))
+    return run.model.backbone.max_written - max(map(len, prompts))
 
 
 def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], list[Text]]:
@@ -272,7 +280,7 @@ def quality(run: Run, written: list[Generated], full: list[str], references: lis
         "rouge_l": float(np.mean([rouge_l(*pair) for pair in zip(found, full)])),
         "rouge_l_reference": float(np.mean([rouge_l(*pair) for pair in zip(found, references)])),
         "mean_layers": layers,
-        "layers_saved": 1 - layers / run.exits[-1],
+        "layers_saved": 1 - layers / run.model.whole.exits[-1],
     }
 
 

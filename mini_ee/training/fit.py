@@ -35,6 +35,7 @@ class Batch(NamedTuple):
     states: list[Tensor] | None  # (N, D) of every exit, where the stage learns from states
     taught: Tensor | None  # (N, ...), what the stage's teacher says of these units
     step: int = 0  # of the stage
+    steps: int = 1  # that the stage has in all
 
 
 class Stage(NamedTuple):
@@ -269,7 +270,7 @@ class _Training:
         if taught is not None:
             taught = torch.as_tensor(taught[units]).to(self.device)
         states, inputs = (inputs, ()) if stage.on_states else (None, inputs)
-        return Batch(inputs, labels, states, taught, self.progress["step"])
+        return Batch(inputs, labels, states, taught, self.progress["step"], self._sizes(stage, data)[1])
 
     def _update(self, stage: Stage, optimizer, batch: Batch, rate: float, config: TrainConfig) -> float:
         """One step of the optimizer on the batch, at `rate` times the peak learning rates; returns the loss."""
@@ -281,7 +282,7 @@ class _Training:
         optimizer.zero_grad()
         loss.backward()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        loss = ranks.average((p.grad for p in parameters), loss, len(batch.labels))
+        loss = ranks.average(parameters, loss, len(batch.labels))
         if not torch.isfinite(loss):
             raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
         nn.utils.clip_grad_norm_(parameters, config.clip)

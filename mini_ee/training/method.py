@@ -34,9 +34,11 @@ class Method:
     """Where none are named: so many, evenly spread; None: after every layer; or a function of the number of layers."""
     classes_only: bool = False  # it asks how sure or how right an exit is, which a regression's is not
     defaults: dict[str, dict] = field(default_factory=dict)
-    """unit -> its own defaults of whatever option; under "built-in" those for a built-in model."""
+    """unit -> its own defaults of whatever option; under "built-in" those of the first, for a built-in model."""
     lacks: tuple[str, ...] = ()  # options of every training that make no sense for this one
     train: Callable | None = None  # (Request) -> Run: a training of its own kind (RAEE's collection)
+    search: Callable | None = None
+    """In place of a recipe: (model, train, held, config) changes the model; returns records as of epochs."""
     default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
 
 

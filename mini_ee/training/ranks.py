@@ -12,7 +12,7 @@ batch (CAT).
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -62,20 +62,21 @@ def share(units: np.ndarray) -> np.ndarray:
     return units[rank() :: world()] if len(units) >= world() else units
 
 
-def average(gradients: Iterable[Tensor | None], loss: Tensor, units: int) -> Tensor:
+def average(parameters: Sequence[Tensor], loss: Tensor, units: int) -> Tensor:
     """The mean loss over all ranks' units, from the mean over this one's; makes the gradients those of it.
 
-    A gradient that is None is so on every rank and stays so: a zero would let AdamW decay its parameter.
+    A gradient that is None on every rank stays so: a zero would let AdamW decay its parameter.
     """
     if world() == 1:
         return loss
-    gradients = [gradient for gradient in gradients if gradient is not None]
-    parts = [*(gradient.flatten() for gradient in gradients), loss.detach()[None], loss.new_ones(1)]
+    parts = [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in parameters]
+    there = loss.new_tensor([each.grad is not None for each in parameters])
+    parts += [there, loss.detach()[None], loss.new_ones(1)]
     sums = torch.cat(parts) * units
     _all(dist.all_reduce, sums)
-    *means, loss, _ = (sums / sums[-1]).split([len(part) for part in parts])
-    for gradient, mean in zip(gradients, means):
-        gradient.copy_(mean.view_as(gradient))
+    *means, there, loss, _ = (sums / sums[-1]).split([len(part) for part in parts])
+    for parameter, mean, some in zip(parameters, means, there.tolist()):
+        parameter.grad = mean.view_as(parameter) if some else None
     return loss[0]
 
 

@@ -4,7 +4,7 @@ run/config.json          format_version, method, unit, settings, backbone, exits
                          seed, training, versions, and the checksum of every other file
 run/model.safetensors    what the method trained: heads, policy, and the backbone where it was fine-tuned
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
-run/backbone/            a backbone that was fine-tuned through prompts, in its own layout
+run/backbone/            a backbone that was fine-tuned through prompts, or a decoder that was, in its own layout
 run/datastore/           RAEE: what methods/datastore.py writes
 run/metrics.json         what training measured
 run/tokenizer.json       the backbone's
@@ -120,15 +120,15 @@ class Run(NamedTuple):
         self,
         prompts: Sequence[str],
         max_new_tokens: int = WRITTEN_TOKENS,
-        fill: str = "propagate",
+        fill: str | None = None,
         sampling: Sampling = Sampling(),
         seed: int = 0,
     ) -> list[str]:
         """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
         self.tokenizer.backend.no_truncation()
         ids = [self.tokenizer.backend.encode(prompt).ids for prompt in prompts]
-        settings = {"max_new_tokens": max_new_tokens, "fill": fill, "sampling": sampling, "seed": seed}
-        written = gather(self.model.generate(ids, self.rule, **settings), len(ids))
+        settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        written = gather(self.model.generate(ids, self.rule, fill=fill or self.model.fill, **settings), len(ids))
         decode = self.tokenizer.backend.decode
         return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
 
@@ -189,16 +189,17 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
     config |= {"rule": chosen.rule.to_dict(), "promise": chosen.promise}
     config |= {"max_length": tokenizer.max_length, "versions": versions()}
     with atomic_folder(folder) as partial:
-        digests = model.save_parts(partial, about["backbone"]["folder"])
+        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), model.holds_backbone
         if model.unit == "prompts":
-            config["prompt"] = tokenizer.prompt.to_dict()
-            if about["training"]["shots"]:
-                save_backbone(model.backbone, partial / OWN_BACKBONE)
-                config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
+            config["prompt"], changed = tokenizer.prompt.to_dict(), about["training"]["shots"]
         else:
             digests["model.safetensors"] = write_tensors(partial / "model.safetensors", model.own_state())
-        if model.holds_backbone and model.unit != "prompts":
+        if changed and model.unit == "rows":
             config["backbone"] = config["backbone"] | {"config": model.backbone.config.to_dict()}
+        elif changed:
+            save_backbone(model.backbone, partial / OWN_BACKBONE)
+            tokenizer.save(partial / OWN_BACKBONE / "tokenizer.json")  # a checkpoint like any other
+            config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
         config["files"] = digests | {name: file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")}

@@ -58,7 +58,7 @@ class Source(NamedTuple):
     def written(self, usual: Sequence[str], seed: int, count: int, greedy: bool = False) -> list[Text]:
         """What the full model writes from the prompts; greedily, each of them once."""
         prompts = self.prompts(usual)
-        room = self.backbone.config.max_tokens - max(map(len, prompts))
+        room = self.backbone.max_written - max(map(len, prompts))
         new_tokens = self.options.new_tokens or max(1, min(64, room))
         count = len(prompts) if greedy else count
         settings = {"greedy": greedy, "stop": self.backbone.config.stop_tokens, "seed": self.seed + seed}

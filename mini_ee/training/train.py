@@ -98,7 +98,7 @@ def _trained(request: Request, say: Callable[[str], None]) -> Run:
         save_run(request.out, *training)
         shutil.rmtree(state_folder)
     ranks.wait()
-    return load_run(request.out, request.model)
+    return load_run(request.out)
 
 
 # ---- What is asked for ----
@@ -110,7 +110,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     unit, model, task = _unit_of(method, model and Path(model), task)
     defaults = BUILT_IN if model == BUILT_IN_MODEL else {}
     defaults = defaults | method.defaults.get(unit, {})
-    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER):
+    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit == method.units[0]:
         defaults = defaults | method.defaults.get("built-in", {})
     if unit == "tokens" and task in KINDS:
         defaults = defaults | {"kind": task}
@@ -291,12 +291,13 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     tokenizer = Tokenizer.from_folder(request.model)
     source = Source(backbone, tokenizer, request.texts, request.seed)
     exits = exits_of(request, backbone.config.num_hidden_layers)
-    if len(exits) < 2:
+    if len(exits) < 2 and "exits" not in request.method.lacks:
         raise WrongArguments(f"expected exits before the last layer, got only {exits[0]}")
     train, held = texts_to_learn(source)
     tokens = sum(len(text.ids) for text in train.texts)
     about = _about(request, exits) | {"text": request.texts.to_dict(), "rank": request.texts.rank}
-    say(f"{len(exits) - 1} heads on {request.model.name} learn {tokens} tokens of {len(train)} texts.")
+    who = f"{len(exits) - 1} heads on {request.model.name} learn" if len(exits) > 1 else f"{request.model.name} reads"
+    say(f"{who} {tokens} tokens of {len(train)} texts.")
     digest = json_sha256({"train": [text.ids for text in train.texts], "held": [text.ids for text in held.texts]})
     begun_with = {"text": about["text"], "data": digest}
     model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
@@ -304,7 +305,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
     metrics = {"epochs": fitted.epochs, "history": fitted.watched, "exits": list(exits)} | chosen.about
     metrics |= {"texts": len(train), "tokens": tokens}
-    for stage in request.method.recipe(model, request.how):
+    for stage in request.method.recipe(model, request.how) if request.method.recipe else ():
         metrics |= stage.watch(model, held) if stage.watch else {}  # of the epoch that was kept
     return model, tokenizer, chosen, about, metrics
 
@@ -334,6 +335,9 @@ def _fit(
         except ValueError as error:
             raise WrongArguments(str(error)) from None
         model = model.to(request.common.device)
+        if request.method.recipe is None:
+            saved.folder.mkdir(parents=True, exist_ok=True)
+            return model, Fitted(request.method.search(model, train, held, request.how), [])
         return model, fit(model, request.method.recipe(model, request.how), train, held, request.train, saved)
 
 

@@ -2,6 +2,7 @@
 
 ExitHead            of a row: one vector, then a classifier
 VocabularyHead      of a token: a norm and a linear map to the vocabulary, drawn or copied
+OwnHead             of a token: the decoder's own norm and map, after another layer
 """
 
 from copy import deepcopy
@@ -140,3 +141,29 @@ class VocabularyHead(nn.Module):
     def graph(self, g, hidden: str) -> str:
         """forward on (B, D)."""
         return g.linear(g.apply(self.norm, hidden), self.linear)
+
+
+class OwnHead(nn.Module):
+    """The decoder's own norm and map to the vocabulary, after another layer. It has no weights besides.
+
+    Raises ValueError for a decoder without head.
+    """
+
+    def __init__(self, decoder: Backbone):
+        super().__init__()
+        if not decoder.has_lm_head:
+            raise decoder.no_lm_head()
+        self.__dict__["decoder"] = decoder  # no part of this module: its weights have one name
+
+    @property
+    def norm(self) -> nn.Module:
+        """That of the decoder."""
+        return self.decoder.norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden (..., D) -> logits (..., V) float32."""
+        return self.decoder.lm_logits(hidden)
+
+    def graph(self, g, hidden: str) -> str:
+        """forward on (B, D)."""
+        return self.decoder.graph_lm_logits(g, hidden)

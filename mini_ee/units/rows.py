@@ -28,6 +28,9 @@ STATES_BATCH = 64  # rows that are read together where nothing learns
 Fork = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """(k, hidden) -> what exit k reads, and what the layers above it read: equal values, whose gradients may differ."""
 
+RunLayers = Callable[..., Tensor]
+"""What stands in for Backbone.run_layers where a training looks into the layers, or leaves some out."""
+
 
 def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` exits as evenly spread as whole layers allow, the last at num_layers.
@@ -108,21 +111,32 @@ class RowExits(ExitModel):
         self.policy = policy and policy(backbone.config.hidden_size, self.exits)
 
     def states(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        fork: Fork | None = None,
+        run: RunLayers | None = None,
     ) -> list[Tensor]:
         """The state of every exit, (B, D) each: what its head and its policy read. The three inputs are (B, T) int64.
 
-        fork: how gradients of an exit and of the layers above it meet, see Fork.
+        fork: how gradients of an exit and of the layers above it meet, see Fork. run: see RunLayers.
         """
-        return list(self._each_state(input_ids, attention_mask, token_type_ids, fork))
+        return list(self._each_state(input_ids, attention_mask, token_type_ids, fork, run))
 
     def _each_state(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        fork: Fork | None,
+        run: RunLayers | None = None,
     ) -> Iterator[Tensor]:
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
         around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
+        run = run or self.backbone.run_layers
         for k, (layer, head) in enumerate(zip(self.exits, self.heads)):
-            hidden, depth = self.backbone.run_layers(hidden, around, depth, layer), layer
+            hidden, depth = run(hidden, around, depth, layer), layer
             read, hidden = fork(k, hidden) if fork else (hidden, hidden)
             yield head.state(read, around.padding)
 
@@ -135,10 +149,15 @@ class RowExits(ExitModel):
         return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        fork: Fork | None = None,
+        run: RunLayers | None = None,
     ) -> list[Tensor]:
         """Logits (B, C) of every exit. Arguments as in `states`. Dropout is drawn in the order of depth."""
-        states = self._each_state(input_ids, attention_mask, token_type_ids, fork)
+        states = self._each_state(input_ids, attention_mask, token_type_ids, fork, run)
         return [self.classify(k, state) for k, state in enumerate(states)]
 
     def segments(self) -> "RowSegments":

@@ -39,7 +39,7 @@ class TokenGraphs(Segments):
         return {
             "unit": "tokens",
             "vocab_size": config.vocab_size,
-            "max_tokens": config.max_tokens,
+            "max_tokens": self.model.backbone.max_written,
             "stop": config.stop_tokens,
             "width": config.hidden_size,
             "cache_width": config.key_value_heads * config.head_width,

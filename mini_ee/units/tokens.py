@@ -2,6 +2,7 @@
 
 TokenExits      a frozen decoder with a vocabulary head after each exit but the last, where its own LM head is; adapters
                 of query and value in all layers, where a method fine-tunes; and a policy, where a method has one
+SharedExits     a decoder that learns itself, and whose own head is every exit's
 TextData        texts as training takes them: every token that counts is a unit
 record_texts    what every exit says at every token that counts, recorded once, so that any rule can be replayed on it
 """
@@ -23,9 +24,9 @@ from mini_ee.early_exit import Recorded
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.units.decoding import Step, Weights, gather
 from mini_ee.units.generation import generate
-from mini_ee.units.heads import VocabularyHead
+from mini_ee.units.heads import OwnHead, VocabularyHead
 from mini_ee.units.recording import Record
-from mini_ee.units.rows import ExitModel, Fork, States, check_exits
+from mini_ee.units.rows import ExitModel, Fork, RunLayers, States, check_exits
 
 BATCH = 16  # texts that are read together where nothing learns
 TOKENS_A_STEP = 256  # at least, where a stage learns from states: a token is far less than a text
@@ -62,6 +63,7 @@ class TokenExits(ExitModel):
 
     unit = "tokens"
     holds_backbone = False  # a run on disk names it
+    fill = "propagate"  # what becomes of layers that a token did not run, unless another is asked for
 
     def __init__(
         self,
@@ -89,16 +91,19 @@ class TokenExits(ExitModel):
         """V, the width of the logits."""
         return self.backbone.config.vocab_size
 
-    def states(self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None) -> list[Tensor]:
+    def states(
+        self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None, run: RunLayers | None = None
+    ) -> list[Tensor]:
         """The state of every exit at the tokens that count, (N, D) each. Padding stands on the right.
 
-        input_ids (B, T) int64, counted (B, T) bool. fork: as of rows.
+        input_ids (B, T) int64, counted (B, T) bool. fork, run: as of rows.
         """
         inputs = Tensors(input_ids)
         around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
         adapt = None if self.adapters is None else lambda layer, *at: self.adapters[layer].adapt(*at)
+        run = run or self.backbone.run_layers
         for k, layer in enumerate(self.exits):
-            hidden, depth = self.backbone.run_layers(hidden, around, depth, layer, adapt), layer
+            hidden, depth = run(hidden, around, depth, layer, adapt), layer
             read, hidden = fork(k, hidden) if fork else (hidden, hidden)
             states.append(read[counted])
         return states
@@ -112,6 +117,11 @@ class TokenExits(ExitModel):
         return torch.stack([decide(state) for decide, state in zip(self.policies, states)], dim=1).float()
 
     @property
+    def whole(self) -> "TokenExits":
+        """What layers are saved of: this model without its exits, or the one that it was made of."""
+        return self
+
+    @property
     def policies(self) -> list[Callable[[Tensor], Tensor]]:
         """What decides at each exit but the last, as `generate` takes it: (..., D) -> exit_logit (...)."""
         if self.policy is None:
@@ -121,16 +131,19 @@ class TokenExits(ExitModel):
             for k, head in enumerate(self.heads)
         ]
 
-    def forward(self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None) -> list[Tensor]:
+    def forward(
+        self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None, run: RunLayers | None = None
+    ) -> list[Tensor]:
         """Logits (N, V) of every exit. Arguments as in `states`."""
-        return [self.classify(k, state) for k, state in enumerate(self.states(input_ids, counted, fork))]
+        return [self.classify(k, state) for k, state in enumerate(self.states(input_ids, counted, fork, run))]
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
         """Continue prompts (token ids), a step a token, each leaving where the rule says. settings: of `generate`."""
         policies = self.policies if rule.asks_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
-        return generate(self.backbone, prompts, **exits, **{"stop": self.backbone.config.stop_tokens} | settings)
+        usual = {"stop": self.backbone.config.stop_tokens, "fill": self.fill}
+        return generate(self.backbone, prompts, **exits, **usual | settings)
 
     def write(self, texts: Sequence[Text], rule: Rule, batch_size: int = BATCH, seed: int = 0, **settings):
         """What comes behind what each text gives (up to its `start`), in batches: a list of Generated."""
@@ -152,6 +165,21 @@ class TokenExits(ExitModel):
     def own_state(self) -> dict[str, Tensor]:
         """Adapters too, after they were folded."""
         return super().own_state() | {f"adapters.{name}": value for name, value in self.folded.items()}
+
+
+class SharedExits(TokenExits):
+    """A decoder that learns itself, with its own norm and head after every exit. Raises ValueError as TokenExits."""
+
+    holds_backbone = True  # as a checkpoint of its own in the run's folder
+
+    def __init__(self, backbone, exits: tuple[int, ...]):
+        super().__init__(backbone, (backbone.config.num_hidden_layers,))
+        self.exits = check_exits(tuple(exits), backbone.config.num_hidden_layers)
+        self.heads = nn.ModuleList(OwnHead(backbone) for _ in self.exits[:-1])
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Nothing: all that learns is in the checkpoint."""
+        return {}
 
 
 # ---- What training takes ----
