@@ -72,6 +72,8 @@ def _check_values(manifest: dict, folder: Path) -> None:
     _check(manifest, FORMS[unit], folder)
     if "encoder" in manifest:
         _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
+    if "begins_with" in manifest:  # prompts are read apart
+        _check(manifest, {"begins_with": [int]}, folder)
     if unit == "tokens":
         return
     names, classes = manifest["task"]["label_names"], manifest["num_labels"]

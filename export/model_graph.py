@@ -5,7 +5,8 @@
                                     a policy on its exit_logit; inf: nobody leaves, and no head is read
     exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
  -> logits (B, C), label (B,), confidence (B,), layers (B,); exit_logit (B,) where a policy decides; of tokens caches,
-    and no label: the caches of layers that a token did not run are filled as `propagate` does
+    and no label: the caches of layers that a token did not run are filled as `propagate` does; spent (B, 2), as Reading
+    has it, where the tokens of a row leave
 
 After exit k an If asks whether anybody stays. Its branch takes those rows, runs the layers up to exit k + 1, and in it
 the same again; what it says is scattered over what exit k said. So a graph is as deep as the model has exits, and what
@@ -37,7 +38,7 @@ class _ModelGraph:
 
     def write(self) -> None:
         g, state = self.g, self.segments.graph_start(self.g)
-        names = ["logits", "layers", *["exit_logit"] * self.says_exit_logit]
+        names = ["logits", "layers", *["spent"] * self.segments.tokens_leave, *["exit_logit"] * self.says_exit_logit]
         values = self._from_exit(0, state, self._bars(), {})
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
@@ -82,7 +83,7 @@ class _ModelGraph:
         if k == self.last:
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
             read = g.float32(segments.graph_read(k, g, state))
-            return self._said(k, read, rows, [nothing] * self.says_exit_logit) + written
+            return self._said(k, read, state, rows, [nothing] * self.says_exit_logit) + written
         bar = g.op("Gather", bars, g.constant(f"scalar_{k}", np.array(k)), axis=1)
         said, leaves = self._at_exit(k, state, (bar, rows), memory)
         stays = g.op("Not", leaves)
@@ -111,7 +112,7 @@ class _ModelGraph:
             logits = self._where_asked(asked, k, state, rows)
             number = g.op("Squeeze", logits, g.integers(1)) if self.classes == 1 else None
             leaves = rule.graph_stop(g, k, Reading(logits, prediction=number), bar, memory)
-            return self._said(k, logits, rows, []), leaves
+            return self._said(k, logits, state, rows, []), leaves
         exit_logit = []
         if self.decides:
             reading = segments.graph_read_state(k, g, state)
@@ -119,12 +120,14 @@ class _ModelGraph:
             exit_logit = [reading.exit_logit] * self.says_exit_logit
         else:
             leaves = g.op("Less", bar, g.constant("float_0", np.zeros((), np.float32)))
-        return self._said(k, self._where_asked(g.any(leaves), k, state, rows), rows, exit_logit), leaves
+        return self._said(k, self._where_asked(g.any(leaves), k, state, rows), state, rows, exit_logit), leaves
 
-    def _said(self, k: int, logits: str, rows: str, exit_logit: list[str]) -> list:
+    def _said(self, k: int, logits: str, state, rows: str, exit_logit: list[str]) -> list:
         g, axis = self.g, f"rows_{k}"
         layers = g.op("Expand", g.integers(self.segments.exits[k]), rows)
         said = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
+        if self.segments.tokens_leave:
+            said.append(g.value(self.segments.graph_spent(g, state), axis, 2, dtype=np.float32))
         return said + [g.value(name, axis, dtype=np.float32) for name in exit_logit]
 
     def _where_asked(self, condition: str, k: int, state, rows: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.early_exit import Reading, Segments
+from mini_ee.early_exit import Ran, Reading, Segments
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.sessions import CARRIED, CPU, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
@@ -62,14 +62,14 @@ class OrtModel(OrtRows):
         self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
         self._held, self._by_segment = HeldRule(folder, manifest), None
 
-    def run_batch(self, rule: Rule, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    def run_batch(self, rule: Rule, inputs: Inputs) -> Ran:
         """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
         plan = rule.plan(inputs)
         feeds = self._held.feeds(rule, plan)
         if feeds is None:
             return self.by_segment(rule).run_batch(rule, inputs)
         said = self._run(inputs, feeds)
-        return said["logits"], *self._held.left(rule, plan, said["layers"])
+        return Ran(said["logits"], *self._held.left(rule, plan, said["layers"]), said.get("spent"))
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
         """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
@@ -88,30 +88,36 @@ class OrtModel(OrtRows):
     def read(self, k: int, state: AtExit) -> Reading:
         said = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
         decides = "exit_logit" in said and k < len(self.exits) - 1
-        return Reading(said["logits"], said["exit_logit"] if decides else None)
+        return Reading(said["logits"], said["exit_logit"] if decides else None, spent=said.get("spent"))
 
     def whole(self) -> "WholeModel":
         """The same without early exits."""
-        return WholeModel(self)
+        return WholeModel(self, *self._settings)
 
     def _run(self, inputs: Inputs, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return self._session.run(self._session.of_rows(inputs) | feeds)
 
 
 class WholeModel(Segments):
-    """model.onnx run to its end, no head read on the way: what a speed-up is measured against."""
+    """What a speed-up is measured against: model.onnx run to its end, no head read on the way; or whole.onnx, where
+    tokens leave model.onnx before.
+    """
 
     engine = "onnxruntime"
 
-    def __init__(self, model: OrtModel):
-        self.exits, self._model = model.exits[-1:], model
+    def __init__(self, model: OrtModel, folder: Path, manifest: dict, provider: str, threads: int):
+        self.exits, self._model, self._manifest = model.exits[-1:], model, manifest
+        self._session = Session(folder / "whole.onnx", provider, threads) if "whole" in manifest["graphs"] else None
 
-    def run_batch(self, rule: Rule, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-        logits, exit_index, _ = self._model.run_batch(rule, inputs)
-        return logits, np.zeros_like(exit_index), [None]
+    def run_batch(self, rule: Rule, inputs: Inputs) -> Ran:
+        if self._session is not None:
+            logits = self._session.run(self._session.of_rows(inputs))["logits"]
+        else:
+            logits = self._model.run_batch(rule, inputs).logits
+        return Ran(logits, np.zeros(len(logits), np.int64), [None])
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
-        advance, read = self._model._manifest["whole_flops"]
+        advance, read = self._manifest["whole_flops"]
         tokens = inputs.input_ids.shape[1]
         return _polynomial(advance, tokens), _polynomial(read, tokens)
 
@@ -159,7 +165,8 @@ class OrtSegments(OrtRows):
 
     def read(self, k: int, state: OrtState) -> Reading:
         said = state.said
-        reading = Reading(said["logits"], said.get("exit_logit"), said.get("max_probability"))
+        others = said.get("exit_logit"), said.get("max_probability")
+        reading = Reading(said["logits"], *others, spent=said.get("spent"))
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))

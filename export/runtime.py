@@ -24,9 +24,9 @@ from mini_ee.early_exit import Segments, early_exit
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.export.sessions import CPU, HeldRule, Session, wanted_provider
-from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.rules import Planned, Rule, rule_from_dict
-from mini_ee.units.decoding import FILLS, DecoderSegments, Step, check_prompts, decode, gather
+from mini_ee.units.decoding import FILLS, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 
 NEW_TOKENS = 100
 RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --segments, or leave out --fill"
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     label: str | float  # a number for regression
     confidence: float | None  # the largest probability; None for regression
     exit: int  # index into exits, from 0
-    layers: int  # depth of that exit
+    layers: int | float  # depth of that exit; where tokens leave, of a mean token
     milliseconds: float  # of its batch, over the rows of that batch
     logits: np.ndarray  # (C,)
 
@@ -190,7 +190,7 @@ class Runtime:
             begin = time.perf_counter()
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
-            said = zip(rows, result.logits, result.exit_index.tolist(), result.layers_run.tolist())
+            said = zip(rows, result.logits, result.exit_index.tolist(), result.cost.depth.tolist())
             confidences = max_probability(result.logits).tolist() if self.label_names else [None] * len(rows)
             for (row, logits, exit, layers), confidence in zip(said, confidences):
                 label = self.label_names[logits.argmax()] if self.label_names else float(logits[0])
@@ -234,7 +234,7 @@ class TokenRuntime(Runtime):
     ):
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
-        self.fill, self.max_new_tokens, self._model = fill, max_new_tokens, None
+        self.fill, self.max_new_tokens, self._model, self._prompts = fill, max_new_tokens, None, None
         super().__init__(folder, providers, segments=segments, **settings)
         if self._model and fill == "recompute" and not self.by_segment:
             raise ValueError(f"{self.folder}: {RECOMPUTE}")
@@ -243,6 +243,8 @@ class TokenRuntime(Runtime):
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
         self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*self._about)
         sessions = cache(partial(open_sessions, *self._about, provider, self._threads))
+        if self.begins_with is not None:
+            self._prompts = Prompts(*self._about, provider, self._threads)
 
         def by_segment(fill: str, num_rows: int, capacity: int) -> OrtTokenSegments:
             return OrtTokenSegments(sessions(), self.config, fill, num_rows, capacity)
@@ -274,7 +276,7 @@ class TokenRuntime(Runtime):
             return self._segments(fill, num_rows, capacity)
         held = self._held.feeds(rule, None) is not None
         if held and fill == "propagate":
-            return OrtTokenModel(self._model, self._held, self.config, num_rows, capacity)
+            return OrtTokenModel(self._model, self._held, self.config, num_rows, capacity, self._prompts)
         if not self.by_segment:
             raise self._held.another(rule) if not held else ValueError(f"{self.folder}: {RECOMPUTE}")
         return self._segments(fill, num_rows, capacity)
@@ -329,5 +331,13 @@ class TokenRuntime(Runtime):
                 answers.append(Continuation(text, tokens, layers, milliseconds))
         return answers
 
+    @property
+    def begins_with(self) -> list[int] | None:
+        """The tokens that stand before what is written, where prompts are read apart; else None."""
+        return self.config.get("begins_with")
+
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-        return check_prompts(prompts, max_new_tokens, self.config["vocab_size"], self.config["max_tokens"])
+        sizes = self.config["vocab_size"], self.config["max_tokens"]
+        check_ids(prompts, sizes[0])
+        written = prompts if self.begins_with is None else [self.begins_with]
+        return check_prompts(written, max_new_tokens, *sizes)

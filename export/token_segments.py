@@ -2,6 +2,7 @@
 
 OrtTokenModel      model.onnx, the graph that stops by itself: one call a token; what a token did not run is propagated
 OrtTokenSegments   one graph a segment, to recompute instead, and for rules that model.onnx does not hold
+Prompts            what reads prompts apart, where the decoder reads what it writes alone (memory.onnx)
 
 The caches stay where they are for the life of a batch, on the device: every graph has them as inputs and, in the same
 memory, as outputs, and writes the new tokens into their slots. Hidden states cross the host between graphs, a row of D
@@ -15,33 +16,77 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.early_exit import Reading
+from mini_ee.early_exit import Ran, Reading
 from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
 from mini_ee.units.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
 
 
-class OrtTokenModel(DecoderSegments):
-    """model.onnx with the caches of one batch of texts laid under it."""
+class Prompts:
+    """memory.onnx, and what stands before what is written."""
+
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+        self.session = Session(folder / "memory.onnx", provider, threads)
+        self.begins_with = manifest["begins_with"]
+        self._device = "cpu" if self.session.provider == CPU else "cuda"
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> dict[str, ort.OrtValue]:
+        """What the other graphs take of these prompts."""
+        mask = np.arange(max(map(len, prompts))) < np.array([[len(prompt)] for prompt in prompts])
+        ids = np.zeros(mask.shape, np.int64)
+        ids[mask] = np.concatenate(prompts)
+        found = self.session.run({"input_ids": ids, "attention_mask": mask.astype(np.int64)})
+        return {name: ort.OrtValue.ortvalue_from_numpy(value, self._device) for name, value in found.items()}
+
+
+class OrtTokens(DecoderSegments):
+    """What both have in common: prompts may be read apart, before the first step."""
 
     engine = "onnxruntime"
+    prompts: Prompts | None
 
-    def __init__(self, session: Session, held: HeldRule, manifest: dict, num_rows: int, capacity: int):
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
+        if self.prompts is None:
+            return super().begin(prompts)
+        self.lay_under(self.prompts.read(prompts))
+        return Tokens.of([self.prompts.begins_with] * len(prompts))
+
+    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+        """Give all graphs what was made of the prompts."""
+        raise NotImplementedError
+
+
+class OrtTokenModel(OrtTokens):
+    """model.onnx with the caches of one batch of texts laid under it."""
+
+    def __init__(
+        self,
+        session: Session,
+        held: HeldRule,
+        manifest: dict,
+        num_rows: int,
+        capacity: int,
+        prompts: Prompts | None = None,
+    ):
+        self.prompts, self._memory = prompts, {}
         self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
         self._session, self._held, self._vocabulary = session, held, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
+    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+        self._memory = memory
+
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         self._run(ids, rows, positions, {"exit_at": np.array([len(self.exits) - 1])})
 
-    def run_batch(self, rule: Rule, inputs: Tokens) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    def run_batch(self, rule: Rule, inputs: Tokens) -> Ran:
         """One call. Raises ValueError for a rule that the graph does not hold."""
         plan = rule.plan(inputs)
         feeds = self._held.feeds(rule, plan)
         if feeds is None:
             raise self._held.another(rule)
         logits, layers = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
-        return logits.copy(), *self._held.left(rule, plan, layers)
+        return Ran(logits.copy(), *self._held.left(rule, plan, layers))
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Logits (B, V) and layers (B,); the memory of the logits is used again by the next call."""
@@ -65,6 +110,7 @@ class OrtTokenModel(DecoderSegments):
         for name, value in (("logits", logits), ("layers", layers)):
             binding.bind_output(name, "cpu", 0, value.dtype, value.shape, value.ctypes.data)
         bind_caches(binding, self._caches)
+        bind_inputs(binding, self._memory)
         return binding, inputs, logits, layers
 
 
@@ -84,6 +130,12 @@ def bind_caches(binding: ort.IOBinding, caches: dict[str, ort.OrtValue]) -> None
         binding.bind_ortvalue_output(f"{name}_out", cache)
 
 
+def bind_inputs(binding: ort.IOBinding, values: dict[str, ort.OrtValue]) -> None:
+    """Inputs that stay as they are."""
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+
+
 class Block(NamedTuple):
     """Where tokens stand."""
 
@@ -98,6 +150,7 @@ class Sessions(NamedTuple):
     fills: list[Session]  # of all segments but the first
     heads: list[Session]
     policies: list[Session]  # of all exits but the last; empty where the model has none
+    prompts: Prompts | None = None
 
 
 def open_sessions(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Sessions:
@@ -109,7 +162,8 @@ def open_sessions(folder: Path, manifest: dict, provider: str = CPU, threads: in
     exits = manifest["exits"]
     policies = exits[:-1] if manifest["decides"] else ()
     kinds = {"segment": exits, "fill": exits[1:], "head": exits, "policy": policies}
-    return Sessions(*(several(kind, layers) for kind, layers in kinds.items()))
+    prompts = Prompts(folder, manifest, provider, threads) if "begins_with" in manifest else None
+    return Sessions(*(several(kind, layers) for kind, layers in kinds.items()), prompts)
 
 
 class Cached:
@@ -119,6 +173,10 @@ class Cached:
         self._session, self._binding = session, session.io_binding()
         self._caches = {name: cache for name, cache in caches.items() if name in session.inputs}  # kept alive
         bind_caches(self._binding, self._caches)
+
+    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+        """What was made of the prompts, where this graph takes it."""
+        bind_inputs(self._binding, {name: value for name, value in memory.items() if name in self._session.inputs})
 
     def run(self, hidden: np.ndarray, block: Block, out: np.ndarray | None = None) -> None:
         """Fill the caches, and `out` (B, T, D) with what the graph says. hidden: (B, T, D), or token ids (B, T)."""
@@ -131,20 +189,24 @@ class Cached:
         self._session.run_bound(self._binding)
 
 
-class OrtTokenSegments(CachedSegments):
+class OrtTokenSegments(OrtTokens, CachedSegments):
     """Those of an exported folder, for one batch of texts."""
-
-    engine = "onnxruntime"
 
     def __init__(self, sessions: Sessions, manifest: dict, fill: str, num_rows: int, capacity: int):
         super().__init__(tuple(manifest["exits"]), fill, num_rows, capacity)
+        self.prompts = sessions.prompts
         self.weights = Weights(**manifest["weights"])
         self._width = manifest["width"]
         self._heads, self._policies = sessions.heads, sessions.policies
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
         caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
-        self._segments, self._fills = ([Cached(each, caches) for each in some] for some in sessions[:2])
+        graphs = sessions.segments, sessions.fills
+        self._segments, self._fills = ([Cached(each, caches) for each in some] for some in graphs)
         self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
+
+    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+        for graph in (*self._segments, *self._fills):
+            graph.lay_under(memory)
 
     def array(self, numbers: list) -> np.ndarray:
         return np.array(numbers, np.int64)

@@ -3,9 +3,11 @@
 exported/manifest.json         format_version, what the run was, unit, exits, rule, labels, costs, the graphs with their
                                inputs and outputs, checksums of all files, and how far the graphs were from torch
 exported/model.onnx            the model with its rule, which stops by itself; see model_graph.py
+exported/whole.onnx            where tokens leave within a row: the same with all in all layers, for comparisons
 exported/segment_{layer}.onnx  where asked for: the layers up to an exit, and of rows its head; of tokens also
                                head_{layer}.onnx, what an exit says, policy_{layer}.onnx, whether to leave, and
                                fill_{layer}.onnx, the keys and values of a segment for tokens that left below it
+exported/memory.onnx           of a decoder whose prompts an encoder reads: that, once a prompt; see t5_graphs.py
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
 exported/tokenizer.json
 exported/index.html            and more, where a page is asked for: see page.py
@@ -123,6 +125,9 @@ def write_graphs(
     own, made, facts = parameters_of(model), {}, source.facts()
     held = NeverExit() if segments and type(rule).graph_stop is Rule.graph_stop else rule
     graphs = {"model": partial(write_model_graph, segments=source, rule=held)} | (source.graphs() if segments else {})
+    if source.tokens_leave:
+        graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=NeverExit())
+    graphs |= source.prompt_graphs() if facts["unit"] == "tokens" else {}
     for name, write in graphs.items():
         made[name] = Builder(own, **settings, plain=facts["unit"] == "tokens")
         write(made[name])

@@ -32,6 +32,7 @@ class Reading(NamedTuple):
     normalised_entropy: np.ndarray | None = None
     breaking_ties_logits: np.ndarray | None = None
     prediction: np.ndarray | None = None  # (N,), index of the largest logit
+    spent: np.ndarray | None = None  # (N, 2), where tokens leave within a unit: layers of a mean token, and operations
 
 
 class Segments:
@@ -44,17 +45,18 @@ class Segments:
     read_state(k, state) -> Reading  without logits, for rules that need the state alone
     will_read(heads, state) -> state told which heads alone will be read, for engines that compute one with its layers
     flops(k, inputs)                 floating-point operations of a unit in advance(k), and in read(k): a pair of
-                                     numbers, or of arrays (N,)
+                                     numbers, or of arrays (N,); none of its tokens leaving, where tokens leave
     """
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
     engine = "numpy"  # whose threads compute
+    tokens_leave = False  # within a unit: what it costs up to an exit is known from the run, and Reading.spent says it
 
     def running(self) -> AbstractContextManager:
         """Held while a batch runs, for engines that have a mode for it."""
         return nullcontext()
 
-    def run_batch(self, rule, inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    def run_batch(self, rule, inputs) -> "Ran":
         """What the loop gives; an engine whose graph holds the loop runs that."""
         return _run(self, rule, inputs)
 
@@ -79,7 +81,8 @@ class Segments:
         return self.exits[k] - (self.exits[k - 1] if k else 0)
 
     # ---- As nodes of a graph that stops by itself: graph_start(g), graph_advance(k, g, state), graph_read(k, g, state)
-    # and graph_read_state(k, g, state) are as above, on names of values; see export/model_graph.py ----
+    # and graph_read_state(k, g, state) are as above, on names of values; see export/model_graph.py. Where tokens leave,
+    # graph_spent(g, state) is the `spent` of a Reading, (N, 2) float32 ----
     def graph_keep(self, g, state, index: str, leaves: str):
         """keep: the units `index` (N,) of a state, `leaves` (N',) bool being false for them."""
         return None if state is None else g.op("Gather", state, index)
@@ -91,6 +94,15 @@ class Segments:
     def graph_fill(self, k: int, g, state) -> list:
         """The same of all layers above, where every unit has left at exit k."""
         return []
+
+
+class Ran(NamedTuple):
+    """A batch that has run."""
+
+    logits: np.ndarray  # (N, C)
+    exit_index: np.ndarray  # (N,)
+    shown: list[str | None]  # (K,), what the rule was shown of all units at each exit
+    spent: np.ndarray | None = None  # (N, 2), see Reading
 
 
 class ExitResult(NamedTuple):
@@ -113,17 +125,16 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
         raise ValueError("expected a batch of at least one row, got none")
     begin = time.perf_counter()
     with segments.running():
-        logits, exit_index, shown = segments.run_batch(rule, inputs)
-    layers_run = np.asarray(segments.exits)[exit_index]
+        ran = segments.run_batch(rule, inputs)
+    layers_run = np.asarray(segments.exits)[ran.exit_index]
     seconds = time.perf_counter() - begin
-    cost = Cost(seconds, segments, rule, inputs, logits.shape[1], exit_index, shown)
-    return ExitResult(logits, exit_index, layers_run, cost)
+    return ExitResult(ran.logits, ran.exit_index, layers_run, Cost(seconds, segments, rule, inputs, ran))
 
 
-def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """The loop itself: logits (N, C), exit index (N,), and what the rule was shown of all units at each exit, (K,)."""
+def _run(segments: Segments, rule, inputs) -> Ran:
+    """The loop itself."""
     size, last = len(inputs), len(segments.exits) - 1
-    exit_index, shown, logits = np.zeros(size, np.int64), [None] * (last + 1), None
+    exit_index, shown, logits, spent = np.zeros(size, np.int64), [None] * (last + 1), None, None
     plan, state = rule.plan(inputs), segments.start(inputs)
     if plan is not None:
         state = segments.will_read(set(plan.tolist()), state)
@@ -148,39 +159,50 @@ def _run(segments: Segments, rule, inputs) -> tuple[np.ndarray, np.ndarray, list
                 continue
             everyone = len(leaving) == len(rows)
 
-        if shown[k] == "logits":
-            said = reading.logits if everyone else reading.logits[leaving]
+        if shown[k] != "logits":
+            reading = segments.read(k, state if everyone else state.keep(leaving))
+            said, cost = reading.logits, reading.spent
         else:
-            said = segments.read(k, state if everyone else state.keep(leaving)).logits
+            said = reading.logits if everyone else reading.logits[leaving]
+            cost = reading.spent if everyone or reading.spent is None else reading.spent[leaving]
         if logits is None:
             if everyone:  # all at once, as at batch 1
                 exit_index.fill(k)
-                return said, exit_index, shown
+                return Ran(said, exit_index, shown, cost)
             logits = np.empty((size, said.shape[1]), said.dtype)
+            spent = None if cost is None else np.empty((size, 2))
         out = rows if everyone else rows[leaving]
         logits[out], exit_index[out] = said, k
+        if spent is not None:
+            spent[out] = cost
         if everyone:
             break
         stay = np.flatnonzero(~leaves)
         state, rows = state.keep(stay), rows[stay]
         memory = {name: values[stay] for name, values in memory.items()}
-    return logits, exit_index, shown
+    return Ran(logits, exit_index, shown, spent)
 
 
 class Cost:
     """What a batch cost. Layers and operations are counted when they are asked for: the run does not wait for it."""
 
-    def __init__(
-        self, seconds: float, segments: Segments, rule, inputs, classes: int, exit_index, shown: list[str | None]
-    ):
+    def __init__(self, seconds: float, segments: Segments, rule, inputs, ran: Ran):
         self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
-        self._run = segments, inputs, exit_index
-        self._rule, self._classes, self._shown = rule, classes, shown
+        self._run = segments, inputs, ran.exit_index
+        self._rule, self._classes, self._shown, self._spent = rule, ran.logits.shape[1], ran.shown, ran.spent
+
+    @property
+    def depth(self) -> np.ndarray:
+        """(N,): layers run; where tokens leave, of a mean token of the unit."""
+        segments, _, exit_index = self._run
+        return np.asarray(segments.exits)[exit_index] if self._spent is None else self._spent[:, 0]
 
     @property
     def layer_passes(self) -> np.ndarray:
         """(N,): layers computed for the unit; more than its depth where a schedule restarts."""
         segments, _, exit_index = self._run
+        if self._spent is not None:
+            return self._spent[:, 0]
         return np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])[exit_index]
 
     @property
@@ -195,7 +217,7 @@ class Cost:
         for k in range(len(segments.exits)):
             advance, read = segments.flops(k, inputs)
             reached = exit_index >= k
-            total += reached * advance
+            total += reached * advance if self._spent is None else (exit_index == k) * self._spent[:, 1]
             if self._shown[k] == "logits":
                 total += reached * (read + decision)
             else:
@@ -277,17 +299,24 @@ def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray,
     """What every exit says of every unit: logits (N, K, C); what it costs to advance to and to read each, (N, K, 2);
     exit_logits (N, K - 1) where the model has a policy, else None.
     """
-    logits, exit_logits, flops = [], [], np.zeros((len(inputs), len(segments.exits), 2))
+    logits, flops, measures = read_and_measure(segments, inputs)
+    return logits, flops, measures.get("exit_logit")
+
+
+def read_and_measure(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """The same, but for what else readings hold: by their fields, as Recorded takes it."""
+    logits, measures, flops = [], {}, np.zeros((len(inputs), len(segments.exits), 2))
     with segments.running():
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
             reading = segments.read(k, state)
             logits.append(reading.logits)
-            if reading.exit_logit is not None:
-                exit_logits.append(reading.exit_logit)
+            for name, value in (("exit_logit", reading.exit_logit), ("spent", reading.spent)):
+                if value is not None:
+                    measures.setdefault(name, []).append(value)
             flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
-    return np.stack(logits, axis=1), flops, np.stack(exit_logits, axis=1) if exit_logits else None
+    return np.stack(logits, axis=1), flops, {name: np.stack(each, axis=1) for name, each in measures.items()}
 
 
 sys.modules[__name__].__class__ = CallableModule

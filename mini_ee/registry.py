@@ -27,6 +27,8 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "sleb": "mini_ee.baselines.sleb",
     "free": "mini_ee.baselines.free",
     "layerskip": "mini_ee.baselines.layerskip",
+    "hashee": "mini_ee.baselines.hashee",
+    "tr-bert": "mini_ee.baselines.tr_bert",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
@@ -36,6 +38,7 @@ BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE
     "elasticbert": "mini_ee.backbones.bert",
     "deberta": "mini_ee.backbones.deberta",
     "deberta-v2": "mini_ee.backbones.deberta",
+    "t5": "mini_ee.backbones.t5",
     "llama": "mini_ee.backbones.llama",
     "gemma": "mini_ee.backbones.llama",
     "phi": "mini_ee.backbones.llama",

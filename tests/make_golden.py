@@ -9,6 +9,7 @@ Every parameter is drawn at random, norms and biases too: a norm that forgets it
     config.json, model.safetensors  a Hugging Face folder, by save_pretrained (ElasticBERT by hand)
     expected.safetensors            input_ids, attention_mask, token_type_ids, hidden.{0..L}, lm_logits, pooled.{depth}
                                     decoders: no types; normed in place of hidden.{L}; greedy, (B, N) new tokens
+                                    T5: decoder_input_ids and encoder.{0..L} besides, the last normed too
     provenance.json                 command, seed, versions
 
 The tests need none of this: they read the files. This script imports nothing of mini_ee.
@@ -55,6 +56,18 @@ DEBERTA_V2 = {
     "norm_rel_ebd": "layer_norm",
     "conv_kernel_size": 3,
     "conv_act": "gelu",
+}
+T5_SIZES = {  # heads are wider than D / H; the decoder has more layers; rows are longer than the largest distance
+    "vocab_size": 64,
+    "d_model": 8,
+    "d_kv": 5,
+    "d_ff": 12,
+    "num_heads": 2,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 7,
+    "decoder_start_token_id": 0,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -213,6 +226,33 @@ def make_decoder(name: str, model_class: type, config) -> None:
     write(name, said["sdpa"])
 
 
+def make_t5(name: str, **config) -> None:
+    """An encoder-decoder: the texts are padded on the right, the answers are not. v1.1 has a head of its own."""
+    generator = torch.Generator().manual_seed(SEED + 11)  # with which greedy texts do not stand still
+    config = transformers.T5Config(**T5_SIZES, **config)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    if not config.scale_decoder_outputs:  # transformers 5 ties it, unless a file says otherwise
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+    randomise(model, generator)
+    with torch.no_grad():
+        model.shared.weight.mul_(3.0)  # the others are drawn by the root of their inputs
+    model.save_pretrained(GOLDEN / name)
+    (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [4]])).long()
+    ids, written = (torch.randint(2, config.vocab_size, (3, n), generator=generator) for n in (9, 10))
+    written[:, 0] = config.decoder_start_token_id
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        output = model(**batch, decoder_input_ids=written, output_hidden_states=True)
+        about = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(**batch, **about, use_cache=False)  # theirs has as many layers as the encoder
+    *states, normed = output.decoder_hidden_states
+    expected = batch | {"decoder_input_ids": written} | {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    expected |= {f"encoder.{depth}": state for depth, state in enumerate(output.encoder_hidden_states)}
+    write(name, expected | {"normed": normed, "lm_logits": output.logits, "greedy": text[:, 1:]})
+
+
 def make_stories(folder: Path) -> None:
     """The values of the real stories260K, thinned, and none of its weights."""
     ids = torch.tensor([STORIES_TOKENS])
@@ -231,6 +271,8 @@ if __name__ == "__main__":
     make("deberta", transformers.DebertaForMaskedLM, v1)
     v2 = transformers.DebertaV2Config(**DECODER_SIZES, **DEBERTA, **DEBERTA_V2)
     make("deberta-v2", transformers.DebertaV2ForMaskedLM, v2)
+    make_t5("t5")
+    make_t5("t5-v1.1", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM
     make_decoder("llama", llama, transformers.LlamaConfig(**sizes, num_key_value_heads=2))
     scaled = sizes | {"num_attention_heads": 2, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}

@@ -64,7 +64,10 @@ def test_benchmarks_of_encoders_refuse_a_decoder(capsys, decoder_checkpoint, nam
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        ("exit-tax", ["minilm b32 t32 e2", "bert-base b1 t32 e12"]),
+        (
+            "exit-tax",
+            ["minilm b32 t32 e2", "bert-base b1 t32 e12", "bert-base b1 t32 hashee", "minilm b32 t32 tr-bert"],
+        ),
         ("batch", ["minilm b32 t32 mixed"]),
         (
             "onnx",
@@ -90,7 +93,8 @@ def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatc
         if name == "exit-tax":
             assert row["holds"] == (row["excess"] <= row["excess_bar"])
     assert main(["bench", name]) == 0
-    assert capsys.readouterr().out.count("one head read and judged") == (len(rows) if name == "exit-tax" else 0)
+    exits = [case for case in rows if name == "exit-tax" and not case.endswith(("hashee", "tr-bert"))]
+    assert capsys.readouterr().out.count("one head read and judged") == len(exits)
 
 
 def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):

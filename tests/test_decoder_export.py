@@ -293,7 +293,7 @@ def test_a_graph_runs_only_where_a_token_needs_it(case_of, fill, monkeypatch):
     for name in ("run", "run_bound"):
         right = getattr(Session, name)
         monkeypatch.setattr(Session, name, lambda self, *args, right=right: (ran.append(self), right(self, *args))[1])
-    segments, _, heads, _ = case.sessions
+    segments, _, heads, *_ = case.sessions
     case.write(PROMPTS, FixedExit(0), fill)
     assert ran == [*segments, *[segments[0], heads[0]] * NEW]  # the prompts, and nothing reads above exit 1
 

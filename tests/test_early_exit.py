@@ -541,6 +541,23 @@ def test_a_record_replayed_equals_the_loop_on_the_model_cost_and_all(cases, name
     np.testing.assert_array_equal(replayed.cost.layer_passes, real.cost.layer_passes)
 
 
+@pytest.mark.parametrize("rule", ["max_probability", "planned", "never"])
+def test_what_a_reading_says_was_spent_is_what_a_unit_cost(cases, rule):
+    """Where tokens leave within a unit: its layers, and its operations but for the heads that were read."""
+    source, rule = cases["torch mean"], RULES[rule](ALL)
+    plain = recorded_case(source)
+    spent = np.random.default_rng(0).uniform(1, 2, (B, K, 2))
+    logits, flops, _ = read_every_exit(source.segments, source.inputs)
+    recorded = Recorded(EXITS, logits, flops, [1] * K, {"spent": spent})
+    found, heads = loop.early_exit(recorded, rule, range(B)), run(plain, rule)
+    rows, left = np.arange(B), found.exit_index
+    layers = flops[:, :, 0].cumsum(axis=1)[rows, left]
+    np.testing.assert_array_equal(found.cost.depth, spent[rows, left, 0])
+    np.testing.assert_array_equal(found.cost.layer_passes, spent[rows, left, 0])
+    np.testing.assert_allclose(found.cost.flops, spent[rows, left, 1] + heads.cost.flops - layers, rtol=1e-9)
+    np.testing.assert_array_equal(heads.cost.depth, heads.layers_run)
+
+
 @pytest.mark.parametrize("tolerance", [0.05, 0.3])
 def test_a_regression_leaves_by_patience_and_returns_one_number_a_row(random_model, padded_inputs, tolerance):
     case = torch_case(random_model(num_labels=1), padded_inputs)

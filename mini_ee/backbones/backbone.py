@@ -81,9 +81,15 @@ class Around(Protocol):
 class Halves(Protocol):
     """A layer that can be left halfway: attention, added to its input and normalised; then the feed-forward part."""
 
+    heads: int
+    qkv: nn.Linear  # of the queries, the keys and the values, one above the other
+    attention_output: nn.Linear
+    attention_norm: nn.LayerNorm  # what `attend` ends with
     up: nn.Linear
     down: nn.Linear
     output_norm: nn.LayerNorm  # what `feed` ends with
+    dropout: nn.Dropout
+    attention_dropout: float
 
     def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden and its half, both (B, T, D). mask: the `padding` of an Around."""
@@ -108,13 +114,19 @@ class Backbone(nn.Module):
     Config: ClassVar[type]
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # of a row's tokens, that make sense
     generates: ClassVar[bool] = False  # it writes text, token by token
-    reads_prompt_at: ClassVar[str] = "mask"  # or "last": the token through which the head to words is read
+    reads_apart: ClassVar[bool] = False  # an encoder reads what is given; a decoder reads what it writes alone
+    reads_prompt_at: ClassVar[str] = "mask"  # or "last", "first": the token through which the head to words is read
     head_architecture: ClassVar[str] = "ForMaskedLM"  # how Hugging Face ends the name of a model with the head to words
 
     config: Any
     layers: nn.ModuleList
     lm_head: nn.Module | None
     left_out: tuple[str, ...] = ()  # tensors of the checkpoint that are no part of this, such as a classifier's head
+
+    @classmethod
+    def fitted(cls, config, tensors: dict[str, Tensor]):
+        """The config, where a file's tensors, under Hugging Face's names, say more than its config.json."""
+        return config
 
     @classmethod
     def parts(cls, config) -> dict[str, str]:
@@ -148,6 +160,39 @@ class Backbone(nn.Module):
         adapt: what adapters add to the linear maps of the layers.
         """
         raise NotImplementedError
+
+    # ---- Of those that write ----
+
+    def begins_with(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The tokens that stand before what is written to each of the prompts."""
+        return prompts
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
+        """Put what is read apart into the cache."""
+
+    def embed_written(self, input_ids: Tensor) -> Tensor:
+        """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
+        return self.embed(Tensors(input_ids))
+
+    def graph_embed_written(self, g) -> str:
+        """embed_written; declares the input input_ids, (B, T)."""
+        return self.graph_embed(g)
+
+    def prompt_graphs(self) -> dict[str, Callable]:
+        """Graphs that read prompts apart: name -> what writes one, given a Builder."""
+        return {}
+
+    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
+        """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
+
+        counted (B, T) bool: of each text those behind what is given, and the last of that.
+        """
+        return Tensors(input_ids), counted
+
+    @property
+    def token_weights(self) -> int:
+        """How many weights of a layer a token is multiplied with that reads a cache."""
+        return sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
 
     def halves(self, depth: int) -> Halves:
         """The layer between hidden[depth] and hidden[depth + 1], in two halves. Raises ValueError where it has none."""
@@ -238,6 +283,29 @@ class Backbone(nn.Module):
         """Floating-point operations of one layer on one row."""
         return layer_flops(**self.layer_weights(), tokens=tokens)
 
+    def start_flops(self, tokens: int) -> float:
+        """Those of what runs before the first layer, where that is more than embeddings."""
+        return 0.0
+
+    @property
+    def text_layers(self) -> int:
+        """How many layers read the text."""
+        return self.config.num_hidden_layers
+
+    def text_states(self, inputs, layer: int) -> tuple[Tensor, Tensor | None]:
+        """The states of a text's tokens after a layer, (B, T, D), with their `padding`: what texts are compared by."""
+        around = self.around(inputs)
+        return self.run_layers(self.embed(inputs), around, 0, layer), around.padding
+
+    def graph_text_states(self, g, mask: str, layer: int) -> str:
+        """text_states as ONNX nodes."""
+        hidden = self.graph_embed(g)
+        return self.graph_layers(g, hidden, self.graph_around(g, mask), 0, layer) if layer else hidden
+
+    def text_flops(self, layer: int, tokens: int) -> float:
+        """Floating-point operations of text_states on one row."""
+        return layer * self.layer_flops(tokens)
+
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
@@ -257,7 +325,7 @@ class Backbone(nn.Module):
 
     def no_lm_head(self) -> ValueError:
         """The error of whoever needs the head to words where there is none."""
-        kind = {"ForMaskedLM": "masked-LM", "ForCausalLM": "LM"}[self.head_architecture]
+        kind = "masked-LM" if self.head_architecture == "ForMaskedLM" else "LM"
         why = f", the file's was left out ({some_of(self.left_out)})" if self.left_out else ""
         return ValueError(
             f"this {self.config.model_type} has no {kind} head{why}: load a checkpoint that was saved with one"
@@ -291,7 +359,7 @@ class Layout:
 
 
 # ---- Configs ----
-LARGEST = {"vocab_size": 2**24, "max_position_embeddings": 2**22, "num_hidden_layers": 1000}
+LARGEST = {"vocab_size": 2**24, "max_position_embeddings": 2**22, "num_hidden_layers": 1000, "num_encoder_layers": 1000}
 LARGEST_SIZE = 2**20  # of the other integers: a size above is a typing error or damage, and no memory holds it
 LARGEST_NUMBER = 1e12
 

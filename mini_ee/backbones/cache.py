@@ -47,6 +47,7 @@ class Cache:
         self.capacity = capacity
         shape = (config.num_hidden_layers, rows, config.key_value_heads, capacity + 1, config.head_width)
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
+        self.memory = None  # what an encoder made of the prompts, where there is one
 
 
 class Around(NamedTuple):

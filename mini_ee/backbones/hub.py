@@ -106,6 +106,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     tensors = _plain_names(_read_shards(folder), layout, folder)
     tensors = {name: part for name, part in tensors.items() if not re.fullmatch(kind.unused(config), name)}
     check_weights(tensors, folder)
+    config = kind.fitted(config, tensors)
     left_out = [name for name in tensors if OTHER_HEADS.fullmatch(name)]
     required = kind.generates and _names_its_head(folder, kind)
     left_out += _fold_tied(tensors, kind, config, folder)
@@ -285,19 +286,18 @@ def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
 def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config, folder: Path) -> list[str]:
     """Take the copies out, if they are what they are tied to. Where they are not: the names of the head's tensors.
 
-    Raises ValueError for such a head in a model that writes.
+    Raises ValueError for such a head in a model that writes, and for any other copy.
     """
-    untied = False
+    untied, head = False, _prefix_of(config.model_type, "lm_head")
     for copy, original in kind.tied(config).items():
         if copy not in tensors:
-            untied |= copy.endswith(".weight") and not config.tie_word_embeddings
+            untied |= copy.startswith(head) and copy.endswith(".weight") and not config.tie_word_embeddings
         elif torch.equal(tensors[copy], tensors.setdefault(original, tensors[copy])):
             del tensors[copy]
-        elif kind.generates:
+        elif kind.generates or not copy.startswith(head):
             raise ValueError(f"{folder}: {copy} must be tied to {original}, found other values: not supported")
         else:
             untied = True
-    head = _prefix_of(config.model_type, "lm_head")
     return [name for name in tensors if untied and name.startswith(head)]
 
 

@@ -8,6 +8,7 @@
 The final norm belongs to the head: hidden[L] comes before it.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Adapt, Backbone, padding_mask, tensor_on
 from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, readable, token_positions
-from mini_ee.backbones.llama_config import DecoderConfig, rope_frequencies
+from mini_ee.backbones.llama_config import LAYER_TYPES, DecoderConfig, rope_frequencies
 from mini_ee.backbones.llama_family import MEMBERS
 from mini_ee.backbones.llama_layer import Layer, norm_of
 from mini_ee.backbones.shapes import check
@@ -90,6 +91,13 @@ class Decoder(Backbone):
     def exit_norm(self) -> nn.Module:
         """Layers leave the sums that they add to unnormed."""
         return norm_of(self.config)
+
+    def config_of(self, kept):
+        """As `Backbone.config_of` says; each layer keeps its window."""
+        config, windows = super().config_of(kept), list(map(self.config.window, range(self.config.num_hidden_layers)))
+        if len(set(windows)) == 1:
+            return config
+        return replace(config, layer_types=tuple(LAYER_TYPES[windows[layer] is not None] for layer in kept))
 
     def without_heads(self) -> "Decoder":
         """The same backbone, without the head to words and its norm."""

@@ -103,12 +103,14 @@ def distillation(states: Sequence[Tensor], shallow: int, match: str) -> Tensor:
 def shallow_deep_loss(model: nn.Module, batch: Batch, how: Config) -> Tensor:
     """Both exits' losses by depth, and the distillation between their layers."""
     states, real = [], batch.inputs[1].bool()  # where there are tokens; of texts those that count
+    if model.unit == "tokens":
+        _, real = model.backbone.read_texts(*batch.inputs)
     norm = model.heads[0].norm or nn.Identity()
 
     def run(hidden: Tensor, around, start: int, stop: int, adapt=None) -> Tensor:
         for depth in range(start, stop):
             hidden = model.backbone.run_layers(hidden, around, depth, depth + 1, adapt)
-            states.append(norm(hidden[real]).float())
+            states.append(norm(hidden[real[:, : hidden.shape[1]]]).float())
         return hidden
 
     losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs, run=run)]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Around
 from mini_ee.data.options import check_options, option
 from mini_ee.early_exit import Reading
-from mini_ee.training.fit import Batch, Stage, joint_stage
+from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
 from mini_ee.training.rule import q_exits
 from mini_ee.units.heads import HEAD_DROPOUT
@@ -70,13 +70,6 @@ def pondering_loss(losses: Tensor, exit_logits: Tensor, prior: Tensor, how: Conf
     p, g = log_p.exp(), prior.exp()
     kl = (g * (prior - log_p)).sum(1) if how.kl == "forward" else (p * (log_p - prior)).sum(1)
     return ((p * losses).sum(1) + how.beta * kl).mean()
-
-
-def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of classes, squared error of numbers: (N, C), (N,) -> (N,) float32."""
-    if labels.is_floating_point():
-        return (logits.float()[:, 0] - labels) ** 2
-    return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 # ---- The model ----

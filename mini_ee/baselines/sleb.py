@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mini_ee.backbones.backbone import Backbone, Tensors
+from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import file_sha256
 from mini_ee.data.options import check_options, option
@@ -139,7 +139,8 @@ def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int]) -
     for begin in range(0, len(data), BATCH):
         rows = np.arange(begin, min(begin + BATCH, len(data)))
         (ids, counted), labels = data.batch(rows, backbone.device)
-        around, hidden = backbone.around(Tensors(ids)), backbone.embed(Tensors(ids))
+        inputs, counted = backbone.read_texts(ids, counted)
+        around, hidden = backbone.around(inputs), backbone.embed(inputs)
 
         def loss(hidden: Tensor, above: Sequence[int], around=around, counted=counted, labels=labels) -> float:
             for layer in above:

@@ -52,8 +52,8 @@ def run(args, say) -> dict:
 
 def _more(row: dict):
     if "excess" in row:
-        excess, bar, head = (f"{row[key]:.1%}" for key in ("excess", "excess_bar", "head_share"))
-        yield f"of the full model's time: excess {excess} (bar {bar}), one head read and judged {head}"
+        head = f", one head read and judged {row['head_share']:.1%}" if "head_share" in row else ""
+        yield f"of the full model's time: excess {row['excess']:.1%} (bar {row['excess_bar']:.1%}){head}"
     if "fill_seconds" in row:
         parts = ("layers", "head", "fill", "eager_fill")
         costs = (f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)

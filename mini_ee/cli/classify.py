@@ -67,7 +67,7 @@ def run(args, say) -> dict:
     shown = [row | row.get("words", {}) | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows]
     headings = {"layer": "layer", "label": "label"} | ({"confidence": "confidence:.3f"} if names and not words else {})
     say(table(shown, headings | {word: f"{word}:.3f" for word in words} | {"left_here": " "}))
-    layers = int(result.layers_run[0])
+    layers, depth = int(result.layers_run[0]), result.cost.depth[0].item()
     if encoded.truncated:
         say(f"the text was cut to {trained.tokenizer.max_length} tokens")
     answer = {
@@ -77,10 +77,10 @@ def run(args, say) -> dict:
         "exit": int(result.exit_index[0]),
         "layers": layers,
         "exits": list(segments.exits),
-        "layers_saved": 1 - layers / segments.exits[-1],
+        "layers_saved": 1 - depth / segments.exits[-1],
         "rows": rows,
         "rule": rule.to_dict(),
         "rows_truncated": encoded.truncated,
     }
-    say(f"{answer['label']}, after {layers} of {segments.exits[-1]} layers")
+    say(f"{answer['label']}, after {depth:.4g} of {segments.exits[-1]} layers")
     return answer

@@ -67,7 +67,7 @@ def run(args) -> dict:
                     print(f"mini-ee run: line {answer['line']}: {answer['error']}", file=sys.stderr)
                 else:
                     counted += np.size(answer["layers"])
-                    layers += int(np.sum(answer["layers"]))
+                    layers += float(np.sum(answer["layers"]))
                 sink.write(json.dumps(answer) + "\n")
             sink.flush()
             bar.update(len(lines))

@@ -30,7 +30,7 @@ from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.texts import Text, cut_text
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.training.rule import observe
-from mini_ee.training.texts import Source, texts_to_calibrate
+from mini_ee.training.texts import Source, check_reads_on, texts_to_calibrate
 from mini_ee.units.heads import pooled
 from mini_ee.units.rows import STATES_BATCH
 from mini_ee.units.tokens import BATCH, record_texts, token_weights
@@ -73,6 +73,7 @@ def texts_to_read(source: Source) -> list[Text]:
     count, path = source.options.texts, source.options.text
     if path is None:
         return texts_to_calibrate(source)
+    check_reads_on(source.backbone, "no --text")
     first = source.encode("")
     length = min(PIECE, source.backbone.config.max_tokens - len(first))
     ids = source.tokenizer.backend.encode(read_text(path), add_special_tokens=False).ids

@@ -24,7 +24,7 @@ from mini_ee.data.texts import CALIBRATION_PROMPTS, Text, cut_text
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
-from mini_ee.training.texts import encode_whole
+from mini_ee.training.texts import check_reads_on, encode_whole
 from mini_ee.units.decoding import FILLS, Generated
 from mini_ee.units.generation import generated_texts
 from mini_ee.units.recording import Record
@@ -261,6 +261,7 @@ def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], lis
 
 def held_text(path: Path, run: Run, seed: int) -> list[Text]:
     """A text file in pieces of PIECE tokens, each after the bos token; PIECES of them at most, drawn with the seed."""
+    check_reads_on(run.model.backbone, "a benchmark's folder")
     first = encode_whole(run.tokenizer, "")
     length = min(PIECE, run.model.backbone.config.max_tokens - len(first))
     ids = run.tokenizer.backend.encode(read_text(path), add_special_tokens=False).ids

@@ -36,7 +36,6 @@ fill="propagate", the paper's state copying.
 13. The vanilla reward is the default, as in the paper; Eq. 4 is free here, where all exits read every token anyway.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -49,6 +48,7 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.options import check_options, option
 from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage
 from mini_ee.training.method import Method
+from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
 from mini_ee.training.rule import cuts
 from mini_ee.training.texts import policy_rule
 from mini_ee.units.rows import States
@@ -58,8 +58,6 @@ REWARDS = ("hardness-guided", "vanilla")
 ESTIMATORS = ("reinforce", "exact")
 
 TARGETS = ("label", "hard")
-
-POLICY_WIDTH = 32  # of the hidden layer of a policy network
 
 REWARDS_BATCH = 64
 
@@ -92,7 +90,7 @@ class PolicyNetworks(nn.Module):
         super().__init__()
         if len(exits) < 2:
             raise ValueError(f"ConsistentEE needs at least two exits to choose from, got {len(exits)}")
-        behind = range(len(exits) - 1, 0, -1)
+        behind = range(len(exits) - 1, 0, -1)  # at first all exits are equally likely
         self.networks = nn.ModuleList(policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
         self.flops = 2.0 * POLICY_WIDTH * (width + 1)  # of one exit_logit
 
@@ -103,15 +101,6 @@ class PolicyNetworks(nn.Module):
     def graph_exit_logit(self, g, k: int, state: str) -> str:
         """exit_logit of states (B, D)."""
         return g.op("Squeeze", g.apply(self.networks[k], state), g.integers(1))
-
-
-def policy_network(width: int, chance: float) -> nn.Sequential:
-    """Two layers; at first it leaves with this chance, whatever the state: with 1 / (1 + exits behind), all exits are
-    equally likely."""
-    network = nn.Sequential(nn.Linear(width, POLICY_WIDTH), nn.GELU(), nn.Linear(POLICY_WIDTH, 1))
-    nn.init.zeros_(network[2].weight)
-    nn.init.constant_(network[2].bias, math.log(chance / (1 - chance)))
-    return network
 
 
 # ---- The equations ----
@@ -149,11 +138,6 @@ def log_exit_probabilities(exit_logits: Tensor, epsilon: float = 0.0) -> Tensor:
 def sample_exits(log_exit: Tensor, trajectories: int, generator: torch.Generator | None = None) -> Tensor:
     """The exits where so many trajectories of each row end: (B, K) -> (B, n), indices from 0."""
     return torch.multinomial(log_exit.detach().exp(), trajectories, replacement=True, generator=generator)
-
-
-def leave_one_out(rewards: Tensor) -> Tensor:
-    """The baseline of each trajectory: the mean reward of the row's others. (B, n) -> (B, n), n >= 2."""
-    return (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
 def reinforce_loss(log_exit: Tensor, rewards: Tensor, exits: Tensor, baseline: bool = True) -> Tensor:

@@ -24,8 +24,8 @@ class OwnStates:
 
     def __init__(self, backbone: Backbone, layer: int):
         """Raises ValueError for a layer that the backbone does not have."""
-        if not 0 <= layer <= backbone.config.num_hidden_layers:
-            raise ValueError(f"the layer must be from 0 to {backbone.config.num_hidden_layers}, got {layer}")
+        if not 0 <= layer <= backbone.text_layers:
+            raise ValueError(f"the layer must be from 0 to {backbone.text_layers}, got {layer}")
         self.backbone, self.layer = backbone, layer
         self.name = f"layer {layer} of {tensors_sha256(backbone.state_dict())}"
 
@@ -36,22 +36,17 @@ class OwnStates:
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
         with torch.inference_mode():
-            around = self.backbone.around(inputs)
-            hidden = self.backbone.run_layers(self.backbone.embed(inputs), around, 0, self.layer)
-            query = pooled(hidden, around.padding, "mean").float().numpy(force=True)
+            query = pooled(*self.backbone.text_states(inputs, self.layer), "mean").float().numpy(force=True)
         return check_finite(query, "the mean of the states")
 
     def graph(self, g) -> None:
         """The same as an ONNX graph, without a tokenizer: input_ids, attention_mask -> embedding (B, D)."""
         backbone, mask = self.backbone, graph_mask(g)
-        hidden = backbone.graph_embed(g)
-        if self.layer:
-            hidden = backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), 0, self.layer)
-        embedding = g.float32(graph_pooled(g, hidden, mask, "mean"))
+        embedding = g.float32(graph_pooled(g, backbone.graph_text_states(g, mask, self.layer), mask, "mean"))
         g.output("embedding", embedding, "batch", backbone.config.hidden_size, dtype=np.float32)
 
     def flops(self, inputs: Inputs) -> float:
-        return self.layer * self.backbone.layer_flops(inputs.input_ids.shape[1])
+        return self.backbone.text_flops(self.layer, inputs.input_ids.shape[1])
 
 
 class SentenceEncoder:
@@ -65,7 +60,7 @@ class SentenceEncoder:
                 f"tokenizer.json; put it back, or collect again with one that is there"
             )
         backbone = load_backbone(folder)
-        self.states = OwnStates(backbone, backbone.config.num_hidden_layers)
+        self.states = OwnStates(backbone, backbone.text_layers)
         self.tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))
         self.name = f"encoder {backbone_sha256(folder)}"
 

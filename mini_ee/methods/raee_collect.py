@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import backbone_sha256, generates, load_backbone, read_config
+from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
-from mini_ee.data.prompts import DECODER, ENCODER, PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
+from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.methods.datastore import Collected, build
@@ -27,7 +27,7 @@ from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
 from mini_ee.training.train import Request, check_task, exits_of, say_left_out
-from mini_ee.units.prompts import PromptModel, draw_shots
+from mini_ee.units.prompts import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.units.rows import RowData
 
 COLLECTING = 32  # rows that are read together
@@ -191,7 +191,7 @@ def few_shot(model: PromptModel) -> list[Stage]:
 def prompt_asked(request: Request) -> Prompt:
     """The prompt that was given, or the one of prompts.json or of `prompts` for this task."""
     how = request.how
-    kind = DECODER if generates(read_config(request.model / "config.json").model_type) else ENCODER
+    kind = KIND_READ_AT[backbone_class(read_config(request.model / "config.json").model_type).reads_prompt_at]
     if (how.template is None) != (how.words is None) or (how.template and how.prompts):
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:

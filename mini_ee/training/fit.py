@@ -52,6 +52,7 @@ class Stage(NamedTuple):
     """In place of `score`: (model, States of the hold-out) -> `score`, and what else the epoch's record shall hold."""
     watch: Callable[[nn.Module, object], dict] | None = None
     """(model, held data) -> figures, before the first step and CURVE_POINTS times on the way."""
+    begin: Callable[[nn.Module, object], None] | None = None  # (model, train data), before the first step
     finish: Callable[[nn.Module, object], None] | None = None  # (best model, held data), at the end
     settings: dict = {}  # of TrainConfig, where the stage has its own
     round: int = 0  # from 1: rounds share one best checkpoint, and the first that does not improve it is the last
@@ -175,6 +176,8 @@ class _Training:
         """One stage, from progress["step"] on; leaves the model at its best epoch, or where a round's best stands."""
         stage, progress = self.stages[number], self.progress
         config, begin = stage.config(self.config), time.perf_counter() - progress["seconds"]
+        if stage.begin and not tensors:
+            stage.begin(self.model, self.train)
         optimizer = self._optimizer(stage, config)
         best = self._restore(optimizer, tensors) if tensors else {}
         if not tensors and progress["best"] is not None:
@@ -376,6 +379,13 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         return F.mse_loss(logits.float()[:, 0], labels)
     return F.cross_entropy(logits.float(), labels)
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same of each row: (N, C), (N,) -> (N,) float32."""
+    if labels.is_floating_point():
+        return (logits.float()[:, 0] - labels) ** 2
+    return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 def depth_weighted_sum(losses, exits: tuple[int, ...]):

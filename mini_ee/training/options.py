@@ -50,7 +50,11 @@ class CommonOptions:
 class RowOptions(CommonOptions):
     """What a training on rows takes besides: a task has labels, and its texts are whole."""
 
-    pool: str = option("mean", "what heads of rows read: the mean over tokens, or the first", choices=POOLS)
+    pool: str | None = option(
+        None,
+        "what heads of rows read: the mean over tokens (the default, where there are several), or the first",
+        choices=POOLS,
+    )
     head: str = option("dense", "a dense layer, tanh and a linear map; or linear, that map alone", choices=HEADS)
     max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
     max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")

@@ -236,7 +236,7 @@ class Chosen(NamedTuple):
             )
         more = f"; about {self.rows_needed} would do" if self.rows_needed else ""
         if self.rule == NeverExit():
-            return f"The default rule is the full model: every other lost something on the held-out rows{more}."
+            return f"The default rule is the full model: no other lost nothing on the held-out rows{more}."
         return f"The default rule lost nothing on the held-out rows, which are too few to promise it for others{more}."
 
 

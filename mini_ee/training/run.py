@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
     label: str | float  # a number for regression
     confidence: float | None  # the largest probability; None for regression
-    layers: int  # after which it left
+    layers: int | float  # after which it left; where tokens leave, a mean token
 
 
 class Run(NamedTuple):
@@ -108,7 +108,7 @@ class Run(NamedTuple):
         answers = []
         for begin in range(0, len(encoded), batch_size):
             result = early_exit(segments, self.rule, encoded.batch(np.s_[begin : begin + batch_size]))
-            for logits, layers in zip(result.logits, result.layers_run.tolist()):
+            for logits, layers in zip(result.logits, result.cost.depth.tolist()):
                 if names:
                     odds = np.exp(logits - logits.max())
                     answers.append(Answer(names[int(logits.argmax())], float(1 / odds.sum()), layers))

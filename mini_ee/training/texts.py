@@ -1,6 +1,7 @@
 """The text that a decoder's exits learn from, and that their thresholds are taken from.
 
-    pieces      what the decoder writes from prompts, or a file cut in pieces; every position counts
+    pieces      what the decoder writes from prompts, or a file cut in pieces; every position counts, but of prompts
+                that an encoder reads
     continue    the beginnings of stories, of a file or the decoder's own, and what follows them
     copy        sentences of a file, each to be written again
 
@@ -66,6 +67,7 @@ class Source(NamedTuple):
 
     def pieces(self) -> list[Text]:
         """The file in pieces, in an order drawn with the seed."""
+        check_reads_on(self.backbone, "--task continue or copy")
         first, most = self.encode(""), self.backbone.config.max_tokens
         length = self.options.new_tokens or min(64, most - len(first))
         if length + len(first) > most:
@@ -94,9 +96,19 @@ class Source(NamedTuple):
 
     def own_stories(self, count: int, seed: int) -> list[Text]:
         """What the decoder writes from its first token, the beginning of each being given."""
+        check_reads_on(self.backbone, "--text FILE")
         first, length = [[self.backbone.config.bos_token_id or 0]], GIVEN + self.follow
         written = generated_texts(self.backbone, first, count, length, seed=self.seed + seed)
         return [Text(text.ids, GIVEN - 1) for text in written]
+
+
+def check_reads_on(backbone, instead: str) -> None:
+    """Raise WrongArguments for a model whose texts cannot begin with nothing; `instead`: what to give."""
+    if backbone.reads_apart:
+        raise WrongArguments(
+            f"a {backbone.config.model_type} writes answers to what its encoder reads, not texts from their beginning: "
+            f"give {instead}"
+        )
 
 
 def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -125,7 +137,8 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
     if options.kind == "pieces":
         if options.text is None:
             texts = source.written(TRAINING_PROMPTS, 0, options.texts or PIECES, options.greedy)
-            return TextData(texts, True), TextData(source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES), True)
+            held, every = source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES), not source.backbone.reads_apart
+            return TextData(texts, every), TextData(held, every)
         pieces = source.pieces()
         held = max(1, min(HELD_PIECES, len(pieces) // 10))
         return TextData(pieces[held:], True), TextData(pieces[:held], True)

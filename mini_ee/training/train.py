@@ -326,6 +326,8 @@ def _fit(
     """Build the model and train it. The caller's random state is kept."""
     begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
     heads = {name: getattr(request.common, name, None) for name in ("pool", "head")}
+    if request.unit == "rows":
+        heads["pool"] = heads["pool"] or ("mean" if "mean" in backbone.poolings else backbone.poolings[0])
     begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(train)} | heads
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):

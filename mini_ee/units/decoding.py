@@ -62,7 +62,7 @@ def decode(
     Each step is one run of `early_exit`; where there are exits, the prompts but for their last tokens run through all
     layers before. The segments are used up: their caches hold these texts.
     """
-    inputs = Tokens.of(prompts)
+    inputs = segments.begin(prompts)
     if len(segments.exits) > 1:
         inputs = segments.prefill(inputs)
     for _ in range(max_new_tokens):
@@ -79,18 +79,23 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_s
     """How many tokens the longest row comes to; ValueError where a model of these sizes cannot write that."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not len(prompts) or not all(len(prompt) for prompt in prompts):
-        raise ValueError("expected prompts of at least one token each, got an empty one: begin with the bos token")
+    check_ids(prompts, vocab_size)
     longest = max(map(len, prompts))
-    strange = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab_size), None)
-    if strange is not None:
-        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, got {strange}: is this the model's tokenizer?")
     if longest + max_new_tokens > max_tokens:
         raise ValueError(
             f"expected at most {max_tokens} tokens, prompt and continuation together, got {longest} and "
             f"{max_new_tokens}: shorten the prompt or ask for fewer tokens"
         )
     return longest + max_new_tokens
+
+
+def check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise ValueError for a prompt that is empty or not of this vocabulary."""
+    if not len(prompts) or not all(len(prompt) for prompt in prompts):
+        raise ValueError("expected prompts of at least one token each, got an empty one: begin with the bos token")
+    strange = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab_size), None)
+    if strange is not None:
+        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, got {strange}: is this the model's tokenizer?")
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,10 @@ class DecoderSegments(Segments):
     """What all engines of a decoder have in common: what a token costs. Inputs are Tokens."""
 
     weights: Weights
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
+        """The prompts as the inputs of the first step."""
+        return Tokens.of(prompts)
 
     def prefill(self, prompts: Tokens) -> Tokens:
         """Run all tokens of the prompts but the last through all layers. Returns the last."""

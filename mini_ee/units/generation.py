@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.llama import Around, Cache, Decoder
+from mini_ee.backbones.backbone import Around, Backbone
+from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
@@ -36,6 +36,7 @@ from mini_ee.units.decoding import (
     TokenState,
     Weights,
     aligned,
+    check_ids,
     check_prompts,
     decode,
     gather,
@@ -112,7 +113,7 @@ GREEDY = Sampling()
 
 # ---- Decoding, with exits ----
 def generate(
-    decoder: Decoder,
+    decoder: Backbone,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -164,25 +165,28 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
     yield from decode(segments, prompts, max_new_tokens, rule, choose, stop)
 
 
-def _check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    return check_prompts(prompts, max_new_tokens, decoder.config.vocab_size, decoder.config.max_tokens)
+def _check_prompts(decoder: Backbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """How many tokens the longest row comes to; of what is read apart none."""
+    sizes = decoder.config.vocab_size, decoder.max_written
+    check_ids(prompts, sizes[0])
+    return check_prompts(decoder.begins_with(prompts), max_new_tokens, *sizes)
 
 
-def _seen(prompts: Sequence[Sequence[int]], decoder: Decoder) -> Tensor:
+def _seen(prompts: Sequence[Sequence[int]], decoder: Backbone) -> Tensor:
     seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(decoder.begins_with(prompts)):
         seen[row, list(prompt)] = True
     return seen
 
 
 class TokenSegments(CachedSegments):
-    """Those of a Decoder in torch."""
+    """Those of a backbone that writes, in torch."""
 
     engine = "torch"
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Backbone,
         exits: tuple[int, ...],
         heads: Sequence[Head],
         fill: str,
@@ -195,8 +199,12 @@ class TokenSegments(CachedSegments):
         self.cache = Cache(decoder, num_rows, capacity)
         weight = decoder.embeddings.weight
         self.left = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
-        layer = sum(each.numel() for each in decoder.layers[0].parameters() if each.dim() == 2)
-        self.weights = Weights(layer, decoder.config.num_attention_heads * decoder.config.head_width, weight.numel())
+        heads = decoder.config.num_attention_heads * decoder.config.head_width
+        self.weights = Weights(decoder.token_weights, heads, weight.numel())
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
+        self.decoder.read_prompts(prompts, self.cache)
+        return Tokens.of(self.decoder.begins_with(prompts))
 
     def array(self, numbers: list) -> Tensor:
         return torch.tensor(numbers, device=self.left.device)
@@ -205,7 +213,7 @@ class TokenSegments(CachedSegments):
         return torch.cat((earlier, hidden), dim=1)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.decoder.embed(Tensors(ids))
+        return self.decoder.embed_written(ids)
 
     def block(self, rows: list[int], positions: list[list[int]]) -> Around:
         every = len(rows) == self.num_rows
@@ -248,7 +256,7 @@ def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegme
 
 # ---- Lossless: an exit drafts, the full model verifies ----
 def generate_lossless(
-    decoder: Decoder,
+    decoder: Backbone,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -280,7 +288,7 @@ def generate_lossless(
 
 @torch.inference_mode()
 def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, draft, stop) -> Iterator[Step]:
-    first = segments.prefill(Tokens.of(prompts))
+    first = segments.prefill(segments.begin(prompts))
     rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [some[0] for some in first.positions]
     room = [max_new_tokens] * len(prompts)  # tokens that each of `rows` may still get
     while rows:
@@ -304,7 +312,7 @@ def _draft_and_verify(segments, rows, tokens, positions, width, exit_layer, head
     token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
     for ahead in range(width + 1):
         block = segments.block(rows, [[position + ahead] for position in positions])
-        states.append(decoder.run_layers(decoder.embed(Tensors(token[:, None])), block, 0, exit_layer))
+        states.append(decoder.run_layers(decoder.embed_written(token[:, None]), block, 0, exit_layer))
         if ahead < width:
             token = head(states[-1][:, 0]).argmax(-1)
             drafted.append(token)
@@ -330,7 +338,7 @@ def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list
 
 # ---- The text that heads learn from ----
 def generated_texts(
-    decoder: Decoder,
+    decoder: Backbone,
     prompts: Sequence[Sequence[int]],
     count: int,
     new_tokens: int,

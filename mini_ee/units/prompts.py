@@ -1,9 +1,10 @@
 """RAEE's prompt mode: layers are exits through the model's own head, which says how likely label words are.
 
 Source: RAEE (see retrieval.py), Algorithm 3.1, lines 4 to 8; few_shot is LM-BFF's (Gao et al. 2021). An encoder is read
-at its mask through the masked-LM head, a decoder at the last token of the row through the final norm and the LM head;
-nothing is trained for it. One departure: p is normalised over the label words, as in the paper's Fig. 2, where its
-algorithm prints the softmax over the vocabulary. Templates and words are prompts.py.
+at its mask through the masked-LM head, a decoder at the last token of the row through the final norm and the LM head,
+an encoder-decoder at the first token of its answer; nothing is trained for it. One departure: p is normalised over the
+label words, as in the paper's Fig. 2, where its algorithm prints the softmax over the vocabulary. Templates and words
+are prompts.py.
 
 PromptModel       a backbone and its label words; its segments() are what the loop drives
 few_shot          LM-BFF's prompt-based fine-tuning, as a recipe
@@ -22,7 +23,7 @@ from mini_ee.data.tasks import Split
 from mini_ee.early_exit import Reading
 from mini_ee.units.rows import ExitModel, RowSegments, check_exits
 
-KIND_READ_AT = {"mask": ENCODER, "last": DECODER}  # Backbone.reads_prompt_at -> the kind of prompt
+KIND_READ_AT = {"mask": ENCODER, "last": DECODER, "first": DECODER}  # Backbone.reads_prompt_at -> the kind of prompt
 
 
 # ---- The model ----
@@ -55,7 +56,9 @@ class PromptModel(ExitModel):
         self.register_buffer("label_tokens", torch.tensor(tokenizer.label_tokens), persistent=False)
 
     def read_at(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The token of each row that the head reads, (B,): the mask, or the last one that is no padding."""
+        """The token of each row that the head reads, (B,): the mask, the last one that is no padding, or the first."""
+        if self.pool == "first":
+            return input_ids.new_zeros(len(input_ids))
         if self.mask_token_id is None:
             return attention_mask.shape[1] - 1 - attention_mask.flip(1).argmax(1)
         masks = input_ids == self.mask_token_id
@@ -70,6 +73,8 @@ class PromptModel(ExitModel):
 
     def graph_read_at(self, g) -> str:
         """read_at."""
+        if self.pool == "first":
+            return g.op("Expand", g.integers(0), g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
         if self.mask_token_id is None:
             return g.op("ArgMax", g.input("attention_mask", "batch", "tokens"), axis=1, keepdims=0, select_last_index=1)
         masks = g.op("Equal", g.input("input_ids", "batch", "tokens"), g.integers(self.mask_token_id))
@@ -122,6 +127,7 @@ class PromptSegments(RowSegments):
         """The head is read at one token, and gives the label words alone."""
         backbone, width = self.model.backbone, self.model.backbone.config.hidden_size
         layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
+        layers += 0.0 if k else backbone.start_flops(inputs.input_ids.shape[1])
         return layers, 2.0 * width * (width + self.model.num_labels)
 
     def graph_read(self, k: int, g, hidden: str) -> str:

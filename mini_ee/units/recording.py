@@ -8,7 +8,7 @@ from tqdm import tqdm
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
-from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_every_exit
+from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_and_measure
 from mini_ee.rules import Planned, Rule
 
 
@@ -63,13 +63,14 @@ def record(
     parts, full = [], []
     for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
         inputs = encoded.batch(rows)
-        parts.append(read_every_exit(segments, inputs))
+        parts.append(read_and_measure(segments, inputs))
         costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
         full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
     back = np.argsort(np.concatenate(order))
-    logits, flops, exit_logits = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts))
+    *both, measured = zip(*parts)
+    logits, flops = (np.concatenate(part)[back] for part in both)
+    measures = {name: np.concatenate([each[name] for each in measured])[back] for name in measured[0]}
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    measures = {} if exit_logits is None else {"exit_logit": exit_logits}
     alone = type(segments).read_state is not Segments.read_state
     state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if alone else None
     recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
@@ -99,7 +100,7 @@ def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = 
 def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
     """Score, depth and operations of one result, under DESIGN.md's JSON keys."""
     num_layers = recorded.segments.exits[-1]
-    mean_layers = float(result.layers_run.mean())
+    mean_layers = float(result.cost.depth.mean())
     return task.score(predictions(result.logits), labels) | {
         "mean_layers": mean_layers,
         "layers_saved": 1 - mean_layers / num_layers,

@@ -130,7 +130,7 @@ class RowExits(ExitModel):
         attention_mask: Tensor,
         token_type_ids: Tensor,
         fork: Fork | None,
-        run: RunLayers | None = None,
+        run: RunLayers | None,
     ) -> Iterator[Tensor]:
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
         around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
@@ -218,6 +218,7 @@ class RowSegments(Segments):
     def flops(self, k: int, inputs) -> tuple[float, float]:
         tokens = inputs.input_ids.shape[1]
         layers = self.layer_passes(k) * self.model.backbone.layer_flops(tokens)
+        layers += 0.0 if k else self.model.backbone.start_flops(tokens)
         return layers, self.model.heads[k].flops(tokens) + self.state_flops(k)
 
     def state_flops(self, k: int) -> float:
@@ -271,6 +272,8 @@ class RowSegments(Segments):
         def said() -> list:
             logits = g.float32(self.graph_read(k, g, hidden))
             values = [g.value(logits, "batch", classes, dtype=np.float32)]
+            if self.tokens_leave:
+                values.append(g.value(self.graph_spent(g, hidden), "batch", 2, dtype=np.float32))
             if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
                 values.append(g.value(graph_max_probability(g, logits), "batch", dtype=np.float32))
             if self._decides(k):
@@ -279,7 +282,7 @@ class RowSegments(Segments):
             return values
 
         classes = self.model.num_labels
-        names = ["logits", *["max_probability"] * (classes > 1), "exit_logit"]
+        names = ["logits", *["spent"] * self.tokens_leave, *["max_probability"] * (classes > 1), "exit_logit"]
         values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
         for name, value in zip(names, values):
             g.output(name, value.name, *value.axes, dtype=value.dtype)

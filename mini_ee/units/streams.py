@@ -57,15 +57,16 @@ def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
 
 def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 7) -> Costs:
     """The costs of rows of so many tokens on this machine: medians over rounds in which all are run in turns."""
-    K, width = len(model.exits), model.backbone.config.hidden_size
+    K = len(model.exits)
     seconds = np.zeros((1 + rounds, 2, K, K))  # the first round warms up
     with torch.inference_mode():
         runs = {}
         for k in range(K):
             for n in range(1, K - k + 1):
                 adapt = model.streams(k, k + n).adapt(n)
-                hidden = torch.randn(n * batch_size, tokens, width, device=model.backbone.device)
-                around = model.backbone.around(Tensors(hidden[..., 0].long()))
+                inputs = Tensors(torch.zeros(n * batch_size, tokens, dtype=torch.int64, device=model.backbone.device))
+                hidden = torch.randn_like(model.backbone.embed(inputs))
+                around = model.backbone.around(inputs)
                 for place, start in enumerate((0, model.starts[k])):
                     layers = start, model.exits[k]
                     runs[place, k, n - 1] = partial(model.backbone.run_layers, hidden, around, *layers, adapt)
@@ -140,7 +141,8 @@ class LoRASegments(RowSegments):
         layer = backbone.layer_flops(tokens)
         pairs = self.model.adapters[k][0].values()
         layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
-        return self.layer_passes(k) * layer, self.model.heads[k].flops(tokens)
+        start = 0.0 if k else backbone.start_flops(tokens)
+        return start + self.layer_passes(k) * layer, self.model.heads[k].flops(tokens)
 
     def facts(self) -> dict:
         shape = {"rank": self.model.rank, "alpha": self.model.alpha, "targets": list(self.model.targets)}
@@ -175,7 +177,7 @@ class LoRASegments(RowSegments):
             masks = g.op("Concat", *[mask] * count, axis=0)
         hidden = self._graph_layers(g, hidden, masks, (0 if begins else self.exits[k - 1], k), k + count)
         if count > 1:
-            shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 2), axis=0)
+            shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 1), g.shape(hidden, 1, 2), axis=0)
             g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "tokens", width)
             hidden = g.op("Slice", hidden, g.integers(0), g.shape(mask, 0, 1), g.integers(0))
         self.graph_reading(k, g, hidden, optional=k < last)

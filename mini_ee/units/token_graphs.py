@@ -35,8 +35,9 @@ class TokenGraphs(Segments):
 
     def facts(self) -> dict:
         """What an exported folder says of the model beside its graphs."""
-        config = self.model.backbone.config
-        return {
+        backbone, config = self.model.backbone, self.model.backbone.config
+        apart = {"begins_with": backbone.begins_with([()])[0]} if backbone.reads_apart else {}
+        return apart | {
             "unit": "tokens",
             "vocab_size": config.vocab_size,
             "max_tokens": self.model.backbone.max_written,
@@ -48,7 +49,7 @@ class TokenGraphs(Segments):
 
     # ---- One graph ----
     def graph_start(self, g) -> GraphTokens:
-        block, hidden = self.model.backbone.graph_block(g, 0), self.model.backbone.graph_embed(g)
+        block, hidden = self.model.backbone.graph_block(g, 0), self.model.backbone.graph_embed_written(g)
         return GraphTokens(hidden, hidden, block, block)
 
     def graph_advance(self, k: int, g, state: GraphTokens) -> GraphTokens:
@@ -92,6 +93,10 @@ class TokenGraphs(Segments):
     def _exit_logit(self, k: int, g, newest: str) -> str:
         return g.float32(self.model.policy.graph_exit_logit(g, k, g.apply(self.model.heads[k].norm, newest)))
 
+    def prompt_graphs(self) -> dict[str, Callable]:
+        """What stands beside the one graph, where prompts are read apart."""
+        return self.model.backbone.prompt_graphs()
+
     # ---- By segment ----
     def graphs(self) -> dict[str, Callable]:
         """Name -> what writes the graph."""
@@ -108,7 +113,7 @@ class TokenGraphs(Segments):
     def _graph_segment(self, k: int, g) -> None:
         """input_ids or hidden, positions, rows, caches -> hidden_out, caches: the layers between two exits."""
         backbone, start = self.model.backbone, self.exits[k - 1] if k else 0
-        hidden, block = self._hidden(g) if k else backbone.graph_embed(g), backbone.graph_block(g, start)
+        hidden, block = self._hidden(g) if k else backbone.graph_embed_written(g), backbone.graph_block(g, start)
         hidden = backbone.graph_layers(g, hidden, block, start, self.exits[k])
         g.output("hidden_out", hidden, "batch", "tokens", backbone.config.hidden_size)
         output_caches(g, _caches(g, block), block.written)

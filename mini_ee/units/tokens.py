@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
@@ -98,7 +97,7 @@ class TokenExits(ExitModel):
 
         input_ids (B, T) int64, counted (B, T) bool. fork, run: as of rows.
         """
-        inputs = Tensors(input_ids)
+        inputs, counted = self.backbone.read_texts(input_ids, counted)
         around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
         adapt = None if self.adapters is None else lambda layer, *at: self.adapters[layer].adapt(*at)
         run = run or self.backbone.run_layers
@@ -272,18 +271,20 @@ def record_texts(
         rows = order[begin : begin + batch_size]
         whole = [texts[row].ids for row in rows]
         reads = [tuple(ids if last else ids[:-1]) for ids in whole]
-        unique = {ids: at for at, ids in enumerate(dict.fromkeys(reads))}  # MMLU's letters all follow one text
-        ids = nn.utils.rnn.pad_sequence(list(map(torch.tensor, unique)), batch_first=True).to(device)
+        pairs = [(some, texts[row].start) for some, row in zip(reads, rows)]
+        unique = {pair: at for at, pair in enumerate(dict.fromkeys(pairs))}  # MMLU's letters all follow one text
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(some) for some, _ in unique], batch_first=True).to(device)
         at = torch.arange(ids.shape[1])[None]
-        lengths, starts = torch.tensor([len(some) for some in reads]), torch.tensor([texts[row].start for row in rows])
-        counted = (at >= starts[:, None]) & (at < lengths[:, None])
+        lengths, starts = (torch.tensor(numbers)[:, None] for numbers in zip(*((len(some), s) for some, s in unique)))
+        inputs, counted = model.backbone.read_texts(ids, ((at >= starts) & (at < lengths)).to(device))
         following = [token for row, some in zip(rows, whole) for token in some[texts[row].start + 1 :]]
         if last:
             following = [token for row, some in zip(rows, whole) for token in (*some[texts[row].start + 1 :], NO_LABEL)]
-        which = torch.tensor([unique[some] for some in reads])
-        said = _said(model, ids, (which, counted), torch.tensor(following, device=device))
-        said["groups"] = np.repeat(rows, counted.sum(1).numpy())
-        said["position"] = at.expand(len(rows), -1)[counted].numpy()
+        which = torch.tensor([unique[pair] for pair in pairs], device=device)
+        counted = counted[which]
+        said = _said(model, inputs, (which, counted), torch.tensor(following, device=device))
+        said["groups"] = np.repeat(rows, counted.sum(1).numpy(force=True))
+        said["position"] = counted.nonzero()[:, 1].numpy(force=True)
         parts.append(said)
     found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     back = np.argsort(found["groups"], kind="stable")
@@ -300,17 +301,17 @@ def record_texts(
 def token_weights(backbone) -> Weights:
     """How many weights a token is multiplied with."""
     config = backbone.config
-    layer = sum(each.numel() for each in backbone.layers[0].parameters() if each.dim() == 2)
-    return Weights(layer, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size)
+    return Weights(
+        backbone.token_weights, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size
+    )
 
 
-def _said(model: TokenExits, ids: Tensor, places: tuple[Tensor, Tensor], following: Tensor) -> dict[str, np.ndarray]:
+def _said(model: TokenExits, inputs, places: tuple[Tensor, Tensor], following: Tensor) -> dict[str, np.ndarray]:
     """What every exit says at the tokens that count, as a record holds it; logits of one exit at a time.
 
     places: which of the read texts each text is, (B,), and which of its tokens count, (B, T) bool.
     """
-    which, counted = (each.to(ids.device) for each in places)
-    inputs = Tensors(ids)
+    which, counted = places
     around, hidden = model.backbone.around(inputs), model.backbone.embed(inputs)
     before, columns = hidden[which][counted], {}
     for k, (start, stop) in enumerate(zip((0, *model.exits), model.exits)):

@@ -2,7 +2,7 @@
 
 backbone    our forward over that of transformers, on the same weights
 exit-tax    a run forced out at layer e, every head on the way read and judged, over e/L of the full model
-            without heads
+            without heads; where tokens leave, e the mean layer that they run
 batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
 onnx        exported segments over the whole graph, over torch, and int8 over float32
 sgmv        LoRA streams side by side over one pass a stream, over a loop over adapters, over the bare backbone, and

@@ -8,6 +8,9 @@ import numpy as np
 import torch
 
 from mini_ee.backbones.bert import Bert
+from mini_ee.baselines import hashee, tr_bert
+from mini_ee.baselines.hashee import HashExits
+from mini_ee.baselines.tr_bert import ReducedExits
 from mini_ee.early_exit import early_exit
 from mini_ee.measure.bench.common import (
     BERT_BASE,
@@ -20,8 +23,10 @@ from mini_ee.measure.bench.common import (
     row_of,
     tensors_of,
 )
-from mini_ee.rules import Rule, Threshold
+from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.units.rows import RowExits, RowSegments
+
+LEAVING_BARS = {1: 0.45, 32: 0.30}  # by batch, measured at most .41 and .26: weights are read for however few tokens
 
 
 def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
@@ -39,7 +44,7 @@ def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
 
 
 def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
-    """`MODEL bB t32 eE`, heads on the first token as in the papers.
+    """`MODEL bB t32 eE`, heads on the first token as in the papers; and `MODEL bB t32 METHOD`, where tokens leave.
 
     The bar on the excess, a share of the full model's time, is printed as one on the ratio.
     """
@@ -50,6 +55,8 @@ def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
     for name, backbone, exits, bars in cases:
         for batch, bar in bars.items():
             yield from _exit_tax(name, backbone, exits, batch, bar, seed)
+        for batch in bars:
+            yield from _leaving_tax(name, backbone, batch, seed)
 
 
 def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar: float, seed: int) -> Iterator[dict]:
@@ -71,12 +78,37 @@ def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar
     forced = [partial(early_exit, segments, forced_out(k, len(exits)), inputs) for k in range(len(exits))]
     full, head, *times = medians([full_model, one_head, *forced], f"exit-tax {name} b{batch}")
     for layer, seconds in zip(exits, times, strict=True):
-        ideal = full * layer / depth
-        yield row_of(f"{name} b{batch} t32 e{layer}", seconds, ideal, bar=1 + bar * depth / layer) | {
-            "excess": (seconds - ideal) / full,
-            "excess_bar": bar,
-            "head_share": head / full,
-        }
+        yield _tax(f"{name} b{batch} t32 e{layer}", seconds, full, layer / depth, bar) | {"head_share": head / full}
+
+
+def _tax(case: str, seconds: float, full: float, share: float, bar: float) -> dict:
+    """A case that ran a share of the layers."""
+    about = {"excess": seconds / full - share, "excess_bar": bar}
+    return row_of(case, seconds, full * share, bar=1 + bar / share) | about
+
+
+def _leaving_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[dict]:
+    """Over the share of the layers that a mean token runs: a drawn table, and policies that keep about half."""
+    inputs, depth = inputs_of(backbone.config, batch, 32, seed), backbone.config.num_hidden_layers
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        hashed = HashExits(backbone, (depth,), 2, "first", hashee.Config())
+        hashed.table.data = torch.randint(1, depth + 1, hashed.table.shape).float()
+        reduced = ReducedExits(backbone, (depth,), 2, "first", tr_bert.Config())
+        for network in reduced.selectors:
+            torch.nn.init.normal_(network[2].weight)
+            torch.nn.init.zeros_(network[2].bias)
+    ids, _, types = tensors_of(inputs)
+
+    @torch.inference_mode()
+    def full_model():
+        return backbone(ids, None, types)
+
+    runs = [partial(early_exit, model.segments(), NeverExit(), inputs) for model in (hashed, reduced)]
+    full, *times = medians([full_model, *runs], f"exit-tax {name} b{batch} tokens")
+    for method, seconds, run in zip(("hashee", "tr-bert"), times, runs):
+        share = float(run().cost.depth.mean()) / depth
+        yield _tax(f"{name} b{batch} t32 {method}", seconds, full, share, LEAVING_BARS[batch])
 
 
 def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:

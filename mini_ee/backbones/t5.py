@@ -1,0 +1,379 @@
+"""T5 v1.0 and v1.1, from scratch: an encoder reads the text, a decoder writes the answer; exits are in the decoder.
+
+Source: Raffel et al. 2020, arXiv 1910.10683v4 (v1.0); v1.1 is published as code alone. Layers are pre-norm, with RMS
+norms and no biases, and attention is not scaled: the sums are softmax(q_i . k_j + b_r). Positions are known through b
+alone, a number for each head and bucket of distances r = j - i, which all layers of a stack share; attention of the
+decoder to the encoder's output has none. What differs:
+
+    v1.0    down(relu(up)); the head is tied to the embeddings, and its input times 1 / sqrt(D)
+    v1.1    down(gelu(gate) * gated); a head of its own, its input unscaled
+
+Depth counts the decoder's layers. `around` runs the whole encoder, and its cost is that of the start (`start_flops`).
+Hidden states are those of the decoder: (B, 1, D), of the token that it starts with, through which a row is read; or
+those of `decoder_input_ids` where inputs have them (`Pairs`). So an exit saves layers of the decoder: RAEE counts T5's
+layers from the encoder on, and does not say what an exit in there would read.
+
+Keys and values of the encoder's output are made by the layer that reads them, for the rows that come there: what is not
+run costs nothing. Text is written over caches as by any decoder; a token that has left leaves its own keys above, those
+of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
+
+In ONNX graphs of rows hidden states and the encoder's output are one value, (B, 1 + S, D): rows that leave take both
+along. Those of tokens have the keys and values of all layers from a graph of their own: t5_graphs.py.
+Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Adapt, Backbone, Layout, Tensors, padding_mask, tensor_on
+from mini_ee.backbones.cache import Cache
+from mini_ee.backbones.flops import layer_flops
+from mini_ee.backbones.shapes import check
+from mini_ee.backbones.t5_config import Biases, T5Config
+from mini_ee.backbones.t5_graphs import MEMORY, T5Block, write_memory
+from mini_ee.backbones.t5_layers import Around, EncoderLayer, GraphAround, HeadNorm, Layer, Memory, Pairs, norm_of
+
+
+# ---- The backbone ----
+class T5(Backbone):
+    """The backbone: embeddings, the encoder, the decoder's L layers, and the head to words with its norm.
+
+    lm_head is None where it is tied to the embeddings, and where the checkpoint has none.
+    """
+
+    Config = T5Config
+    poolings = ("first",)  # there is one
+    generates = True
+    reads_apart = True
+    reads_prompt_at = "first"
+    head_architecture = "ForConditionalGeneration"
+
+    def __init__(self, config: T5Config, lm_head: bool = True):
+        super().__init__()
+        self.config = config
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.encoder_biases, self.biases = Biases(config, both=True), Biases(config, both=False)
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
+        self.encoder_norm = norm_of(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm, self.lm_head = HeadNorm(config), None
+        if lm_head and not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout_rate)
+        self.apply(self.initialise)
+
+    @classmethod
+    def fitted(cls, config: T5Config, tensors: dict[str, Tensor]) -> T5Config:
+        """A head in the file that is not that of the embeddings is a head of its own, whatever config.json says."""
+        head, words = tensors.get("lm_head.weight"), tensors.get("shared.weight")
+        own = head is not None and words is not None and not torch.equal(head, words)
+        return replace(config, tie_word_embeddings=False) if own else config
+
+    @classmethod
+    def parts(cls, config: T5Config) -> dict[str, str]:
+        """A head that is tied is always there."""
+        return {} if config.tie_word_embeddings else {"lm_head": "lm_head"}
+
+    @classmethod
+    def tied(cls, config: T5Config) -> dict[str, str]:
+        """The embeddings of both stacks, and the head where the config says so."""
+        copies = [f"{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")]
+        return dict.fromkeys(copies + ["lm_head.weight"] * config.tie_word_embeddings, "shared.weight")
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether there is a head to words, with its norm."""
+        return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
+
+    @property
+    def vocabulary(self) -> dict[str, str]:
+        """The linear map onto the vocabulary: weight -> the name of a parameter."""
+        if not self.has_lm_head:
+            raise self.no_lm_head()
+        return {"weight": "embeddings.weight" if self.lm_head is None else "lm_head.weight"}
+
+    @property
+    def projections(self) -> dict[str, tuple[str, int]]:
+        """As `Backbone.projections` says: those of the decoder's layers. `cross_` are those to the encoder's output."""
+        stacked = {name: ("qkv", part) for part, name in enumerate(("query", "key", "value"))}
+        stacked |= {f"cross_{name}": ("cross_key_value", part) for part, name in enumerate(("key", "value"))}
+        maps = ("attention_output", "cross_query", "cross_output", "up", "gate", "gated", "down")
+        return stacked | {name: (name, 0) for name in maps if hasattr(self.layers[0], name)}
+
+    def exit_norm(self) -> nn.Module:
+        """Layers leave the sums that they add to unnormed."""
+        return norm_of(self.config)
+
+    def without_heads(self) -> "T5":
+        """The same backbone, without the head to words and its norm."""
+        self.lm_head = self.norm = None
+        return self
+
+    def embed(self, inputs) -> Tensor:
+        """hidden[0], (B, 1, D), of the start token; (B, T, D) of what has been written, where inputs are Pairs."""
+        device = self.embeddings.weight.device
+        check(inputs.input_ids, "B T")
+        written = getattr(inputs, "decoder_input_ids", None)
+        if written is None:
+            start = self.embeddings.weight[self.config.decoder_start_token_id]
+            return self.dropout(start.expand(len(inputs.input_ids), 1, -1))
+        return self.dropout(self.embeddings(tensor_on(device, written)))
+
+    def graph_embed(self, g) -> str:
+        """embed and the encoder: (B, 1 + S, D), the start token before the encoder's output; declares what it takes."""
+        ids, mask = (g.input(name, "batch", "tokens") for name in ("input_ids", "attention_mask"))
+        words, width = g.parameter(self.embeddings.weight), self.config.hidden_size
+        memory = self.graph_encode(g, g.op("Gather", words, ids), g.cast(mask, bool), len(self.encoder))
+        memory = g.apply(self.encoder_norm, memory)
+        start = g.op("Gather", words, g.integers(self.config.decoder_start_token_id))
+        every = g.op("Concat", g.shape(ids, 0, 1), g.integers(1, width), axis=0)
+        return g.op("Concat", g.op("Expand", start, every), memory, axis=1)
+
+    def encode(self, inputs, stop: int) -> tuple[Tensor, Tensor | None]:
+        """What the encoder makes of the texts in its first `stop` layers, (B, S, D), unnormed; and their padding."""
+        ids = tensor_on(self.embeddings.weight.device, inputs.input_ids)
+        tokens, places = check(ids, "B S")["S"], torch.arange(ids.shape[1], device=ids.device)
+        if tokens > self.config.max_tokens:
+            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        readable, bias = padding_mask(inputs.attention_mask, ids.device), self.encoder_biases(places[None], places)
+        if readable is not None:
+            bias = bias.masked_fill(~readable, -torch.inf)
+        hidden = self.dropout(self.embeddings(ids))
+        for layer in self.encoder[:stop]:
+            hidden = layer(hidden, bias)
+        return hidden, readable
+
+    def graph_encode(self, g, hidden: str, mask: str, stop: int) -> str:
+        """encode, of the embeddings (B, S, D). mask (B, S): true where there is a token."""
+        shape, width = g.shape(mask, 0, 2), self.config.hidden_size
+        bias = self.encoder_biases.graph(g, g.shape(mask, 1, 2))
+        bias = g.op("Where", g.op("Unsqueeze", mask, g.integers(1, 2)), bias, g.number(-np.inf))
+        flat = g.flatten(hidden, width)
+        for layer in self.encoder[:stop]:
+            flat = layer.graph(g, flat, shape, bias)
+        return g.unflatten(flat, shape, width)
+
+    def around(self, inputs) -> Around:
+        """The encoder's output, with its mask, and the biases of what is written."""
+        hidden, readable = self.encode(inputs, len(self.encoder))
+        written = getattr(inputs, "decoder_input_ids", None)
+        places = torch.arange(1 if written is None else written.shape[1], device=hidden.device)
+        bias = self.biases(places[None], places).masked_fill(places > places[:, None], -torch.inf)
+        return Around(self.dropout(self.encoder_norm(hidden)), readable, bias)
+
+    def graph_around(self, g, mask: str) -> GraphAround:
+        """The mask and the bias: the encoder's output comes with the hidden states."""
+        return GraphAround(mask, self.biases.graph(g, g.integers(1)))
+
+    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+        """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
+        for depth in range(start, stop):
+            hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
+        return hidden
+
+    def graph_layers(self, g, hidden: str, around, start: int, stop: int, adapt=None) -> str:
+        """run_layers, of tokens over caches; or of the first of (B, 1 + S, D), the others being the encoder's output.
+
+        around: a T5Block, or the GraphAround of rows.
+        """
+        width = self.config.hidden_size
+        if isinstance(around, T5Block):
+            flat = g.flatten(hidden, width)
+            for depth in range(start, stop):
+                flat = self.layers[depth].graph_token(g, flat, around, depth, adapt and partial(adapt, depth))
+            return g.unflatten(flat, around.shape, width)
+        one, memory = g.several(
+            2, "Split", hidden, g.op("Concat", g.integers(1), g.shape(around.mask, 1, 2), axis=0), axis=1
+        )
+        flat, memory_flat = g.flatten(one, width), g.flatten(memory, width)
+        for depth in range(start, stop):
+            flat = self.layers[depth].graph(g, flat, memory_flat, around, adapt and partial(adapt, depth))
+        return g.op("Concat", g.op("Unsqueeze", flat, g.integers(1)), memory, axis=1)
+
+    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        """LM logits, (..., D) -> (..., V) float32, as `Backbone.lm_logits` says: the final norm and the head."""
+        if not self.has_lm_head:
+            raise self.no_lm_head()
+        weight = self.get_parameter(self.vocabulary["weight"])
+        return F.linear(self.norm(hidden), weight if words is None else weight[words]).float()
+
+    def graph_lm_logits(self, g, hidden: str, words: Tensor | None = None) -> str:
+        """lm_logits, (B, D) -> (B, V); of some words (C,) alone where they are given."""
+        weight = self.get_parameter(self.vocabulary["weight"])
+        return g.gemm(g.apply(self.norm, hidden), g.parameter(weight) if words is None else g.rows_of(weight, words))
+
+    # ---- Token by token ----
+    def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The start token: prompts are the encoder's."""
+        return [[self.config.decoder_start_token_id]] * len(prompts)
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], cache: Cache) -> None:
+        """The encoder's output for all prompts."""
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+        hidden, readable = self.encode(Tensors(ids, torch.arange(ids.shape[1]) < lengths), len(self.encoder))
+        cache.memory = Memory(self.encoder_norm(hidden), readable)
+
+    def embed_written(self, input_ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, D)."""
+        return self.embeddings(input_ids)
+
+    def block(self, positions: Tensor, cache: Cache, rows: list[int] | None = None) -> Around:
+        """What the layers need to run tokens at these positions (B, T), -1 for padding, over a cache.
+
+        rows: which of its rows they are, None: all, in order. Raises ValueError where a position is above its last.
+        """
+        end = int(positions.max()) + 1
+        if end > cache.capacity:
+            raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: ask for fewer tokens")
+        at, slots = positions.clamp(min=0), torch.arange(end, device=positions.device)
+        bias = self.biases(at, slots).masked_fill(slots > at[:, None, :, None], -torch.inf)
+        index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
+        write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
+        readable = cache.memory.readable
+        readable = readable if readable is None or rows is None else readable[rows]
+        return Around(None, readable, bias, cache=cache, rows=rows, write=write)
+
+    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
+        """`block` where all rows of the cache stand at low .. low + tokens - 1."""
+        places = torch.arange(low, low + tokens, device=cache.keys.device)
+        block = self.block(places[None], cache)
+        return block._replace(write=(slice(None), slice(low, low + tokens)))
+
+    def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
+        """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
+
+        The layers start + 1 .. stop each write their own keys and values; those of the encoder's output are fixed.
+        """
+        for depth in range(start, stop):
+            self.layers[depth].write_keys(hidden, around, depth)
+
+    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Pairs, Tensor]:
+        """The encoder reads up to the first token that counts; in its place stands the start token."""
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        first = counted.int().argmax(1, keepdim=True)
+        width = int((counted.sum(1) if counted.any() else first + 1).max())
+        from_there = (first + places[:width]).clamp(max=len(places) - 1)
+        written = input_ids.gather(1, from_there)
+        written[:, 0] = self.config.decoder_start_token_id
+        counts = counted.gather(1, from_there) & (first + places[:width] < len(places))
+        given = int(first.max()) + 1
+        return Pairs(input_ids[:, :given], (places[:given] <= first).long(), written), counts
+
+    @property
+    def token_weights(self) -> int:
+        """Keys and values of the encoder's output are made once, as those of a prompt are."""
+        return super().token_weights - self.layers[0].cross_key_value.weight.numel()
+
+    def graph_block(self, g, first: int) -> T5Block:
+        """block, for a graph whose first layer is this, from 0. Declares the inputs that it takes."""
+        return T5Block(g, self, first)
+
+    def graph_embed_written(self, g) -> str:
+        """embed_written; declares the input input_ids, (B, T)."""
+        return g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
+
+    def graph_propagate(self, g, hidden: str, block: T5Block, start: int, stop: int) -> None:
+        """propagate."""
+        flat = g.flatten(hidden, self.config.hidden_size)
+        for depth in range(start, stop):
+            self.layers[depth].graph_write_keys(g, flat, block, depth)
+
+    def prompt_graphs(self) -> dict[str, Callable]:
+        """The encoder, with the keys and values of all layers of what it makes."""
+        return {MEMORY: partial(write_memory, self)}
+
+    # ---- What texts are compared by ----
+    @property
+    def text_layers(self) -> int:
+        """Those of the encoder."""
+        return self.config.num_encoder_layers
+
+    def text_states(self, inputs, layer: int) -> tuple[Tensor, Tensor | None]:
+        """The encoder's, which reads the text."""
+        return self.encode(inputs, layer)
+
+    def graph_text_states(self, g, mask: str, layer: int) -> str:
+        """text_states."""
+        embedded = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
+        return self.graph_encode(g, embedded, mask, layer)
+
+    def text_flops(self, layer: int, tokens: int) -> float:
+        """Of text_states on one row."""
+        config = self.config
+        weights = sum(weight.numel() for weight in self.encoder[0].parameters() if weight.dim() == 2)
+        return layer * layer_flops(weights, config.head_width * config.num_attention_heads, tokens)
+
+    # ---- What it costs ----
+    def start_flops(self, tokens: int) -> float:
+        """The encoder's, on one row."""
+        return self.text_flops(len(self.encoder), tokens)
+
+    def layer_flops(self, tokens: int) -> float:
+        """Of one layer of the decoder, on one token of a row whose text has so many."""
+        layer = self.layers[0]
+        weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+        of_memory, width = layer.cross_key_value.weight.numel(), layer.cross_query.out_features
+        return 2.0 * (weights - of_memory) + 2.0 * of_memory * tokens + 4.0 * width * (1 + tokens)
+
+    def initialise(self, module: nn.Module) -> None:
+        """As Hugging Face does: embeddings by initializer_factor, a map by that over the root of its inputs."""
+        config, factor = self.config, self.config.initializer_factor
+        if isinstance(module, nn.Embedding):
+            words = module.num_embeddings == config.vocab_size and module is self.embeddings
+            nn.init.normal_(module.weight, std=factor if words else factor * config.hidden_size**-0.5)
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=factor if module is self.lm_head else factor * module.in_features**-0.5)
+        for name in ("qkv", "cross_query"):  # their queries are drawn smaller, as scores are not scaled
+            if isinstance(module, EncoderLayer) and hasattr(module, name):
+                with torch.no_grad():
+                    getattr(module, name).weight[: self.layers[0].attention_output.in_features] *= config.head_dim**-0.5
+
+
+# ---- Hugging Face's names ----
+def _stack(ours: str, theirs: str, feed: int) -> dict[str, str]:
+    block = f"{theirs}.block.{{i}}.layer"
+    return {
+        f"{ours}.{{i}}.attention_norm": f"{block}.0.layer_norm",
+        f"{ours}.{{i}}.qkv": f"{block}.0.SelfAttention.{{q|k|v}}",
+        f"{ours}.{{i}}.attention_output": f"{block}.0.SelfAttention.o",
+        f"{ours}.{{i}}.mlp_norm": f"{block}.{feed}.layer_norm",
+        f"{ours}.{{i}}.up": f"{block}.{feed}.DenseReluDense.wi",
+        f"{ours}.{{i}}.gate": f"{block}.{feed}.DenseReluDense.wi_0",
+        f"{ours}.{{i}}.gated": f"{block}.{feed}.DenseReluDense.wi_1",
+        f"{ours}.{{i}}.down": f"{block}.{feed}.DenseReluDense.wo",
+    }
+
+
+_CROSS = "decoder.block.{i}.layer.1"
+
+_NAMES = {
+    "embeddings": "shared",
+    "encoder_biases.table": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    "biases.table": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    **_stack("encoder", "encoder", 1),
+    "encoder_norm": "encoder.final_layer_norm",
+    **_stack("layers", "decoder", 2),
+    "layers.{i}.cross_norm": f"{_CROSS}.layer_norm",
+    "layers.{i}.cross_query": f"{_CROSS}.EncDecAttention.q",
+    "layers.{i}.cross_key_value": f"{_CROSS}.EncDecAttention.{{k|v}}",
+    "layers.{i}.cross_output": f"{_CROSS}.EncDecAttention.o",
+    "norm": "decoder.final_layer_norm",
+    "lm_head": "lm_head",
+}
+
+BACKBONE = T5
+LAYOUTS = {
+    "t5": Layout(
+        names=_NAMES,
+        prefix="",
+        architecture="T5",
+        ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # nothing reads it
+    )
+}

@@ -1,0 +1,255 @@
+"""HashEE: a token leaves after the layer that a table gives its type. Nothing is asked, and nothing is learned for it.
+
+Paper: Sun, Liu, Zhu, Geng, Wu, He, Ni, Xie, Huang, Qiu, A Simple Hash-Based Early Exiting Approach For Language
+Understanding and Generation, Findings of ACL 2022, arXiv:2203.01670v1. Code: txsun1997/HashEE at a1d005c.
+
+Symbols    V types of tokens; L layers; e(v) in 1 .. L, the table
+           h_l (T, D)   states behind layer l: h_l[t] = Layer_l(h_{l-1})[t] where e(x_t) >= l, else h_{l-1}[t]
+
+A token that has left is still read: its state, which changes no more, gives keys and values to every later layer. Its
+query and its feed-forward part are what is saved. Types that training has not seen, the first token of a row and the
+one that ends every row ([CLS], [SEP]) go through all layers. All is trained at once, tokens leaving as in use.
+
+Tables     frequency   types by how often they occur, in equal groups; the commonest leave first
+           mi          by the mutual information of a token's type and the label; the highest leave first
+           random      drawn once
+
+How it runs: tokens of a row are put in order, those that go deepest first, so that each layer takes the first n of
+them, n that of the row with most. A row's layers are the mean over its tokens; its operations those of the batch.
+
+Deviations, pinned in tests/test_hashee.py:
+1. The released code has no attention mask: padding is read, so that a row's answer depends on its batch. Here it has.
+2. Counts are of train alone; theirs of dev too.
+3. `mi` counts every occurrence of a type (theirs not the first, and two labels at most).
+4. Heads read the mean over tokens by default, those that left included; theirs the first (`pool`), through a pooler.
+5. Any depth; theirs is ElasticBERT-base cut to 6 layers, a group for each. No clusters of embeddings, no tables of
+   whole rows, and no layers drawn anew for each occurrence, which may send [CLS] away.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Backbone, Halves, tensor_on
+from mini_ee.data.options import check_options, option
+from mini_ee.training.fit import Stage, task_loss
+from mini_ee.training.method import Method
+from mini_ee.units.leaving import (
+    LeavingExits,
+    Left,
+    float_constant,
+    graph_first,
+    graph_in_order,
+    graph_spent,
+    in_order,
+    spent_by,
+)
+from mini_ee.units.rows import RowData, even_exits, graph_mask
+
+TABLES = ("frequency", "mi", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the table. Raises ValueError on a value that makes no sense."""
+
+    table: str = option("frequency", "by which types of tokens are put in groups", choices=TABLES)
+    groups: int = option(6, "of types, each with a layer of its own to leave after, evenly spread", least=1)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+# ---- The table ----
+def exit_layers(data: RowData, vocabulary: int, layers: int, how: Config) -> np.ndarray:
+    """e, (V,) in 1 .. L. Raises ValueError for `mi` of a regression."""
+    ids = np.concatenate(data.encoded.ids)
+    counts, table = np.bincount(ids, minlength=vocabulary), np.full(vocabulary, layers)
+    counts[_ends(data.encoded.ids)] = 0
+    seen = np.flatnonzero(counts)
+    if how.table == "random":
+        order = np.random.default_rng(0).permutation(seen)
+    elif how.table == "mi":
+        if data.task.regression:
+            raise ValueError(f"--table mi asks for classes, and {data.task.name} is a regression; give frequency")
+        labels = np.repeat(data.labels, [len(row) for row in data.encoded.ids])
+        order = seen[np.argsort(-mutual_information(ids, labels, vocabulary)[seen], kind="stable")]
+    else:
+        order = seen[np.argsort(-counts[seen], kind="stable")]
+    depths = even_exits(layers, how.groups)
+    for depth, group in zip(depths, np.array_split(order, len(depths))):
+        table[group] = depth
+    return table
+
+
+def mutual_information(ids: np.ndarray, labels: np.ndarray, vocabulary: int) -> np.ndarray:
+    """sum_y p(v, y) ln(p(v, y) / (p(v) p(y))) of each type: (V,). ids, labels: (N,), of all tokens."""
+    joint = np.zeros((vocabulary, labels.max() + 1))
+    np.add.at(joint, (ids, labels), 1 / len(ids))
+    alone = joint.sum(axis=1, keepdims=True) * joint.sum(axis=0)
+    return (joint * np.log(np.divide(joint, alone, out=np.ones_like(joint), where=joint > 0))).sum(axis=1)
+
+
+def _ends(rows: list[np.ndarray]) -> list[int]:
+    """The token that all rows end with, if there is one."""
+    last = {int(row[-1]) for row in rows}
+    return [*last] if len(last) == 1 else []
+
+
+# ---- A layer, for the tokens that go on ----
+def attend(layer: Halves, first: Tensor, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """`attend` of a layer for the first tokens alone, which read all: (B, n, D), (B, T, D) -> (B, n, D)."""
+    if first.shape == hidden.shape:
+        return layer.attend(hidden, mask)
+    width, (weight, bias) = hidden.shape[2], (layer.qkv.weight, layer.qkv.bias)
+    query = F.linear(first, weight[:width], bias[:width])
+    key, value = F.linear(hidden, weight[width:], bias[width:]).chunk(2, dim=2)
+    heads = (each.unflatten(2, (layer.heads, -1)).transpose(1, 2) for each in (query, key, value))
+    dropout = layer.attention_dropout if layer.training else 0.0
+    attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout).transpose(1, 2).flatten(2)
+    return layer.attention_norm(first + layer.dropout(layer.attention_output(attended)))
+
+
+def graph_attend(g, layer: Halves, first: str, hidden: str, mask: str) -> str:
+    """attend: (B, n, D), (B, T, D), mask (B, T) -> (B n, D)."""
+    width = layer.qkv.in_features
+    parts = []
+    for x, begin, end in ((first, 0, width), (hidden, width, 3 * width)):
+        rows = (g.integers(begin), g.integers(end), g.integers(0))
+        weight, bias = (g.op("Slice", g.parameter(each), *rows) for each in (layer.qkv.weight, layer.qkv.bias))
+        product = g.gemm(g.flatten(x, width), weight, bias)
+        parts.append(g.unflatten(product, g.shape(x, 0, 2), end - begin))
+    key, value = g.several(2, "Split", parts[1], axis=2, num_outputs=2)
+    pairs = g.op("Concat", g.shape(first, 0, 1), g.integers(1), g.shape(first, 1, 2), g.shape(hidden, 1, 2), axis=0)
+    readable = g.op("Expand", g.op("Unsqueeze", mask, g.integers(1, 2)), pairs)
+    attended = g.flatten(g.attention(parts[0], key, value, readable, layer.heads, layer.heads), width)
+    attended = g.linear(attended, layer.attention_output, int8=True)
+    return g.apply(layer.attention_norm, g.op("Add", g.flatten(first, width), attended))
+
+
+# ---- The model ----
+class HashExits(LeavingExits):
+    """A backbone whose tokens leave by a table: a parameter without gradient, as a graph knows no others."""
+
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+        super().__init__(backbone, exits, num_labels, pool)
+        kept = backbone.halves(0).qkv.weight[backbone.config.hidden_size :].numel()
+        self.layers = backbone.config.num_hidden_layers
+        self.table = nn.Parameter(torch.full((backbone.config.vocab_size,), float(self.layers)), requires_grad=False)
+        all_of_them, attention = backbone.layer_weights().values()
+        self.of_token, self.of_pair = (
+            2.0 * (all_of_them - kept),
+            4.0 * attention,
+        )  # that goes on; of it and one it reads
+        self.of_all = 2.0 * kept * self.layers  # of every token, in all layers
+
+    def depths(self, inputs) -> Tensor:
+        """How many layers each token runs, (B, T): 0 at padding."""
+        device = self.table.device
+        depths = self.table[tensor_on(device, inputs.input_ids)]
+        depths[:, 0] = self.layers
+        return depths if inputs.attention_mask is None else depths * tensor_on(device, inputs.attention_mask)
+
+    def graph_depths(self, g) -> str:
+        """depths, (B, T) int64."""
+        mask = g.input("attention_mask", "batch", "tokens")
+        depths = g.cast(g.op("Gather", g.parameter(self.table), g.input("input_ids", "batch", "tokens")), np.int64)
+        first = graph_first(g, mask)
+        return g.op("Mul", g.op("Where", first, g.integers(self.layers), depths), mask)
+
+    def leave(self, inputs) -> Left:
+        """The deepest first: a layer takes as many tokens as go on in any row, and those that do keep what it says."""
+        hidden, mask = self.backbone.embed(inputs), self.backbone.around(inputs).padding
+        depths, order = self.depths(inputs).sort(dim=1, descending=True, stable=True)
+        hidden, mask = in_order(order, hidden, mask)
+        goes_on = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
+        counts = goes_on.sum(dim=2)
+        widths, alike = counts.amax(dim=0).tolist(), (counts == counts[:1]).all(dim=0).tolist()
+        for depth, width in enumerate(widths):
+            layer, first = self.backbone.halves(depth), hidden[:, :width]
+            said = layer.feed(attend(layer, first, hidden, mask))
+            said = said if alike[depth] else torch.where(goes_on[:, depth, :width, None], said, first)
+            hidden = said if width == hidden.shape[1] else torch.cat((said, hidden[:, width:]), dim=1)
+        operations = sum(widths) * (self.of_token + self.of_pair * depths.shape[1]) + self.of_all * depths.shape[1]
+        return Left(hidden, mask, spent_by(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
+
+    def stay(self, inputs) -> Left:
+        """By the equation: a layer on all tokens, and those that have left keep their states."""
+        hidden, around, depths = self.backbone.embed(inputs), self.backbone.around(inputs), self.depths(inputs)
+        for depth in range(self.layers):
+            said = self.backbone.run_layers(hidden, around, depth, depth + 1)
+            hidden = torch.where(depths[..., None] > depth, said, hidden)
+        return Left(hidden, around.padding)
+
+    # ---- ONNX ----
+    def graph_leave(self, g, hidden: str) -> Left:
+        """leave."""
+        width, given = self.backbone.config.hidden_size, self.graph_depths(g)
+        tokens = g.shape(given, 1, 2)
+        depths, order = g.several(2, "TopK", given, tokens, axis=1)  # of equal ones the first comes first
+        hidden = graph_in_order(g, order, hidden, width)
+        mask, counts, widths = g.op("Greater", depths, g.integers(0)), [], []
+        for depth in range(self.layers):
+            goes_on = g.op("Greater", depths, g.integers(depth))
+            counts.append(g.op("ReduceSum", g.cast(goes_on, np.int64), g.integers(1), keepdims=0))
+            widths.append(g.op("ReduceMax", counts[-1], keepdims=1))
+            ends = g.integers(0), widths[-1], g.integers(1)
+            first, goes_on = (g.op("Slice", each, *ends) for each in (hidden, goes_on))
+            layer = self.backbone.halves(depth)
+            said = layer.graph_feed(g, graph_attend(g, layer, first, hidden, mask))
+            said = g.unflatten(said, g.shape(first, 0, 2), width)
+            said = g.op("Where", g.op("Unsqueeze", goes_on, g.integers(2)), said, first)
+            rest = g.op("Slice", hidden, widths[-1], tokens, g.integers(1))
+            hidden = g.op("Concat", said, rest, axis=1)
+        return Left(hidden, mask, self._graph_spent(g, mask, counts, widths))
+
+    def _graph_spent(self, g, mask: str, counts: list[str], widths: list[str]) -> str:
+        run, taken = (g.op("Sum", *(g.cast(each, np.float32) for each in numbers)) for numbers in (counts, widths))
+        real, tokens = g.cast(mask, np.float32), g.cast(g.shape(mask, 1, 2), np.float32)
+        layers = g.op("Div", run, g.op("ReduceSum", real, g.integers(1), keepdims=0))
+        each = g.op("Add", g.op("Mul", float_constant(g, self.of_pair), tokens), float_constant(g, self.of_token))
+        of_all = g.op("Mul", float_constant(g, self.of_all), tokens)
+        return graph_spent(g, layers, g.op("Add", g.op("Mul", taken, each), of_all))
+
+    def graph_stay(self, g, hidden: str) -> Left:
+        """stay."""
+        mask, depths = graph_mask(g), g.op("Unsqueeze", self.graph_depths(g), g.integers(2))
+        around = self.backbone.graph_around(g, mask)
+        for depth in range(self.layers):
+            said = self.backbone.graph_layers(g, hidden, around, depth, depth + 1)
+            hidden = g.op("Where", g.op("Greater", depths, g.integers(depth)), said, hidden)
+        return Left(hidden, mask)
+
+
+# ---- Training ----
+def recipe(model: HashExits, how: Config) -> list[Stage]:
+    """One stage, which begins with the table."""
+    return [
+        Stage(
+            name="fine-tune",
+            learns=lambda name: name != "table",
+            loss=lambda model, batch: task_loss(model(*batch.inputs)[0], batch.labels),
+            score=lambda scores: float(scores[0]),
+            begin=partial(fill_table, how=how),
+        )
+    ]
+
+
+def fill_table(model: HashExits, data: RowData, how: Config) -> None:
+    """e of the types in the rows to learn from."""
+    table = exit_layers(data, len(model.table), model.layers, how)
+    model.table.data.copy_(torch.from_numpy(table))
+
+
+METHOD = Method(
+    Config,
+    recipe,
+    units=("rows",),
+    model=HashExits,
+    exits=lambda num_layers: (num_layers,),
+    lacks=("exits",),
+)

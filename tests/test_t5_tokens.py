@@ -1,0 +1,394 @@
+"""T5 token by token: the encoder reads the prompt once, tokens leave the decoder early; caches change nothing."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import WORDS
+from test_raee_run import answer, refused
+from test_t5 import GOLDEN, KINDS, assert_close, golden
+from test_t5_run import ENGINES, t5_folder  # noqa: F401
+
+import mini_ee.backbones.t5_graphs as t5_graphs
+import mini_ee.backbones.t5_layers as t5_layers
+from mini_ee.backbones.cache import Cache
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.t5_layers import EncoderLayer, Layer, Pairs
+from mini_ee.data.texts import Text
+from mini_ee.export.manifest import _check_values
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
+from mini_ee.export.writer import drawn_text, write_graphs
+from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.training.run import load_run
+from mini_ee.units.decoding import decode, gather, greedy
+from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
+from mini_ee.units.token_graphs import TokenGraphs
+from mini_ee.units.tokens import TextData, TokenExits, record_texts
+
+PROMPTS = ([5, 9, 30, 7, 1], [44, 3, 1], [8, 8, 21, 60, 13, 2, 1])
+NEW_TOKENS = 9
+MIXED = {"t5": 0.12, "t5-v1.1": 0.1}  # thresholds under which tokens leave at every exit
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def exits_of(kind, init="copy"):
+    """A T5 with exits, whose heads were drawn a little away from the model's own."""
+    torch.manual_seed(1)
+    model = TokenExits(golden(kind)[0], (1, 2, 3), init).eval()
+    for head in model.heads:
+        head.linear.weight += 0.1 * torch.randn_like(head.linear.weight)
+    return model
+
+
+def written(model, rule, prompts=PROMPTS, **settings):
+    settings = {"max_new_tokens": NEW_TOKENS, "stop": ()} | settings
+    return [(each.tokens, each.layers_run) for each in gather(model.generate(prompts, rule, **settings), len(prompts))]
+
+
+def said(model, k, prompt, tokens):
+    """What exit k says after the tokens, all read anew without a cache: logits (V,)."""
+    pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([[0, *tokens]]))
+    hidden = model.backbone.run_layers(model.backbone.embed(pairs), model.backbone.around(pairs), 0, model.exits[k])
+    return model.classify(k, hidden[0, -1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_that_of_transformers(kind):
+    model, inputs, expected = golden(kind)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs[:2])]
+    found = gather(generate(model, prompts, max_new_tokens=24), 3)
+    assert [row.tokens for row in found] == expected["greedy"].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_over_a_cache_are_the_whole_answer(kind):
+    """Token by token, in blocks, and for some of the rows, against all tokens at once."""
+    model, inputs, expected = golden(kind)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs[:2])]
+    for blocks in ([1] * 10, [4, 1, 5]):
+        cache, at = Cache(model, 3, 10), 0
+        model.read_prompts(prompts, cache)
+        for tokens in blocks:
+            hidden = model.embed_written(inputs.decoder_input_ids[:, at : at + tokens])
+            hidden = model.run_layers(hidden, model.aligned_block(at, tokens, cache), 0, 3)
+            assert_close(model.lm_logits(hidden), expected["lm_logits"][:, at : at + tokens])
+            at += tokens
+    rows, cache = [2, 0], Cache(model, 3, 10)
+    model.read_prompts(prompts, cache)
+    positions = torch.tensor([[-1, 0, 1], [0, 1, 2]])
+    ids = inputs.decoder_input_ids[rows].gather(1, positions.clamp(min=0))
+    found = model.lm_logits(model.run_layers(model.embed_written(ids), model.block(positions, cache, rows), 0, 3))
+    assert_close(found[0, 1:], expected["lm_logits"][2, :2])
+    assert_close(found[1], expected["lm_logits"][0, :3])
+    with pytest.raises(ValueError, match="expected at most 10 tokens, got 11: ask for fewer tokens"):
+        model.block(torch.tensor([[10]] * 3), cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_recompute_tokens_are_those_of_their_exits_without_a_cache(kind):
+    model = exits_of(kind)
+    for rule in (FixedExit(0), FixedExit(1), NeverExit(), Threshold(MIXED[kind])):
+        depths = set()
+        for prompt, (tokens, layers) in zip(PROMPTS, written(model, rule, fill="recompute")):
+            for count, (token, layer) in enumerate(zip(tokens, layers)):
+                assert token == int(said(model, layer - 1, prompt, tokens[:count]).argmax())
+            depths |= set(layers)
+        assert depths == {1, 2, 3} or isinstance(rule, FixedExit | NeverExit)
+
+
+def propagated(model, prompt, tokens, layers):
+    """Logits of each step by loops: a token that left after layer e stands in, with that state, above it."""
+    backbone, states, answers = model.backbone, [], []
+    for count in range(len(tokens)):
+        own = [0, *tokens][: count + 1]
+        pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([own]))
+        around, hidden = backbone.around(pairs), backbone.embed(pairs)
+        for depth in range(layers[count]):
+            hidden = backbone.run_layers(hidden, around, depth, depth + 1)
+            for at, (left, state) in enumerate(states):
+                if left <= depth + 1:
+                    hidden[0, at] = state
+        states.append((layers[count], hidden[0, -1].clone()))
+        answers.append(model.classify(layers[count] - 1, hidden[0, -1]))
+    return answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_propagate_a_state_stands_in_for_those_above_it(kind):
+    model, seen = exits_of(kind), []
+
+    def choose(logits, rows):
+        seen.append(torch.from_numpy(logits))
+        return greedy(logits, rows)
+
+    steps = decode(token_segments(model, "propagate", 3, 12), PROMPTS, NEW_TOKENS, Threshold(MIXED[kind]), choose)
+    texts = gather(steps, 3)
+    assert {layer for text in texts for layer in text.layers_run} == {1, 2, 3}
+    for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
+        expected = propagated(model, prompt, *text)
+        assert_close(torch.stack([logits[row] for logits in seen]), torch.stack(expected))
+
+
+@pytest.mark.parametrize("fill", ["propagate", "recompute"])
+def test_a_batch_of_prompts_is_its_prompts_alone(fill):
+    model = exits_of("t5")
+    for rule in (NeverExit(), Threshold(0.1), Threshold(0.2)):
+        together = written(model, rule, fill=fill)
+        assert together == [written(model, rule, [prompt], fill=fill)[0] for prompt in PROMPTS]
+
+
+def test_lossless_text_is_the_full_models():
+    model = exits_of("t5-v1.1")
+    full = written(model, NeverExit())
+    steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, exit_layer=2, head=model.heads[1])
+    found = gather(steps, 3)
+    assert [each.tokens for each in found] == [tokens for tokens, _ in full]
+    assert any(2 in each.layers_run for each in found)
+
+
+def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_token_comes(monkeypatch):
+    model, made, encoded = exits_of("t5"), [], []
+    right = EncoderLayer.forward
+    monkeypatch.setattr(EncoderLayer, "forward", lambda self, *x: encoded.append(len(x[0])) or right(self, *x))
+    heads = Layer.memory_heads
+    depth_of = {id(layer): depth for depth, layer in enumerate(model.backbone.layers)}
+    monkeypatch.setattr(
+        Layer,
+        "memory_heads",
+        lambda self, memory, adapt=None: made.append((depth_of[id(self)], len(memory))) or heads(self, memory, adapt),
+    )
+    written(model, FixedExit(0))
+    assert encoded == [3, 3] and made == [(0, 3)]
+    made.clear()
+    written(model, NeverExit())
+    assert made == [(0, 3), (1, 3), (2, 3)]
+    made.clear()
+    written(model, Threshold(MIXED["t5"]))
+    assert max(sum(rows for depth, rows in made if depth == each) for each in range(3)) <= 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_repetition_penalty_weakens_what_was_written_alone_as_in_transformers(kind):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(GOLDEN / kind).eval()
+    theirs.generation_config.eos_token_id = None
+    settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False, "repetition_penalty": 1.5}
+    sampling = Sampling(repetition_penalty=1.5)
+    for prompt in PROMPTS:
+        (found,) = gather(generate(load_backbone(GOLDEN / kind), [prompt], max_new_tokens=12, sampling=sampling), 1)
+        assert found.tokens == theirs.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
+
+
+def test_wrong_prompts_are_told():
+    model = golden("t5")[0]
+    for prompts, message in (
+        ([[]], "expected prompts of at least one token each"),
+        ([[64]], "token ids must be from 0 to 63, got 64"),
+        ([[3] * 513], "expected at most 512 tokens, got 513: truncate the input"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(generate(model, prompts, max_new_tokens=2))
+    with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
+        generate(model, PROMPTS, max_new_tokens=512)
+    assert len(gather(generate(model, [[3] * 400], max_new_tokens=300), 1)[0].tokens) == 300  # each has its own room
+
+
+# ---- Whole texts ----
+
+
+def test_texts_are_read_as_they_were_written():
+    """The states of every exit at every token that counts are those of the text's own prompt and answer."""
+    model = exits_of("t5")
+    texts = [Text([5, 9, 30, 7, 1, 12, 13, 14], 4), Text([44, 1, 22], 1), Text([8, 1, 60, 61], 1)]
+    (ids, counted), labels = TextData(texts).batch(np.arange(3), torch.device("cpu"))
+    assert labels.tolist() == [12, 13, 14, 22, 60, 61]
+    states = model.states(ids, counted)
+    at = 0
+    for text in texts:
+        prompt, tokens = text.ids[: text.start + 1], text.ids[text.start + 1 :]
+        for count in range(len(tokens)):
+            for k in range(3):
+                assert_close(model.classify(k, states[k][at]), said(model, k, prompt, tokens[:count]))
+            at += 1
+    record = record_texts(model, texts)
+    assert record.groups.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    prompt, tokens = texts[0].ids[:5], texts[0].ids[5:]
+    for at in range(4):
+        for k in range(3):
+            log_p = said(model, k, prompt, tokens[:at]).log_softmax(-1)
+            assert record.predictions[at, k] == int(log_p.argmax())
+            if at < 3:
+                np.testing.assert_allclose(record.logits[at, k, 0], float(log_p[tokens[at]]), atol=1e-5)
+    scored = record_texts(model, texts, last=False)
+    np.testing.assert_allclose(scored.logits[:3], record.logits[:3], atol=1e-6)
+    assert len(scored.logits) == 6
+
+
+def test_texts_that_it_writes_are_replayed_as_they_were_decoded():
+    model = exits_of("t5-v1.1")
+    texts = generated_texts(model.backbone, PROMPTS, 3, 6, greedy=True)
+    full = written(model, NeverExit(), max_new_tokens=6)
+    assert [text.ids for text in texts] == [prompt + tokens[:-1] for prompt, (tokens, _) in zip(PROMPTS, full)]
+    record = record_texts(model, texts)
+    assert record.predictions[:, -1].tolist() == [token for tokens, _ in full for token in tokens]
+
+
+# ---- The tests above can fail ----
+
+
+def test_caches_that_forget_a_layer_or_a_row_are_found(monkeypatch):
+    right = t5_layers.Memory.heads
+    monkeypatch.setattr(t5_layers.Memory, "heads", lambda self, depth, *more: right(self, 0, *more))
+    with pytest.raises(AssertionError):
+        test_blocks_over_a_cache_are_the_whole_answer("t5")
+    monkeypatch.setattr(
+        t5_layers.Memory,
+        "heads",
+        lambda self, depth, layer, rows, adapt: right(self, depth, layer, rows and list(range(len(rows))), adapt),
+    )
+    with pytest.raises(AssertionError):
+        test_blocks_over_a_cache_are_the_whole_answer("t5")
+
+
+def test_a_state_that_writes_keys_of_its_own_place_is_found(monkeypatch):
+    right = Layer.write_keys
+    monkeypatch.setattr(Layer, "write_keys", lambda self, hidden, *more: right(self, hidden * 2 + 1, *more))
+    with pytest.raises(AssertionError):
+        test_with_propagate_a_state_stands_in_for_those_above_it("t5-v1.1")
+
+
+# ---- From a checkpoint to a text ----
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """A file of texts of 60 words each."""
+    draw = random.Random(0)
+    (tmp_path / "stories.txt").write_text("\n\n".join(" ".join(draw.choices(WORDS, k=60)) for _ in range(64)))
+    return tmp_path / "stories.txt"
+
+
+def test_a_method_of_tokens_is_trained_calibrated_and_writes(t5_folder, tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("mini_ee.training.texts.CALIBRATION_PIECES", 24)
+    options = ("--model", t5_folder, "--exits", "1,2,3", "--out", tmp_path / "run", "--epochs", 1, "--new-tokens", 8)
+    with torch.enable_grad():
+        found = answer(capsys, "train", "self-supervised", *options, "--texts", 48, "--prompt", "the film was")
+    assert found["exits"] == [1, 2, 3]
+    said = answer(capsys, "generate", tmp_path / "run", "--prompt", "the film was very", "--max-new-tokens", 6)
+    run = load_run(tmp_path / "run")
+    ids = run.tokenizer.backend.encode("the film was very").ids
+    assert ids[-1] == 1 and len(said["tokens"]) <= 6
+    ((tokens, layers),) = written(run.model, run.rule, [ids], max_new_tokens=6, stop=(1,))
+    assert (said["tokens"], said["layers"]) == (tokens, layers)
+    lossless = answer(capsys, "generate", tmp_path / "run", "--prompt", "the film", "--max-new-tokens", 6, "--lossless")
+    plain = answer(
+        capsys, "generate", tmp_path / "run", "--prompt", "the film", "--max-new-tokens", 6, "--rule", "never"
+    )
+    assert lossless["tokens"] == plain["tokens"]
+    answer(capsys, "calibrate", tmp_path / "run", "--epsilon", 0.5, "--texts", 24)
+
+
+def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
+    t5_folder,  # noqa: F811
+    stories,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
+    monkeypatch.setattr("mini_ee.training.texts.HELD_STORIES", 16)
+    options = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--text", stories)
+    with torch.enable_grad():
+        found = answer(capsys, "train", "calm", *options, "--new-tokens", 4, "--texts", 40)
+    assert found["exits"] == [1, 3] and load_run(tmp_path / "run").model.policy is not None
+
+
+def test_texts_that_begin_with_nothing_are_refused_in_one_line(t5_folder, stories, tmp_path, capsys):  # noqa: F811
+    model = ("--model", t5_folder, "--out", tmp_path / "run")
+    said = refused(capsys, "train", "self-supervised", *model, "--text", stories)
+    assert "a t5 writes answers to what its encoder reads, not texts from their beginning" in said
+    assert "give --task continue or copy" in said
+    said = refused(capsys, "train", "calm", *model)
+    assert "give --text FILE" in said
+
+
+# ---- The export ----
+
+
+def opened(folder, model, manifest, fill):
+    """What decodes by segment, and with propagate the one graph."""
+    sessions = open_sessions(folder, manifest, threads=1)
+    yield OrtTokenSegments(sessions, manifest, fill, 3, 12)
+    if fill == "propagate":
+        held = HeldRule(folder, manifest)
+        yield OrtTokenModel(Session(folder / "model.onnx", CPU, 1), held, manifest, 3, 12, sessions.prompts)
+
+
+@pytest.mark.parametrize("fill", ["propagate", "recompute"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave(kind, fill, tmp_path):
+    model = exits_of(kind)
+    manifest = write_graphs(model, TokenGraphs(model), Threshold(MIXED[kind]), tmp_path, segments=True)
+    expected, tokens = drawn_text(token_segments(model, fill, 3, 12), PROMPTS, NEW_TOKENS, 0)
+    for segments in opened(tmp_path, model, manifest, fill):
+        found, _ = drawn_text(segments, PROMPTS, NEW_TOKENS, 0, tokens)
+        assert max(abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)) < ENGINES
+    for segments in opened(tmp_path, model, manifest, fill):
+        texts = gather(decode(segments, PROMPTS, NEW_TOKENS, Threshold(MIXED[kind])), 3)
+        assert [tuple(each) for each in texts] == written(model, Threshold(MIXED[kind]), fill=fill)
+
+
+def other_prompts(patch):
+    right = Prompts.read
+    patch.setattr(Prompts, "read", lambda self, prompts: right(self, prompts[::-1]))
+
+
+def no_biases(patch):
+    right = t5_graphs.T5Block.__init__
+
+    def init(self, g, backbone, first):
+        right(self, g, backbone, first)
+        self.readable = g.op("Mul", self.readable, g.number(1.5))
+
+    patch.setattr(t5_graphs.T5Block, "__init__", init)
+
+
+@pytest.mark.parametrize("bug", [other_prompts, no_biases], ids=lambda bug: bug.__name__)
+def test_the_comparison_of_engines_can_fail(bug, tmp_path, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave("t5-v1.1", "propagate", tmp_path)
+
+
+@pytest.mark.parametrize("options", [("--segments",), ("--int8",), ("--fp16",)], ids=str)
+def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, options):  # noqa: F811
+    train = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--new-tokens", 8)
+    with torch.enable_grad():
+        answer(capsys, "train", "self-supervised", *train, "--texts", 16, "--prompt", "the film was")
+    said = answer(capsys, "export", tmp_path / "run", "--out", tmp_path / "out", *options)["verified"]
+    (tmp_path / "texts").write_text("the film was good\na very very dull song\n")
+    files = (tmp_path / "texts", "--out", tmp_path / "answers", "--max-new-tokens", 6)
+    engines = ("onnx", "torch") if options == ("--segments",) else ("onnx",)
+    for engine in engines:
+        assert answer(capsys, "run", tmp_path / "out", *files, "--engine", engine)["rows"] == 2
+    if options == ("--segments",):
+        assert said["max_logit_difference"] < 1e-4 and said["exit_agreement"] == 1
+        run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
+        assert runtime.begins_with == [0]
+        with pytest.raises(ValueError, match="a value of a wrong type for 'begins_with'"):
+            _check_values(runtime.config | {"begins_with": "0"}, tmp_path)
+        ids = [runtime.encode(text, 6) for text in ("the film was good", "a very very dull song")]
+        found = gather(runtime.generate(ids, max_new_tokens=6), 2)
+        assert [tuple(each) for each in found] == written(run.model, run.rule, ids, max_new_tokens=6, stop=(1,))
+        with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
+            runtime.generate([[5, 1]], max_new_tokens=512)
+        said = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "page", "--web")
+        assert "--web: the page gives prompts to the decoder, here an encoder reads them; leave it out" in said
