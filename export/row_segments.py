@@ -4,7 +4,7 @@ OrtModel      model.onnx, the graph that stops by itself: one call a batch
 OrtSegments   one graph a segment, which the loop of early_exit.py drives, for rules that model.onnx does not hold
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Ran, Reading, Segments
 from mini_ee.export.manifest import MANIFEST
-from mini_ee.export.sessions import CARRIED, CPU, HIDDEN, HeldRule, Session
+from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
@@ -147,6 +147,27 @@ class OrtSegments(OrtRows):
         ids = {name: value for session in self.sessions for name, value in session.of_rows(inputs).items()}
         return OrtState(ids, {}, every, every)
 
+    def can_join(self) -> bool:
+        """Whether rows of several batches can go on as one: not where hidden states hold streams side by side."""
+        graphs = self._manifest["graphs"]
+        taken = [graphs[f"segment_{layer}"]["inputs"].get("hidden", {"axes": "BTD"}) for layer in self.exits]
+        return all(len(each["axes"]) == 3 for each in taken)
+
+    def joined(self, inputs: Inputs, parts: Sequence[tuple[OrtState, int]]) -> OrtState:
+        """One state of rows that stand in several, each after the same exit: the rows are inputs, padded anew; parts
+        say in which state each is, and which of its rows.
+        """
+        first = parts[0][0]
+        if all(state is first for state, _ in parts):
+            return first.keep(np.array([row for _, row in parts]))
+        state, said = self.start(inputs), {}
+        for name in [name for name in FOR_THE_NEXT if name in first.said]:
+            whole = {id(some): some.said[name] for some, _ in parts}
+            whole = {key: some if isinstance(some, np.ndarray) else some.numpy() for key, some in whole.items()}
+            rows = [whole[id(some)][some.rows[row]] for some, row in parts]
+            said[name] = _padded(rows, inputs) if name == HIDDEN else np.stack(rows)
+        return state._replace(said=said)
+
     def will_read(self, heads: Container[int], state: OrtState) -> OrtState:
         return state._replace(heads=heads)
 
@@ -170,6 +191,14 @@ class OrtSegments(OrtRows):
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))
+
+
+def _padded(rows: list[np.ndarray], inputs: Inputs) -> np.ndarray:
+    """(T', D) of each row -> (B, T, D), zeros behind its tokens."""
+    out = np.zeros((*inputs.attention_mask.shape, rows[0].shape[1]), rows[0].dtype)
+    for at, (row, tokens) in enumerate(zip(rows, inputs.attention_mask.sum(axis=1).tolist())):
+        out[at, :tokens] = row[:tokens]
+    return out
 
 
 def _polynomial(coefficients: list[float], tokens: int) -> float:

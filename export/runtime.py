@@ -190,12 +190,21 @@ class Runtime:
             begin = time.perf_counter()
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
-            said = zip(rows, result.logits, result.exit_index.tolist(), result.cost.depth.tolist())
-            confidences = max_probability(result.logits).tolist() if self.label_names else [None] * len(rows)
-            for (row, logits, exit, layers), confidence in zip(said, confidences):
-                label = self.label_names[logits.argmax()] if self.label_names else float(logits[0])
-                answers[row] = Answer(label, confidence, exit, layers, milliseconds, logits)
+            said = self.answers(
+                result.logits, result.exit_index.tolist(), result.cost.depth.tolist(), [milliseconds] * len(rows)
+            )
+            for row, answer in zip(rows, said):
+                answers[row] = answer
         return answers
+
+    def answers(
+        self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
+    ) -> list[Answer]:
+        """Of rows that left with these logits (N, C)."""
+        names = self.label_names
+        confidences = max_probability(logits).tolist() if names else [None] * len(logits)
+        labels = [names[best] for best in logits.argmax(axis=1)] if names else logits[:, 0].tolist()
+        return list(map(Answer, labels, confidences, exit_index, layers, milliseconds, logits))
 
 
 def _planned(rule: Rule, inputs: Iterable[Inputs]) -> Iterable[tuple[Inputs, Rule]]:
@@ -320,16 +329,20 @@ class TokenRuntime(Runtime):
         """What the model writes after each text, in their order. Raises ValueError as `encode` does."""
         count = max_new_tokens or self.max_new_tokens
         prompts = [self.encode(_prompt(row), count) for row in texts]
-        decoded, answers = self.tokenizer.backend.decode, []
+        answers = []
         for start in range(0, len(prompts), batch_size):
             some = prompts[start : start + batch_size]
             begin = time.perf_counter()
             written = gather(self.generate(some, max_new_tokens=count, rule=rule), len(some))
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(some)
             for prompt, (tokens, layers) in zip(some, written):
-                text = decoded(prompt + tokens)[len(decoded(prompt)) :]
-                answers.append(Continuation(text, tokens, layers, milliseconds))
+                answers.append(Continuation(self.text_after(prompt, tokens), tokens, layers, milliseconds))
         return answers
+
+    def text_after(self, prompt: list[int], tokens: list[int]) -> str:
+        """What was written, as it stands after the prompt."""
+        decoded = self.tokenizer.backend.decode
+        return decoded(prompt + tokens)[len(decoded(prompt)) :]
 
     @property
     def begins_with(self) -> list[int] | None:

@@ -74,7 +74,7 @@ class OrtTokenModel(OrtTokens):
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
     def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
-        self._memory = memory
+        self._memory, self._bound = memory, {}
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         self._run(ids, rows, positions, {"exit_at": np.array([len(self.exits) - 1])})

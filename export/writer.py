@@ -51,7 +51,9 @@ WEIGHTS = "model.safetensors"
 
 PRECISIONS = ("float32", "float16", "int8")
 
-OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")  # what the manifest keeps of config.json
+OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base", "promise", "exit_counts")
+"""What the manifest keeps of config.json."""
+
 VERIFIED_TEXTS = 64
 
 VERIFIED_TOKENS = 32  # written from each prompt

@@ -219,6 +219,28 @@ def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
     )
 
 
+def chance_of_so_few(agreeing: int, count: int, epsilon: float) -> float:
+    """P(Binomial(count, epsilon) <= agreeing): how likely so few agree where a share of epsilon does."""
+    return float(_binomial_tail(np.arange(count) >= agreeing, 1 - epsilon)[-1])
+
+
+def share_interval(agreeing: int, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Of the share that agrees, the interval of Clopper and Pearson: it holds the true one with this chance at least.
+
+    >>> share_interval(0, 10)[0], round(share_interval(0, 10)[1], 4)
+    (0.0, 0.3085)
+    """
+
+    def highest(agreeing: int) -> float:
+        low, high = agreeing / count, 1.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            low, high = (middle, high) if chance_of_so_few(agreeing, count, middle) > (1 - level) / 2 else (low, middle)
+        return high
+
+    return 1 - highest(count - agreeing), highest(agreeing)
+
+
 def check_promise(epsilon: float, delta: float | None) -> None:
     """Raise ValueError where no thresholds can promise this, whatever the rows are."""
     if not 0 < epsilon <= 1:

@@ -131,54 +131,85 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
     return ExitResult(ran.logits, ran.exit_index, layers_run, Cost(seconds, segments, rule, inputs, ran))
 
 
+class Exited(NamedTuple):
+    """The units that leave at one exit."""
+
+    logits: np.ndarray  # (n, C), of those that leave
+    leaving: np.ndarray | slice  # (n,) which of the N units they are
+    stay: np.ndarray  # (N - n,) the others
+    spent: np.ndarray | None  # (n, 2), see Reading
+
+
+ALL, NOBODY = slice(None), np.empty(0, np.int64)
+
+
+def at_exit(segments: Segments, rule, k: int, state, memory: dict, plan: np.ndarray | None) -> tuple:
+    """One turn of the loop: the state at exit k of the N units that come there, an Exited, or None where nobody leaves,
+    and what the rule was shown. memory: what the rule keeps of the units. plan (N,), where the rule has made one.
+    """
+    state, shown, reading = segments.advance(k, state), None, None
+    if k == len(segments.exits) - 1:
+        reading = segments.read(k, state)
+        return state, Exited(reading.logits, ALL, NOBODY, reading.spent), None
+    if plan is not None:
+        leaves = plan <= k
+    elif rule.needs is None:
+        return state, None, None
+    else:
+        reading = segments.read_state(k, state) if rule.needs == "state" else segments.read(k, state)
+        leaves = rule.stop(k, reading, memory)
+        shown = "state" if reading.logits is None else "logits"
+    leaving = leaves.nonzero()[0]
+    if not len(leaving):
+        return state, None, shown
+    everyone = len(leaving) == len(leaves)
+    if shown != "logits":
+        reading = segments.read(k, state if everyone else state.keep(leaving))
+        said, spent = reading.logits, reading.spent
+    else:
+        said = reading.logits if everyone else reading.logits[leaving]
+        spent = reading.spent if everyone or reading.spent is None else reading.spent[leaving]
+    if everyone:
+        return state, Exited(said, ALL, NOBODY, spent), shown
+    return state, Exited(said, leaving, np.flatnonzero(~leaves), spent), shown
+
+
+def heads_read(rule, plan: np.ndarray | None, last: int) -> set[int] | None:
+    """Which heads alone will be read; None: any, or all."""
+    if plan is not None:
+        return set(plan.tolist())
+    return {last} if rule.needs is None else None
+
+
 def _run(segments: Segments, rule, inputs) -> Ran:
     """The loop itself."""
     size, last = len(inputs), len(segments.exits) - 1
     exit_index, shown, logits, spent = np.zeros(size, np.int64), [None] * (last + 1), None, None
     plan, state = rule.plan(inputs), segments.start(inputs)
-    if plan is not None:
-        state = segments.will_read(set(plan.tolist()), state)
-    elif rule.needs is None:
-        state = segments.will_read({last}, state)
+    heads = heads_read(rule, plan, last)
+    if heads is not None:
+        state = segments.will_read(heads, state)
     rows = np.arange(size)  # where those that are still in the model stand in the batch
     memory: dict[str, np.ndarray] = {}
     for k in range(last + 1):
-        state = segments.advance(k, state)
-        reading, everyone = None, k == last
-        if not everyone:
-            if plan is not None:
-                leaves = plan[rows] <= k
-            elif rule.needs is None:
-                continue
-            else:
-                reading = segments.read_state(k, state) if rule.needs == "state" else segments.read(k, state)
-                leaves = rule.stop(k, reading, memory)
-                shown[k] = "state" if reading.logits is None else "logits"
-            leaving = leaves.nonzero()[0]
-            if not len(leaving):
-                continue
-            everyone = len(leaving) == len(rows)
-
-        if shown[k] != "logits":
-            reading = segments.read(k, state if everyone else state.keep(leaving))
-            said, cost = reading.logits, reading.spent
-        else:
-            said = reading.logits if everyone else reading.logits[leaving]
-            cost = reading.spent if everyone or reading.spent is None else reading.spent[leaving]
+        state, exited, shown[k] = at_exit(segments, rule, k, state, memory, plan)
+        if exited is None:
+            continue
+        said, leaving, stay, cost = exited
         if logits is None:
-            if everyone:  # all at once, as at batch 1
+            if not len(stay):  # all at once, as at batch 1
                 exit_index.fill(k)
                 return Ran(said, exit_index, shown, cost)
             logits = np.empty((size, said.shape[1]), said.dtype)
             spent = None if cost is None else np.empty((size, 2))
-        out = rows if everyone else rows[leaving]
+        out = rows[leaving]
         logits[out], exit_index[out] = said, k
         if spent is not None:
             spent[out] = cost
-        if everyone:
+        if not len(stay):
             break
-        stay = np.flatnonzero(~leaves)
         state, rows = state.keep(stay), rows[stay]
+        plan = None if plan is None else plan[stay]
         memory = {name: values[stay] for name, values in memory.items()}
     return Ran(logits, exit_index, shown, spent)
 

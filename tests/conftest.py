@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,15 @@ import tokenizers
 import torch
 
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import save_backbone
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.export import writer
+from mini_ee.export.runtime import Runtime
+from mini_ee.rules import Threshold
+from mini_ee.training.run import Run
 from mini_ee.units.rows import RowExits
+from mini_ee.units.tokens import TokenExits
 
 collect_ignore = ["make_golden.py"]  # a script, which needs transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other
@@ -147,3 +153,28 @@ def padded_inputs():
     mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
     ids = random.integers(5, 60, mask.shape) * mask
     return Inputs(ids, mask, random.integers(0, 2, mask.shape) * mask, tuple((f"row {i}",) for i in range(len(ids))))
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory, checkpoint_folder, random_model):
+    """An untrained model of rows, exported with graphs by segment."""
+    model, task = random_model((1, 2, 4, 6)), {"name": "words", "metrics": ["accuracy"], "texts": 1}
+    task["label_names"] = ["bad", "fair", "good"]
+    config = {"method": "joint", "unit": "rows", "num_labels": 3, "settings": {}, "task": task}
+    run = Run(Path("run"), config, model, Tokenizer.from_folder(checkpoint_folder, 30), Threshold(0.875))
+    folder = tmp_path_factory.mktemp("serving") / "exported"
+    writer.export(run, folder, [(f"the {thing} was {word}",) for thing in THINGS for word in GOOD], segments=True)
+    return Runtime(folder, threads=1)
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory, decoder_checkpoint):
+    """A random decoder, exported; its copied heads leave at different layers."""
+    model = TokenExits(load_backbone(decoder_checkpoint), (1, 2, 3), "copy").eval()
+    config, tokenizer = {"method": "self-supervised", "unit": "tokens", "settings": {}}, decoder_checkpoint
+    run = Run(Path("run"), config, model, Tokenizer.from_folder(tokenizer, 30), Threshold((0.25, 0.3, 0.0)))
+    folder = tmp_path_factory.mktemp("serving") / "decoder"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "VERIFIED_TOKENS", 4)
+        writer.export(run, folder, ["the film was", "a meal", "the"])
+    return Runtime(folder, threads=1, max_new_tokens=8)

@@ -7,11 +7,14 @@ import pytest
 
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.data.tasks import toy_task
 from mini_ee.export import bench as exported
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving import bench as serving
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
 from mini_ee.units.heads import VocabularyHead
 
-MODULES = (common, encoders, streams, decoders, retrieval, exported)
+MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
 
 
 def rows_of(capsys, *argv):
@@ -121,3 +124,41 @@ def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
     settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
     (found,) = decoders._decoded(decoder, [[0]], 5, **settings)
     assert found.layers_run == [2, 2, 2, 2, 3]
+
+
+def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_path):
+    quickly(monkeypatch)
+    put(monkeypatch, SECONDS=0.1, ROUNDS=1, FITTED=40, SATURATING=16, LOADS=(0.1, 0.8, 1.0))
+    cases = rows_of(capsys, "serve", "--picture", str(tmp_path / "loads.png"))
+    kinds = ("rebatch", "graph", "rebatch bursts", "graph bursts")
+    assert list(cases) == [f"minilm goodput {kind}" for kind in kinds]
+    row = cases["minilm goodput rebatch"]
+    assert row["ratio"] == pytest.approx(row["seconds"] / row["against_seconds"]) and row["limit"] > 0
+    assert {load["server"] for load in row["loads"]} == {"whole", "graph", "rebatch"}
+    for load in row["loads"]:
+        assert 0 < load["p50"] <= load["p95"] <= load["p99"] and load["in_time"] <= load["offered"]
+    assert (tmp_path / "loads.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_serve_takes_an_exported_folder_with_its_rule_and_segments(capsys, monkeypatch, runtime):
+    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
+    assert len(rows_of(capsys, "serve", "--model", str(runtime.folder))) == 4
+    monkeypatch.setattr("mini_ee.export.serving.engines.RowEngine._by_segment", lambda self: None)
+    assert main(["bench", "serve", "--model", str(runtime.folder)]) == 1
+    assert "export the run with --segments" in capsys.readouterr().err
+
+
+def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):
+    """Of sentences that the thresholds were not fitted to."""
+    quickly(monkeypatch)
+    texts = [row for row in toy_task().split("train").texts if len(row) == 1]
+    runtime = Runtime(serving._drawn(None, texts, tmp_path, 0), threads=1)
+    rule = serving.leaving(runtime, texts[:200])
+    left = [answer.layers for answer in runtime.run(texts[200:400], rule=rule)]
+    assert sum(left) / len(left) == pytest.approx(3.0, abs=0.35)
+
+
+def test_sentences_and_pictures_are_for_the_benchmark_that_serves(capsys):
+    for option in (["--task", "x"], ["--picture", "x.png"]):
+        assert main(["bench", "exit-tax", *option]) == 2
+        assert "--task and --picture are for serve" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from mini_ee.data.files import read_json
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving import Worker, engine_of
 from mini_ee.registry import METHODS
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training import fit as fitting
@@ -93,7 +94,7 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
     @functools.cache
     def exported(method, unit):
         out = root / f"{method}-{unit}.onnx"
-        mini_ee.export(mini_ee.load_run(folder(method, unit)), out)
+        mini_ee.export(mini_ee.load_run(folder(method, unit)), out, segments=unit == "rows")
         return Runtime(out, threads=1)
 
     run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))
@@ -266,6 +267,23 @@ def test_onnx_writes_tokens_as_torch_does(house, method):
         steps = runtime.generate(ids, max_new_tokens=8, rule=rule)
         found = [(each.tokens, each.layers_run) for each in gather(steps, len(ids))]
         assert found == decoded(run, rule, stop=run.model.backbone.config.stop_tokens)
+
+
+@pytest.mark.parametrize("method, unit", CASES)
+def test_a_worker_answers_each_request_as_if_it_were_alone(house, method, unit):
+    """Rows of different requests go on together after each exit; texts begin and end at any time."""
+    runtime, texts = house.exported(method, unit), [*(TEXTS if unit == "rows" else PROMPTS)] * 3
+    settings = {"max_new_tokens": 8} if unit == "tokens" else {}
+    alone = [runtime.run([text], **settings)[0] for text in texts]
+    with Worker(engine_of(runtime), batch=3) as worker:
+        found = [future.result(60) for future in [worker.submit(text, **settings) for text in texts]]
+    assert [each.layers for each in found] == [each.layers for each in alone]
+    if unit == "rows":
+        assert [each.label for each in found] == [each.label for each in alone]
+        np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=EXACT)
+        assert len(worker.engine.queues) >= len(runtime.exits)
+    else:
+        assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
 # ---- Bad input is one line ----

@@ -618,9 +618,12 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
 # These tests can fail: planted bugs, each with a test that must catch it
 
 
+LOOP = ("early_exit", "_run", "at_exit", "heads_read", "Cost")
+
+
 def mutant(monkeypatch, old, new):
     """The loop, or its cost, with one piece of its source replaced."""
-    sources = {name: inspect.getsource(getattr(loop, name)) for name in ("early_exit", "_run", "Cost")}
+    sources = {name: inspect.getsource(getattr(loop, name)) for name in LOOP}
     found = [name for name, source in sources.items() if source.count(old) == 1]
     assert len(found) == 1, f"{old!r} is not in the loop any more: plant this bug anew"
     namespace = dict(vars(loop))
@@ -646,17 +649,21 @@ LOOP_BUGS = [
     ),
     ("values[stay]", "values[: len(stay)]", lambda case: test_memory_is_kept_with_the_rows()),
     (
-        "plan[rows] <= k",
-        "plan[: len(rows)] <= k",
+        "else plan[stay]",
+        "else plan[: len(stay)]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "planned"),
     ),
     (
-        "if plan is not None:\n                leaves",
-        "if plan is not None and rule.needs is None:\n                leaves",
+        "if plan is not None:\n        leaves",
+        "if plan is not None and rule.needs is None:\n        leaves",
         test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide,
     ),
-    ("None, k == last", "None, k >= last - 1", test_never_exit_equals_the_full_model),
-    ("None, k == last", "None, k >= last - 1", test_the_last_exit_takes_whoever_is_left_and_is_not_asked),
+    ("k == len(segments.exits) - 1", "k >= len(segments.exits) - 2", test_never_exit_equals_the_full_model),
+    (
+        "k == len(segments.exits) - 1",
+        "k >= len(segments.exits) - 2",
+        test_the_last_exit_takes_whoever_is_left_and_is_not_asked,
+    ),
     (
         "else reading.logits[leaving]",
         "else reading.logits[: len(leaving)]",
@@ -668,7 +675,7 @@ LOOP_BUGS = [
         lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(),
     ),
     (
-        "            elif rule.needs is None:\n                continue\n",
+        "    elif rule.needs is None:\n        return state, None, None\n",
         "",
         lambda case: test_never_exit_reads_the_last_head_once(),
     ),
@@ -683,8 +690,8 @@ LOOP_BUGS = [
         lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
     ),
     (
-        'shown[k] = "state" if reading.logits is None else "logits"',
-        'shown[k] = "state"',
+        'shown = "state" if reading.logits is None else "logits"',
+        'shown = "state"',
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (

@@ -20,6 +20,7 @@ from mini_ee.baselines.sleb import next_token_losses
 from mini_ee.data.texts import Text
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving import Worker, engine_of
 from mini_ee.export.sessions import CPU, HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.export.writer import drawn_text, write_graphs
@@ -409,6 +410,11 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
         ids = [runtime.encode(text, 6) for text in ("the film was good", "a very very dull song")]
         found = gather(runtime.generate(ids, max_new_tokens=6), 2)
         assert [tuple(each) for each in found] == written(run.model, run.rule, ids, max_new_tokens=6, stop=(1,))
+        texts = ["the film was good", "a very very dull song", "the film"] * 2
+        with Worker(engine_of(runtime)) as worker:
+            served = [each.result(60) for each in [worker.submit(text, max_new_tokens=6) for text in texts]]
+        alone = [runtime.run([text], max_new_tokens=6)[0] for text in texts]
+        assert [(each.tokens, each.layers) for each in served] == [(each.tokens, each.layers) for each in alone]
         with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
             runtime.generate([[5, 1]], max_new_tokens=512)
         said = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "page", "--web")

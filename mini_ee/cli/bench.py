@@ -14,12 +14,15 @@ BENCHES = {  # name -> the module that has bench_NAME
     "sgmv": "mini_ee.measure.bench.streams",
     "decode": "mini_ee.measure.bench.decoders",
     "retrieval": "mini_ee.measure.bench.retrieval",
+    "serve": "mini_ee.export.serving.bench",
 }
 
 
 def add(sub) -> None:
     sub.add_argument("name", choices=(*BENCHES, "all"), metavar="NAME", help=", ".join((*BENCHES, "all")))
     sub.add_argument("--model", type=Path, help="weights of the minilm cases; random ones of that shape by default")
+    sub.add_argument("--task", metavar="DIR", help="serve: whose sentences come; built-in reviews by default")
+    sub.add_argument("--picture", type=Path, metavar="FILE", help="serve: times against load, as PNG or SVG")
     sub.add_argument("--large", action="store_true", help="retrieval: a datastore of a million rows too; takes long")
 
 
@@ -29,15 +32,19 @@ def run(args, say) -> dict:
 
     from mini_ee import WrongArguments
     from mini_ee.export.sessions import share_threads
+    from mini_ee.measure.figures import draw_loads
 
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:
         raise WrongArguments(f"--large is for retrieval, which builds a datastore; {args.name} has no larger case")
-    if args.alone and "onnx" in names:
+    if (args.task or args.picture) and "serve" not in names:
+        raise WrongArguments(f"--task and --picture are for serve, which takes sentences; {args.name} takes none")
+    if args.alone and {"onnx", "serve"} & set(names):
         share_threads(torch.get_num_threads())
     rows = []
     for name in names:
         settings = {"large": True} if args.large and name == "retrieval" else {}
+        settings |= {"task": args.task} if name == "serve" else {}
         bench = getattr(import_module(BENCHES[name]), f"bench_{name.replace('-', '_')}")
         for row in bench(args.model, args.seed, **settings):
             rows.append(row)
@@ -47,6 +54,8 @@ def run(args, say) -> dict:
             )
             for line in _more(row):
                 say(f"    {line}")
+    if args.picture:
+        draw_loads(args.picture, rows)
     return {"bench": args.name, "rows": rows, "device": "cpu"}
 
 
@@ -61,5 +70,11 @@ def _more(row: dict):
     if "build_seconds" in row:
         built, size = row["build_seconds"], row["bytes"] / 1e6
         yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each"
+    from mini_ee.measure.tables import loads_table
+
+    if "least" in row:
+        yield f"at no load below {row['least']:.2f} of the whole graph's answers in time "
+    if row.get("loads"):
+        yield from loads_table(row["loads"]).splitlines()
     if "against_bytes" in row:
         yield f"weights: {row['bytes'] / 1e6:.1f} MB, {row['against_bytes'] / 1e6:.1f} MB"

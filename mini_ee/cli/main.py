@@ -23,10 +23,11 @@ COMMANDS = (
     "calibrate",
     "export",
     "run",
+    "serve",
     "bench",
     "reproduce",
 )
-SERVING = ("run", "evaluate", "classify")  # graphs share threads: no torch model computes in turns with them
+SERVING = ("run", "serve", "evaluate", "classify")  # graphs share threads: no torch model computes in turns with them
 
 
 def parser(argv: list[str]) -> Parser:
@@ -55,7 +56,7 @@ def add_common(sub: Parser) -> None:
 def answer_of(args) -> dict:
     """Run the command that `args.command` names; returns its JSON answer, with seed, threads and versions."""
     command = import_module(f"mini_ee.cli.{args.command}")
-    if args.command == "run":
+    if args.command in ("run", "serve"):
         return command.run(args)
     import torch
 

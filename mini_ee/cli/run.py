@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import positive
 from mini_ee.data.files import errors_name, read_json, sole_writer
+from mini_ee.data.lines import row_of_line
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU, CUDA
@@ -31,8 +32,6 @@ from mini_ee.units.decoding import FILLS
 
 HELP = "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
-KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
-"""Number of texts -> the keys that a line in JSON may have them under."""
 
 
 def add(sub) -> None:
@@ -118,7 +117,7 @@ def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) 
     rows, errors = {}, {}
     for number, line in lines:
         try:
-            row = _row(line, runtime.num_texts)
+            row = row_of_line(line, runtime.num_texts)
             runtime.check(row)
             rows[number] = row
         except ValueError as error:
@@ -126,34 +125,6 @@ def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) 
     answers = dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
     for number, _ in lines:
         yield {"line": number, **({"error": errors[number]} if number in errors else answers[number].to_dict())}
-
-
-def _row(line: bytes, expected: int) -> tuple[str, ...]:
-    """The texts of one line, or ValueError."""
-    try:
-        text = line.decode("utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"expected UTF-8, found {error.reason} at byte {error.start}") from None
-    if not text.lstrip().startswith("{"):
-        texts = tuple(text.split("\t")) if expected == 2 else (text,)
-        if len(texts) != expected:
-            raise ValueError(f"expected two texts with a tab between, or {_object(KEYS[2])}, found {len(texts)} texts")
-        return texts
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected one JSON object, found {error}") from None
-    given = {key for keys in KEYS.values() for names in keys for key in names} & fields.keys()
-    for names in KEYS[expected]:
-        if given == set(names):
-            return tuple(fields[name] for name in names)
-    found = ", ".join(map(repr, fields)) or "none"
-    raise ValueError(f"expected {_object(KEYS[expected])}, found the keys {found[:200]}")
-
-
-def _object(keys: Sequence[Sequence[str]]) -> str:
-    forms = ("{" + ", ".join(f'"{name}": ...' for name in names) + "}" for names in keys)
-    return " or ".join(forms)
 
 
 @contextmanager

@@ -325,6 +325,23 @@ def draw_ablation(path: Path, answer: dict) -> None:
     save_figure(figure, path)
 
 
+def draw_loads(path: Path, rows: list[dict]) -> None:
+    """p99 and p50 of each server against the load, a panel for each kind of arrivals."""
+    kinds = {"in bursts" if "bursts" in row["case"] else "one by one": row for row in rows if row.get("loads")}
+    figure, panels = _panels(len(kinds))
+    for axes, (kind, row) in zip(panels, kinds.items()):
+        for at, name in enumerate(dict.fromkeys(load["server"] for load in row["loads"])):
+            loads = [load for load in row["loads"] if load["server"] == name and load["p99"] < float("inf")]
+            for key, line in (("p99", "o-"), ("p50", ".:")):
+                times = [1e3 * load[key] for load in loads]
+                axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
+        axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
+        axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6)
+    save_figure(figure, path)
+
+
 def draw_suits(path: Path, answer: dict) -> None:
     """Left what each layer says, next to the last; right the layer from which on units do not change any more."""
     figure, (said, settled) = _panels(2)

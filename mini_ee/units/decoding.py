@@ -182,6 +182,9 @@ class DecoderSegments(Segments):
         """Fill the caches of all layers with these tokens."""
         raise NotImplementedError
 
+    def forget(self, row: int) -> None:
+        """Another prompt takes the place of this one: what was filled is overwritten, and never read before it is."""
+
     def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
         """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
         reads = np.asarray(inputs.positions) + 1  # (B, T): tokens that attention reads, 0 for padding
@@ -211,6 +214,9 @@ class CachedSegments(DecoderSegments):
         self.exits, self.fill = exits, fill
         self.num_rows, self.capacity = num_rows, capacity
         self.waiting = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
+
+    def forget(self, row: int) -> None:
+        self.waiting[row] = [[] for _ in self.exits[:-1]]
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         self.run_all(self.embed(self.array(ids)), self.block(rows, positions))

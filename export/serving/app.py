@@ -1,0 +1,207 @@
+"""HTTP with JSON around a worker, as an ASGI application. No server of its own: server.py runs it on uvicorn.
+
+    POST /classify   {"text": "A charming film."}, or of a pair text and text_b -> what `mini-ee run` says of it
+    POST /generate   of a decoder, {"text": "Once upon a time", "max_new_tokens": 20}; with "stream": true a line of
+                     JSON for each piece of text as it is written, the answer last
+    GET  /health     200 while requests are taken, else 503
+    GET  /metrics    as Prometheus reads it
+
+A request may say "deadline_ms". What is wrong is told in one line of JSON, {"error": ...}: 400 for what no server could
+answer, 408 and 413 for a body that does not come or does not end, 503, with the reason, for what is refused now.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from math import inf
+
+from mini_ee.data.lines import decoded, json_object, row_of_object
+from mini_ee.export.serving.worker import Refused, Worker
+
+MAX_BODY = 1 << 20  # bytes
+
+BODY_SECONDS = 10.0  # for a body to come
+
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+log = logging.getLogger("mini_ee.serve")
+
+
+class Told(Exception):
+    """A request that ends with a status and a reason."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+class HungUp(Exception):
+    """Nobody is there any more."""
+
+
+class App:
+    """The application of one worker."""
+
+    def __init__(self, worker: Worker):
+        self.worker, self._config = worker, worker.engine.runtime.config
+        self._writes = self._config["unit"] == "tokens"
+        answers = ("/generate", self._generate) if self._writes else ("/classify", self._classify)
+        self._routes: dict[str, tuple[str, Callable]] = {
+            answers[0]: ("POST", answers[1]),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            method, handler = self._routes.get(scope["path"], (None, None))
+            if method is None:
+                raise Told(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
+            if scope["method"] != method:
+                raise Told(405, f"{scope['path']} takes {method}, found {scope['method'][:20]}")
+            await handler(scope, receive, send)
+        except Told as told:
+            await self._send(send, told.status, {"error": " ".join(str(told).split())})
+        except HungUp:
+            self.worker.watch.responses["hung up"] += 1
+        except Exception:
+            log.exception("a request failed")
+            await self._send(send, 500, {"error": "the model failed on this request; the server's log says why"})
+
+    # ---- What it offers ----
+    async def _health(self, scope: dict, receive: Callable, send: Callable) -> None:
+        state, rule = self.worker.state, self.worker.engine.rule.to_dict()
+        about = {"status": state, "unit": self._config["unit"], "exits": self._config["exits"], "rule": rule}
+        await self._send(send, 200 if state == "ready" else 503, about)
+
+    async def _metrics(self, scope: dict, receive: Callable, send: Callable) -> None:
+        page = self.worker.watch.page(self.worker.lengths())
+        await self._send(send, 200, page.encode(), TEXT)
+
+    async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
+        fields, deadline = await self._fields(scope, receive)
+        with _errors():
+            texts = row_of_object(fields, self.worker.engine.runtime.num_texts)
+            future = self.worker.submit(texts, deadline)
+        await self._answer(future, deadline, receive, send)
+
+    async def _generate(self, scope: dict, receive: Callable, send: Callable) -> None:
+        fields, deadline = await self._fields(scope, receive)
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+
+        def put(piece: dict | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        def told(text: str, layers: int) -> None:
+            put({"text": text, "layers": layers})
+
+        stream = fields.get("stream", False)
+        with _errors():
+            count = fields.get("max_new_tokens")
+            if not (count is None or type(count) is int and count > 0) or type(stream) is not bool:
+                raise ValueError("expected max_new_tokens as a whole number above 0, and stream as true or false")
+            settings = {"max_new_tokens": count, "told": told if stream else None}
+            future = self.worker.submit(row_of_object(fields, 1), deadline, **settings)
+        if not stream:
+            return await self._answer(future, deadline, receive, send)
+        future.add_done_callback(lambda _: put(None))
+        await self._stream(future, pieces, receive, send)
+
+    # ---- Requests ----
+    async def _fields(self, scope: dict, receive: Callable) -> tuple[dict, float]:
+        """The object that a body holds, and the seconds that an answer may take."""
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        body, told = b"", Told(413, f"expected a body of at most {MAX_BODY} bytes, found more; send texts one by one")
+        if length.isdigit() and len(length) < 20 and int(length) > MAX_BODY:
+            raise told
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise HungUp
+                    body, more = body + message.get("body", b""), message.get("more_body", False)
+                    if len(body) > MAX_BODY:
+                        raise told
+        except TimeoutError:
+            raise Told(408, f"expected the body within {BODY_SECONDS:.0f} s, found {len(body)} bytes of it") from None
+        with _errors():
+            fields = json_object(decoded(body))
+            deadline = fields.get("deadline_ms", inf)
+            if type(deadline) not in (int, float) or not deadline > 0:
+                raise ValueError(f"expected deadline_ms as a number above 0, found {str(deadline)[:40]!r}")
+        return fields, min(deadline, 1e9) / 1e3 if deadline != inf else inf
+
+    async def _answer(self, future: Future, deadline: float, receive: Callable, send: Callable) -> None:
+        """Wait for the answer, the deadline or the client to hang up, whichever comes first."""
+        answer, gone = asyncio.wrap_future(future), asyncio.ensure_future(receive())
+        try:
+            timeout = None if deadline == inf else deadline
+            await asyncio.wait({answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise HungUp if gone.done() else Told(503, "the deadline passed before there was an answer; ask later")
+            with _errors():
+                said = answer.result()
+        finally:
+            gone.cancel()
+            answer.cancel()
+        await self._send(send, 200, said.to_dict())
+
+    async def _stream(self, future: Future, pieces: asyncio.Queue, receive: Callable, send: Callable) -> None:
+        """The pieces as they come, then the answer, or what became of it."""
+        await self._start(send, 200, b"application/x-ndjson")
+        gone = asyncio.ensure_future(receive())
+        try:
+            while True:
+                piece = asyncio.ensure_future(pieces.get())
+                await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not piece.done():
+                    piece.cancel()
+                    raise HungUp
+                if piece.result() is None:
+                    break
+                await _write(send, piece.result(), True)
+        finally:
+            gone.cancel()
+            future.cancel()
+        error = future.exception()
+        await _write(send, {"error": str(error)} if error else future.result().to_dict(), False)
+
+    # ---- Responses ----
+    async def _start(self, send: Callable, status: int, kind: bytes, length: int | None = None) -> None:
+        self.worker.watch.responses[status] += 1
+        headers = [(b"content-type", kind)]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, send: Callable, status: int, body: dict | bytes, kind: bytes = b"application/json") -> None:
+        body = body if isinstance(body, bytes) else json.dumps(body).encode() + b"\n"
+        await self._start(send, status, kind, len(body))
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _write(send: Callable, line: dict, more: bool) -> None:
+    await send({"type": "http.response.body", "body": json.dumps(line).encode() + b"\n", "more_body": more})
+
+
+class _errors:
+    """Statuses for what is refused or wrong."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, Refused):
+            raise Told(503, str(error)) from None
+        if isinstance(error, ValueError):
+            raise Told(400, str(error)) from None

@@ -1,0 +1,157 @@
+"""The benchmark serve: one open load on three servers of one model in turns, and the highest at which each keeps p99.
+
+    whole    model.onnx to full depth, batches of what is there: the model without early exits
+    graph    model.onnx with its rule, which stops by itself; the batch waits for its slowest row
+    rebatch  segments, where rows of different requests go on together
+
+The limit on p99 is what the whole graph takes at LOADED of the load that it can bear. Goodput: the highest load within
+the limit; a case's seconds are one over it.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from mini_ee.backbones.hub import BUILT_IN_MODEL
+from mini_ee.confidence import max_probability
+from mini_ee.data.tasks import load_task, toy_task
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving.engines import RowEngine
+from mini_ee.export.serving.load import BURST, Answered, arrivals, goodput, offer, saturation
+from mini_ee.export.serving.worker import Worker
+from mini_ee.export.sessions import CPU
+from mini_ee.export.writer import export
+from mini_ee.measure.bench.common import minilm_of, row_of
+from mini_ee.rules import NeverExit, Rule, Threshold
+from mini_ee.training.run import Run
+from mini_ee.units.recording import record
+from mini_ee.units.rows import RowExits
+
+EXITS, LEAVE = (2, 4, 6), (0.6, 0.3)  # which share of all rows leaves at the first exits: half of the layers are saved
+
+LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 1.8, 2.1)  # of the whole graph's saturation
+
+LOADED = 0.8
+
+SECONDS, ROUNDS, FITTED, SATURATING = 3.0, 3, 256, 200
+
+HOPELESS = 3.0  # times the limit: a server that is so late is not loaded more
+
+REBATCH, GRAPH, NEVER_LESS = 1 / 1.3, 1 / 1.3, 0.97  # bars
+
+
+def bench_serve(model: Path | None, seed: int, task: str | None = None) -> Iterator[dict]:
+    """Goodput at equal p99 under Poisson arrivals and under bursts, against the whole graph's.
+
+    model: an exported folder with segments, which keeps its rule; or the weights of MiniLM, else random ones, with
+    heads that are drawn and thresholds at which half of the layers are saved. task: whose sentences come.
+    """
+    task = load_task(task) if task else toy_task()
+    rows = task.split(task.default_split).texts
+    texts = [rows[at] for at in np.random.default_rng(seed).permutation(len(rows))]
+    with tempfile.TemporaryDirectory() as folder:
+        exported = model is not None and (model / MANIFEST).is_file()
+        path = model if exported else _drawn(model, texts, Path(folder), seed)
+        runtime = Runtime(path, [CPU], threads=torch.get_num_threads())
+        if len(RowEngine(runtime).queues) == 1:
+            raise ValueError(f"{path}: its rows go through one graph alone; export the run with --segments")
+        rule = runtime.rule if exported else leaving(runtime, texts[:FITTED])
+        for kind, burst in (("", 1), (" bursts", BURST)):
+            yield from _against_whole(f"minilm goodput{{}}{kind}", runtime, rule, texts, (burst, seed))
+
+
+def _drawn(model: Path | None, texts: list, folder: Path, seed: int) -> Path:
+    """An exported folder of untrained heads."""
+    backbone = minilm_of(model, seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        exits = RowExits(backbone, EXITS, num_labels=2, pool="first").eval()
+    task = {"name": "sentences", "label_names": ["negative", "positive"], "metrics": ["accuracy"], "texts": 1}
+    config = {"method": "joint", "unit": "rows", "num_labels": 2, "settings": {}, "task": task}
+    tokenizer = Tokenizer.from_folder(model or BUILT_IN_MODEL)
+    export(Run(folder, config, exits, tokenizer, Threshold(0.9)), folder / "exported", texts[:8], segments=True)
+    return folder / "exported"
+
+
+def leaving(runtime: Runtime, texts: list) -> Threshold:
+    """Thresholds at which LEAVE of these rows leave."""
+    recorded = record(runtime.segments().by_segment(NeverExit()), runtime.encode(texts), 16)
+    confidence = np.stack([max_probability(logits) for logits in recorded.logits.transpose(1, 0, 2)], axis=1)
+    here, thresholds = np.arange(len(texts)), []
+    for k, share in enumerate(LEAVE):
+        cut = np.sort(confidence[here, k])[-round(share * len(texts))]
+        thresholds.append(float(cut))
+        here = here[confidence[here, k] < cut]
+    return Threshold((*thresholds, 0.0))
+
+
+def _against_whole(case: str, runtime: Runtime, rule: Rule, texts: list, drawn: tuple[int, int]) -> Iterator[dict]:
+    servers = {
+        "whole": partial(RowEngine, runtime, NeverExit(), rebatch=False),
+        "graph": partial(RowEngine, runtime, rule, rebatch=False),
+        "rebatch": partial(RowEngine, runtime, rule),
+    }
+    for name in servers:  # the first batches of a graph are slower
+        _served(servers[name], partial(saturation, texts=texts[:32]))
+    full = float(np.median([_served(servers["whole"], partial(saturation, texts=texts[:SATURATING])) for _ in "123"]))
+    loads = measured(servers, texts, full, drawn)
+    at = [load["offered"] for load in loads["whole"]]
+    limit = float(np.interp(LOADED * full, at, [load["p99"] for load in loads["whole"]]))
+    good = {
+        name: goodput([(load["offered"], load["p99"]) for load in some], limit * 1.0001) for name, some in loads.items()
+    }
+    for name, bar in (("rebatch", REBATCH), ("graph", GRAPH)):
+        row = row_of(case.format(f" {name}"), 1 / good[name], 1 / good["whole"], bar)
+        pairs = [(one, whole) for one, whole in zip(loads[name], loads["whole"]) if whole["load"] <= 1]
+        least = min(in_time(one, limit) / in_time(whole, limit) for one, whole in pairs)
+        row |= {"least": least, "holds": row["holds"] and least >= NEVER_LESS}
+        yield row | {"limit": limit, "saturation": full, "loads": _told(loads, limit) if name == "rebatch" else []}
+
+
+def _served(engine, do):
+    """What a fresh worker of an engine does."""
+    with Worker(engine(), max_open=10**6) as worker:
+        return do(worker)
+
+
+def measured(servers: dict, texts: list, full: float, drawn: tuple[int, int]) -> dict[str, list[dict]]:
+    """Each load on each server in turns, ROUNDS times: of p50, p95 and p99 the medians over rounds."""
+    (burst, seed), loads, hopeless = drawn, {name: [] for name in servers}, set()
+    for share in tqdm(LOADS, desc="loads", delay=2, leave=False):
+        found: dict[str, list[Answered]] = {name: [] for name in servers if name not in hopeless}
+        for turn in range(ROUNDS if found else 0):
+            moments = arrivals(share * full, SECONDS, burst, seed + turn)
+            for name in found:
+                found[name].append(_served(servers[name], partial(offer, texts=texts, moments=moments, seed=turn)))
+        for name, some in found.items():
+            p50, p95, p99 = np.median([each.quantiles for each in some], axis=0).tolist()
+            seconds = np.concatenate([each.seconds for each in some])
+            offered = float(np.mean([each.rate for each in some]))
+            loads[name].append(
+                {"load": share, "offered": offered, "p50": p50, "p95": p95, "p99": p99, "seconds": seconds}
+            )
+            first = loads["whole"][min(len(loads["whole"]) - 1, LOADS.index(LOADED))]["p99"]
+            if share > 1 and p99 > HOPELESS * first:
+                hopeless.add(name)
+    return loads
+
+
+def in_time(load: dict, limit: float) -> float:
+    """Answers a second within the limit."""
+    return Answered(load["offered"], load["seconds"]).within(limit)
+
+
+def _told(loads: dict[str, list[dict]], limit: float) -> list[dict]:
+    """As JSON: one entry a server and load."""
+    return [
+        {"server": name, "in_time": in_time(load, limit)} | {key: load[key] for key in load if key != "seconds"}
+        for name, some in loads.items()
+        for load in some
+    ]

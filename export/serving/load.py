@@ -1,0 +1,95 @@
+"""A load that does not wait for answers: requests come when they come, as users' do. No torch.
+
+Arrivals are drawn beforehand with a seed, so that every server is given the same. A request's time counts from the
+moment at which it should have come, whatever kept the generator.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.export.serving.worker import Refused, Worker
+
+BURST = 8  # requests that come at once
+
+WARM = 0.15  # of the requests, the first, are not counted
+
+PATIENCE = 30.0  # seconds that answers are waited for after the last request
+
+
+def arrivals(rate: float, seconds: float, burst: int = 1, seed: int = 0) -> np.ndarray:
+    """Moments in seconds: a Poisson process of so many requests a second, or of bursts of so many at once."""
+    random = np.random.default_rng(seed)
+    moments = np.cumsum(random.exponential(burst / rate, max(1, round(rate * seconds / burst))))
+    return np.repeat(moments, burst)
+
+
+class Answered(NamedTuple):
+    """What became of a load. seconds: of each request that was answered, inf of each that was refused or failed."""
+
+    rate: float  # requests a second that were offered
+    seconds: np.ndarray
+
+    @property
+    def quantiles(self) -> tuple[float, float, float]:
+        """p50, p95 and p99, in seconds."""
+        return tuple(np.quantile(self.seconds, (0.5, 0.95, 0.99), method="inverted_cdf").tolist())
+
+    def within(self, limit: float) -> float:
+        """Requests a second that were answered in time."""
+        return self.rate * float((self.seconds <= limit).mean())
+
+
+def offer(worker: Worker, texts: Sequence, moments: np.ndarray, seed: int = 0) -> Answered:
+    """Give a worker texts at these moments, drawn with the seed, and wait for all answers."""
+    chosen = np.random.default_rng(seed).integers(len(texts), size=len(moments)).tolist()
+    seconds, futures = np.full(len(moments), np.inf), []
+    begin = time.perf_counter()
+
+    def noted(at: int, moment: float):
+        def note(future) -> None:
+            if not future.cancelled() and future.exception() is None:
+                seconds[at] = time.perf_counter() - begin - moment
+
+        return note
+
+    for at, (text, moment) in enumerate(zip(chosen, moments.tolist())):
+        ahead = moment - (time.perf_counter() - begin)
+        if ahead > 0:
+            time.sleep(ahead)
+        try:
+            future = worker.submit(texts[text])
+        except Refused:
+            continue
+        future.add_done_callback(noted(at, moment))
+        futures.append(future)
+    if wait(futures, PATIENCE).not_done:
+        raise ValueError(f"no answer to {sum(not each.done() for each in futures)} requests after {PATIENCE:.0f} s")
+    counted = seconds[int(len(seconds) * WARM) :]
+    return Answered(len(moments) / moments[-1], counted)
+
+
+def saturation(worker: Worker, texts: Sequence) -> float:
+    """Answers a second where all texts are there at once."""
+    begin = time.perf_counter()
+    for future in [worker.submit(text) for text in texts]:
+        future.result(PATIENCE)
+    return len(texts) / (time.perf_counter() - begin)
+
+
+def goodput(loads: Sequence[tuple[float, float]], limit: float) -> float:
+    """The highest rate at which a time is within the limit, of (rate, time) from the lowest rate on; by the line from
+    there to the next rate, and through 0 before the first.
+
+    >>> goodput([(10, 1.0), (20, 2.0), (30, 4.0)], 3.0)
+    25.0
+    """
+    points = [(0.0, 0.0), *loads]
+    at = max(at for at, (_, seconds) in enumerate(points) if seconds <= limit)
+    if at + 1 == len(points) or not np.isfinite(points[at + 1][1]):
+        return float(points[at][0])
+    rates, seconds = zip(*points[at : at + 2])
+    return float(np.interp(limit, seconds, rates))

@@ -1,0 +1,72 @@
+"""mini_ee's application on uvicorn (the extra `serve`): one process, which drains when it is told to end. No torch."""
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mini_ee.export.serving.app import App
+from mini_ee.export.serving.worker import Worker
+
+SILENCE = 15.0  # seconds that a connection may take to bring a request's head
+
+DRAIN = 30  # seconds for open requests after SIGTERM
+
+CONNECTIONS = 1000  # at once; one more is answered 503
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, which also closes connections on which no request's head comes to its end."""
+
+    _silent: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._watch_silence()
+
+    def connection_lost(self, exc) -> None:
+        self._silent.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._watch_silence()
+        super().on_response_complete()
+
+    def _watch_silence(self) -> None:
+        if self._silent:
+            self._silent.cancel()
+        self._silent = self.loop.call_later(SILENCE, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the address.
+
+    port 0: a free one. Raises OSError where the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; choose another --host or --port", f"{host}:{port}") from None
+    settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
+    limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": DRAIN}
+    config = uvicorn.Config(App(worker), log_level="error", server_header=False, **settings, **limits)
+    shown = f"[{host}]" if ":" in host else host
+    ready(f"http://{shown}:{listening.getsockname()[1]}")
+    in_main = threading.current_thread() is threading.main_thread()
+    # uvicorn raises the signal again when it has drained: this process then ends by itself, with its summary
+    before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+        worker.drain(DRAIN)

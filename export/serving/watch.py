@@ -1,0 +1,177 @@
+"""What a server shows of itself, as Prometheus reads it, and its promise: how often answers are those of full depth.
+
+A share of all requests runs on in the shadow, after its answer, to the last exit. The share of them that agrees is
+shown with its exact interval (Clopper and Pearson 1934). Where a promise is to be kept, and so few agree as a rule that
+kept it would show with chance LEVEL at most, it counts as broken: the rule is made stricter, which the log says, and
+the count begins anew. It is never made looser again: calibrate anew on what is served, and export.
+"""
+
+import logging
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from mini_ee.calibration import chance_of_so_few, share_interval
+from mini_ee.confidence import MEASURES
+from mini_ee.rules import STATE_MEASURES, Rule
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # bounds of the histogram
+
+RECENT = 1000  # answers that a drift is seen in
+
+WINDOW = 2000  # rows in the shadow, the latest, that agreement is taken of
+
+LEVEL, LOOK = 0.1, 20  # the test of a promise, and after how many rows it is made
+
+NEAR = 1e-3  # of a threshold that is so near to certainty: never
+
+log = logging.getLogger("mini_ee.serve")
+
+
+class Promise:
+    """The agreement of what leaves early with full depth, watched. share: of requests that run on in the shadow.
+
+    epsilon: the agreement that is promised; None: it is only shown. tighten: keep it.
+    """
+
+    def __init__(self, share: float, epsilon: float | None = None, tighten: bool = False):
+        if not 0 < share <= 1:
+            raise ValueError(f"the share in the shadow must be above 0 and at most 1, got {share}")
+        if epsilon is not None and not 0 < epsilon < 1:
+            raise ValueError(f"the agreement that is promised must be above 0 and below 1, got {epsilon}")
+        self.share, self.epsilon, self.tighten = share, epsilon, tighten
+        self.seen: deque[bool] = deque(maxlen=WINDOW)
+        self.rows = self.tightened = 0
+
+    def told(self, agrees: bool, rule: Rule) -> Rule:
+        """A row in the shadow has come to full depth. Returns the rule that is in force from now on."""
+        self.seen.append(agrees)
+        self.rows += 1
+        if not self.tighten or self.rows % LOOK:
+            return rule
+        agreeing, count = sum(self.seen), len(self.seen)
+        if chance_of_so_few(agreeing, count, self.epsilon) > LEVEL:
+            return rule
+        tighter = stricter(rule)
+        self.tightened += 1
+        self.seen.clear()
+        log.warning(
+            "%d of %d rows agree with full depth, promised are %s: the rule is now %s",
+            *(agreeing, count, self.epsilon, tighter.to_dict()),
+        )
+        return tighter
+
+
+def stricter(rule: Rule) -> Rule:
+    """Half of what is missing to certainty is added to each threshold, or a turn to patience.
+
+    Raises ValueError for a rule that has neither.
+    """
+    if "patience" in rule.fed:
+        return replace(rule, patience=rule.patience + 1)
+    named = {field.name for field in fields(rule)} & {"threshold", "cut", "q"} & set(rule.fed)
+    if not named:
+        raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")
+    (name,) = named
+    least, most = ({key: ends for key, (_, *ends) in MEASURES.items()} | STATE_MEASURES).get(
+        getattr(rule, "measure", None), (0.0, 1.0)
+    )
+    value = getattr(rule, name)
+    raised = tuple(_raised(each, least, most) for each in np.atleast_1d(value).tolist())
+    return replace(rule, **{name: raised if isinstance(value, tuple) else raised[0]})
+
+
+def _raised(value: float, least: float, most: float) -> float:
+    if most == math.inf:
+        return max(value, 0.0) + 1
+    if value == -math.inf and least == -math.inf:
+        return -1.0
+    value = max(value, least)
+    return most if most - value < NEAR else (value + most) / 2
+
+
+class Watch:
+    """Counters of one worker."""
+
+    def __init__(self, exits: Sequence[int], promise: Promise | None, expected: Sequence[int] | None):
+        """expected: how many left at each exit where the rule was calibrated; by default the first RECENT answers."""
+        self.exits, self.promise = exits, promise
+        self.requests = Counter(dict.fromkeys(("answered", "refused", "late", "cancelled", "failed"), 0))
+        self.responses = Counter()  # of a server, by status
+        self.left, self.batches, self.rows = Counter(), Counter(), Counter()
+        self._seconds, self._total = [0] * (len(SECONDS) + 1), 0.0
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._expected = dict(zip(exits, expected)) if expected else None
+
+    def ran(self, queue: str, rows: int) -> None:
+        """A batch is about to run."""
+        self.batches[queue] += 1
+        self.rows[queue] += rows
+
+    def answered(self, layers: int | list[int], seconds: float) -> None:
+        """A request has its answer: the depth of its row, or of each token."""
+        self.requests["answered"] += 1
+        self._seconds[bisect_left(SECONDS, seconds)] += 1
+        self._total += seconds
+        for depth in layers if isinstance(layers, list) else (layers,):
+            depth = self.exits[bisect_left(self.exits, depth)]  # where tokens leave, the mean is no exit
+            self.left[depth] += 1
+            self._recent.append(depth)
+        if self._expected is None and len(self._recent) == RECENT:
+            self._expected = Counter(self._recent)
+
+    def drift(self) -> float | None:
+        """How far the latest exits are from the expected: half the sum of differences of shares, 0 to 1."""
+        if self._expected is None or not self._recent:
+            return None
+        now, before = Counter(list(self._recent)), self._expected
+        count, total = now.total(), sum(before.values())
+        return sum(abs(now[depth] / count - before.get(depth, 0) / total) for depth in self.exits) / 2
+
+    def page(self, lengths: dict[str, int]) -> str:
+        """All of it, in Prometheus' text format. lengths: of the queues, by their names."""
+        made: list[str] = []
+
+        def add(name: str, kind: str, about: str, values: dict, label: str = "") -> None:
+            made.append(f"# HELP mini_ee_{name} {about}\n# TYPE mini_ee_{name} {kind}")
+            made.extend(
+                f'mini_ee_{name}{{{label}="{key}"}} {value}' if label else f"mini_ee_{name} {value}"
+                for key, value in dict(values).items()  # a copy: other threads count on
+            )
+
+        add("requests_total", "counter", "requests by what became of them", self.requests, "outcome")
+        add("http_responses_total", "counter", "responses by status", self.responses, "status")
+        made.append(self._histogram())
+        exits = {depth: self.left[depth] for depth in self.exits}
+        add("exits_total", "counter", "answers, or tokens, by the layers that they ran", exits, "layers")
+        add("queue_rows", "gauge", "rows that wait, by queue", lengths, "queue")
+        add("batches_total", "counter", "batches that ran, by queue", self.batches, "queue")
+        add("batch_rows_total", "counter", "rows in these batches, by queue", self.rows, "queue")
+        drift = self.drift()
+        if drift is not None:
+            about = "distance of the latest exits from the expected, 0 to 1"
+            add("exit_drift", "gauge", about, {"": round(drift, 6)})
+        if self.promise:
+            self._agreement(add)
+        return "\n".join(made) + "\n"
+
+    def _histogram(self) -> str:
+        name, so_far = "mini_ee_request_seconds", np.cumsum(self._seconds).tolist()
+        lines = [f"# HELP {name} from arrival to answer", f"# TYPE {name} histogram"]
+        lines += [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip((*SECONDS, "+Inf"), so_far)]
+        return "\n".join([*lines, f"{name}_sum {self._total:.6f}", f"{name}_count {so_far[-1]}"])
+
+    def _agreement(self, add) -> None:
+        promise, seen = self.promise, list(self.promise.seen)
+        add("shadow_total", "counter", "rows that ran to full depth beside", {"": promise.rows})
+        add("tightened_total", "counter", "times that the rule was made stricter", {"": promise.tightened})
+        if promise.epsilon is not None:
+            add("promised_agreement", "gauge", "what is promised", {"": promise.epsilon})
+        if seen:
+            low, high = share_interval(sum(seen), len(seen))
+            ends = {"low": round(low, 6), "mean": round(sum(seen) / len(seen), 6), "high": round(high, 6)}
+            add("agreement", "gauge", "share with the answer of full depth, with its 95 % interval", ends, "end")

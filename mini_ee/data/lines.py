@@ -1,0 +1,52 @@
+"""A row as it comes from outside, a line or a JSON object: its texts, or one line that says what is wrong. No torch."""
+
+import json
+from collections.abc import Sequence
+
+KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
+"""Number of texts -> the keys that an object may have them under."""
+
+
+def row_of_line(line: bytes, expected: int) -> tuple[str, ...]:
+    """The texts of one line, as it stands or in JSON. Raises ValueError for others than the expected number."""
+    text = decoded(line).rstrip("\r\n")
+    if text.lstrip().startswith("{"):
+        return row_of_object(json_object(text), expected)
+    texts = tuple(text.split("\t")) if expected == 2 else (text,)
+    if len(texts) != expected:
+        raise ValueError(f"expected two texts with a tab between, or {_forms(KEYS[2])}, found {len(texts)} texts")
+    return texts
+
+
+def decoded(line: bytes) -> str:
+    """Text in UTF-8. Raises ValueError for anything else."""
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8, found {error.reason} at byte {error.start}") from None
+
+
+def json_object(text: str) -> dict:
+    """What the text holds. Raises ValueError where it is no JSON object."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected one JSON object, found {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected one JSON object, found {type(fields).__name__}")
+    return fields
+
+
+def row_of_object(fields: dict, expected: int) -> tuple[str, ...]:
+    """Its texts. Raises ValueError for the keys of another number of texts."""
+    given = {key for keys in KEYS.values() for names in keys for key in names} & fields.keys()
+    for names in KEYS[expected]:
+        if given == set(names):
+            return tuple(fields[name] for name in names)
+    found = ", ".join(map(repr, fields)) or "none"
+    raise ValueError(f"expected {_forms(KEYS[expected])}, found the keys {found[:200]}")
+
+
+def _forms(keys: Sequence[Sequence[str]]) -> str:
+    forms = ("{" + ", ".join(f'"{name}": ...' for name in names) + "}" for names in keys)
+    return " or ".join(forms)

@@ -1,0 +1,432 @@
+"""The server: what it answers over HTTP, and what bad, slow and vanishing clients do to it."""
+
+import asyncio
+import contextlib
+import http.client
+import io
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mini_ee.cli.main import main
+from mini_ee.export.serving import Worker, app, engine_of, server
+from mini_ee.export.serving.watch import Promise
+from mini_ee.rules import FixedExit
+
+THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
+SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
+PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very good"]
+
+
+@contextmanager
+def serving(engine, **settings):
+    """A server of this process on a free port; its worker and its port."""
+    import uvicorn
+
+    made, began = [], threading.Event()
+
+    class Kept(uvicorn.Server):
+        def __init__(self, config):
+            super().__init__(config)
+            made.append(self)
+
+    original, uvicorn.Server = uvicorn.Server, Kept
+    address = []
+    worker = Worker(engine, **settings)
+    thread = threading.Thread(
+        target=server.serve, args=(worker, "127.0.0.1", 0, lambda told: (address.append(told), began.set()))
+    )
+    thread.start()
+    try:
+        assert began.wait(10)
+        yield worker, int(address[0].rpartition(":")[2])
+    finally:
+        uvicorn.Server = original
+        made[0].should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served(runtime):
+    with serving(engine_of(runtime, promise=Promise(0.5, 0.9)), max_open=32) as (worker, port):
+        yield worker, port
+
+
+def ask(port, body, path="/classify", method="POST", headers=None):
+    """(status, JSON, headers) of one request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        body = json.dumps(body).encode() if isinstance(body, dict) else body
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        said = response.read()
+        json_ = response.headers["content-type"].startswith("application/json")
+        return response.status, json.loads(said) if json_ else said.decode(), response.headers
+    finally:
+        connection.close()
+
+
+# ---- What it answers ----
+def test_an_answer_is_what_the_runtime_says(served, runtime):
+    alone = runtime.run(SENTENCES, batch_size=1)
+    for text, expected in zip(SENTENCES, alone):
+        status, found, _ = ask(served[1], {"text": text})
+        assert status == 200 and set(found) == {"label", "confidence", "exit", "layers", "milliseconds"}
+        assert (found["label"], found["layers"]) == (expected.label, expected.layers)
+        assert found["confidence"] == pytest.approx(expected.confidence, abs=1e-5)
+
+
+def test_health_and_metrics(served):
+    status, found, _ = ask(served[1], None, "/health", "GET")
+    assert status == 200 and found["status"] == "ready" and found["exits"] == [1, 2, 4, 6]
+    ask(served[1], {"text": "the film"})
+    status, page, headers = ask(served[1], None, "/metrics", "GET")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    for name in ("requests_total", "request_seconds_bucket", "exits_total", "queue_rows", "agreement", "shadow_total"):
+        assert f"\nmini_ee_{name}" in page, name
+    assert 'mini_ee_http_responses_total{status="200"}' in page
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "expected one JSON object"),
+        (b'{"text": "the fi', 400, "expected one JSON object"),
+        (b'["the film"]', 400, "expected one JSON object, found list"),
+        (b'{"text": "caf\xe9"}', 400, "expected UTF-8"),
+        (b"[" * 100_000, 400, "expected one JSON object"),
+        (b'{"text": ' * 50_000, 400, "expected one JSON object"),
+        (b'{"text": ""}', 400, "empty"),
+        (b'{"text": 7}', 400, "no string"),
+        (b'{"text": "\\ud800"}', 400, ""),
+        (b'{"texts": "the film"}', 400, "found the keys 'texts'"),
+        (b'{"text": "a", "text_b": "b"}', 400, "found the keys 'text', 'text_b'"),
+        (b'{"text": "a", "deadline_ms": -1}', 400, "deadline_ms"),
+        (b'{"text": "a", "deadline_ms": NaN}', 400, "deadline_ms"),
+        (b'{"text": "a", "deadline_ms": true}', 400, "deadline_ms"),
+        (b" " * (app.MAX_BODY + 1), 413, "at most 1048576 bytes"),
+    ],
+    ids=lambda value: None if isinstance(value, int) else repr(value[:24]),
+)
+def test_what_is_wrong_is_told_in_one_line(served, body, status, message):
+    found, said, _ = ask(served[1], body)
+    assert (found, list(said)) == (status, ["error"])
+    assert message in said["error"] and "\n" not in said["error"] and len(said["error"]) < 400
+    assert ask(served[1], {"text": "the film"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/classify", 405), ("POST", "/health", 405), ("GET", "/", 404), ("POST", "/generate", 404)],
+)
+def test_another_path_or_method_is_told(served, method, path, status):
+    found, said, _ = ask(served[1], None, path, method)
+    assert found == status and "found" in said["error"]
+
+
+def slowed(engine, seconds):
+    """The engine, with so many seconds before each batch."""
+    run = engine.run
+    engine.run = lambda at, rows: (time.sleep(seconds), run(at, rows))
+    return engine
+
+
+def together(port, bodies, path="/classify"):
+    """Many requests at a time: their answers."""
+    found = [None] * len(bodies)
+
+    def one(at):
+        found[at] = ask(port, bodies[at], path)
+
+    threads = [threading.Thread(target=one, args=(at,)) for at in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_full_queue_is_503_with_the_reason(runtime):
+    with serving(slowed(engine_of(runtime, rule=FixedExit(0)), 0.05), max_open=2, batch=1) as (worker, port):
+        found = together(port, [{"text": "the film"}] * 12)
+        assert {status for status, *_ in found} == {200, 503}
+        refused = [(said, headers) for status, said, headers in found if status == 503]
+        assert all("2 requests are open" in said["error"] and headers["retry-after"] for said, headers in refused)
+    assert worker.watch.responses[503] == len(refused)
+
+
+def test_a_deadline_is_kept_by_the_server(runtime):
+    with serving(slowed(engine_of(runtime), 0.3)) as (worker, port):
+        begin = time.perf_counter()
+        status, said, _ = ask(port, {"text": "the film", "deadline_ms": 50})
+        assert status == 503 and "the deadline passed" in said["error"] and time.perf_counter() - begin < 0.28
+
+
+def test_a_client_that_hangs_up_frees_its_row(runtime):
+    ran, engine = [], slowed(engine_of(runtime), 0.15)
+    run = engine.run
+    engine.run = lambda at, rows: (ran.extend(row.encoded.texts[0][0] for row in rows), run(at, rows))
+    with serving(engine, batch=1) as (worker, port):
+        first = threading.Thread(target=ask, args=(port, {"text": "the film"}))
+        first.start()
+        time.sleep(0.05)
+        body = b'{"text": "the meal was awful"}'
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            head = f"POST /classify HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            gone.sendall(head.encode() + body)
+            time.sleep(0.03)
+            assert worker._open == 2
+        first.join()
+        assert ask(port, {"text": "a song"})[0] == 200
+    assert "the meal was awful" not in ran and worker.watch.requests["cancelled"] == 1
+
+
+# ---- Decoders ----
+def test_a_decoder_writes_the_whole_text_or_streams_its_pieces(decoder):
+    with serving(engine_of(decoder, room=4)) as (_, port):
+        alone = [decoder.run([prompt], max_new_tokens=5)[0] for prompt in PROMPTS]
+        bodies = [{"text": prompt, "max_new_tokens": 5} for prompt in PROMPTS]
+        for (status, found, _), expected in zip(together(port, bodies, "/generate"), alone):
+            assert status == 200 and (found["text"], found["tokens"]) == (expected.text, expected.tokens)
+        for (status, found, headers), expected in zip(
+            together(port, [body | {"stream": True} for body in bodies], "/generate"), alone
+        ):
+            *pieces, answer = map(json.loads, found.splitlines())
+            assert status == 200 and headers["content-type"] == "application/x-ndjson"
+            assert "".join(piece["text"] for piece in pieces) == answer["text"] == expected.text
+            assert answer["layers"] == expected.layers
+        for body in ({"text": "a", "max_new_tokens": 0}, {"text": "a", "stream": 1}, {"text": ""}):
+            assert ask(port, body, "/generate")[0] == 400
+
+
+# ---- Bad clients ----
+def bad_request(port, chance):
+    """One of those that a server meets: what it sends is wrong, too much, too slow, or never ends."""
+    kind = chance.randrange(8)
+    lines = b"POST /classify HTTP/1.1\r\nhost: x\r\n"
+    text = bytes(chance.randrange(256) for _ in range(60))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        if kind == 0:  # no HTTP
+            sock.sendall(text + b"\r\n\r\n")
+        elif kind == 1:  # a body of random bytes
+            sock.sendall(lines + b"content-length: 60\r\n\r\n" + text)
+        elif kind == 2:  # a body that is said to be huge
+            sock.sendall(lines + b"content-length: 99999999999\r\n\r\n" + text)
+        elif kind == 3:  # deep nesting
+            body = b'{"text": [' * 2000
+            sock.sendall(lines + b"content-length: %d\r\n\r\n" % len(body) + body)
+        elif kind == 4:  # half a head
+            sock.sendall(lines[: chance.randrange(len(lines))])
+            return
+        elif kind == 5:  # half a body, and the sending half closed
+            sock.sendall(lines + b"content-length: 100\r\n\r\n" + text[:10])
+            sock.shutdown(socket.SHUT_WR)
+        elif kind == 6:  # a whole request, and gone
+            sock.sendall(lines + b"content-length: 20\r\n\r\n" + b'{"text": "the film"}')
+            return
+        else:  # chunks of a wrong form
+            sock.sendall(lines + b"transfer-encoding: chunked\r\n\r\nzz\r\n" + text)
+        status = sock.recv(100)
+        assert not status or status.startswith(b"HTTP/1.1 4"), (kind, status)
+
+
+def quickest(port, count):
+    """Median seconds of so many good requests, one after the other."""
+    seconds = []
+    for at in range(count):
+        begin = time.perf_counter()
+        assert ask(port, {"text": SENTENCES[at % len(SENTENCES)]})[0] == 200
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[count // 2]
+
+
+def test_1000_bad_requests_bring_nothing_down(served):
+    """Some 40 connections at the same time stay silent, or send a byte now and then."""
+    worker, port = served
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    try:
+        for at, sock in enumerate(slow):
+            sock.sendall(b"POST /classify HTTP/1.1\r\n"[: at % 25])
+        chance = random.Random(0)
+        for at in range(1000):
+            bad_request(port, chance)
+            if not at % 50:
+                slow[at % 40].sendall(b"x")
+                assert ask(port, {"text": "the film"})[0] == 200
+        assert quickest(port, 20) < 0.5
+    finally:
+        for sock in slow:
+            sock.close()
+    assert worker.state == "ready"
+    deadline = time.monotonic() + 5
+    while worker._open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker._open == 0
+
+
+def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
+    monkeypatch.setattr(server, "SILENCE", 0.2)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with serving(engine_of(runtime)) as (_, port):
+        for sent, said in ((b"", b""), (b"POST /cl", b""), (b"POST /classify HTTP/1.1\r\nhost: x\r\n", b"")):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+                sock.sendall(sent)
+                assert sock.recv(100) == said
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(b"POST /classify HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+            assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog):
+    engine = engine_of(runtime)
+    run = engine.run
+
+    def failing(at, rows):
+        if any("dull" in row.encoded.texts[0][0] for row in rows):
+            raise RuntimeError("out of memory")
+        run(at, rows)
+
+    engine.run = failing
+    with serving(engine) as (_, port):
+        status, said, _ = ask(port, {"text": "the film was dull"})
+        assert status == 500 and "the server's log says why" in said["error"]
+        assert ask(port, {"text": "the film was good"})[0] == 200
+    assert "out of memory" in caplog.text
+
+
+def test_what_is_no_http_is_left_alone(runtime):
+    with Worker(engine_of(runtime)) as worker:
+        assert asyncio.run(app.App(worker)({"type": "lifespan"}, None, None)) is None
+
+
+# ---- The command ----
+@contextmanager
+def command(folder, *options):
+    """The program, and its port once it says so."""
+    line = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--threads", "1", *options]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        told = process.stderr.readline()
+        assert "http://127.0.0.1:" in told, told + process.stderr.read()
+        yield process, int(told.split("http://127.0.0.1:")[1].split(",")[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_drains_and_ends_with_the_summary(runtime):
+    with command(runtime.folder, "--json") as (process, port):
+        found = []
+        asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": "the film"}] * 16)))
+        asking.start()
+        while not found and not ask(port, None, "/metrics", "GET")[1].count('outcome="answered"} 1'):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=20)
+        asking.join()
+    assert process.returncode == 0 and "Traceback" not in error
+    assert json.loads(out)["requests"]["answered"] == sum(status == 200 for status, *_ in found)
+    assert "drained" in error
+
+
+@pytest.mark.parametrize("kills", [3])
+def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serves(runtime, kills):
+    """50 kills were made by hand."""
+    for kill in range(kills):
+        with command(runtime.folder) as (process, port):
+            assert ask(port, {"text": "the film"})[0] == 200
+            said, begin = [], time.monotonic()
+
+            def client():
+                for _ in range(1000):
+                    try:
+                        said.append(ask(port, {"text": "the film", "deadline_ms": 2000})[0])
+                    except (OSError, http.client.HTTPException) as error:
+                        said.append(error)
+                        return
+
+            clients = [threading.Thread(target=client) for _ in range(4)]
+            for each in clients:
+                each.start()
+            time.sleep(0.1 + 0.02 * kill)
+            os.kill(process.pid, signal.SIGKILL)
+            for each in clients:
+                each.join(5)
+            assert not any(each.is_alive() for each in clients) and time.monotonic() - begin < 5
+        assert set(filter(lambda each: isinstance(each, int), said)) <= {200, 503}
+        assert sum(isinstance(each, Exception) for each in said) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tighten"], "say which share, --shadow .05"),
+        (["--epsilon", ".9"], "say which share, --shadow .05"),
+        (["--shadow", ".1", "--tighten"], "--tighten keeps an agreement: say which, --epsilon .95"),
+        (["--shadow", "2"], "the share in the shadow must be above 0 and at most 1"),
+        (["--port", "70000"], "--port must be from 0 to 65535"),
+        (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
+        (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message):
+    assert main(["serve", str(runtime.folder), *options]) == 2
+    line = capsys.readouterr().err
+    assert message in line and line.count("\n") == 1
+
+
+def test_a_shadow_of_a_decoder_is_refused(decoder, capsys):
+    assert main(["serve", str(decoder.folder), "--shadow", ".1"]) == 2
+    assert "--shadow is for rows" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told(runtime, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(runtime.folder), "--port", str(port)]) == 1
+    line = capsys.readouterr().err
+    assert f"127.0.0.1:{port}: " in line and "choose another --host or --port" in line
+
+
+def test_without_uvicorn_the_command_says_what_to_install(runtime, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mini_ee.export.serving.server", None)
+    assert main(["serve", str(runtime.folder)]) == 2
+    assert "pip install 'mini-ee[serve]'" in capsys.readouterr().err
+
+
+# ---- The page ----
+@pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
+def test_the_page_from_export_to_a_running_server_runs_as_it_stands(tmp_path, monkeypatch):
+    """On fewer rows. What needs torch runs in this process, which has it."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(server.__file__).parent / "README.md").read_text()
+    (shell,), (python,) = (re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S) for kind in ("bash", "python"))
+    install, train, write, *rest = shell.replace("--max-train 200", "--max-train 40").splitlines()
+    for line in (train, write):
+        program, *words = shlex.split(line, comments=True)
+        assert program == "mini-ee" and main(words) == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    script = "\n".join(rest).replace("8000", port).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
+    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert install.startswith("pip install") and '"layers": ' in found.stdout
+    assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout
+    assert "drained; 1 requests answered" in found.stderr
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(python, {})
+    assert said.getvalue().count("tive") == 2  # negative, positive
