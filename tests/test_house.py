@@ -48,6 +48,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "methods.datastore",
     "methods.index_file",
     "methods.raee",
+    "methods.shards",
     "baselines.adainfer",
     "training.options",
     "export.manifest",

@@ -263,7 +263,7 @@ def test_rows_that_the_graph_does_not_lead_to_are_found_by_looking_at_all():
     add_all(store, filled(20))
     store.add(np.tile(copy, (count, 1)), np.zeros((count, 4)), np.zeros(count, int), [("copy",)] * count)
     with pytest.raises(RuntimeError, match="contiguous"):  # or this test would show nothing
-        store._index.knn_query(copy[None], len(store))
+        store._shards.indexes[0].knn_query(copy[None], len(store))
     found = store.search(copy[None], len(store))
     assert set(found.rows[0, :count]) == set(range(20, count + 20)) and set(found.rows[0]) == set(range(count + 20))
     np.testing.assert_array_equal(found.distances[0, :count], 0)
@@ -354,7 +354,7 @@ def test_taken_rows_make_a_datastore_of_their_own():
     rows = np.flatnonzero(store.values[:, -1])
     assert 0 < len(rows) < 50 and part.texts == [store.texts[row] for row in rows]
     np.testing.assert_array_equal(part.values, store.values[rows])
-    assert part._index.get_current_count() == len(rows)
+    assert len(part._shards) == len(rows)
     assert_whole(part)
     assert_whole(store)
 
@@ -510,7 +510,7 @@ def test_an_index_that_the_disk_has_no_room_for_is_told_and_the_old_datastore_st
             os.truncate(path, 1000)
 
     store = filled(50)
-    monkeypatch.setattr(store, "_index", HalfWritten(store._index))
+    monkeypatch.setattr(store._shards, "indexes", [HalfWritten(store._shards.indexes[0])])
     with pytest.raises(OSError, match=r"index.hnsw.next: could not be written whole; make room"):
         store.save(tmp_path)
     assert equal(Datastore.load(tmp_path, ENCODER), filled(60))

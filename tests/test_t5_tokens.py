@@ -12,9 +12,11 @@ from test_t5_run import ENGINES, t5_folder  # noqa: F401
 
 import mini_ee.backbones.t5_graphs as t5_graphs
 import mini_ee.backbones.t5_layers as t5_layers
+import mini_ee.baselines.free as free
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer, Pairs
+from mini_ee.baselines.sleb import next_token_losses
 from mini_ee.data.texts import Text
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
@@ -23,6 +25,7 @@ from mini_ee.export.sessions import CPU, HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
 from mini_ee.units.decoding import decode, gather, greedy
 from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
@@ -209,7 +212,7 @@ def test_wrong_prompts_are_told():
 def test_texts_are_read_as_they_were_written():
     """The states of every exit at every token that counts are those of the text's own prompt and answer."""
     model = exits_of("t5")
-    texts = [Text([5, 9, 30, 7, 1, 12, 13, 14], 4), Text([44, 1, 22], 1), Text([8, 1, 60, 61], 1)]
+    texts = TEXTS
     (ids, counted), labels = TextData(texts).batch(np.arange(3), torch.device("cpu"))
     assert labels.tolist() == [12, 13, 14, 22, 60, 61]
     states = model.states(ids, counted)
@@ -241,6 +244,24 @@ def test_texts_that_it_writes_are_replayed_as_they_were_decoded():
     assert [text.ids for text in texts] == [prompt + tokens[:-1] for prompt, (tokens, _) in zip(PROMPTS, full)]
     record = record_texts(model, texts)
     assert record.predictions[:, -1].tolist() == [token for tokens, _ in full for token in tokens]
+
+
+TEXTS = [Text([5, 9, 30, 7, 1, 12, 13, 14], 4), Text([44, 1, 22], 1), Text([8, 1, 60, 61], 1)]
+
+
+def test_sleb_and_free_look_at_the_tokens_of_the_answers(monkeypatch):
+    """A layer's loss is that of the answers; layers are matched where a token of an answer stands."""
+    model, data = exits_of("t5"), TextData(TEXTS)
+    inputs, labels = data.batch(np.arange(3), torch.device("cpu"))
+    answers = [(text.ids[: text.start + 1], text.ids[text.start + 1 :]) for text in TEXTS]
+    logits = [said(model, 2, prompt, tokens[:at]) for prompt, tokens in answers for at in range(len(tokens))]
+    expected = float(torch.nn.functional.cross_entropy(torch.stack(logits), labels))
+    assert next_token_losses(model.backbone, data, (0, 1, 2))[-1] == pytest.approx(expected, abs=1e-5)
+    matched = []
+    monkeypatch.setattr(free, "distillation", lambda states, *how: matched.extend(states) or 0.0)
+    free.shallow_deep_loss(free.FreeTokens(model.backbone, (1, 3)), Batch(inputs, labels, None, None), free.Config())
+    for found, state in zip(matched, model.states(*inputs), strict=True):
+        assert_close(found, model.backbone.norm(state))
 
 
 # ---- The tests above can fail ----

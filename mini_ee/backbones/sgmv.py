@@ -38,6 +38,7 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
     launches, and the loop on a processor, which is bound by arithmetic.
     """
     _check(y, x, A, B, starts)
+    x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast the first term is of lower precision
     lengths = {stop - start for start, stop in zip(starts, starts[1:])}
     if len(lengths) == 1:
         segments = len(A), *lengths

@@ -121,6 +121,9 @@ class T5Config:
     def key_value_heads(self) -> int:
         return self.num_attention_heads
 
+    def window(self, layer: int) -> None:
+        """No layer reads the nearest tokens alone."""
+
     @property
     def token_types(self) -> None:
         """There is no use for them."""

@@ -17,7 +17,8 @@ class T5Block(GraphBlock):
     def __init__(self, g, backbone, first: int):
         """Declares the inputs positions (B, T), -1 for padding, rows (B,), and the cache of the first layer."""
         self.config, heads = backbone.config, backbone.config.num_attention_heads
-        self.width, self.written, self._gone, self._turn = heads * self.config.head_width, {}, None, []
+        self.width, self.written, self._turn = heads * self.config.head_width, {}, []
+        self._gone = self.near = None
         positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
         self.shape = self.every_shape = g.shape(positions, 0, 2)
         keys = g.input(f"keys_{first}", "prompts", "slots", self.width, dtype=g.dtype)

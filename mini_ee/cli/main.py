@@ -73,8 +73,9 @@ def answer_of(args) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command, of this process or as given; returns the exit status."""
+    quiet = os.environ.get("RANK", "0") != "0"  # of the processes that torchrun starts the first speaks
     for name in ("stdout", "stderr"):  # closed, `>&-`: print(file=None) would write to the other
-        if getattr(sys, name) is None:
+        if quiet or getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     if not sys.stderr.isatty():  # in a log each step of a bar is a line of its own; read when tqdm is imported
         os.environ.setdefault("TQDM_MININTERVAL", "30")

@@ -1,4 +1,4 @@
-"""RAEE's datastore: for each collected row its values, label and text, and an hnswlib index of the embeddings.
+"""RAEE's datastore: for each collected row its values, label and text, and an index of the embeddings (shards.py).
 
 No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be compiled, is imported
 when a datastore is made or opened; everything else runs without it.
@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.data.files import errors_name, file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
 from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
-from mini_ee.methods.index_file import CAPACITY, check_index
+from mini_ee.methods.shards import SEED, Shards
 
 FORMAT_VERSION = 1
 
 M, EF_CONSTRUCTION, EF = 16, 400, 256  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9938
 
-SEED = 0  # of hnswlib's levels
+MOST_SHARDS = 1024
 
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 
@@ -48,7 +48,8 @@ class Datastore:
     encoder: a name that tells the encoder of the embeddings from all others. exits: the layer of each exit; 0 is the
     embedding layer. Embeddings are scaled to length 1. On disk:
 
-    index.hnsw             the index with the vectors, as hnswlib writes it (index_file.py)
+    index.hnsw             the index with the vectors, as hnswlib writes it (index_file.py); of more shards (shards.py)
+                           index.0.hnsw, index.1.hnsw, ...
     entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
     manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of both
 
@@ -65,15 +66,14 @@ class Datastore:
         m: int = M,
         ef_construction: int = EF_CONSTRUCTION,
         ef: int = EF,
+        shards: int = 1,
     ):
         self.encoder, self.dimension, self.exits, self.ef = encoder, dimension, tuple(exits), ef
         self.values = np.empty((0, len(self.exits)), np.float32)  # (N, K)
         self.labels = np.empty(0, np.int64)  # (N,)
         self.texts: list[tuple[str, ...]] = []
         self._ids = np.empty(0, np.int64)  # (N,) ascending: the rows' names in the index
-        self._index = _new_index(dimension)
-        self._index.init_index(CAPACITY, M=m, ef_construction=ef_construction, random_seed=SEED)
-        self._index.set_ef(ef)
+        self._shards = Shards(dimension, shards, m, ef_construction, ef)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -81,7 +81,12 @@ class Datastore:
     @property
     def embeddings(self) -> np.ndarray:
         """(N, D) float32, of length 1."""
-        return np.asarray(self._index.get_items(self._ids), np.float32).reshape(len(self), self.dimension)
+        return self._shards.vectors(self._ids)
+
+    @property
+    def shards(self) -> int:
+        """How many indexes there are."""
+        return len(self._shards.indexes)
 
     def add(
         self,
@@ -93,7 +98,7 @@ class Datastore:
     ) -> None:
         """Append n rows: embeddings (n, D), values (n, K), labels (n,) and n texts.
 
-        threads: with more than one it is faster, but the index differs each time.
+        threads: of each shard; with more than one it is faster, but the index differs each time.
         Raises ValueError where the parts do not fit each other or the datastore.
         """
         unit, texts = self._unit(embeddings), list(map(tuple, texts))
@@ -102,11 +107,7 @@ class Datastore:
                 f"expected {len(unit)} rows with values for {len(self.exits)} exits, "
                 f"found values {np.shape(values)}, {len(labels)} labels and {len(texts)} texts"
             )
-        used = self._index.get_current_count()  # with the deleted ones: an id is never given twice
-        if used + len(unit) > self._index.get_max_elements():
-            self._index.resize_index(2 * (used + len(unit)))
-        ids = np.arange(used, used + len(unit))
-        self._index.add_items(unit, ids, num_threads=threads)
+        ids = self._shards.add(unit, threads)
         self.values = np.concatenate([self.values, np.asarray(values, np.float32)])
         self.labels = np.concatenate([self.labels, np.asarray(labels, np.int64)])
         self.texts += texts
@@ -121,8 +122,7 @@ class Datastore:
         rows = np.unique(np.asarray(list(rows), np.int64))
         if not np.isin(rows, range(len(self))).all():
             raise ValueError(f"expected rows from 0 to {len(self) - 1}, found {rows.min()} to {rows.max()}")
-        for name in self._ids[rows]:
-            self._index.mark_deleted(name)
+        self._shards.delete(self._ids[rows])
         self._ids, self.values, self.labels = (
             np.delete(array, rows, axis=0) for array in (self._ids, self.values, self.labels)
         )
@@ -132,7 +132,8 @@ class Datastore:
     def take(self, rows: np.ndarray, threads: int = 1) -> "Datastore":
         """A new datastore with the given rows (indices, a mask or a slice), in the given order."""
         rows = np.arange(len(self))[rows]
-        parameters = {"m": self._index.M, "ef_construction": self._index.ef_construction, "ef": self.ef}
+        parameters = {name: getattr(self._shards, name) for name in ("m", "ef_construction", "ef")}
+        parameters["shards"] = self.shards
         part = Datastore(self.encoder, self.dimension, self.exits, **parameters)
         texts = [self.texts[row] for row in rows]
         part.add(self.embeddings[rows], self.values[rows], self.labels[rows], texts, threads)
@@ -150,8 +151,8 @@ class Datastore:
                 f"expected k of at least 1 and a datastore with rows, found {k} rows to retrieve; add some"
             )
         try:
-            ids, distances = self._index.knn_query(unit, k, num_threads=1)
-            rows = np.searchsorted(self._ids, ids.astype(np.int64))
+            ids, distances = self._shards.search(unit, k, self._ids)
+            rows = np.searchsorted(self._ids, ids)
         except RuntimeError:  # the graph does not lead to k rows, as among many copies of one
             rows, distances = exact_search(self.embeddings, unit, k)
         return Neighbours(rows, np.where(distances < SAME, np.float32(0), distances))
@@ -182,7 +183,8 @@ class Datastore:
                 path = folder / (name + NEXT)
                 if path.is_file() and file_sha256(path) == digest:
                     os.replace(path, folder / name)
-        self._save_index(folder / (INDEX + NEXT))
+        names = index_names(self.shards)
+        self._shards.save([folder / (name + NEXT) for name in names])
         self._save_entries(folder / (ENTRIES + NEXT))
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -190,27 +192,20 @@ class Datastore:
             "dimension": self.dimension,
             "exits": list(self.exits),
             "rows": len(self),
-            "vectors": self._index.get_current_count(),
+            "vectors": len(self._shards),
             "index": {
                 "space": "l2",
-                "M": self._index.M,
-                "ef_construction": self._index.ef_construction,
+                "M": self._shards.m,
+                "ef_construction": self._shards.ef_construction,
                 "ef": self.ef,
                 "random_seed": SEED,
+                "shards": self.shards,
             },
-            "files": {name: file_sha256(folder / (name + NEXT)) for name in (INDEX, ENTRIES)},
+            "files": {name: file_sha256(folder / (name + NEXT)) for name in (*names, ENTRIES)},
         }
         write_json(folder / MANIFEST, manifest | ({"built_from": built_from} if built_from else {}))
         for name in manifest["files"]:
             os.replace(folder / (name + NEXT), folder / name)
-
-    def _save_index(self, path: Path) -> None:
-        """hnswlib does not say when a disk is full: the size tells."""
-        self._index.save_index(str(path))
-        if not path.exists() or path.stat().st_size != self._index.index_file_size():
-            raise OSError(f"{path}: could not be written whole; make room on the disk")
-        with errors_name(path), open(path, "rb+") as file:
-            os.fsync(file.fileno())
 
     def _save_entries(self, path: Path) -> None:
         from safetensors.numpy import save
@@ -232,17 +227,14 @@ class Datastore:
                 f"{folder}: encoder: expected {encoder}, found {manifest['encoder']}; "
                 f"give that encoder, or build the datastore again"
             )
-        if set(manifest["files"]) != {INDEX, ENTRIES}:
+        about = {name.lower(): manifest["index"].get(name, 1) for name in ("M", "ef_construction", "ef", "shards")}
+        names = (*index_names(about["shards"]), ENTRIES)
+        if set(manifest["files"]) != set(names):
             raise ValueError(f"{folder}: an older mini_ee built it, which gave its files other names; build it again")
-        index, entries = (_find(folder, name, manifest["files"][name]) for name in (INDEX, ENTRIES))
-        parameters = manifest["index"]
-        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), ef=parameters["ef"])
+        *indexes, entries = (_find(folder, name, manifest["files"][name]) for name in names)
+        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), **about)
         store._load_entries(entries, manifest["rows"])
-        numbers = store.dimension, parameters["M"], parameters["ef_construction"], manifest["vectors"]
-        check_index(index, *numbers, store._ids)
-        store._index = _new_index(store.dimension)
-        store._index.load_index(str(index))
-        store._index.set_ef(store.ef)
+        store._shards.load(indexes, manifest["vectors"], store._ids)
         return store
 
     def _load_entries(self, path: Path, rows: int) -> None:
@@ -268,6 +260,11 @@ class Datastore:
                 f"{path}: expected finite values, labels, ids and texts of {rows} rows, as {MANIFEST} says, "
                 f"found {shapes} and {len(self.texts)} texts; build the datastore again"
             )
+
+
+def index_names(shards: int) -> list[str]:
+    """The file of each shard."""
+    return [INDEX] if shards == 1 else [f"index.{shard}.hnsw" for shard in range(shards)]
 
 
 def read_manifest(folder: str | Path) -> dict:
@@ -299,6 +296,7 @@ def _check_manifest(path: Path, manifest: dict) -> None:
         "index.M": (about.get("M"), 2, 10_000),
         "index.ef_construction": (about.get("ef_construction"), about.get("M"), 2**31 - 1),
         "index.ef": (about.get("ef"), 1, 2**31 - 1),
+        "index.shards": (about.get("shards", 1), 1, MOST_SHARDS),
     }
     for name, (value, least, most) in numbers.items():
         if type(value) is not int or not least <= value <= most:
@@ -326,17 +324,6 @@ def _find(folder: Path, name: str, digest: str) -> Path:
     )
 
 
-def _new_index(dimension: int):
-    """An hnswlib.Index of squared L2 distances. Raises ValueError where hnswlib is not installed."""
-    try:
-        import hnswlib
-    except ModuleNotFoundError:
-        raise ValueError(
-            "a datastore needs hnswlib, which is not installed: pip install hnswlib (it may need a C++ compiler)"
-        ) from None
-    return hnswlib.Index("l2", dimension)
-
-
 def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbours:
     """What the index approximates: the k nearest of embeddings (N, D) to each query (B, D), all of length 1."""
     distances = np.stack([((embeddings - query) ** 2).sum(axis=1) for query in queries])
@@ -351,10 +338,12 @@ class Collected(NamedTuple):
     values: np.ndarray  # (N, K)
     labels: np.ndarray  # (N,)
     exits: tuple[int, ...]  # (K,) layers
+    shards: int = 1
 
     def sha256(self, encoder: str) -> str:
         """One digest over all that a datastore is built from, by which a resumed build knows its rows again."""
-        digest = hashlib.sha256(json.dumps([encoder, list(self.exits), list(self.encoded.texts)]).encode())
+        about = [encoder, list(self.exits), self.shards, list(self.encoded.texts)]
+        digest = hashlib.sha256(json.dumps(about).encode())
         digest.update(np.asarray(self.values, np.float32).tobytes() + np.asarray(self.labels, np.int64).tobytes())
         return digest.hexdigest()
 
@@ -375,7 +364,7 @@ def build(
     Raises FileExistsError where `folder` is there, ValueError where `folder`.building is of other rows.
     """
     folder = Path(folder)
-    encoded, values, labels, exits = collected
+    encoded, values, labels, exits, shards = collected
     if not len(encoded) == len(values) == len(labels) > 0:
         raise ValueError(
             f"expected at least one row and as many values and labels, "
@@ -397,7 +386,7 @@ def build(
         for start in range(done, len(order), batch_size):
             rows = order[start : start + batch_size]
             embeddings = embed(encoded.batch(rows))
-            store = store or Datastore(encoder, np.shape(embeddings)[-1], exits)
+            store = store or Datastore(encoder, np.shape(embeddings)[-1], exits, shards=shards)
             store.add(embeddings, values[rows], labels[rows], [encoded.texts[row] for row in rows])
             bar.update(len(rows))
             if len(store) - saved >= save_every:

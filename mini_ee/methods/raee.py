@@ -19,7 +19,7 @@ from mini_ee.data.options import check_options, option
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs, batches
 from mini_ee.early_exit import Segments
-from mini_ee.methods.datastore import Datastore, Embed, Neighbours
+from mini_ee.methods.datastore import MOST_SHARDS, Datastore, Embed, Neighbours
 from mini_ee.rules import RULES, Planned, Rule
 from mini_ee.training.method import Method
 from mini_ee.units.recording import Record, record, summary
@@ -189,6 +189,7 @@ class Config:
     include_embeddings: bool = option(False, "through a prompt: layer 0 is an exit too")
     layer: int = option(0, "after which the model's own states are the queries", least=0)
     encoder: Path | None = option(None, "a sentence encoder for the queries instead", metavar="DIR")
+    shards: int = option(1, "indexes of the datastore, built and searched side by side", least=1, most=MOST_SHARDS)
     shots: int | None = option(None, "fine-tune a checkpoint on so many rows a class first", least=1, metavar="N")
     template: str | None = option(None, 'such as "{text} It was {mask}."; decoders: no {mask}', metavar="TEXT")
     words: tuple[str, ...] | None = option(None, "label words by class: negative=terrible,positive=great")

@@ -5,6 +5,7 @@ Source: RAEE (see raee.py), Algorithm 3.1. `few_shot` is LM-BFF's prompt-based f
 
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from mini_ee.methods.datastore import Collected, build
 from mini_ee.methods.encoders import open_encoder
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
 from mini_ee.rules import NeverExit
+from mini_ee.training import ranks
 from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
@@ -30,7 +32,7 @@ from mini_ee.units.rows import RowData
 
 COLLECTING = 32  # rows that are read together
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")
-OF_SHOTS = ("epochs", "lr", "batch_size", "warmup", "weight_decay", "clip")
+OF_SHOTS = ("epochs", "lr", "batch_size", "warmup", "weight_decay", "clip", "precision")
 
 
 def collect_run(request: Request, say) -> Run:
@@ -47,14 +49,16 @@ def collect_run(request: Request, say) -> Run:
         _refuse_state(training_folder(request.out))
     else:
         base = prompt_run(request, rule)
-    run = load_run(base)
-    say_left_out(run.model.backbone, request.model, say)
-    check_task(run, request.task, base)
-    if not run.label_names:
-        raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
-    collected = _collected(request, run, rule)
-    shutil.rmtree(training_folder(request.out))
-    return collected
+    if ranks.rank() == 0:
+        run = load_run(base)
+        say_left_out(run.model.backbone, request.model, say)
+        check_task(run, request.task, base)
+        if not run.label_names:
+            raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
+        _collect(request, run, rule)
+        shutil.rmtree(training_folder(request.out))
+    ranks.wait()
+    return load_run(request.out)
 
 
 def _check_given(request: Request) -> None:
@@ -75,7 +79,7 @@ def _check_given(request: Request) -> None:
         refuse(("layer",), "says which of the model's own states are the queries: leave it out, or --encoder")
 
 
-def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
+def _collect(request: Request, run: Run, rule: Retrieval) -> None:
     how, unfinished = request.how, training_folder(request.out)
     rows = untrained_rows(run, request.task)
     if request.common.max_train is not None:
@@ -87,7 +91,7 @@ def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
     values = collect(run.segments(), encoded, rows.labels, COLLECTING, progress="collecting")
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
-    collected = Collected(encoded, values, rows.labels, run.exits)
+    collected = Collected(encoded, values, rows.labels, run.exits, how.shards)
     store = build(unfinished / "datastore", embed.name, embed, collected, progress="indexing")
     metrics = {
         "epochs": read_json(run.folder / "metrics.json").get("epochs", []),
@@ -107,7 +111,6 @@ def _collected(request: Request, run: Run, rule: Retrieval) -> Run:
         config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
         config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
         write_json(partial / "config.json", config)
-    return load_run(request.out)
 
 
 def untrained_rows(run: Run, task: Task) -> Split:
@@ -152,9 +155,10 @@ def prompt_run(request: Request, rule: Retrieval) -> Path:
     about = {"method": "raee", "unit": "prompts", "settings": {}, "backbone": source, "task": about_task(task)}
     about |= {"seed": request.seed, "training": training}
     base = unfinished / "base"
-    shutil.rmtree(base, ignore_errors=True)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    save_run(base, model, tokenizer, Chosen(NeverExit(), None), about, {"epochs": epochs})
+    if ranks.rank() == 0:
+        shutil.rmtree(base, ignore_errors=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        save_run(base, model, tokenizer, Chosen(NeverExit(), None), about, {"epochs": epochs})
     return base
 
 
@@ -167,7 +171,7 @@ def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer
     digest = json_sha256([part.texts for part in shots])
     settings |= {"exits": list(model.exits), "prompt": tokenizer.prompt.to_dict(), "data": digest}
     saved = Saved(unfinished, settings, (unfinished / STATE).exists())
-    with torch.random.fork_rng(), sole_writer(unfinished):
+    with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(unfinished):
         torch.manual_seed(request.seed)
         return fit(model, few_shot(model), *data, request.train, saved).epochs
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mini_ee.backbones.hub import read_tensors, write_tensors
+from mini_ee.training import ranks
 from mini_ee.training.options import TrainConfig
 
 STATE = "state.safetensors"
@@ -92,6 +93,7 @@ def fit(model: nn.Module, stages: list[Stage], train, held, config: TrainConfig,
     """
     training = _Training(model, stages, train, held, config, saved)
     tensors = training.resume() if saved.resume else {}
+    ranks.wait()  # until all have read what is resumed
     saved.folder.mkdir(parents=True, exist_ok=True)
     progress = training.progress
     with tqdm(total=sum(training.steps), initial=training.done, desc="training", unit="batch", delay=1) as bar:
@@ -192,12 +194,9 @@ class _Training:
             order = list(train.order(config.batch_size, config.seed * 10_000 + number * 100 + epoch))
             self._train_mode(stage)
             for units in order[progress["step"] - epoch * per_epoch :]:
-                batch = self._batch(stage, train, taught, units)
-                progress["losses"].append(
-                    self._update(
-                        stage, optimizer, batch, _schedule(progress["step"], total, config.warmup), config.clip
-                    )
-                )
+                batch = self._batch(stage, train, taught, ranks.share(units))
+                rate = _schedule(progress["step"], total, config.warmup)
+                progress["losses"].append(self._update(stage, optimizer, batch, rate, config))
                 progress["step"] += 1
                 progress["unwatched"] += progress["losses"][-1:] if stage.watch else []
                 bar.update()
@@ -209,6 +208,7 @@ class _Training:
                     progress["seconds"] = time.perf_counter() - begin
                     self._write_state(optimizer, best)
                     last_save = time.monotonic()
+            ranks.as_first(self._own_state().values())
             if scores is None or self._says_more(stage):
                 scores = self.held.scores(self.model, config.batch_size)
             better = self._judge(stage, epoch, held, scores, begin)
@@ -229,6 +229,9 @@ class _Training:
             verdict = stage.judge(self.model, held if stage.on_states else self.held.states(self.model))
         else:
             verdict = {"score": stage.score(np.array(exit_scores))}
+        score = torch.tensor(verdict["score"], dtype=torch.float64, device=self.device)
+        ranks.as_first([score])
+        verdict["score"] = score.item()
         progress["history"].append(
             {
                 "stage": stage.name,
@@ -272,16 +275,20 @@ class _Training:
         states, inputs = (inputs, ()) if stage.on_states else (None, inputs)
         return Batch(inputs, labels, states, taught, self.progress["step"], self._sizes(stage, data)[1])
 
-    def _update(self, stage: Stage, optimizer, batch: Batch, rate: float, clip: float) -> float:
+    def _update(self, stage: Stage, optimizer, batch: Batch, rate: float, config: TrainConfig) -> float:
         """One step of the optimizer on the batch, at `rate` times the peak learning rates; returns the loss."""
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate
-        loss = stage.loss(self.model, batch)
-        if not torch.isfinite(loss):
-            raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+        ranks.draw_apart(config.seed, self.done)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            loss = stage.loss(self.model, batch)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        loss = ranks.average(parameters, loss, len(batch.labels))
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+        nn.utils.clip_grad_norm_(parameters, config.clip)
         optimizer.step()
         return loss.item()
 
@@ -319,6 +326,8 @@ class _Training:
         return {name: value for name, value in self.model.state_dict().items() if self.model.learns(name)}
 
     def _write_state(self, optimizer, best: dict[str, Tensor]) -> None:
+        if ranks.rank():
+            return
         tensors = {f"model.{name}": value for name, value in self._own_state().items()}
         tensors |= {f"best.{name}": value for name, value in best.items()}
         states = optimizer.state_dict()["state"].items()

@@ -7,6 +7,7 @@ from mini_ee.data.options import check_options, option
 
 POOLS = ("mean", "first")
 HEADS = ("dense", "linear")
+PRECISIONS = ("float32", "bf16")
 KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/texts.py
 
 
@@ -21,6 +22,7 @@ class TrainOptions:
     warmup: float = option(0.1, "share of a stage's steps in which the rate rises", least=0, most=1)
     weight_decay: float = option(0.01, "of matrices", least=0)
     clip: float = option(1.0, "largest norm of the gradient", above=0)
+    precision: str = option("float32", "of what a step computes; weights stay in float32", choices=PRECISIONS)
 
     def __post_init__(self):
         check_options(self)

@@ -3,7 +3,8 @@
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from mini_ee.backbones.hub import (
 from mini_ee.data.files import json_sha256, read_json, sole_writer
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.training import ranks
 from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
@@ -75,19 +77,27 @@ def train(
     not fit the method, the model or the task; ValueError where the training diverges.
     """
     request = asked(method, model, task, Path(out), resume, options)
+    with ranks.together(request.common.device) as device:
+        return _trained(replace(request, common=replace(request.common, device=device)), say)
+
+
+def _trained(request: Request, say: Callable[[str], None]) -> Run:
     if request.out.exists():
-        raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+        raise FileExistsError(f"{request.out}: is there already; name another folder or remove it")
+    ranks.wait()  # until all have looked
     if request.method.train is not None:
         return request.method.train(request, say)
     state_folder = training_folder(request.out)
     unfinished = (state_folder / STATE).exists()
-    if unfinished and not resume:
+    if unfinished and not request.resume:
         raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
-    if resume and not unfinished:
+    if request.resume and not unfinished:
         raise NothingToResume(f"{state_folder}: no unfinished training here; start without --resume")
     training = (_train_tokens if request.unit == "tokens" else _train_rows)(request, state_folder, say)
-    save_run(request.out, *training)
-    shutil.rmtree(state_folder)
+    if ranks.rank() == 0:
+        save_run(request.out, *training)
+        shutil.rmtree(state_folder)
+    ranks.wait()
     return load_run(request.out)
 
 
@@ -134,7 +144,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
         raise WrongArguments(
             f"{name} asks how sure or how right an exit is, and {found.name} is a regression; train joint or pabee"
         )
-    return Request(**{field.name: getattr(request, field.name) for field in fields(Request)} | {"task": found})
+    return replace(request, task=found)
 
 
 def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, object]:
@@ -320,7 +330,7 @@ def _fit(
         heads["pool"] = heads["pool"] or ("mean" if "mean" in backbone.poolings else backbone.poolings[0])
     begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(train)} | heads
     saved = saved._replace(settings=begun_with | saved.settings)
-    with torch.random.fork_rng(), sole_writer(saved.folder):
+    with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
         torch.manual_seed(request.seed)
         try:
             model = build_model(request.method, request.unit, backbone, about | heads)

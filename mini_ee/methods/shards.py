@@ -1,0 +1,116 @@
+"""A datastore's index in shards: hnswlib indexes side by side, in threads; hnswlib lets go of Python's lock.
+
+Vector `id` is number id // S of shard id % S, so that shards stay of a size. Each is built by a thread of its own, in
+the order of its vectors: the same shards every time, however many threads there are. A search asks every shard for k
+and merges the answers by distance: what is nearest in all is nearest in its shard, so nothing is lost that a shard
+found. One shard is hnswlib's index as it is.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.data.files import errors_name
+from mini_ee.methods.index_file import CAPACITY, check_index
+
+SEED = 0  # of hnswlib's levels
+
+
+class Shards:
+    """S hnswlib indexes of squared L2 distances. Raises ValueError where hnswlib is not installed."""
+
+    def __init__(self, dimension: int, count: int, m: int, ef_construction: int, ef: int):
+        self.dimension, self.m, self.ef_construction, self.ef = dimension, m, ef_construction, ef
+        self.indexes = [self._new() for _ in range(count)]
+        for index in self.indexes:
+            index.init_index(CAPACITY, M=m, ef_construction=ef_construction, random_seed=SEED)
+            index.set_ef(ef)
+        self._threads = ThreadPoolExecutor(count)
+
+    def _new(self):
+        try:
+            import hnswlib
+        except ModuleNotFoundError:
+            raise ValueError(
+                "a datastore needs hnswlib, which is not installed: pip install hnswlib (it may need a C++ compiler)"
+            ) from None
+        return hnswlib.Index("l2", self.dimension)
+
+    def __len__(self) -> int:
+        """Vectors, the deleted ones too."""
+        return sum(index.get_current_count() for index in self.indexes)
+
+    def _each(self, ask: Callable[[int], object]) -> list:
+        """What `ask` says of each shard, side by side."""
+        count = len(self.indexes)
+        return [ask(0)] if count == 1 else list(self._threads.map(ask, range(count)))
+
+    def add(self, vectors: np.ndarray, threads: int) -> np.ndarray:
+        """Append vectors (n, D) of length 1; returns their ids (n,). threads: of each shard."""
+        first, count = len(self), len(self.indexes)
+        ids = np.arange(first, first + len(vectors))
+
+        def fill(shard: int) -> None:
+            index, own = self.indexes[shard], ids % count == shard
+            used, new = index.get_current_count(), int(own.sum())
+            if used + new > index.get_max_elements():
+                index.resize_index(2 * (used + new))
+            if new:
+                index.add_items(vectors[own], ids[own] // count, num_threads=threads)
+
+        self._each(fill)
+        return ids
+
+    def delete(self, ids: np.ndarray) -> None:
+        """Their vectors stay, and lead over to others, but are never found."""
+        for name in ids:
+            self.indexes[name % len(self.indexes)].mark_deleted(name // len(self.indexes))
+
+    def vectors(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) -> (n, D) float32."""
+        found, count = np.empty((len(ids), self.dimension), np.float32), len(self.indexes)
+        for shard, index in enumerate(self.indexes):
+            own = ids % count == shard
+            if own.any():
+                found[own] = index.get_items(ids[own] // count)
+        return found
+
+    def search(self, queries: np.ndarray, k: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(B, D) -> the ids (B, k) of the k nearest and their squared distances (B, k), nearest first.
+
+        ids: (N,) those that are not deleted, N >= k. Raises RuntimeError where a shard's graph does not lead to k.
+        """
+        count = len(self.indexes)
+        there = np.bincount(ids % count, minlength=count).tolist()
+
+        def ask(shard: int) -> tuple[np.ndarray, np.ndarray]:
+            rows, distances = self.indexes[shard].knn_query(queries, min(k, there[shard]), num_threads=1)
+            return rows.astype(np.int64) * count + shard, distances
+
+        names, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._each(ask)))
+        if count == 1:
+            return names, distances
+        order = np.argsort(distances, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(names, order, axis=1), np.take_along_axis(distances, order, axis=1)
+
+    def save(self, paths: Sequence[Path]) -> None:
+        """Write each shard to its path. hnswlib does not say when a disk is full: OSError where the size tells."""
+        for index, path in zip(self.indexes, paths, strict=True):
+            index.save_index(str(path))
+            if not path.exists() or path.stat().st_size != index.index_file_size():
+                raise OSError(f"{path}: could not be written whole; make room on the disk")
+            with errors_name(path), open(path, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def load(self, paths: Sequence[Path], vectors: int, ids: np.ndarray) -> None:
+        """Read shards of so many vectors in all, checked first. ids: (N,) ascending, those that are not deleted."""
+        count = len(self.indexes)
+        for shard, path in enumerate(paths):
+            own = len(range(shard, vectors, count))
+            check_index(path, self.dimension, self.m, self.ef_construction, own, ids[ids % count == shard] // count)
+            self.indexes[shard] = self._new()
+            self.indexes[shard].load_index(str(path))
+            self.indexes[shard].set_ef(self.ef)
