@@ -263,7 +263,7 @@ def test_each_row_turns_by_its_own_length_whatever_the_batch():
 def test_what_would_turn_anew_is_not_written():
     model = long_model()
     assert (model.config.max_tokens, model.max_written) == (64, 5)
-    with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 6"):
+    with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 3 and 3"):
         generate(model, [[4, 5, 6]], max_new_tokens=3)
     with pytest.raises(ValueError, match="at most 5 tokens, prompt and continuation together, got 6"):
         Cache(model, 1, 6)
