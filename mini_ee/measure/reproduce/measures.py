@@ -116,7 +116,8 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
     picked = {}
     for name, loss in LOSSES.items():
         found = most_saved(points, reference["hold-out full"] - loss - 1e-9)
-        picked[f"at {name.replace('_', ' ')}"] = there(found or never)
+        if found or not never["layers_saved"]:  # where tokens leave, there is no rule under which nothing is saved
+            picked[f"at {name.replace('_', ' ')}"] = there(found or never)
     for name, share in RANGES.items():
         if found := best_within(points, share):
             picked[f"in the {name.replace('_', ' ')}"] = there(found)
