@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from mini_ee.export.serving import bench as serving
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
 from mini_ee.units.heads import VocabularyHead
 
+RESULTS = Path(__file__).parents[1] / "results"
 MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
 
 
@@ -162,3 +164,22 @@ def test_sentences_and_pictures_are_for_the_benchmark_that_serves(capsys):
     for option in (["--task", "x"], ["--picture", "x.png"]):
         assert main(["bench", "exit-tax", *option]) == 2
         assert "--task and --picture are for serve" in capsys.readouterr().err
+
+
+def test_the_page_of_serving_has_the_figures_of_its_json():
+    page = (RESULTS / "serving.md").read_text().partition("## Else")[0].splitlines()
+    rows = json.loads((RESULTS / "serving.json").read_text())
+    lines = []
+    for row in rows:
+        mine, whole = (f"{1 / row[key]:.0f}" for key in ("seconds", "against_seconds"))
+        lines.append(f"| `{row['case']}` | {mine} | {whole} | {row['ratio']:.3f} | {row['limit'] * 1e3:.0f} |")
+        for share in dict.fromkeys(load["load"] for load in row["loads"]):
+            found = {load["server"]: load for load in row["loads"] if load["load"] == share}
+            waits = [
+                ", ".join(f"{found[server][p] * 1e3:.0f}" for p in ("p50", "p95", "p99")) if server in found else ""
+                for server in ("whole", "graph", "rebatch")
+            ]
+            offered = next(iter(found.values()))["offered"]
+            lines.append(f"| {share:.0%} | {offered:.0f} | {' | '.join(waits)} |")
+    assert not [line for line in lines if line not in page]
+    assert sum(line.startswith("| ") and line[2].isdigit() for line in page) == len(lines) - len(rows)

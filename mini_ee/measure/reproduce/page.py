@@ -268,7 +268,7 @@ OTHERS = """## Other pages
 | [suits.md](suits.md) | whether `mini-ee suits` says before training what training finds, `mini-ee reproduce suits` |
 | [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; by hand, commands beside |
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `tests/shards_figures.py` |
-| [serving.md](serving.md) | a server that takes rows together again after each exit, under load; by hand |
+| [serving.md](serving.md) | a server that takes rows together again after each exit, under load; `tests/serving_figures.py` |
 
 Benchmarks with their bars are printed by `mini-ee bench all`, as ratios on the machine at hand.
 """
