@@ -32,6 +32,7 @@ from mini_ee.data.texts import Text
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit, Threshold
+from mini_ee.training import train as training
 from mini_ee.training.fit import Batch
 from mini_ee.training.train import asked
 from mini_ee.units.decoding import FILLS, decode, gather
@@ -339,3 +340,9 @@ def test_a_head_of_its_own_has_no_weights_of_its_own(model):
     ids = torch.tensor([[1, 2, 3]])
     hidden = model.backbone.embed(Tensors(ids))
     assert torch.equal(model.heads[0](hidden), model.backbone.lm_logits(hidden))
+
+
+def test_an_exit_that_cannot_be_is_refused_before_texts_are_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training, "texts_to_learn", lambda source: pytest.fail("texts were written"))
+    assert main(["train", "free", "--shallow", "8", "--out", str(tmp_path / "run")]) == 1
+    assert "below the last layer, 8, got 8" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -18,6 +18,7 @@ from mini_ee.backbones.hub import (
     BUILT_IN_MODEL,
     backbone_sha256,
     check_generates,
+    empty_backbone,
     generates,
     load_backbone,
     read_config,
@@ -293,9 +294,11 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     exits = exits_of(request, backbone.config.num_hidden_layers)
     if len(exits) < 2 and "exits" not in request.method.lacks:
         raise WrongArguments(f"expected exits before the last layer, got only {exits[0]}")
+    about = _about(request, exits) | {"text": request.texts.to_dict(), "rank": request.texts.rank}
+    with torch.device("meta"):  # what cannot be built is refused before texts are written
+        build_model(request.method, request.unit, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
     train, held = texts_to_learn(source)
     tokens = sum(len(text.ids) for text in train.texts)
-    about = _about(request, exits) | {"text": request.texts.to_dict(), "rank": request.texts.rank}
     who = f"{len(exits) - 1} heads on {request.model.name} learn" if len(exits) > 1 else f"{request.model.name} reads"
     say(f"{who} {tokens} tokens of {len(train)} texts.")
     digest = json_sha256({"train": [text.ids for text in train.texts], "held": [text.ids for text in held.texts]})
