@@ -296,7 +296,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
         raise WrongArguments(f"expected exits before the last layer, got only {exits[0]}")
     about = _about(request, exits) | {"text": request.texts.to_dict(), "rank": request.texts.rank}
     with torch.device("meta"):  # what cannot be built is refused before texts are written
-        build_model(request.method, request.unit, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
+        _built(request, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
     train, held = texts_to_learn(source)
     tokens = sum(len(text.ids) for text in train.texts)
     who = f"{len(exits) - 1} heads on {request.model.name} learn" if len(exits) > 1 else f"{request.model.name} reads"
@@ -335,15 +335,19 @@ def _fit(
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
         torch.manual_seed(request.seed)
-        try:
-            model = build_model(request.method, request.unit, backbone, about | heads)
-        except ValueError as error:
-            raise WrongArguments(str(error)) from None
-        model = model.to(request.common.device)
+        model = _built(request, backbone, about | heads).to(request.common.device)
         if request.method.recipe is None:
             saved.folder.mkdir(parents=True, exist_ok=True)
             return model, Fitted(request.method.search(model, train, held, request.how), [])
         return model, fit(model, request.method.recipe(model, request.how), train, held, request.train, saved)
+
+
+def _built(request: Request, backbone: nn.Module, about: dict) -> nn.Module:
+    """The method's model. Raises WrongArguments where there is none of this backbone with these settings."""
+    try:
+        return build_model(request.method, request.unit, backbone, about)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
 
 
 def _about(request: Request, exits: tuple[int, ...]) -> dict:
