@@ -116,8 +116,8 @@ def test_two_seeds_say_nothing():
         ("hff", 2, "does not hold"),
         ("hhw", 2, "holds"),
         ("huw", 2, "too few seeds"),
-        ("huw-", 2, "not run yet"),
-        ("h-", "all", "not run yet"),
+        ("huw-", 2, "runs are missing"),
+        ("h-", "all", "runs are missing"),
         ("hf-", "all", "does not hold"),
     ],
 )
@@ -313,7 +313,7 @@ def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
     claims = [{"text": "Both", "paper": "-", "compare": compare}]
     text = page("raee", TINY | {"claims": claims}, read_kept(tmp_path, TINY), tmp_path, "command")
     assert (
-        "1. Both: **not run yet**. The paper: -.\n   - reviews joint, full, .750, .500: +0.250 (3 seeds), holds\n"
+        "1. Both: **runs are missing**. The paper: -.\n   - reviews joint, full, .750, .500: +0.250 (3 seeds), holds\n"
         in text
     )
 

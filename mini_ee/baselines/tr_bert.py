@@ -147,15 +147,8 @@ class ReducedExits(LeavingExits):
         """Logits (B, C)."""
         return self.classify(0, self.heads[0].state(found.hidden, self._mask(found)))
 
-    def _each_state(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor,
-        fork: Fork | None,
-        run: RunLayers | None,
-    ) -> Iterator[Tensor]:
-        found = self.through(Tensors(input_ids, attention_mask, token_type_ids), likely)
+    def _each_state(self, inputs: Tensors, fork: Fork | None, run: RunLayers | None) -> Iterator[Tensor]:
+        found = self.through(inputs, likely)
         state = self.heads[0].state(found.hidden, self._mask(found))
         yield torch.cat((state, found.layers.to(state)[:, None] / self.layers), dim=1)
 

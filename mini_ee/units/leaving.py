@@ -43,15 +43,8 @@ class LeavingExits(RowExits):
         """stay, from the embeddings on."""
         raise NotImplementedError
 
-    def _each_state(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor,
-        fork: Fork | None,
-        run: RunLayers | None,
-    ) -> Iterator[Tensor]:
-        left = self.leave(Tensors(input_ids, attention_mask, token_type_ids))
+    def _each_state(self, inputs: Tensors, fork: Fork | None, run: RunLayers | None) -> Iterator[Tensor]:
+        left = self.leave(inputs)
         yield self.heads[0].state(left.hidden, left.mask)
 
     def segments(self) -> "LeavingSegments":

@@ -122,17 +122,9 @@ class RowExits(ExitModel):
 
         fork: how gradients of an exit and of the layers above it meet, see Fork. run: see RunLayers.
         """
-        return list(self._each_state(input_ids, attention_mask, token_type_ids, fork, run))
+        return list(self._each_state(Tensors(input_ids, attention_mask, token_type_ids), fork, run))
 
-    def _each_state(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor,
-        fork: Fork | None,
-        run: RunLayers | None,
-    ) -> Iterator[Tensor]:
-        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+    def _each_state(self, inputs: Tensors, fork: Fork | None, run: RunLayers | None) -> Iterator[Tensor]:
         around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
         run = run or self.backbone.run_layers
         for k, (layer, head) in enumerate(zip(self.exits, self.heads)):
@@ -157,7 +149,7 @@ class RowExits(ExitModel):
         run: RunLayers | None = None,
     ) -> list[Tensor]:
         """Logits (B, C) of every exit. Arguments as in `states`. Dropout is drawn in the order of depth."""
-        states = self._each_state(input_ids, attention_mask, token_type_ids, fork, run)
+        states = self._each_state(Tensors(input_ids, attention_mask, token_type_ids), fork, run)
         return [self.classify(k, state) for k, state in enumerate(states)]
 
     def segments(self) -> "RowSegments":

@@ -143,7 +143,7 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
         rows.append([name, *cells])
     lines = [f"**{table['id']}: {table['title']}**", ""]
     if all(cell == NOT_RUN for _, *cells in rows for cell in cells):
-        lines += [f"Ours: {MISSING}."]
+        lines += ["Ours: not run yet."]
     else:
         lines += [*_head(["ours", *columns]), *map(_line, rows)]
     if note := table.get("note"):
@@ -268,7 +268,7 @@ OTHERS = """## Other pages
 | [suits.md](suits.md) | whether `mini-ee suits` says before training what training finds, `mini-ee reproduce suits` |
 | [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; by hand, commands beside |
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `tests/shards_figures.py` |
-| [serving.md](serving.md) | a server that takes rows together again after each exit, under load; `tests/serving_figures.py` |
+| [serving.md](serving.md) | a server that takes rows together again after each exit; `tests/serving_figures.py` |
 
 Benchmarks with their bars are printed by `mini-ee bench all`, as ratios on the machine at hand.
 """

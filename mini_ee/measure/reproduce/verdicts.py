@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "cannot be seen here"
-FEW, MISSING = "too few seeds", "not run yet"
+FEW, MISSING = "too few seeds", "runs are missing"
 LEVEL = 0.95
 LEAST_SEEDS = 3
 T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
