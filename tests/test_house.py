@@ -199,6 +199,10 @@ def test_the_top_of_the_package_fits_on_a_page():
     assert len(top - {"__main__.py"}) <= TOP_ENTRIES
 
 
+def test_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 @pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md", "export/serving/README.md"])
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
