@@ -62,6 +62,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.engines",
     "export.serving.load",
     "export.serving.server",
+    "export.serving.triton_model",
     "export.serving.watch",
     "export.serving.worker",
     "cli.main",

@@ -5,6 +5,7 @@ engines.py  what a batch runs on: an exported model's segments, its one graph, o
 watch.py    what is counted, as Prometheus reads it; the promise in service
 app.py      HTTP with JSON; server.py, which runs it on uvicorn (the extra `serve`)
 load.py     the load generator; bench.py, with torch, measures with it
+triton_model.py  the worker as a model of NVIDIA Triton's; see export/triton.py
 """
 
 from mini_ee.export.serving.engines import engine_of
