@@ -464,6 +464,7 @@ def server(package, repository, writer_repository, tmp_path_factory):
     }
     process = subprocess.Popen(
         [package / "tritonserver" / "bin" / "tritonserver", *(f"--{key}={value}" for key, value in options.items())],
+        cwd=work,  # the server's Python looks there first
         env=os.environ | paths,
         stdout=log,
         stderr=log,
