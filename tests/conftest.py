@@ -17,6 +17,7 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import Session
 from mini_ee.rules import Threshold
 from mini_ee.training.run import Run
 from mini_ee.units.rows import RowExits
@@ -28,6 +29,19 @@ torch.set_num_threads(1)  # small models: threads would only wait for each other
 GOOD, BAD = ("good", "great", "fine", "lovely"), ("bad", "awful", "poor", "dull")
 THINGS = ("film", "meal", "book", "song", "room")
 WORDS = ("the", "a", "was", "is", "very", "and", *THINGS, *GOOD, *BAD)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_a_graph():
+    """A graph's second thread spins on the core of another process that tests."""
+    made = Session.__init__
+
+    def one(self, path, provider, threads):
+        made(self, path, provider, threads or 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "__init__", one)
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,12 @@ def rewrite(folder, change):
 
 
 def loads_as_before(folder, kind="bert"):
-    return same(load_backbone(folder).state_dict(), load_backbone(GOLDEN / kind).state_dict())
+    return same(load_backbone(folder).state_dict(), golden_weights(kind))
+
+
+@cache
+def golden_weights(kind):
+    return load_backbone(GOLDEN / kind).state_dict()
 
 
 def refused(folder, kind, *parts):

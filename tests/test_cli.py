@@ -128,17 +128,21 @@ STARTS = """
 import sys
 sys.modules["torch"] = None
 from mini_ee.cli.main import main
-main({argv})
+for command in {commands}:
+    try:
+        main([*command, "--help"])
+    except SystemExit as stop:
+        assert not stop.code
 """
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_the_parser_starts_without_torch(command):
-    code = STARTS.format(argv=[*([command] if command else []), "--help"])
+def test_the_parser_starts_without_torch():
+    commands = [[], *([command] for command in COMMANDS)]
+    code = STARTS.format(commands=commands)
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
     )
-    assert found.returncode == 0 and found.stdout.startswith("usage: mini-ee"), found.stderr
+    assert found.returncode == 0 and found.stdout.count("usage: mini-ee") == len(commands), found.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import functools
 import random
 import shutil
 from dataclasses import fields, replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -303,8 +304,8 @@ def one_line(capsys, *argv):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_option_of_another_method_is_refused(method, tmp_path, capsys):
     known = {field.name for part in (load_method(method).config, *SHARED) for field in fields(part)}
-    others = {name for other in METHODS for name in load_method(other).config.__dataclass_fields__}
-    for name in ("no-such", *sorted(others - known)):
+    others = (sorted(load_method(other).config.__dataclass_fields__.keys() - known)[:1] for other in METHODS)
+    for name in ("no-such", *sorted(set(chain(*others)))):
         option = f"--{name.replace('_', '-')}"
         status, said = one_line(capsys, "train", method, "--out", tmp_path / "x", option, "1")
         assert status == 2 and option in said

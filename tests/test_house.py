@@ -1,6 +1,7 @@
 """The plan of the house: what stands where, imports that go down the floors, and sizes that a reader can take in."""
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -62,6 +63,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.load",
     "export.serving.replicas",
     "export.serving.server",
+    "export.serving.triton_model",
     "export.serving.watch",
     "export.serving.worker",
     "cli.main",
@@ -198,11 +200,33 @@ def test_the_top_of_the_package_fits_on_a_page():
     assert len(top - {"__main__.py"}) <= TOP_ENTRIES
 
 
+def test_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 @pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md", "export/serving/README.md"])
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"`((?:mini_ee|tests|weights|export|results)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_the_figures_of_the_weights_are_those_of_their_recipes():
+    page = " ".join((ROOT / "weights" / "README.md").read_text().split())
+    bert, llama = (
+        json.loads((ROOT / f"weights/{name}/recipe.json").read_text()) for name in ("bert-12x128", "llama-8x192")
+    )
+    said, texts = bert["held_out"], bert["texts"]
+    assert f"{bert['parameters']:,} parameters" in page and f"{llama['parameters']:,} parameters" in page
+    assert f"Kept: {sum(texts.values()):,} texts, of which {texts['held_out']:,}, drawn by seed" in page
+    assert f"loss {said['mlm']:.2f} nats (by token frequency alone: {said['unigram_loss']:.2f})" in page
+    assert f"{said['right'] * 100:.1f} % of the masked tokens guessed" in page
+    cosines = (f"{said[key]:.3f}".removeprefix("0") for key in ("cosine", "pooler_cosine"))
+    assert "{} from the mean of the last layer and {} from the pooler".format(*cosines) in page
+    said, stories = llama["held_out"], llama["stories"]
+    assert f"({stories['train']:,}, {llama['tokens_of_all_stories']:,} tokens)" in page
+    alone = f"(by token frequency alone: {said['unigram_loss']:.2f} nats)"
+    assert f"{said['loss']:.2f} nats a token, perplexity {said['perplexity']:.1f} {alone}" in page
 
 
 def test_the_package_ships_nothing_above_20_megabytes():

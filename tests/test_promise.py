@@ -4,6 +4,7 @@ import json
 from math import comb, factorial
 
 import numpy as np
+import promise_figures
 import pytest
 
 import mini_ee.training.promise as promise
@@ -376,3 +377,15 @@ def test_a_regression_is_promised_in_mean_absolute_error():
     record = recorded(np.stack([noise, noise, noise, values], axis=1)[:, :, None], (1, 2, 3, 4))
     chosen = default_rule(record, NUMBERS, values)
     assert chosen.promise is None and record.replay(chosen.rule).layers_run.min() == 4
+
+
+# ---- What the promises keep on real rows ----
+
+
+def test_the_page_is_made_of_the_figures_that_are_kept_and_the_promises_hold():
+    figures = json.loads(promise_figures.FIGURES.read_text())
+    assert promise_figures.page(figures) == promise_figures.PAGE.read_text(), "python tests/promise_figures.py --page"
+    assert all(each["promised"] and each["exceeded"] <= 0.05 for each in figures["default"])
+    for each in figures["calibrate"]:
+        assert each["kept"]["sets"] == 1000 and each["kept"]["conformal"] >= each["epsilon"]
+        assert each["broken"]["delta"] <= 0.05

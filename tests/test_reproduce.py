@@ -5,12 +5,13 @@ import re
 import statistics
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
+from mini_ee.data.files import read_json, sole_writer
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
 from mini_ee.measure.reproduce.page import OTHERS, claims_page, judge, page, read_kept
@@ -250,6 +251,28 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
     assert trained == [1.0, 2.0, 3.0, 3.0] and kept["chosen"] == {"lr": 2.0} and set(kept["seeds"]) == {"0"}
     experiments.run_case(tmp_path, case, 1, sources, lambda text: None)
     assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
+
+
+@pytest.mark.parametrize(("held", "ran"), [("reviews joint", 0), ("reviews two-stage", 1)])
+def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
+    """What another process holds is left to it, and what is compared with that; the rest is run."""
+    trained = []
+
+    def train(folder, options, *about):
+        trained.append(options["method"])
+        folder.mkdir(parents=True)
+        return SimpleNamespace(config={})
+
+    monkeypatch.setattr(experiments, "_trained", train)
+    monkeypatch.setattr(experiments, "_chosen", lambda *about: {})
+    monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    with sole_writer(experiments.file_of(tiny / "raee", held)):
+        assert main(command) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ran"] == len(trained) == ran
+    assert f"{2 - ran} are left to other processes" in said.err
+    assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
 
 
 def test_other_settings_are_run_anew(tmp_path):

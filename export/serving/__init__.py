@@ -6,6 +6,7 @@ watch.py    what is counted, as Prometheus reads it; the promise in service
 app.py      HTTP with JSON; server.py, which runs it on uvicorn (the extra `serve`)
 replicas.py the same application and worker in several processes, on Ray Serve (the extra `ray`)
 load.py     the load generator; bench.py, with torch, measures with it
+triton_model.py  the worker as a model of NVIDIA Triton's; see export/triton.py
 """
 
 from mini_ee.export.serving.engines import engine_of

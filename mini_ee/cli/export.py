@@ -12,7 +12,9 @@ def add(sub) -> None:
     from mini_ee.cli.rules import add_retrieval, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN", help="or a decoder's checkpoint")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not be there")
+    where = sub.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder to write; must not be there")
+    where.add_argument("--triton", type=Path, metavar="DIR", help="or a model repository for Triton Inference Server")
     sub.add_argument("--task", metavar="DIR", help="verify on this task's sentences instead of the built-in ones")
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
@@ -32,8 +34,11 @@ def run(args, say) -> dict:
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.data.tasks import load_task
     from mini_ee.export.page import vendor_command
+    from mini_ee.export.triton import write_repository
     from mini_ee.training.train import check_task
 
+    if args.triton and args.web:
+        raise WrongArguments("--web: the page has a folder of its own; name it with --out, apart from --triton")
     args.device = "cpu"
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))
@@ -44,8 +49,9 @@ def run(args, say) -> dict:
         task = load_task(args.task)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
+    write, out = (write_repository, args.triton) if args.triton else (mini_ee.export, args.out)
     parts = {"segments": args.segments, "web": args.web}
-    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, **parts)
+    manifest = write(opened, out, texts=texts, precision=precision, seed=args.seed, **parts)
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
     equal = verified.get("token_agreement", verified.get("prediction_agreement"))
@@ -55,10 +61,10 @@ def run(args, say) -> dict:
         f"{equal:.1%} of the {'tokens' if what else 'predictions'} and {verified['exit_agreement']:.1%} of the exits "
         f"equal."
     )
-    say(f"Exported: {args.out}")
+    say(f"Exported: {out}")
     if args.web:
         missing = vendor_command(args.out)
         say(f"Page, without its libraries: run {missing}" if missing else f"Page: python -m http.server -d {args.out}")
     answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
-    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    return answer | {"export": str(args.out), "bytes": size, "seconds": time.perf_counter() - begin}
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return answer | {"export": str(out), "bytes": size, "seconds": time.perf_counter() - begin}

@@ -1,4 +1,4 @@
-"""`mini-ee reproduce PAPER`: a paper's experiments, and the page that says what came out."""
+"""`mini-ee reproduce PAPER`: a paper's experiments, and the page that says what came out. Calls share the work."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ The probability is not taken at points of the nuisance but bounded over cells of
 only lower the statistic, so a cell's highest probability is at most that of its least p(worse) with its highest
 p(better). The test is valid for every n. It needs fewer rows than the bounds that hold for any bounded loss: for a rule
 with p(worse) = p(better) = .02, max_loss .01 and four hold-outs in five, 3,000; a betting test (Waudby-Smith & Ramdas
-2024) 6,000, an empirical Bernstein bound (Maurer & Pontil 2009) 8,000 (`tests/promise_resampling.py --bounds`).
+2024) 6,000, an empirical Bernstein bound (Maurer & Pontil 2009) 8,000 (results/promises.md).
 """
 
 import math

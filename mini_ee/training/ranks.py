@@ -6,7 +6,8 @@ states and scores every rank computes alike, and rank 0's score decides. Rank 0 
 process nothing here does anything.
 
 Each rank has its own dropout and samples, statistics of a batch norm (DREE; rank 0's stay), and means over a part of a
-batch (CAT).
+batch (CAT). Each holds the model whole, 16 bytes a parameter that learns: from a billion on, look for a tool that
+shards it (FSDP).
 """
 
 import os

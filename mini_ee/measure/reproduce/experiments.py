@@ -1,5 +1,7 @@
 """Train what is missing, measure it, and keep a small JSON of every case: a run that was stopped goes on where it was.
 
+Several processes may do so side by side: a case is run by one at a time.
+
 OUT/PAPER/CASE.json    settings, the rates that the hold-out chose, and by seed figures, lists, and how it was made
 OUT/PAPER/runs/        trainings under way; removed when they are measured
 """
@@ -9,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +29,10 @@ from mini_ee.training.train import train
 
 DIGITS = 5  # of a figure in JSON
 SENTENCES = "SST-2 sentences"
+
+
+class Held(Exception):
+    """Another process runs this case, or the one from whose last exit its points of loss are counted."""
 
 
 class Sources:
@@ -84,16 +91,18 @@ def read_case(folder: Path, case: Case) -> dict:
 
 
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
-    """Train and measure one case with one seed, if that is not done yet, and keep it."""
+    """Train and measure one case with one seed, if that is not done yet, and keep it. Raises Held."""
     path = file_of(folder, case.name)
     at = _trainings(path, seed)
-    with sole_writer(path):
+    with ExitStack() as alone:
+        try:
+            alone.enter_context(sole_writer(path))
+        except FileExistsError:
+            raise Held(case.name) from None
         kept = read_case(folder, case)
         if str(seed) in kept["seeds"]:
             return
-        reference = None
-        if case.reference and case.reference != case.name:
-            reference = read_json(file_of(folder, case.reference))["seeds"][str(seed)]["figures"]
+        reference = _reference(folder, case, seed)
         say(f"{case.name}, seed {seed}")
         if any(_is_choice(value) for value in case.options.values()):
             if "chosen" not in kept:
@@ -107,6 +116,17 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         }
         write_json(path, kept)
         shutil.rmtree(at.parent)
+
+
+def _reference(folder: Path, case: Case, seed: int) -> dict | None:
+    """The figures from which points of loss are counted, where they are another case's."""
+    if case.reference in (None, case.name):
+        return None
+    path = file_of(folder, case.reference)
+    seeds = read_json(path)["seeds"] if path.exists() else {}
+    if str(seed) not in seeds:
+        raise Held(case.reference)
+    return seeds[str(seed)]["figures"]
 
 
 def _trainings(path: Path, seed: int) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mini_ee.data.files import write_bytes
 from mini_ee.measure.figures import can_draw
-from mini_ee.measure.reproduce.experiments import Sources, read_case, run_case
+from mini_ee.measure.reproduce.experiments import Held, Sources, read_case, run_case
 from mini_ee.measure.reproduce.page import OTHERS, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
@@ -26,7 +26,8 @@ def reproduce(
     """Train and measure what is missing, then write OUT/PAPER.md, its pictures, and OUT/README.md.
 
     seeds: all cases are run with the first before the second is begun. What is kept of an earlier call, of a killed one
-    too, is not run again. Raises WrongArguments for a model or a task that is not there.
+    too, is not run again; what another process is running is left to it, so that several calls share the work. Raises
+    WrongArguments for a model or a task that is not there.
     """
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
@@ -38,13 +39,27 @@ def reproduce(
         (case, seed) for seed in seeds for case in asked.values() if str(seed) not in read_case(folder, case)["seeds"]
     ]
     say(f"{len(asked)} cases with {len(seeds)} seeds; {len(missing)} to run.")
-    for number, (case, seed) in enumerate(missing, 1):
-        run_case(folder, case, seed, found, lambda text, number=number: say(f"[{number} of {len(missing)}] {text}"))
-        write_page(paper, recipe, out, quick)
+    left, before = missing, None
+    while left != before:
+        before, left = left, []
+        for case, seed in before:
+            try:
+                run_case(folder, case, seed, found, say)
+            except Held:
+                left.append((case, seed))
+                continue
+            write_page(paper, recipe, out, quick)
+    if left:
+        say(f"{len(left)} are left to other processes, which are running them or what they are compared with.")
     path = write_page(paper, recipe, out, quick)
     write_claims(out, quick)
     say(f"Page: {path}")
-    return {"paper": paper, "page": str(path), "ran": len(missing), "wall_seconds": time.perf_counter() - begin}
+    return {
+        "paper": paper,
+        "page": str(path),
+        "ran": len(missing) - len(left),
+        "wall_seconds": time.perf_counter() - begin,
+    }
 
 
 def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:

@@ -1,0 +1,98 @@
+"""A model repository for NVIDIA Triton Inference Server: `mini-ee export RUN --triton DIR`.
+
+DIR/classify/config.pbtxt          text in, an answer out, by Triton's Python backend; of a decoder DIR/generate/
+DIR/classify/configs/graph.pbtxt   token ids in, logits out, by its onnxruntime backend, which batches requests of one
+                                   length: `tritonserver --model-config-name graph`. Only where model.onnx itself stops
+                                   as the run does: not for decoders, nor for rules that look texts up
+DIR/classify/1/                    the exported folder, see writer.py, with graphs by segment for rows
+DIR/classify/1/model.py            serving/triton_model.py, which the Python backend runs
+
+A configuration names no model: the folder's name is the model's, and may be changed.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, ValueInfoProto
+
+from mini_ee.data.files import atomic_folder, write_bytes
+from mini_ee.export import writer
+from mini_ee.export.serving.worker import BATCH
+from mini_ee.rules import Rule
+from mini_ee.training.run import Run
+
+TEXTS = {1: ("text",), 2: ("text", "text_b")}
+"""Number of texts in a row -> inputs, by the names that `mini-ee serve` knows them by."""
+
+TYPES = {TensorProto.INT64: "TYPE_INT64", TensorProto.FLOAT: "TYPE_FP32"}
+
+
+def write_repository(run: Run, out: str | Path, segments: bool = False, **options) -> dict:
+    """Write the repository and return the manifest of its exported folder. options, errors: as of writer.export."""
+    rows = run.unit != "tokens"
+    with atomic_folder(out) as repository:
+        model = repository / ("classify" if rows else "generate")
+        version = model / "1"
+        manifest = writer.export(run, version, segments=segments or rows, **options)
+        shutil.copyfile(Path(__file__).parent / "serving" / "triton_model.py", version / "model.py")
+        write_bytes(model / "config.pbtxt", _texts_config(run).encode())
+        if rows and _stops_by_itself(run.rule):
+            (model / "configs").mkdir()
+            graph = onnx.load(version / "model.onnx", load_external_data=False).graph
+            write_bytes(model / "configs" / "graph.pbtxt", _graph_config(graph).encode())
+    return manifest
+
+
+def _stops_by_itself(rule: Rule) -> bool:
+    """Whether model.onnx does what the rule says with nothing but token ids."""
+    return not rule.plans_from_texts and (rule.needs is None or type(rule).graph_stop is not Rule.graph_stop)
+
+
+def _texts_config(run: Run) -> str:
+    """Of the Python backend: one text a request, so no axis of batches."""
+    if run.unit == "tokens":
+        inputs = [_tensor("text", "TYPE_STRING", [1]), _tensor("max_new_tokens", "TYPE_UINT32", [1], "optional: true")]
+        said = {"text": ("TYPE_STRING", 1), "tokens": ("TYPE_INT64", -1), "layers": ("TYPE_INT64", -1)}
+    else:
+        inputs = [_tensor(name, "TYPE_STRING", [1]) for name in TEXTS[run.config["task"]["texts"]]]
+        label = {"label": ("TYPE_STRING", 1), "confidence": ("TYPE_FP32", 1)}
+        said = label if run.label_names else {"label": ("TYPE_FP32", 1)}
+        said |= {"exit": ("TYPE_INT64", 1), "layers": ("TYPE_FP32", 1)}
+    outputs = [_tensor(name, kind, [size]) for name, (kind, size) in said.items()]
+    begin = "# one text in, an answer out: 1/model.py", 'backend: "python"', "max_batch_size: 0"
+    worker = "# one worker for all requests; where there is a GPU, it runs its graphs there"
+    return _config(begin, inputs, outputs, (worker, "instance_group [ { kind: KIND_CPU, count: 1 } ]"))
+
+
+def _graph_config(graph: onnx.GraphProto) -> str:
+    """Of the onnxruntime backend. Inputs that have values of their own (the rule's thresholds) have no axis of batches,
+    and are left out: the rule is the run's.
+    """
+    own = {each.name for each in graph.initializer}
+    inputs = [_batched(each) for each in graph.input if each.name not in own]
+    outputs = [_batched(each) for each in graph.output]
+    begin = "# rows of token ids in, logits out: 1/model.onnx", 'backend: "onnxruntime"', f"max_batch_size: {BATCH}"
+    batching = "# requests of one length that wait at the same time", "dynamic_batching { }"
+    return _config(begin, inputs, outputs, (*batching, "instance_group [ { count: 1 } ]"))
+
+
+def _batched(value: ValueInfoProto) -> str:
+    """A tensor of the graph as Triton counts its axes: without the first, that of batches. Raises ValueError where
+    that is of one size.
+    """
+    batch, *dims = [axis.dim_value or -1 for axis in value.type.tensor_type.shape.dim]
+    if batch != -1:
+        raise ValueError(f"model.onnx: expected {value.name} with an axis of batches, found {batch} in its place")
+    kind = TYPES[value.type.tensor_type.elem_type]
+    return _tensor(value.name, kind, dims) if dims else _tensor(value.name, kind, [1], "reshape: { shape: [ ] }")
+
+
+def _tensor(name: str, kind: str, dims: list[int], *more: str) -> str:
+    return "  { " + ", ".join((f'name: "{name}"', f"data_type: {kind}", f"dims: {dims}", *more)) + " }"
+
+
+def _config(begin: Sequence[str], inputs: Sequence[str], outputs: Sequence[str], end: Sequence[str]) -> str:
+    tensors = ["input [", ",\n".join(inputs), "]", "output [", ",\n".join(outputs), "]"]
+    return "\n".join([*begin, *tensors, *end, ""])

@@ -1,0 +1,280 @@
+"""The figures of results/promises.md: how often each promise is broken on rows that it was not made on.
+
+    MINI_EE_SHARED=../shared python tests/promise_figures.py [--work /tmp/promise_figures]    measures; writes the JSON
+    python tests/promise_figures.py --page                                                    writes the page from it
+
+One training of `joint` on MiniLM for each task; every exit is recorded once on rows of the task's own train split that
+the training never saw. Then rows are drawn again and again: some make the promise, all others say whether it is kept.
+Recordings stay in the work folder, so that a second run only draws.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from mini_ee.calibration import COMPARED, broken_promises, kept_by_sets
+from mini_ee.data.tasks import Task, load_task
+from mini_ee.early_exit import Recorded
+from mini_ee.rules import NeverExit, Rule
+from mini_ee.training.promise import POWER, paired_p_values
+from mini_ee.training.rule import default_rule, observe, thresholds
+from mini_ee.training.run import load_run
+from mini_ee.units.recording import Record, predictions, record
+
+SEED = 0
+
+EXITS = (2, 4, 6)
+
+MAX_LOSS = 0.01
+
+TASKS = {"SST-2": (6_000, 20_000, (600, 3_000)), "TREC": (2_000, None, (600, 1_500))}
+"""name -> rows to train on, rows to record at most, sizes of the hold-out."""
+
+DRAWS, SETS, EPSILONS, MEASURE = 200, 1000, (0.9, 0.95), "max_probability"
+RESULTS = Path(__file__).parent.parent / "results"
+FIGURES, PAGE = RESULTS / "promises.json", RESULTS / "promises.md"
+
+
+def record_unseen(work: Path, shared: Path, name: str, rows: int, most: int | None) -> Path:
+    """Train on `rows` rows of train, and record what every exit says of the others: logits (N, K, C), labels (N,)."""
+    path = work / f"{name}.npz"
+    if path.exists():
+        return path
+    header, *lines = (shared / "data" / name / "train.tsv").read_text().splitlines()
+    lines = [lines[row] for row in np.random.default_rng(SEED).permutation(len(lines))]
+    first = round(rows / 0.9)  # training holds a tenth of its rows out
+    folder = work / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, some in (("train", lines[:first]), ("dev", lines[first:][:most])):
+        (folder / f"{split}.tsv").write_text("\n".join([header, *some]) + "\n")
+    model = shared / "weights" / "all-MiniLM-L6-v2"
+    command = ["-m", "mini_ee", "train", "joint", "--model", model, "--task", folder]
+    command += ["--exits", ",".join(map(str, EXITS))]
+    subprocess.run([sys.executable, *command, "--out", work / f"{name}-run"], check=True)
+    run, unseen = load_run(work / f"{name}-run"), load_task(folder).split("dev")
+    recorded = record(run.segments(), run.encode(unseen.texts), 64, progress=f"recording {name}")
+    partial = path.with_suffix(".part.npz")
+    np.savez(partial, logits=recorded.logits, labels=unseen.labels)
+    partial.rename(path)
+    return path
+
+
+def rows_of(logits: np.ndarray) -> Record:
+    """Logits (N, K, C) as a record that rules are replayed on."""
+    layers = np.diff((0, *EXITS)).tolist()
+    return Record(Recorded(EXITS, logits, np.ones((*logits.shape[:2], 2)), layers), logits, 1.0)
+
+
+def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
+    """The rule that saves most among those that lose at most MAX_LOSS on the hold-out itself."""
+    best, most = NeverExit(), 0.0
+    for rule in thresholds(recorded):
+        loss, saved = outcome(recorded, labels, rule)
+        if loss.mean() <= MAX_LOSS and saved.mean() > most:
+            best, most = rule, saved.mean()
+    return best
+
+
+def outcome(recorded: Record, labels: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
+    """For each row: right(last) - right(rule), and the share of the layers that is saved."""
+    result = recorded.replay(rule)
+    right = predictions(recorded.logits[:, -1]) == labels, predictions(result.logits) == labels
+    return right[0].astype(int) - right[1], 1 - result.layers_run / EXITS[-1]
+
+
+def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int) -> dict:
+    """The default rule of so many hold-outs of this size, beside the rule without a bound: means over the draws."""
+    task = Task(name, tuple(map(str, range(logits.shape[2]))), ("accuracy",), {})
+    everything, random, found = rows_of(logits), np.random.default_rng(SEED), []
+    for _ in tqdm(range(DRAWS), desc=f"{name} {size}", delay=2):
+        held = np.zeros(len(labels), bool)
+        held[random.permutation(len(labels))[:size]] = True
+        recorded = rows_of(logits[held])
+        chosen = default_rule(recorded, task, labels[held], MAX_LOSS)
+        loss, saved = outcome(everything, labels, chosen.rule)
+        free_loss, free_saved = outcome(everything, labels, without_bound(recorded, labels[held]))
+        promised = chosen.promise is not None
+        found.append(
+            {
+                "promised": promised,
+                "exceeded": promised and loss[~held].mean() > MAX_LOSS,
+                "exceeded_all_rows": promised and loss.mean() > MAX_LOSS,
+                "saved": saved[~held].mean(),
+                "without_bound_exceeded": free_loss[~held].mean() > MAX_LOSS,
+                "without_bound_saved": free_saved[~held].mean(),
+            }
+        )
+    means = {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+    return {"task": name, "hold_out": size, "rest": len(labels) - size} | means
+
+
+def calibrated(name: str, logits: np.ndarray) -> list[dict]:
+    """What `calibrate` promises, over SETS draws of the rows that it is made on, for each of EPSILONS."""
+    observed, found = observe(rows_of(logits), MEASURE), []
+    for epsilon in EPSILONS:
+        kept = kept_by_sets(observed, epsilon, SETS, SEED)
+        broken = broken_promises(observed, epsilon, COMPARED, MEASURE, SETS, SEED)
+        found.append({"task": name, "epsilon": epsilon, "rows": kept.pop("groups_a_set"), "kept": kept})
+        found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
+    return found
+
+
+# ---- Other bounds ----
+ALPHA = 0.05
+
+SIZES = (300, 350, 400, 500, 600, 800, 1000, 1250, 1500, 2000, 2500, 3000, 4000, 5000, 6000, 8000, 10000, 14000)
+
+
+def exact(losses: np.ndarray) -> np.ndarray:
+    return paired_p_values(losses, MAX_LOSS) <= ALPHA
+
+
+def betting(losses: np.ndarray) -> np.ndarray:
+    """Waudby-Smith & Ramdas 2024: plug-in bets against a loss of MAX_LOSS, won at a capital of 1 / ALPHA."""
+    seen = np.arange(1, losses.shape[1] + 1)
+    mean = np.cumsum(losses, axis=1) / (seen + 1)
+    variance = (0.01 + np.cumsum((losses - mean) ** 2, axis=1)) / (seen + 1)
+    before = np.concatenate((np.full((len(losses), 1), 0.02), variance[:, :-1]), axis=1)
+    bets = np.minimum(np.sqrt(2 * math.log(1 / ALPHA) / (losses.shape[1] * before)), 0.9 / (1 - MAX_LOSS))
+    return np.cumsum(np.log1p(bets * (MAX_LOSS - losses)), axis=1).max(axis=1) >= math.log(1 / ALPHA)
+
+
+def empirical_bernstein(losses: np.ndarray) -> np.ndarray:
+    """Maurer & Pontil 2009, for losses of range 2."""
+    rows, log = losses.shape[1], math.log(2 / ALPHA)
+    bound = np.sqrt(2 * losses.var(axis=1, ddof=1) * log / rows) + 7 * 2 * log / (3 * (rows - 1))
+    return losses.mean(axis=1) + bound <= MAX_LOSS
+
+
+def rows_by_bound() -> list[dict]:
+    """The fewest of SIZES with which a promise is made for POWER of the hold-outs; None where the most do not do."""
+    rows, random = [], np.random.default_rng(SEED)
+    for worse, better in ((0, 0), (0.005, 0.005), (0.01, 0.01), (0.02, 0.02), (0.03, 0.03), (0.007, 0.002)):
+        row = {"worse": worse, "better": better}
+        for bound in (exact, betting, empirical_bernstein):
+            row[bound.__name__] = None
+            for size in SIZES:
+                losses = random.choice(
+                    np.array([1, -1, 0], np.int8), (DRAWS, size), p=[worse, better, 1 - worse - better]
+                )
+                if bound(losses).mean() >= POWER:
+                    row[bound.__name__] = size
+                    break
+        rows.append(row)
+    return rows
+
+
+def measured(shared: Path, work: Path) -> dict:
+    """What the page is made of."""
+    found = {"tasks": [], "default": [], "calibrate": [], "bounds": rows_by_bound()}
+    for name, (trained, most, sizes) in TASKS.items():
+        with np.load(record_unseen(work, shared, name, trained, most)) as saved:
+            logits, labels = saved["logits"], saved["labels"]
+        accuracy = (logits.argmax(-1) == labels[:, None]).mean(0)
+        found["tasks"].append(
+            {"task": name, "trained": trained, "recorded": len(labels), "accuracy": accuracy.tolist()}
+        )
+        found["default"] += [resample(name, logits, labels, size) for size in sizes]
+        found["calibrate"] += calibrated(name, logits)
+    return found
+
+
+# ---- The page ----
+PAGE_TEXT = """# Are the promises kept?
+
+A promise holds for rows like those that it was made on. Here rows are drawn again and again from one task: some make
+the promise, all others say whether it is kept. `tests/promise_figures.py` measures, keeps
+[promises.json](promises.json), and writes this page from it.
+
+MiniLM with exits after layers {exits}, trained by `joint`; the rows drawn from are those of the task's train split that
+were not trained on.
+
+| task | rows trained on | rows drawn from | accuracy at the exits |
+|---|---|---|---|
+{tasks}
+
+## The default rule: at most {max_loss} of accuracy lost, with confidence .95
+
+{draws} hold-outs of each size. Broken: on all other rows the rule loses more than was promised. Beside it the rule that
+saves most among those that lose at most {max_loss} on the hold-out itself, which promises nothing. Where few rows are
+left to check on, luck moves what they say; so the loss over all recorded rows is given too.
+
+| task | hold-out | a promise is made | broken | broken, by all rows | layers saved | without a bound: broken | saved |
+|---|---|---|---|---|---|---|---|
+{default}
+
+How large a hold-out must be, so that four in five lead to a promise, for a rule that is worse and better than the last
+exit on so many rows: by the test that is used (Tango's score, exact), by betting (Waudby-Smith & Ramdas 2024), and by
+an empirical Bernstein bound (Maurer & Pontil 2009).
+
+| worse | better | exact | betting | empirical Bernstein |
+|---|---|---|---|---|
+{bounds}
+
+## `calibrate`: agreement with the last exit
+
+{sets:,} draws of a quarter of the rows; the thresholds are of the largest probability. Kept: the share of fresh rows
+that leave with the last exit's answer, the mean over draws. `--promise conformal` (CAT) promises epsilon of that mean.
+The paper's tau (self-supervised exits, section 3.3) and `--delta` promise something else: that at every exit the rows
+that are sure enough agree so often. Broken: the share of draws in which some exit does not.
+
+| task | epsilon | rows a draw | kept: conformal | by tau | by delta {delta} | exits broken: by tau | by delta {delta} |
+|---|---|---|---|---|---|---|---|
+{calibrate}
+
+Conformal's mean may lie above epsilon: a cut counts every exit that would be wrong above it, also one behind the exit
+where the row has left.
+"""
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def page(figures: dict) -> str:
+    """results/promises.md."""
+    tasks = [
+        [each["task"], f"{each['trained']:,}", f"{each['recorded']:,}", ", ".join(f"{a:.3f}" for a in each["accuracy"])]
+        for each in figures["tasks"]
+    ]
+    shares = "promised", "exceeded", "exceeded_all_rows", "saved", "without_bound_exceeded", "without_bound_saved"
+    default = [
+        [each["task"], f"{each['hold_out']:,}", *(share(each[key]) for key in shares)] for each in figures["default"]
+    ]
+    bounds = [
+        [share(each["worse"]), share(each["better"])]
+        + [f"{each[bound.__name__] or f'over {SIZES[-1]}'}" for bound in (exact, betting, empirical_bernstein)]
+        for each in figures["bounds"]
+    ]
+    calibrate = [
+        [each["task"], str(each["epsilon"]), f"{each['rows']:,}"]
+        + [f"{each['kept'][key]:.4f}" for key in ("conformal", "paper", "delta")]
+        + [share(each["broken"][key]) for key in ("paper", "delta")]
+        for each in figures["calibrate"]
+    ]
+    tables = {"tasks": tasks, "default": default, "bounds": bounds, "calibrate": calibrate}
+    lines = {name: "\n".join(f"| {' | '.join(row)} |" for row in rows) for name, rows in tables.items()}
+    exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
+    text = PAGE_TEXT.format(**lines, exits=exits, max_loss=MAX_LOSS, draws=DRAWS, sets=SETS, delta=COMPARED)
+    parts = text.strip().split("\n\n")
+    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 118) for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", type=Path, default=Path("/tmp/promise_figures"))
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    given = parser.parse_args()
+    if not given.page:
+        found = measured(Path(os.environ["MINI_EE_SHARED"]), given.work)
+        FIGURES.write_text(json.dumps(found, indent=2) + "\n")
+    PAGE.write_text(page(json.loads(FIGURES.read_text())))
+    print(PAGE.read_text())
