@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from test_serve_http import KILLS, PROMPTS, SENTENCES, ask, free_port, ran, together
@@ -33,6 +35,11 @@ DEADLINE = 5.0  # seconds, of each request of the load
 def line_of(folder, port, *options):
     named = ["--engine", "ray", "--replicas", "2", "--port", str(port), "--threads", "1", *options]
     return [sys.executable, "-m", "mini_ee", "serve", str(folder), *named]
+
+
+def children(process, name):
+    found = subprocess.run(["pgrep", "-P", str(process), "-f", name], capture_output=True, text=True)
+    return [int(number) for number in found.stdout.split()]
 
 
 class Cluster:
@@ -55,9 +62,9 @@ class Cluster:
         self._began.set()
 
     def replicas(self):
-        """Their processes, by what Ray calls them."""
-        found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:mini-ee"], capture_output=True, text=True)
-        return [int(number) for number in found.stdout.split()]
+        """Their processes: the program's Ray has them as children."""
+        raylets = children(self.process.pid, "/raylet/raylet ")
+        return [replica for raylet in raylets for replica in children(raylet, "^ray::ServeReplica:mini-ee")]
 
     def names(self):
         """Of the replicas, as /metrics shows them, and how many requests each has answered."""
@@ -76,8 +83,8 @@ class Cluster:
         raise AssertionError("".join(self.said))
 
     def close(self):
-        self.process.kill()
-        self.process.wait(20)
+        self.process.terminate()  # a kill would leave some of Ray's processes behind
+        self.process.wait(60)
         self._reader.join(20)
         self.process.stdout.close()
         self.process.stderr.close()
@@ -144,15 +151,15 @@ def test_what_is_wrong_is_told_as_by_one_process(cluster):
 
 # ---- Replicas that die ----
 def test_clients_of_killed_replicas_get_an_answer_or_an_error_in_time_and_ray_brings_them_back(cluster):
-    """50 kills were made by hand, with MINI_EE_KILLS=50."""
+    """50 kills were made by hand, with MINI_EE_KILLS=50 and -s."""
     with load(cluster.port) as seen:
         for _ in range(KILLS):
             os.kill(cluster.replicas()[0], signal.SIGKILL)
             cluster.whole()
-    statuses = {status for status, _ in seen}
-    assert statuses <= {200, 503}, statuses
-    assert max(seconds for _, seconds in seen) < DEADLINE + 1
-    assert sum(status == 200 for status, _ in seen) > 0.9 * len(seen)
+    statuses, slowest = Counter(status for status, _ in seen), max(seconds for _, seconds in seen)
+    print(f"{KILLS} kills: {dict(statuses)}, slowest {slowest:.2f} s")
+    assert set(statuses) <= {200, 503} and slowest < DEADLINE + 1
+    assert statuses[200] > 0.9 * len(seen)
 
 
 def test_a_deadline_is_kept_while_there_is_no_replica(cluster):
@@ -207,13 +214,15 @@ def test_sigterm_drains_and_leaves_nothing_behind(cluster):
     asking = threading.Thread(target=lambda: found.extend(together(cluster.port, [body] * 16, "/generate")))
     asking.start()
     time.sleep(0.05)
+    replicas = cluster.replicas()
     cluster.process.send_signal(signal.SIGTERM)
     asking.join(30)
     assert {status for status, *_ in found} <= {200, 503}
     assert cluster.process.wait(60) == 0
     summary = json.loads(cluster.process.stdout.read())
     assert summary["requests"]["answered"] >= sum(status == 200 for status, *_ in found)
-    assert not cluster.replicas() and "Traceback" not in "".join(cluster.said)
+    assert len(replicas) == 2 and not any(Path(f"/proc/{replica}").exists() for replica in replicas)
+    assert any("drained" in said for said in cluster.said)
 
 
 # ---- In front of the proxy ----

@@ -159,7 +159,7 @@ def serve(make: Callable[[], Worker], size: Size, host: str, port: int, ready: C
         while not joins:
             time.sleep(1)
     except (ray.exceptions.RayError, RuntimeError) as error:
-        raise ValueError(f"Ray could not serve: {str(error).strip().splitlines()[-1]}") from None
+        raise ValueError(f"Ray could not serve: {str(error).strip().splitlines()[-1]} Its own lines say why") from None
     except KeyboardInterrupt:
         return None if joins else _drained()
     finally:
