@@ -173,16 +173,17 @@ def test_a_deadline_is_kept_while_there_is_no_replica(cluster):
 
 
 # ---- Another model ----
-def handed_over(folder, port, *options):
+def handed_over(cluster, folder, *options):
     """The command that replaces what a cluster serves."""
-    line = line_of(folder, port, *options)
-    return subprocess.run(line, env=os.environ | {"RAY_ADDRESS": "auto"}, capture_output=True, text=True, timeout=120)
+    (address,) = re.findall(r"RAY_ADDRESS=([\d.:]+)", "".join(cluster.said))
+    line, named = line_of(folder, cluster.port, *options), os.environ | {"RAY_ADDRESS": address}
+    return subprocess.run(line, env=named, capture_output=True, text=True, timeout=120)
 
 
 def test_another_export_takes_over_without_a_lost_request(cluster, runtime):
     before = cluster.whole()
     with load(cluster.port) as seen:
-        found = handed_over(runtime.folder, cluster.port)
+        found = handed_over(cluster, runtime.folder)
         assert found.returncode == 0 and "the cluster serves it now" in found.stderr, found.stderr
         assert not set(cluster.whole(but=before)) & set(before)
     assert {status for status, _ in seen} == {200}
@@ -190,7 +191,7 @@ def test_another_export_takes_over_without_a_lost_request(cluster, runtime):
 
 def test_a_replica_refuses_what_is_above_its_queue(cluster, decoder):
     """By itself: were fewer handed to it at a time, as Ray does by default, its batches would not fill."""
-    assert handed_over(decoder.folder, cluster.port, "--queue", "2").returncode == 0
+    assert handed_over(cluster, decoder.folder, "--queue", "2").returncode == 0
     cluster.whole()
     found = together(cluster.port, [{"text": "the film", "max_new_tokens": 12}] * 32, "/generate")
     assert {status for status, *_ in found} == {200, 503}

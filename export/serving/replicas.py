@@ -138,7 +138,7 @@ def front() -> list[Middleware]:
 
 
 def serve(make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None]) -> Counter | None:
-    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the address.
+    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the addresses.
 
     make: makes a replica's worker; it is sent to a process that imports what it needs. port 0: a free one.
     Returns what became of the requests, of the replicas that were there at the end; where the environment names a
@@ -155,13 +155,18 @@ def serve(make: Callable[[], Worker], size: Size, host: str, port: int, ready: C
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT, wherever this process stands
         ray_serve.start(http_options={"host": host, "port": port}, logging_config=LOGGING)
         _deploy(make, size)
-        ready(address_of(host, port))
+        ready(f"{address_of(host, port)}, RAY_ADDRESS={ray.get_runtime_context().gcs_address}")
         while not joins:
             time.sleep(1)
-    except (ray.exceptions.RayError, RuntimeError) as error:
-        raise ValueError(f"Ray could not serve: {str(error).strip().splitlines()[-1]} Its own lines say why") from None
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # Ray's have no class in common
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise ValueError(f"Ray could not serve: {reason} Its own lines say why") from None
     except KeyboardInterrupt:
-        return None if joins else _drained()
+        if joins or not ray.is_initialized():
+            raise
+        return _drained()
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, before)
