@@ -52,6 +52,8 @@ class Cluster:
         self._began = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
+
+    def wait(self):
         assert self._began.wait(120) and self.process.poll() is None, "".join(self.said)
 
     def _read(self):
@@ -84,7 +86,10 @@ class Cluster:
 
     def close(self):
         self.process.terminate()  # a kill would leave some of Ray's processes behind
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
         self._reader.join(20)
         self.process.stdout.close()
         self.process.stderr.close()
@@ -93,8 +98,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(runtime):
     made = Cluster(runtime.folder, "--json")
-    yield made
-    made.close()
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.close()
 
 
 @contextmanager
@@ -168,7 +176,7 @@ def test_a_deadline_is_kept_while_there_is_no_replica(cluster):
     begin = time.monotonic()
     for status, said, _ in together(cluster.port, [{"text": "the film", "deadline_ms": 300}] * 4):
         assert status == 503 and ("the deadline passed" in said["error"] or "is gone" in said["error"])
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 2
     cluster.whole()
 
 
