@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,7 @@ class Cluster:
 
     def wait(self):
         assert self._began.wait(120) and self.process.poll() is None, "".join(self.said)
+        self.whole()
 
     def _read(self):
         for said in self.process.stderr:
@@ -70,7 +71,7 @@ class Cluster:
 
     def names(self):
         """Of the replicas, as /metrics shows them, and how many requests each has answered."""
-        page = ask(self.port, None, "/metrics", "GET")[1]
+        page = str(ask(self.port, None, "/metrics", "GET")[1])
         found = re.findall(r'requests_total{replica="(\w+)",outcome="answered"} (\d+)', page)
         return {name: int(count) for name, count in found}
 
@@ -78,8 +79,8 @@ class Cluster:
         """Wait for two replicas that answer, none of them of these names."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            if ask(self.port, {"text": "the film"})[0] in (200, 404) and len(found := self.names()) == 2:
-                if not set(found) & set(but):
+            with suppress(OSError):  # on busy cores Ray may take a slow proxy for a dead one, and start another
+                if len(found := self.names()) == 2 and not set(found) & set(but):
                     return found
             time.sleep(0.2)
         raise AssertionError("".join(self.said))
