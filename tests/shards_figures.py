@@ -189,8 +189,9 @@ every query takes all cores.
 
 What this leaves out: the network (a query of {width} numbers, and {k} answers back, of each machine); that memory is
 slower than the caches which held a part of these small graphs; and that the lines are carried {factor:,.0f} times
-beyond what was measured. mini_ee's shards are threads of one process. Over machines, each would serve a datastore of
-its own, and whoever asks them merges as `Shards.search` does; that service is not here.
+beyond what was measured. mini_ee's shards are threads of one process, or, on Ray, an actor each, on any of its
+machines (`mini_ee/methods/shard_actors.py`): the same indexes, asked and merged in the same way. What that costs over
+a network was not measured.
 """
 
 

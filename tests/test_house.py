@@ -61,6 +61,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.app",
     "export.serving.engines",
     "export.serving.load",
+    "export.serving.replicas",
     "export.serving.server",
     "export.serving.triton_model",
     "export.serving.watch",

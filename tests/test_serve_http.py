@@ -29,6 +29,12 @@ from mini_ee.rules import FixedExit
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
 PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very good"]
+KILLS = int(os.environ.get("MINI_EE_KILLS", 3))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 @contextmanager
@@ -344,10 +350,9 @@ def test_sigterm_drains_and_ends_with_the_summary(runtime):
     assert "drained" in error
 
 
-@pytest.mark.parametrize("kills", [3])
-def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serves(runtime, kills):
-    """50 kills were made by hand."""
-    for kill in range(kills):
+def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serves(runtime):
+    """50 kills were made by hand, with MINI_EE_KILLS=50."""
+    for kill in range(KILLS):
         with command(runtime.folder) as (process, port):
             assert ask(port, {"text": "the film"})[0] == 200
             said, begin = [], time.monotonic()
@@ -382,6 +387,7 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
         (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),
+        (["--replicas", "2"], "--replicas are for --engine ray"),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message):
@@ -403,31 +409,50 @@ def test_a_port_that_is_taken_is_told(runtime, capsys):
     assert f"127.0.0.1:{port}: " in line and "choose another --host or --port" in line
 
 
-def test_without_uvicorn_the_command_says_what_to_install(runtime, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mini_ee.export.serving.server", None)
-    assert main(["serve", str(runtime.folder)]) == 2
-    assert "pip install 'mini-ee[serve]'" in capsys.readouterr().err
+@pytest.mark.parametrize("engine, module, extra", [("local", "server", "serve"), ("ray", "replicas", "ray")])
+def test_without_an_extra_the_command_says_what_to_install(runtime, capsys, monkeypatch, engine, module, extra):
+    monkeypatch.setitem(sys.modules, f"mini_ee.export.serving.{module}", None)
+    assert main(["serve", str(runtime.folder), "--engine", engine]) == 2
+    assert f"pip install 'mini-ee[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replicas, message", [("0", "of at least 1"), ("4-1", "the least first"), ("1-", "a whole")])
+def test_a_wrong_number_of_replicas_is_told(capsys, replicas, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "exported", "--engine", "ray", "--replicas", replicas])
+    assert message in capsys.readouterr().err
 
 
 # ---- The page ----
+def ran(which):
+    """A block of shell of the page, as it stands but on fewer rows and a free port: what it installs and prints.
+
+    What needs torch runs in this process, which has it.
+    """
+    page = (Path(server.__file__).parent / "README.md").read_text()
+    install, *lines = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)[which].splitlines()
+    rest = []
+    for line in lines:
+        program, *words = shlex.split(line.replace("--max-train 200", "--max-train 40"), comments=True)
+        if program == "mini-ee" and words[0] in ("train", "export"):
+            assert main(words) == 0
+        else:
+            rest.append(line)
+    script = "\n".join(rest).replace("8000", str(free_port())).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
+    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=180)
+    assert found.returncode == 0, found.stderr
+    return install, found
+
+
 @pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
 def test_the_page_from_export_to_a_running_server_runs_as_it_stands(tmp_path, monkeypatch):
-    """On fewer rows. What needs torch runs in this process, which has it."""
     monkeypatch.chdir(tmp_path)
-    page = (Path(server.__file__).parent / "README.md").read_text()
-    (shell,), (python,) = (re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S) for kind in ("bash", "python"))
-    install, train, write, *rest = shell.replace("--max-train 200", "--max-train 40").splitlines()
-    for line in (train, write):
-        program, *words = shlex.split(line, comments=True)
-        assert program == "mini-ee" and main(words) == 0
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    script = "\n".join(rest).replace("8000", port).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
-    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
+    install, found = ran(0)
     assert install.startswith("pip install") and '"layers": ' in found.stdout
     assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout
     assert "drained; 1 requests answered" in found.stderr
+    page = (Path(server.__file__).parent / "README.md").read_text()
+    (python,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         exec(python, {})
     assert said.getvalue().count("tive") == 2  # negative, positive

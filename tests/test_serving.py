@@ -336,7 +336,7 @@ def test_draining_answers_what_was_taken_and_takes_no_more():
     engine = Slow(0.01)
     worker = Worker(engine, batch=1)
     futures = [worker.submit("xxx") for _ in range(5)]
-    assert worker.drain(5) and worker.state == "dead"
+    assert worker.drain(5) and worker.state == "drained"
     assert all(future.done() and future.result().layers == 2 for future in futures)
     with pytest.raises(Refused, match="shutting down"):
         worker.submit("xx")

@@ -198,3 +198,34 @@ def test_the_page_is_made_of_the_figures_that_are_kept_and_recall_is_at_least_99
     assert page(figures) == PAGE.read_text(), "python tests/shards_figures.py --page"
     assert [case["shards"] for case in figures["cases"]] == [1, 2, 4, 8] and figures["rows"] == 67_349
     assert all(case["recall"] >= 0.99 for case in figures["cases"])
+
+
+def test_shards_in_actors_on_ray_are_those_in_threads(tmp_path):
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'mini-ee[ray]'")
+    from mini_ee.methods.shard_actors import ActorDatastore
+
+    def same():
+        for one, other in zip(near.search(drawn(30, seed=1), 12), far.search(drawn(30, seed=1), 12)):
+            np.testing.assert_array_equal(one, other)
+
+    filled(shards=2).save(tmp_path / "near")
+    near = Datastore.load(tmp_path / "near", ENCODER)
+    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
+    try:
+        far = ActorDatastore.load(tmp_path / "near", ENCODER)
+        same()
+        for store in (near, far):
+            store.delete([0, 7, 8])
+            store.add(drawn(30, seed=2), np.ones((30, 2)), np.arange(30), [("new",)] * 30)
+        same()
+        np.testing.assert_array_equal(near.embeddings, far.embeddings)
+        for store, name in ((near, "near"), (far, "far")):
+            store.save(tmp_path / name)
+        for path in (tmp_path / "near").iterdir():
+            assert path.read_bytes() == (tmp_path / "far" / path.name).read_bytes()
+        with pytest.raises(
+            RuntimeError, match="Cannot return the results"
+        ):  # as hnswlib's own, by which Datastore goes
+            far._shards.indexes[0].knn_query(drawn(1), 500)
+    finally:
+        ray.shutdown()

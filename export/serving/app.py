@@ -13,19 +13,19 @@ answer, 408 and 413 for a body that does not come or does not end, 503, with the
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
 
 from mini_ee.data.lines import decoded, json_object, row_of_object
-from mini_ee.export.serving.worker import Refused, Worker
+from mini_ee.export.serving.worker import LATE, Refused, Worker
 
 MAX_BODY = 1 << 20  # bytes
 
 BODY_SECONDS = 10.0  # for a body to come
 
-TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger("mini_ee.serve")
 
@@ -43,10 +43,11 @@ class HungUp(Exception):
 
 
 class App:
-    """The application of one worker."""
+    """The application of one worker. page: what /metrics shows; by default what this worker has counted."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Worker, page: Callable[[], Awaitable[str]] | None = None):
         self.worker, self._config = worker, worker.engine.runtime.config
+        self._page = page
         self._writes = self._config["unit"] == "tokens"
         answers = ("/generate", self._generate) if self._writes else ("/classify", self._classify)
         self._routes: dict[str, tuple[str, Callable]] = {
@@ -80,7 +81,7 @@ class App:
         await self._send(send, 200 if state == "ready" else 503, about)
 
     async def _metrics(self, scope: dict, receive: Callable, send: Callable) -> None:
-        page = self.worker.watch.page(self.worker.lengths())
+        page = await self._page() if self._page else self.worker.watch.page(self.worker.lengths())
         await self._send(send, 200, page.encode(), TEXT)
 
     async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -134,10 +135,7 @@ class App:
             raise Told(408, f"expected the body within {BODY_SECONDS:.0f} s, found {len(body)} bytes of it") from None
         with _errors():
             fields = json_object(decoded(body))
-            deadline = fields.get("deadline_ms", inf)
-            if type(deadline) not in (int, float) or not deadline > 0:
-                raise ValueError(f"expected deadline_ms as a number above 0, found {str(deadline)[:40]!r}")
-        return fields, min(deadline, 1e9) / 1e3 if deadline != inf else inf
+            return fields, deadline_of(fields)
 
     async def _answer(self, future: Future, deadline: float, receive: Callable, send: Callable) -> None:
         """Wait for the answer, the deadline or the client to hang up, whichever comes first."""
@@ -146,7 +144,7 @@ class App:
             timeout = None if deadline == inf else deadline
             await asyncio.wait({answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise HungUp if gone.done() else Told(503, "the deadline passed before there was an answer; ask later")
+                raise HungUp if gone.done() else Told(503, LATE)
             with _errors():
                 said = answer.result()
         finally:
@@ -167,31 +165,45 @@ class App:
                     raise HungUp
                 if piece.result() is None:
                     break
-                await _write(send, piece.result(), True)
+                await send(line(piece.result(), more=True))
         finally:
             gone.cancel()
             future.cancel()
         error = future.exception()
-        await _write(send, {"error": str(error)} if error else future.result().to_dict(), False)
+        await send(line({"error": str(error)} if error else future.result().to_dict()))
 
     # ---- Responses ----
     async def _start(self, send: Callable, status: int, kind: bytes, length: int | None = None) -> None:
         self.worker.watch.responses[status] += 1
-        headers = [(b"content-type", kind)]
-        if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send(head(status, kind, length))
 
-    async def _send(self, send: Callable, status: int, body: dict | bytes, kind: bytes = b"application/json") -> None:
-        body = body if isinstance(body, bytes) else json.dumps(body).encode() + b"\n"
-        await self._start(send, status, kind, len(body))
-        await send({"type": "http.response.body", "body": body})
+    async def _send(self, send: Callable, status: int, body: dict | bytes, kind: bytes = JSON) -> None:
+        message = {"type": "http.response.body", "body": body} if isinstance(body, bytes) else line(body)
+        await self._start(send, status, kind, len(message["body"]))
+        await send(message)
 
 
-async def _write(send: Callable, line: dict, more: bool) -> None:
-    await send({"type": "http.response.body", "body": json.dumps(line).encode() + b"\n", "more_body": more})
+def head(status: int, kind: bytes, length: int | None = None) -> dict:
+    """The message that begins a response of so many bytes; None: as many as come."""
+    headers = [(b"content-type", kind)]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def line(fields: dict, more: bool = False) -> dict:
+    """The message with a line of JSON. more: others follow."""
+    return {"type": "http.response.body", "body": json.dumps(fields).encode() + b"\n", "more_body": more}
+
+
+def deadline_of(fields: dict) -> float:
+    """The seconds that a request may take; inf where it does not say. Raises ValueError for what is no time."""
+    deadline = fields.get("deadline_ms", inf)
+    if type(deadline) not in (int, float) or not deadline > 0:
+        raise ValueError(f"expected deadline_ms as a number above 0, found {str(deadline)[:40]!r}")
+    return min(deadline, 1e9) / 1e3 if deadline != inf else inf
 
 
 class _errors:

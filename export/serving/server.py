@@ -46,21 +46,30 @@ class Protocol(H11Protocol):
             self.transport.close()
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address; port 0: a free one. Raises OSError where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; choose another --host or --port", f"{host}:{port}") from None
+
+
+def address_of(host: str, port: int) -> str:
+    """As a client writes it."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the address.
 
     port 0: a free one. Raises OSError where the address cannot be had.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=512)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; choose another --host or --port", f"{host}:{port}") from None
+    listening = listen(host, port)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
     limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": DRAIN}
     config = uvicorn.Config(App(worker), log_level="error", server_header=False, **settings, **limits)
-    shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{listening.getsockname()[1]}")
+    ready(address_of(host, listening.getsockname()[1]))
     in_main = threading.current_thread() is threading.main_thread()
     # uvicorn raises the signal again when it has drained: this process then ends by itself, with its summary
     before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None

@@ -8,6 +8,7 @@ the count begins anew. It is never made looser again: calibrate anew on what is 
 
 import logging
 import math
+import re
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -175,3 +176,26 @@ class Watch:
             low, high = share_interval(sum(seen), len(seen))
             ends = {"low": round(low, 6), "mean": round(sum(seen) / len(seen), 6), "high": round(high, 6)}
             add("agreement", "gauge", "share with the answer of full depth, with its 95 % interval", ends, "end")
+
+
+def together(pages: dict[str, str]) -> str:
+    """Pages of several replicas, by their names, as one: each value with its replica, those of a metric side by side.
+
+    >>> page = "# HELP n rows\\n# TYPE n gauge\\nn{{at=\\"1\\"}} {0}\\nn {0}\\n"
+    >>> print(together({"a": page.format(3), "b": page.format(4)}), end="")
+    # HELP n rows
+    # TYPE n gauge
+    n{replica="a",at="1"} 3
+    n{replica="a"} 3
+    n{replica="b",at="1"} 4
+    n{replica="b"} 4
+    """
+    made: dict[str, list[str]] = {}
+    for replica, page in pages.items():
+        for metric in page.split("# HELP ")[1:]:
+            about, kind, *values = metric.splitlines()
+            shown = made.setdefault(f"# HELP {about}\n{kind}", [])
+            for value in values:
+                name, labels, rest = re.fullmatch(r"(\w+)(?:{(.*)})? (\S+)", value).groups()
+                shown.append(f'{name}{{replica="{replica}"{"," + labels if labels else ""}}} {rest}')
+    return "".join("\n".join([about, *values]) + "\n" for about, values in made.items())

@@ -21,6 +21,8 @@ from math import inf
 
 MAX_WAIT, MAX_OPEN, BATCH = 0.005, 256, 16
 
+LATE = "the deadline passed before there was an answer; ask later"
+
 PADDING = 0.1  # of a batch's tokens, at most
 
 
@@ -66,8 +68,10 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """ready, draining, or dead."""
-        return "dead" if not self._thread.is_alive() else "draining" if self._draining else "ready"
+        """ready, draining, drained, or dead."""
+        if self._draining:
+            return "draining" if self._thread.is_alive() else "drained"
+        return "ready" if self._thread.is_alive() else "dead"
 
     def lengths(self) -> dict[str, int]:
         """How many rows wait in each queue, by its name."""
@@ -145,7 +149,7 @@ class Worker:
                     self._ready.wait()
             for row in lost:
                 self.engine.release(row)
-                self._end(row, Refused("the deadline passed before there was an answer; ask later"), "late")
+                self._end(row, Refused(LATE), "late")
 
     def _take_lost(self, now: float) -> list[Row]:
         lost = []

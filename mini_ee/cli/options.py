@@ -97,6 +97,15 @@ def positive(text: str) -> int:
     return value
 
 
+def span(text: str) -> tuple[int, int]:
+    """A number of at least 1, or two with a dash: the least and the most."""
+    least, dash, most = text.partition("-")
+    found = positive(least), positive(most if dash else least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"expected the least first, as in 1-4, found {text!r}")
+    return found
+
+
 def seed(text: str) -> int:
     """A seed that numpy and torch take."""
     value = whole_number(text)

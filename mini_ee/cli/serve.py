@@ -1,20 +1,32 @@
 """`mini-ee serve`: an exported folder behind HTTP. No torch here."""
 
+import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import number, positive, whole_number
+from mini_ee.cli.options import number, positive, span, whole_number
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
 from mini_ee.export.serving.watch import Promise, stricter
 from mini_ee.export.serving.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
-from mini_ee.export.sessions import CPU, CUDA
+from mini_ee.export.sessions import CPU, CUDA, share_threads
 
 HELP = "an exported folder behind HTTP, rows of different requests in one batch"
 EXAMPLE = "mini-ee serve exported --shadow .05"
 HIGHEST_PORT = 65535
+
+OF_RAY = {  # environment, where it does not say otherwise; Ray reads it when it is imported
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what keeps its own ports on the loopback, on any system
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mini_ee.export.serving.replicas.front",
+}
 
 
 def add(sub) -> None:
@@ -28,6 +40,13 @@ def add(sub) -> None:
     sub.add_argument("--max-wait", type=number, default=MAX_WAIT * 1e3, metavar="MS", help=told)
     told = f"requests that may be open at once, the next is refused; {MAX_OPEN}"
     sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=told)
+    replicas = sub.add_argument_group("on Ray")
+    told = (
+        "local, one process, by default; ray: replicas, each with --threads, 1 by default, on the processor by default"
+    )
+    replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=told)
+    told = "how many; 1-4: as many as the load asks for; 1 by default"
+    replicas.add_argument("--replicas", type=span, metavar="N", help=told)
     promise = sub.add_argument_group("the promise in service")
     promise.add_argument("--shadow", type=number, metavar="SHARE", help="of requests that run to full depth beside")
     promise.add_argument("--epsilon", type=number, help="the agreement to keep; by default what was calibrated")
@@ -36,30 +55,72 @@ def add(sub) -> None:
 
 def run(args) -> dict:
     """Serve until it is told to end; returns the JSON summary."""
-    try:
-        from mini_ee.export.serving.server import serve
-    except ImportError:
-        raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
     if not 0 <= args.port <= HIGHEST_PORT:
         raise WrongArguments(f"--port must be from 0 to {HIGHEST_PORT}, got {args.port}")
     if not 0 <= args.max_wait < 60_000:
         raise WrongArguments(f"--max-wait must be from 0 to 60000 milliseconds, got {args.max_wait}")
+    if args.replicas and args.engine != "ray":
+        raise WrongArguments("--replicas are for --engine ray; `local` is one process")
+    begin = time.perf_counter()
+    summary = (_run_on_ray if args.engine == "ray" else _run_here)(args)
+    return {"export": str(args.exported), "engine": args.engine, **summary, "seconds": time.perf_counter() - begin}
+
+
+def _run_here(args) -> dict:
+    try:
+        from mini_ee.export.serving.server import serve
+    except ImportError:
+        raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
+    with _worker(args) as worker:
+        engine = worker.engine
+        serve(worker, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}"))
+    requests = worker.watch.requests
+    _say(f"drained; {requests['answered']} requests answered")
+    about = {"provider": engine.runtime.provider, "rule": engine.rule.to_dict()}
+    return {"requests": dict(requests), **about, "seed": args.seed}
+
+
+def _run_on_ray(args) -> dict:
+    os.environ.update({name: value for name, value in OF_RAY.items() if name not in os.environ})
+    try:
+        from mini_ee.export.serving.replicas import Size, serve
+    except ImportError:
+        raise WrongArguments("--engine ray needs Ray Serve: pip install 'mini-ee[ray]'") from None
+    args.exported, args.threads, args.device = args.exported.absolute(), args.threads or 1, args.device or "cpu"
+    worker = _worker(args)  # what is wrong is told here, in one line
+    worker.drain()
+    least, most = args.replicas or (1, 1)
+    size = Size(least, most, args.batch_size, args.queue, args.threads, int(args.device == "cuda"))
+    shown = f"replicas: {most if least == most else f'{least} to {most}'}"
+    with redirect_stdout(sys.stderr):  # Ray prints there what its processes say
+        requests = serve(partial(_replica, args), size, args.host, args.port, _ready(args, shown))
+    if requests is None:
+        _say("the cluster serves it now")
+    else:
+        _say(f"drained; {requests['answered']} requests answered by the replicas that were there")
+    return {"replicas": [least, most], "requests": requests, "rule": worker.engine.rule.to_dict(), "seed": args.seed}
+
+
+def _ready(args, about: str) -> Callable[[str], None]:
+    return lambda address: _say(f"{args.exported} on {address}, {about}")
+
+
+def _say(text: str) -> None:
+    print(f"mini-ee serve: {text}", file=sys.stderr, flush=True)
+
+
+def _replica(args) -> Worker:
+    """The worker of a process that has nothing else to compute."""
+    share_threads(args.threads)
+    return _worker(args)
+
+
+def _worker(args) -> Worker:
     providers = {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
     runtime = Runtime(args.exported, providers, threads=args.threads or 0)
     engine = _engine(args, runtime)
     runtime.warm_up()
-    begin = time.perf_counter()
-    with Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size) as worker:
-
-        def ready(address: str) -> None:
-            queues = ", ".join(engine.queues)
-            print(f"mini-ee serve: {args.exported} on {address}, queues: {queues}", file=sys.stderr, flush=True)
-
-        serve(worker, args.host, args.port, ready)
-    watch = worker.watch
-    summary = {"export": str(args.exported), "requests": dict(watch.requests), "rule": engine.rule.to_dict()}
-    print(f"mini-ee serve: drained; {watch.requests['answered']} requests answered", file=sys.stderr)
-    return summary | {"seed": args.seed, "seconds": time.perf_counter() - begin, "provider": runtime.provider}
+    return Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size)
 
 
 def _engine(args, runtime: Runtime):

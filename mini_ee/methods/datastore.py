@@ -57,6 +57,8 @@ class Datastore:
     leaves the old datastore or the new one: a file whose sha256 is not in the manifest is ignored.
     """
 
+    sharded = Shards  # what holds its indexes
+
     def __init__(
         self,
         encoder: str,
@@ -73,7 +75,7 @@ class Datastore:
         self.labels = np.empty(0, np.int64)  # (N,)
         self.texts: list[tuple[str, ...]] = []
         self._ids = np.empty(0, np.int64)  # (N,) ascending: the rows' names in the index
-        self._shards = Shards(dimension, shards, m, ef_construction, ef)
+        self._shards = self.sharded(dimension, shards, m, ef_construction, ef)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -134,7 +136,7 @@ class Datastore:
         rows = np.arange(len(self))[rows]
         parameters = {name: getattr(self._shards, name) for name in ("m", "ef_construction", "ef")}
         parameters["shards"] = self.shards
-        part = Datastore(self.encoder, self.dimension, self.exits, **parameters)
+        part = type(self)(self.encoder, self.dimension, self.exits, **parameters)
         texts = [self.texts[row] for row in rows]
         part.add(self.embeddings[rows], self.values[rows], self.labels[rows], texts, threads)
         return part
