@@ -22,15 +22,20 @@ from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 
 RESULTS = Path(__file__).parent.parent / "results"
 README_FIGURES = {  # as printed -> page, case, figure
-    ".426": ("shortest", "lora-exits on TREC", "default saved"),
+    ".898": ("loraexit", "TREC mean segd", "score after 2"),
+    ".836": ("loraexit", "TREC mean two-stage", "score after 2"),
+    ".905": ("loraexit", "TREC mean sweet", "score after 2"),
+    ".914": ("loraexit", "TREC mean joint", "score after 2"),
     ".204": ("shortest", "self-supervised on stories260K", "saved at .9"),
+    ".155": ("self-supervised", "stories260K scratch .95 soft", "saved at .9"),
+    ".189": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
     ".652": ("raee", "TREC encoder fallback 3", "score"),
     ".589": ("raee", "TREC encoder fallback 3", "random layers"),
     ".610": ("raee", "TREC encoder fallback 3", "full"),
     ".766": ("raee", "TREC encoder fallback 3", "kNN votes"),
-    ".471": ("shortest", "consistent on TREC", "policy saved"),
-    ".952": ("shortest", "consistent on TREC", "policy score"),
-    ".956": ("shortest", "consistent on TREC", "full"),
+    ".468": ("consistentee", "TREC consistent alpha 0.1", "saved at one point"),
+    ".174": ("consistentee", "TREC pabee", "saved at one point"),
+    ".561": ("consistentee", "TREC joint", "saved at one point"),
 }
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {

@@ -111,7 +111,7 @@ class Worker:
         self.watch.requests["refused"] += 1
         if self._draining:
             raise Refused("the server is shutting down; ask another")
-        raise Refused(f"{self._open} requests are open, and no more may be; ask again later, or raise --queue")
+        raise Refused(f"{self._open} requests are open, and no more may be; ask again later")
 
     def _closed(self, future: Future) -> None:
         with self._ready:
