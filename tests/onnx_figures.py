@@ -1,21 +1,27 @@
-"""The figures of results/onnx.md that `mini-ee bench onnx` does not print: parity, memory, linear heads, LoRA exits.
+"""The figures of results/onnx.md: speed, parity, heads, memory, and a trained model end to end.
 
-    MINI_EE_SHARED=../shared python tests/onnx_figures.py [parity] [memory] [heads] [--work /tmp/onnx_figures]
+    MINI_EE_SHARED=../shared python tests/onnx_figures.py [PART ...]   measures these parts, or all, writes the page
+    python tests/onnx_figures.py --page                                writes the page from results/onnx.json
 
-parity   each method's run on MiniLM (400 rows, one epoch) through torch, and its model.onnx through plain onnxruntime:
-         on how many rows of SST-2's dev and TREC's test, in batches of 1 and of 32, label and layers are equal
-memory   size on disk over the run's safetensors, seconds to load, private and resident megabytes of a session that has
-         run, in a process of its own, of a model with exits and of one without
-heads    leaving at each exit over its share of a model without exits, with dense and with linear heads; a model of the
-         first layers alone; LoRA exits over their graphs by segment
-Runs are kept in the work folder, so that a second call only measures.
+bench     `mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2`
+price     what linear heads cost on TREC
+parity    each method's run on MiniLM (400 rows, one epoch) through torch, and its model.onnx through plain onnxruntime:
+          on how many rows of SST-2's dev and TREC's test, in batches of 1 and of 32, label and layers are equal
+memory    size on disk over the run's safetensors, seconds to load, private and resident megabytes of a session that has
+          run, in a process of its own, of a model with exits and of one without
+end       a run on SST-2, exported: what `mini-ee evaluate` measures of it, ROUNDS times
+heads     leaving at each exit over its share of a model without exits, with dense and with linear heads; a model of the
+          first layers alone; LoRA exits over their graphs by segment
+Times want two quiet cores. Runs are kept in the work folder, so that a second call only measures.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +45,11 @@ from mini_ee.units.rows import RowExits
 METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")
 EXITS = (2, 4, 6)
 
+THREADS, ROUNDS = 2, 3
+
+RESULTS = Path(__file__).parent.parent / "results"
+FIGURES, PAGE = RESULTS / "onnx.json", RESULTS / "onnx.md"
+
 SESSION = """
 import sys, time, numpy, onnxruntime
 def memory(kind):
@@ -53,27 +64,45 @@ feeds = {"input_ids": ids, "attention_mask": numpy.ones_like(ids), "token_type_i
 for _ in range(5):
     session.run(None, feeds)
 private, resident = memory("RssAnon") - before[0], memory("VmRSS") - before[1]
-print(f"loads in {load:.2f} s, private {private:.1f} MB, resident {resident:.1f} MB")
+print([load, private, resident])
 """
 
 
-def parity(shared: Path, work: Path) -> None:
+def bench(shared: Path, work: Path) -> list[dict]:
+    return mini_ee_says("bench", "onnx", "--model", shared / "weights" / "all-MiniLM-L6-v2")["rows"]
+
+
+def mini_ee_says(*arguments) -> dict:
+    """The JSON of a command, on THREADS threads."""
+    command = [sys.executable, "-m", "mini_ee", *map(str, arguments), "--threads", str(THREADS), "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def parity(shared: Path, work: Path) -> list[dict]:
+    found = []
     for name, split in (("SST-2", "dev"), ("TREC", "test")):
         rows = load_task(shared / "data" / name).split(split)
         for method in METHODS:
-            folder = work / f"{method}-{name}"
-            if not folder.exists():
-                options = {"exits": EXITS, "max_train": 400, "epochs": 1}
-                mini_ee.train(method, shared / "weights/all-MiniLM-L6-v2", shared / "data" / name, folder, **options)
-            run = mini_ee.load_run(folder)
+            run = trained(shared, work / f"{method}-{name}", method, name, max_train=400, epochs=1)
             with tempfile.TemporaryDirectory() as out:
                 mini_ee.export(run, f"{out}/exported", texts=rows.texts)
                 session = onnxruntime.InferenceSession(f"{out}/exported/model.onnx", providers=["CPUExecutionProvider"])
                 for size in (1, 32):
-                    print(name, method, f"b{size}:", compare(run, session, run.encode(rows.texts), size), flush=True)
+                    about = {"task": name, "method": method, "batch": size}
+                    found.append(about | compare(run, session, run.encode(rows.texts), size))
+                    print(found[-1], flush=True)
+    return found
 
 
-def compare(run, session, encoded, size: int) -> str:
+def trained(shared: Path, folder: Path, method: str, task: str, **options):
+    """The run in a folder; trained, where it is not there."""
+    if not folder.exists():
+        model = shared / "weights" / "all-MiniLM-L6-v2"
+        mini_ee.train(method, model, shared / "data" / task, folder, exits=EXITS, **options)
+    return mini_ee.load_run(folder)
+
+
+def compare(run, session, encoded, size: int) -> dict:
     labels = layers = 0
     difference = 0.0
     for first in range(0, len(encoded), size):
@@ -84,11 +113,12 @@ def compare(run, session, encoded, size: int) -> str:
         labels += int((label == expected.logits.argmax(axis=1)).sum())
         layers += int((depth == expected.layers_run).sum())
         difference = max(difference, float(abs(logits - expected.logits).max()))
-    return f"of {len(encoded)} rows {labels} labels and {layers} depths equal, logits within {difference:.1e}"
+    return {"rows": len(encoded), "labels": labels, "layers": layers, "difference": difference}
 
 
-def memory() -> None:
-    for name, config, exits, tokens in (("minilm", MINILM, EXITS, 32), ("bert-base", BERT_BASE, (3, 6, 9, 12), 128)):
+def memory(shared: Path, work: Path) -> list[dict]:
+    found = []
+    for name, config, exits, tokens in (("MiniLM", MINILM, EXITS, 32), ("BERT-base", BERT_BASE, (3, 6, 9, 12), 128)):
         backbone = random_encoder(config, 0)
         for kind, chosen in (("plain", exits[-1:]), ("exits", exits)):
             model = RowExits(backbone, chosen, 2, pool="first").eval()
@@ -98,13 +128,15 @@ def memory() -> None:
                 save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "run")
                 files = sum((folder / each).stat().st_size for each in ("model.onnx", "model.safetensors"))
                 command = [sys.executable, "-c", SESSION, str(folder / "model.onnx"), str(tokens)]
-                said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-                print(f"{name} {kind}: {files / (folder / 'run').stat().st_size:.3f} of the safetensors, {said}")
+                said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+                about = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
+                found.append(about | dict(zip(("load", "private", "resident"), said)))
+                print(found[-1], flush=True)
+    return found
 
 
-def heads() -> None:
-    torch.set_num_threads(2)
-    share_threads(2)
+def heads(shared: Path, work: Path) -> dict:
+    share_threads(THREADS)
     backbone, runs = random_encoder(MINILM, 0), {}
     inputs = inputs_of(backbone.config, 1, 32, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,25 +152,158 @@ def heads() -> None:
         lora = LoRAExits(backbone, EXITS, 2, pool="first").eval()
         (Path(folder) / "lora").mkdir()
         about = write_graphs(lora, lora.segments(), Threshold(REACHED_BY_NONE), Path(folder) / "lora", segments=True)
-        graph = OrtModel(Path(folder) / "lora", about, threads=2)
+        graph = OrtModel(Path(folder) / "lora", about, threads=THREADS)
         for name, engine in (("graph", graph), ("chain", graph.by_segment(NeverExit()))):
             runs |= {("lora", name, k): partial(early_exit, engine, leave_at(k, 3), inputs) for k in range(3)}
         seconds = dict(zip(runs, medians(list(runs.values()), "heads", seconds_a_case=20.0)))
+    found = {"lora": [seconds["lora", "graph", k] / seconds["lora", "chain", k] for k in range(3)]}
     for kind in ("dense", "linear"):
         whole = seconds[kind, "plain", 0]
-        exits = ", ".join(f"{seconds[kind, 'exits', k] / whole * 6 / layer:.3f}" for k, layer in enumerate(EXITS))
-        print(f"{kind}: exits {exits} of their share; two layers alone {seconds[kind, 'alone', 0] / whole * 3:.3f}")
-    ratios = ", ".join(f"{seconds['lora', 'graph', k] / seconds['lora', 'chain', k]:.3f}" for k in range(3))
-    print(f"lora over graphs by segment: {ratios}")
+        found[kind] = [seconds[kind, "exits", k] / whole * 6 / layer for k, layer in enumerate(EXITS)]
+        found[f"{kind} alone"] = seconds[kind, "alone", 0] / whole * 3
+    return found
+
+
+def evaluated(path: Path, task: Path, *options: str) -> dict:
+    """What `mini-ee evaluate` says of an exported folder or a run."""
+    said = mini_ee_says("evaluate", path, "--task", task, *options)
+    return {key: said[key] for key in ("score", "full_score", "mean_layers", "per_exit_score", "speedup")}
+
+
+def price(shared: Path, work: Path) -> dict:
+    found = {}
+    for head in ("dense", "linear"):
+        run = trained(shared, work / f"{head}-heads", "joint", "TREC", head=head, max_train=2000, epochs=3)
+        found[head] = evaluated(run.folder, shared / "data" / "TREC")
+    return found
+
+
+def end(shared: Path, work: Path) -> list[dict]:
+    run = trained(shared, work / "end", "joint", "SST-2", max_train=6000, epochs=3)
+    with tempfile.TemporaryDirectory() as out:
+        mini_ee.export(run, Path(out) / "exported")
+        task = shared / "data" / "SST-2"
+        return [evaluated(Path(out) / "exported", task, "--batch-size", "1") for _ in range(ROUNDS)]
+
+
+PARTS = {each.__name__: each for each in (bench, price, parity, memory, end, heads)}  # after heads all would share threads
+
+# ---- The page ----
+PAGE_TEXT = """# One ONNX graph that stops by itself
+
+`mini-ee export RUN --out DIR` writes `model.onnx`: see [tutorial.md](../tutorial.md), section 4.
+`tests/onnx_figures.py` measures, keeps [onnx.json](onnx.json), and writes this page from it. On {cores} cores of a
+shared machine, ONNX Runtime {onnxruntime} on the CPU; no GPU was at hand.
+
+## Speed
+
+`mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2`: ratios of what runs in turns in one process, warm, medians.
+
+| case | ms | against, ms | ratio | bar | |
+|---|---|---|---|---|---|
+{bench}
+
+`eN graph` leaves after N layers, every head on the way read and judged, over N/L of the same graph under `never`, no
+head on the way read; `never graph` reads all heads and nobody leaves, over that; `never plain` is that over the model
+exported without exits. `mixed graph` lets the surer half of the rows leave at each exit, over the sum of what the
+layers of those that are left cost at that batch size. `chain` is over graphs by segment (`--segments`), which the
+loop drives from Python; decoders' `step` is a token of 64 behind a prompt of 8, where half of the tokens reach each
+threshold, over graphs by segment and over transformers' `generate` without exits on the same weights, whose bar is
+the share of the layers that were run.
+
+What stands beside an exit's layers is embeddings and heads. On MiniLM at batch 1, over the share of the same model
+exported without exits:
+
+| heads | after 2 | after 4 | after 6 | the first two layers alone, one head |
+|---|---|---|---|---|
+{heads}
+
+What `--head linear`, which leaves out the head's dense layer and tanh, costs on TREC (MiniLM, 2,000 rows, 3 epochs,
+`joint`):
+
+| heads | after 2 | after 4 | after 6 | the default rule | layers |
+|---|---|---|---|---|---|
+{price}
+
+LoRA exits restart each stream in the graph; their backbone's weights are used in several branches, stand outside of
+them, and are not prepacked for them: on MiniLM at batch 1 leaving at layers 2, 4 and 6 takes {lora} of the graphs by
+segment.
+
+## End to end
+
+`joint --exits 2,4,6 --max-train 6000 --epochs 3` on SST-2 with MiniLM, exported, `mini-ee evaluate DIR --task SST-2
+--batch-size 1 --threads 2`: accuracy {score} on dev (full model {full}), {layers} layers of 6. The layers promise
+{promised} times the speed; measured {speedups}.
+
+## Parity
+
+MiniLM with exits after 2, 4 and 6 under {methods} (400 rows, one epoch), SST-2's dev and TREC's test, batches of 1 and
+of 32, plain `onnxruntime.InferenceSession`, {cases} cases: of {rows:,} answers {labels:,} have torch's label and
+{depths:,} its layers; logits are within {difference:.1e}.
+
+## Size, memory, time to load
+
+A model with exits beside the same without; a session that has run, in a process of its own; resident are also the pages
+of the weights' file that stay mapped for the branches.
+
+| | on disk, of its safetensors | loads in, s | private, MB | resident, MB |
+|---|---|---|---|---|
+{memory}
+"""
+
+
+def digits(values: list[float]) -> list[str]:
+    return [f"{value:.3f}" for value in values]
+
+
+def listed(values: list[str]) -> str:
+    return ", ".join(values[:-1]) + f" and {values[-1]}"
+
+
+def page(figures: dict) -> str:
+    """results/onnx.md."""
+    rows = {"bench": []}
+    for row in figures["bench"]:
+        times = [f"{row[key] * 1e3:.3f}" for key in ("seconds", "against_seconds")]
+        numbers = f"{row['ratio']:.3f}", f"{row['bar']:.3f}"
+        rows["bench"].append([f"`{row['case']}`", *times, *numbers, "holds" if row["holds"] else "**missed**"])
+    found, end = figures["heads"], figures["end"]
+    rows["heads"] = [[kind, *digits(found[kind]), f"{found[f'{kind} alone']:.3f}"] for kind in ("dense", "linear")]
+    rows["price"] = [
+        [head, *digits(said["per_exit_score"]), f"{said['score']:.3f}", f"{said['mean_layers']:.2f}"]
+        for head, said in figures["price"].items()
+    ]
+    rows["memory"] = [
+        [f"{each['model']}, {'with exits' if each['kind'] == 'exits' else 'without'}", f"{each['disk']:.3f}"]
+        + [f"{each['load']:.2f}", f"{each['private']:.1f}", f"{each['resident']:.1f}"]
+        for each in figures["memory"]
+    ]
+    tables = {name: "\n".join(f"| {' | '.join(row)} |" for row in some) for name, some in rows.items()}
+    parity = figures["parity"]
+    text = PAGE_TEXT.format(
+        **tables | {"cores": figures["cores"], "onnxruntime": figures["onnxruntime"]},
+        **{"lora": listed(digits(found["lora"])), "methods": listed(list(METHODS)), "cases": len(parity)},
+        **{"rows": sum(each["rows"] for each in parity), "labels": sum(each["labels"] for each in parity)},
+        **{"depths": sum(each["layers"] for each in parity), "difference": max(each["difference"] for each in parity)},
+        **{"score": f"{end[0]['score']:.3f}", "full": f"{end[0]['full_score']:.3f}"},
+        **{"layers": f"{end[0]['mean_layers']:.2f}", "promised": f"{EXITS[-1] / end[0]['mean_layers']:.2f}"},
+        speedups=listed([f"{each['speedup']:.2f}" for each in end]),
+    )
+    parts = text.strip().split("\n\n")
+    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 118) for part in parts) + "\n"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", default=["parity", "memory", "heads"])
+    parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS))
     parser.add_argument("--work", type=Path, default=Path("/tmp/onnx_figures"))
-    args = parser.parse_args()
-    for figure in args.figures:
-        if figure == "parity":
-            parity(Path(os.environ["MINI_EE_SHARED"]), args.work)
-        else:
-            {"memory": memory, "heads": heads}[figure]()
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    given = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for name in () if given.page else given.parts:
+        found = PARTS[name](Path(os.environ["MINI_EE_SHARED"]), given.work)
+        figures |= {name: found, "cores": os.cpu_count(), "onnxruntime": onnxruntime.__version__}
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    if PARTS.keys() <= figures.keys():
+        PAGE.write_text(page(figures))

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import onnx_figures
 import pytest
 
 from mini_ee.backbones.llama import DecoderConfig
@@ -164,6 +165,12 @@ def test_sentences_and_pictures_are_for_the_benchmark_that_serves(capsys):
     for option in (["--task", "x"], ["--picture", "x.png"]):
         assert main(["bench", "exit-tax", *option]) == 2
         assert "--task and --picture are for serve" in capsys.readouterr().err
+
+
+def test_the_page_of_onnx_is_made_of_the_figures_that_are_kept():
+    figures = json.loads(onnx_figures.FIGURES.read_text())
+    assert onnx_figures.page(figures) == onnx_figures.PAGE.read_text(), "python tests/onnx_figures.py --page"
+    assert all(each["labels"] == each["layers"] == each["rows"] for each in figures["parity"])
 
 
 def test_the_page_of_serving_has_the_figures_of_its_json():
