@@ -186,7 +186,7 @@ def end(shared: Path, work: Path) -> list[dict]:
         return [evaluated(Path(out) / "exported", task, "--batch-size", "1") for _ in range(ROUNDS)]
 
 
-PARTS = {each.__name__: each for each in (bench, price, parity, memory, end, heads)}  # after heads all would share threads
+PARTS = {each.__name__: each for each in (bench, price, parity, memory, end, heads)}  # the last shares threads
 
 # ---- The page ----
 PAGE_TEXT = """# One ONNX graph that stops by itself
