@@ -14,9 +14,9 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
-from mini_ee.measure.reproduce.page import OTHERS, claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.page import OTHERS, Kept, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
-from mini_ee.measure.reproduce.verdicts import compared, verdict_of
+from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 
@@ -136,6 +136,19 @@ def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
     }
     found = [compared(*map(list, sides[each])) if each in sides else None for each in said]
     assert verdict_of(found, need) == verdict
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"), [([0.2, 0.1], "does not hold"), ([0.2, None], UNTRIED), ([0.9], "holds")]
+)
+def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdict):
+    cases = {name: Case(name, "rows", {}) for name in ("first", "second")[: len(figures)]}
+    seeds = [
+        {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
+    ]
+    kept = Kept(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
+    claim = {"compare": [{"more": "first", "than": 0.5, "figure": "x"}], "tried": {"cases": list(cases), "figure": "x"}}
+    assert judge(claim, kept).verdict == verdict
 
 
 # ---- Recipes ----

@@ -9,11 +9,13 @@ from mini_ee.data.metrics import spearman
 from mini_ee.measure.reproduce.experiments import read_case
 from mini_ee.measure.reproduce.recipe import Case, cases_of, sides
 from mini_ee.measure.reproduce.verdicts import (
+    FAILS,
     FEW,
     HOLDS,
     MISSING,
     RULE,
     UNSEEN,
+    UNTRIED,
     Compared,
     compared,
     verdict_of,
@@ -65,7 +67,10 @@ def judge(claim: dict, kept: Kept) -> Judged:
         comparisons.append(compared(more, than, each.get("by", 0.0)))
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
-    return Judged(claim, comparisons, verdict_of(comparisons, claim.get("need", "all")))
+    verdict, tried = verdict_of(comparisons, claim.get("need", "all")), claim.get("tried", {"cases": []})
+    if verdict == FAILS and not all(kept.values(name, tried["figure"]) for name in tried["cases"]):
+        verdict = UNTRIED
+    return Judged(claim, comparisons, verdict)
 
 
 def _side(kept: Kept, compare: dict, side: str) -> dict[str, float] | None:
