@@ -32,7 +32,7 @@ SENTENCES = "SST-2 sentences"
 
 
 class Held(Exception):
-    """Another process runs this case, or the one from whose last exit its points of loss are counted."""
+    """Another process runs this case."""
 
 
 class Sources:
@@ -91,7 +91,10 @@ def read_case(folder: Path, case: Case) -> dict:
 
 
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
-    """Train and measure one case with one seed, if that is not done yet, and keep it. Raises Held."""
+    """Train and measure one case with one seed, if that is not done yet, and keep it. Its reference is kept already.
+
+    Raises Held.
+    """
     path = file_of(folder, case.name)
     at = _trainings(path, seed)
     with ExitStack() as alone:
@@ -102,7 +105,9 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         kept = read_case(folder, case)
         if str(seed) in kept["seeds"]:
             return
-        reference = _reference(folder, case, seed)
+        reference = None
+        if case.reference and case.reference != case.name:
+            reference = read_json(file_of(folder, case.reference))["seeds"][str(seed)]["figures"]
         say(f"{case.name}, seed {seed}")
         if any(_is_choice(value) for value in case.options.values()):
             if "chosen" not in kept:
@@ -116,17 +121,6 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         }
         write_json(path, kept)
         shutil.rmtree(at.parent)
-
-
-def _reference(folder: Path, case: Case, seed: int) -> dict | None:
-    """The figures from which points of loss are counted, where they are another case's."""
-    if case.reference in (None, case.name):
-        return None
-    path = file_of(folder, case.reference)
-    seeds = read_json(path)["seeds"] if path.exists() else {}
-    if str(seed) not in seeds:
-        raise Held(case.reference)
-    return seeds[str(seed)]["figures"]
 
 
 def _trainings(path: Path, seed: int) -> Path:

@@ -43,7 +43,10 @@ def reproduce(
     while left != before:
         before, left = left, []
         for case, seed in before:
+            reference = asked.get(case.reference, case)
             try:
+                if reference != case and str(seed) not in read_case(folder, reference)["seeds"]:
+                    raise Held(reference.name)
                 run_case(folder, case, seed, found, say)
             except Held:
                 left.append((case, seed))

@@ -11,7 +11,7 @@ import numpy as np
 
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "cannot be seen here"
 FEW, MISSING = "too few seeds", "runs are missing"
-UNTRIED = "does not hold at the first setting; others are to be run"
+UNTRIED = "does not hold so far; other settings are to be run"
 LEVEL = 0.95
 LEAST_SEEDS = 3
 T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -22,7 +22,7 @@ RULE = (
     f"Student's t interval at {LEVEL:.0%}. The claim **holds** where the whole interval lies above what is claimed, "
     f"**does not hold** where it lies below; else it **cannot be seen here**. A claim takes all of its comparisons, "
     f"where it does not say how many, and is judged before all are run where the others could not change it. Where "
-    f"more settings than the first are to be tried, it does not hold once these have been run. The spread is that over "
+    f"other settings are to be tried too, it does not hold only once they have been run. The spread is that over "
     f"seeds, on the same test rows."
 )
 
