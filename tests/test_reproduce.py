@@ -285,6 +285,9 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     monkeypatch.setattr(experiments, "_chosen", lambda *about: {})
     monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    stale = experiments.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
+    stale.parent.mkdir(parents=True)
+    stale.write_text(json.dumps({"options": {}, "seeds": {"0": {"figures": {"full": 0.1}}}}))
     with sole_writer(experiments.file_of(tiny / "raee", held)):
         assert main(command) == 0
     said = capsys.readouterr()
