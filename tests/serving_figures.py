@@ -1,14 +1,21 @@
-"""`mini-ee bench serve` on a machine that others use, too: the table and the picture of results/serving.md.
+"""The figures of results/serving.md: what three servers bear, by the processor's clock and by the one on the wall.
 
-    python tests/serving_figures.py --model all-MiniLM-L6-v2 --task SST-2 --out results/serving
+    MINI_EE_SHARED=../shared python tests/serving_figures.py [processor|wall]    measures both, or one; writes the JSON
+    python tests/serving_figures.py --page                                       writes page and pictures from it
 
-Batches run as they are chosen, one after the other, on one thread. Time is what they take of the processor, on a clock
-that stands still otherwise: requests come at their moments on that clock. Neighbours then take no part in it, nor do
-HTTP, tokenizing and what threads cost each other.
+wall       `mini-ee bench serve` as it stands, for a machine that nothing else uses
+processor  the same on a machine that others use, too: batches run as they are chosen, one after the other, on one
+           thread. Time is what they take of the processor, on a clock that stands still otherwise: requests come at
+           their moments on that clock. Neighbours then take no part in it, nor do HTTP, tokenizing and what threads
+           cost each other.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -18,7 +25,12 @@ import torch
 from mini_ee.export.serving import bench, worker
 from mini_ee.export.serving.load import WARM, Answered
 from mini_ee.measure.figures import draw_loads
-from mini_ee.measure.tables import loads_table
+
+RESULTS = Path(__file__).parent.parent / "results"
+FIGURES, PAGE = RESULTS / "serving.json", RESULTS / "serving.md"
+PICTURES = {"wall": RESULTS / "serving.png", "processor": RESULTS / "serving-processor.png"}
+SERVERS = ("whole", "graph", "rebatch")
+COMING = {"": "One by one (Poisson)", " bursts": "Bursts of eight"}
 
 
 class Clock:
@@ -73,28 +85,120 @@ def saturation(stepped, texts):
     return len(texts) / Clock.now
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--task")
-    parser.add_argument("--out", type=Path, required=True, help="the name that .json, .png are added to")
-    args = parser.parse_args()
+def processor(model: Path, task: Path) -> list[dict]:
     torch.set_num_threads(1)
     worker.time, bench.Worker, bench.offer, bench.saturation = Clock, Stepped, offer, saturation
     bench.ROUNDS, bench.SECONDS = 1, 4.0
-    rows = []
-    for row in bench.bench_serve(args.model, 0, args.task):
-        rows.append(row)
-        seconds, against = (1 / row[key] for key in ("seconds", "against_seconds"))
-        print(
-            f"{row['case']:<30} {seconds:.1f} requests a second, whole {against:.1f}, ratio {row['ratio']:.3f}", end=""
+    return list(bench.bench_serve(model, 0, task))
+
+
+def wall(model: Path, task: Path) -> list[dict]:
+    command = ["bench", "serve", "--model", model, "--task", task, "--threads", "1", "--json"]
+    ran = subprocess.run([sys.executable, "-m", "mini_ee", *map(str, command)], stdout=subprocess.PIPE, check=True)
+    return json.loads(ran.stdout)["rows"]
+
+
+PARTS = {each.__name__: each for each in (wall, processor)}
+
+# ---- The page ----
+PAGE_TEXT = """# Serving under load
+
+MiniLM (all-MiniLM-L6-v2, exits after 2, 4 and 6 of 6 layers) on the 872 sentences of SST-2's dev, one thread. Its heads
+are drawn, and its thresholds set so that .6 and .3 of the rows leave at the first two exits: half of the layers are
+saved. What is answered is not looked at here; that it is what the model answers at batch 1 is tested
+(`tests/test_serving.py`, `tests/test_conformance.py`). Three servers get the same requests:
+
+- `whole`: `model.onnx` to full depth, batches of what is there: the model without early exits, with dynamic batching
+- `graph`: `model.onnx` with its rule, which stops by itself
+- `rebatch`: `mini-ee serve`'s worker over graphs by segment, where rows of different requests go on together
+
+`tests/serving_figures.py` measures, keeps [serving.json](serving.json), and writes this page from it. HTTP and
+tokenizing are not in these figures. Goodput: the highest load at which p99 stays within what the whole graph takes at
+80 % of its saturation (the grey line). A ratio is the whole graph's goodput over the server's; `least` is the smallest
+share of the whole graph's answers in time at any load up to saturation.
+
+## By the clock on the wall
+
+`mini-ee bench serve --model all-MiniLM-L6-v2 --task SST-2 --threads 1` on {cores} cores that nothing else used.
+
+![p50 and p99 of each server against the load, by the wall](serving.png)
+
+{wall}
+
+The layers promise 2.0 times the load. On one thread of a processor a batch is hardly cheaper than its rows, so that the
+one graph, whose batch waits for its slowest row, comes as far: a batch of its own for those that stay pays where
+batches are what is cheap, on a GPU, which was not measured.
+
+## By the processor's clock
+
+Time is processor time of the batches, so that what else the machine does has no part in it.
+
+![p50 and p99 of each server against the load, by the processor](serving-processor.png)
+
+{processor}
+
+## What tests hold
+
+- at 1.5 times the saturation load each request is answered or refused, once, with the label and the layers of batch 1:
+  `tests/test_serving.py`
+- clients of a server that is killed under load get an answer or an error within their deadline:
+  `MINI_EE_KILLS=50 pytest tests/test_serve_http.py`, and on Ray `tests/test_serve_ray.py`
+- requests that are no requests bring nothing down, and others are answered meanwhile: `tests/test_serve_http.py`
+- thresholds are raised while a promise is broken, and the interval of `--shadow` covers the true agreement:
+  `tests/test_serve_promise.py`
+"""
+
+
+def goodput_table(rows: list[dict]) -> str:
+    lines = [f"| case | requests a second | whole | ratio (bar {rows[0]['bar']:.3f}) | least | p99 within, ms |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        own, whole = (f"{1 / row[key]:.0f}" for key in ("seconds", "against_seconds"))
+        numbers = own, whole, f"{row['ratio']:.3f}", f"{row['least']:.2f}", f"{1e3 * row['limit']:.0f}"
+        lines.append(f"| `{row['case']}` | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def loads_table(loads: list[dict]) -> str:
+    """A line a load; where a server was not offered it, nothing."""
+    lines = ["| load | requests a second | whole: p50, p95, p99 in ms | graph | rebatch |", "|---|---|---|---|---|"]
+    for load in dict.fromkeys(each["load"] for each in loads):
+        there = {each["server"]: each for each in loads if each["load"] == load}
+        times = (
+            ", ".join(f"{1e3 * there[server][key]:.0f}" for key in ("p50", "p95", "p99")) if server in there else ""
+            for server in SERVERS
         )
-        print(f", least {row['least']:.2f}, p99 within {1e3 * row['limit']:.0f} ms", flush=True)
-        if row["loads"]:
-            print(loads_table(row["loads"]), flush=True)
-    args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
-    draw_loads(args.out.with_suffix(".png"), rows)
+        offered = next(iter(there.values()))["offered"]
+        lines.append(f"| {load:.0%} | {offered:.0f} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+def page(figures: dict) -> str:
+    """results/serving.md."""
+    found = {}
+    for name in PARTS:
+        rows = figures[name]
+        parts = [goodput_table(rows)]
+        for ending, coming in COMING.items():
+            (loads,) = (row["loads"] for row in rows if row["loads"] and row["case"].endswith(f"rebatch{ending}"))
+            parts += [f"### {coming}", loads_table(loads)]
+        found[name] = "\n\n".join(parts)
+    text = PAGE_TEXT.format(**found, cores=figures["cores"])
+    parts = text.strip().split("\n\n")
+    return "\n\n".join(part if part[0] in "#|!-" else textwrap.fill(part, 118) for part in parts) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS))
+    parser.add_argument("--page", action="store_true", help="write page and pictures alone")
+    given = parser.parse_args()
+    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for name in () if given.page else given.parts:
+        shared = Path(os.environ["MINI_EE_SHARED"])
+        found = PARTS[name](shared / "weights" / "all-MiniLM-L6-v2", shared / "data" / "SST-2")
+        figures |= {name: found, "cores": os.cpu_count()}
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    for name, picture in PICTURES.items():
+        draw_loads(picture, figures[name])
+    PAGE.write_text(page(figures))

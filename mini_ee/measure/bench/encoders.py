@@ -9,6 +9,7 @@ import torch
 
 from mini_ee.backbones.bert import Bert
 from mini_ee.baselines import hashee, tr_bert
+from mini_ee.baselines.adainfer import Svm
 from mini_ee.baselines.hashee import HashExits
 from mini_ee.baselines.tr_bert import ReducedExits
 from mini_ee.early_exit import early_exit
@@ -23,9 +24,20 @@ from mini_ee.measure.bench.common import (
     row_of,
     tensors_of,
 )
-from mini_ee.rules import NeverExit, Rule, Threshold
+from mini_ee.rules import NeverExit, Patience, Policy, QExit, Rule, Threshold
+from mini_ee.training.method import load_method
+from mini_ee.training.run import build_model
 from mini_ee.units.rows import RowExits, RowSegments
 
+OWN_HEADS = {  # method -> its rule; the first has the heads that the others are held to
+    "joint": Threshold(0.9),
+    "elasticbert": Threshold(-0.1, "entropy"),
+    "palbert": QExit(0.5),
+    "cat": Policy(0.5),
+    "dree": Patience(2),
+    "adainfer": Svm((1.0,) * 3, (1.0,) * 3, (0.0,) * 3),
+}
+OWN_HEADS_BAR = 0.03  # more than the plain heads' ratio, which is over the share of the layers
 LEAVING_BARS = {1: 0.45, 32: 0.30}  # by batch, measured at most .41 and .26: weights are read for however few tokens
 
 
@@ -44,7 +56,8 @@ def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
 
 
 def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
-    """`MODEL bB t32 eE`, heads on the first token as in the papers; and `MODEL bB t32 METHOD`, where tokens leave.
+    """`MODEL bB t32 eE`, heads on the first token as in the papers; `MODEL bB t32 METHOD`, where tokens leave; and
+    `bert-base b1 t32 METHOD eE`, a method's own heads and rule over plain heads and a threshold.
 
     The bar on the excess, a share of the full model's time, is printed as one on the ratio.
     """
@@ -57,6 +70,7 @@ def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
             yield from _exit_tax(name, backbone, exits, batch, bar, seed)
         for batch in bars:
             yield from _leaving_tax(name, backbone, batch, seed)
+    yield from _own_heads_tax("bert-base", backbone, exits, seed)
 
 
 def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar: float, seed: int) -> Iterator[dict]:
@@ -109,6 +123,37 @@ def _leaving_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[d
     for method, seconds, run in zip(("hashee", "tr-bert"), times, runs):
         share = float(run().cost.depth.mean()) / depth
         yield _tax(f"{name} b{batch} t32 {method}", seconds, full, share, LEAVING_BARS[batch])
+
+
+def _own_heads_tax(name: str, backbone: Bert, exits: tuple[int, ...], seed: int) -> Iterator[dict]:
+    """Out after half of the layers, all heads on the way read and judged as the method does."""
+    inputs, at = inputs_of(backbone.config, 1, 32, seed), len(exits) // 2 - 1
+    about = {"exits": exits, "settings": {}, "pool": "first", "num_labels": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        models = [build_model(load_method(method), "rows", backbone, about).eval() for method in OWN_HEADS]
+    rules = [_JudgedBy(rule, at) for rule in OWN_HEADS.values()]
+    runs = [partial(early_exit, model.segments(), rule, inputs) for model, rule in zip(models, rules)]
+    ids, _, types = tensors_of(inputs)
+
+    @torch.inference_mode()
+    def full_model():
+        return backbone(ids, None, types)
+
+    full, plain, *others = medians([full_model, *runs], f"exit-tax {name} b1 heads")
+    share = exits[at] / exits[-1]
+    for method, seconds in zip(list(OWN_HEADS)[1:], others):
+        yield _tax(f"{name} b1 t32 {method} e{exits[at]}", seconds, full, plain / full, OWN_HEADS_BAR * share)
+
+
+class _JudgedBy(Rule):
+    """All rows are judged by a rule at every exit, and leave at one of them, whatever it says."""
+
+    def __init__(self, rule: Rule, exit: int):
+        self.rule, self.exit, self.needs, self.asks_policy = rule, exit, rule.needs, rule.asks_policy
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        return np.full_like(self.rule.stop(k, reading, memory), k == self.exit)
 
 
 def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
