@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt,
 from mini_ee.data.tasks import Split, Task, load_task, toy_task
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.measure.reproduce import measures
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot
@@ -77,10 +79,10 @@ def drawn(module):
     return module.eval()
 
 
-def encoder_model(prompt=IT_WAS, max_length=24, **options):
+def encoder_model(prompt=IT_WAS, max_length=24, layers=3, **options):
     tokenizer = PromptTokenizer(wordpiece(), max_length, prompt)
     size = tokenizer.backend.get_vocab_size()
-    shape = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+    shape = dict(hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32)
     config = BertConfig(model_type="bert", vocab_size=size, max_position_embeddings=24, **shape)
     return PromptModel(drawn(Bert(config)), tokenizer, **options).eval(), tokenizer
 
@@ -502,6 +504,34 @@ def test_a_wheel_carries_the_prompts():
 
     packaging = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert PROMPTS.name in packaging["package-data"]["mini_ee.data"]
+
+
+# Layers that are left out
+
+
+def test_the_layers_go_without_which_the_label_words_of_rows_are_missed_least():
+    model, tokenizer = encoder_model(layers=7)
+    encoded, labels = tokenizer.encode([[text] for (text,) in TEXTS]), torch.tensor([0, 1, 2, 0])
+    run = SimpleNamespace(model=model, tokenizer=tokenizer)
+
+    def missed(layers):
+        total = 0.0
+        for row, label in enumerate(labels.tolist()):
+            inputs = encoded.batch([row])
+            state, around = model.backbone.embed(inputs), model.backbone.around(inputs)
+            for layer in layers:
+                state = model.backbone.run_layers(state, around, layer, layer + 1)
+            at = inputs.input_ids[0].tolist().index(tokenizer.mask_token_id)
+            said = model.backbone.lm_logits(state[0, at]).double().numpy()[list(tokenizer.label_tokens)]
+            total += np.log(np.exp(said).sum()) - said[label]
+        return total
+
+    kept = list(range(7))
+    with torch.inference_mode():
+        for _ in range(4):  # .6 of 7
+            others = [[layer for layer in kept if layer != gone] for gone in kept[1:-1]]
+            kept = min(others, key=missed)
+        assert measures._kept_through_prompt(run, encoded.batch(slice(None)), labels) == kept
 
 
 # Few shots

@@ -11,10 +11,12 @@ import mini_ee
 import mini_ee.methods.raee_collect as collecting
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
+from mini_ee.baselines.adainfer import svm
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.measure.reproduce import measures
 from mini_ee.methods.raee import Retrieval, controls
 from mini_ee.training.run import load_run, training_folder
 from mini_ee.training.train import split_rows
@@ -403,6 +405,24 @@ def test_a_run_without_shots_names_the_checkpoint_and_holds_no_weights(prompted,
     save_backbone(changed, tmp_path / "changed")
     with pytest.raises(ValueError, match="was trained on another backbone than the one in"):
         load_run(prompted, tmp_path / "changed")
+
+
+def test_adainfer_reads_the_same_model_through_the_same_prompt(tuned, task):
+    run = load_run(tuned)
+    found, _ = measures.of_compared(run, task, None)
+    rows, known = task.split("dev"), collecting.untrained_rows(run, task)
+    fitted = record(run.segments(), run.encode(known.texts), 8)
+    rule = svm(fitted, fitted.predictions[:, :-1] == known.labels[:, None])
+    right, layers = [], []
+    for ids, label in zip(run.encode(rows.texts).ids, rows.labels):
+        for k, p in enumerate(p_of_label_words(run.model.backbone, run.tokenizer, ids)):
+            top, gap = p.max(), p.max() - p.min()
+            if k == 2 or rule.gap[k] * gap + rule.top[k] * top + rule.bias[k] > 0:
+                break
+        right.append(p.argmax() == label)
+        layers.append(k + 1)
+    assert found["AdaInfer"] == pytest.approx(np.mean(right)) and found["AdaInfer layers"] == np.mean(layers)
+    assert found["SLEB layers"] == 2 and found["RAEE index megabytes"] > 0
 
 
 def test_with_shots_the_backbone_is_the_runs_own_and_its_shots_are_not_in_the_datastore(tuned, checkpoint_folder, task):

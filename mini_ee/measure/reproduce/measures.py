@@ -4,13 +4,18 @@ Rules are chosen on rows of train that no exit was trained on; figures are of th
 otherwise.
 """
 
+import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines import sleb
+from mini_ee.baselines.adainfer import right_of, svm
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
+from mini_ee.data.tokens import Inputs
 from mini_ee.measure.compare import compare_tokens, rules_of
 from mini_ee.measure.evaluate import (
     LOSSES,
@@ -31,17 +36,21 @@ from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep
 from mini_ee.methods.raee import ablation, controls
 from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.rules import NeverExit, Policy, rule_from_dict
+from mini_ee.training.fit import task_loss
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
 from mini_ee.training.train import split_rows
 from mini_ee.units.generation import Sampling
+from mini_ee.units.prompts import PromptModel
 from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.units.tokens import record_texts
 
 BATCH = 32
 HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed
+OF_DEFAULT = {"score": "score", "saved": "layers_saved", "layers": "mean_layers"}
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
+PRUNED, PRUNED_ROWS = 0.6, 256  # the share of layers that SLEB takes in RAEE's Table 8, and rows of its search
 SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
 
 Measured = tuple[dict[str, float], dict[str, list[float]]]
@@ -67,7 +76,7 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     reference = reference or figures
     figures["reference"] = reference["full"]
     own = summary(reported.replay(run.rule), reported, task, rows.labels)
-    figures |= {"default score": own["score"], "default saved": own["layers_saved"]}
+    figures |= {f"default {name}": own[key] for name, key in OF_DEFAULT.items()}
     figures["default lost"] = figures["full"] - own["score"]
     if run.model.policy is not None:
         at = summary(reported.replay(Policy()), reported, task, rows.labels)
@@ -221,6 +230,57 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
     return figures | {"speed-up": float(full / early)}, {}
 
 
+def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
+    """What RAEE is compared with on its own model, through the same prompt: AdaInfer and SLEB; and what each costs to
+    build, in seconds. Labelled rows come from where RAEE's store has its own.
+    """
+    seed, model = run.config["seed"], run.model
+    _, rows = rows_of(task, None, None, seed)
+    known = subset(untrained_rows(run, task), HELD_ROWS, seed)
+    encoded, seen = run.encode(rows.texts), run.encode(known.texts)
+    recorded = record(run.segments(), encoded, BATCH, "reading", run.whole_model())
+    begin = time.perf_counter()
+    fitted = record(run.segments(), seen, BATCH, "reading")._replace(labels=known.labels)
+    rule = svm(fitted, right_of(fitted)["gold"])
+    fitting = time.perf_counter() - begin
+    left_early = summary(recorded.replay(rule), recorded, task, rows.labels)
+    begin = time.perf_counter()
+    few = np.random.default_rng(seed).permutation(len(known))[:PRUNED_ROWS]
+    kept = _kept_through_prompt(run, seen.batch(few), torch.from_numpy(known.labels[few]))
+    pruning = time.perf_counter() - begin
+    pruned = PromptModel(sleb.kept_layers(model.backbone, kept), run.tokenizer, (len(kept),)).eval()
+    short = record(pruned.segments(), encoded, BATCH, "reading")
+    sizes = {path.name: path.stat().st_size / 1e6 for path in (run.folder / "datastore").iterdir()}
+    return {
+        "full": exit_scores(recorded, task, rows.labels)[-1],
+        "AdaInfer": left_early["score"],
+        "AdaInfer layers": left_early["mean_layers"],
+        "AdaInfer seconds": fitting,
+        "SLEB": exit_scores(short, task, rows.labels)[-1],
+        "SLEB layers": float(len(kept)),
+        "SLEB seconds": pruning,
+        "RAEE seconds": read_json(run.folder / "metrics.json")["seconds"],
+        "RAEE index megabytes": sizes.pop("index.hnsw"),
+        "RAEE values megabytes": sum(sizes.values()),
+    }, {}
+
+
+@torch.inference_mode()
+def _kept_through_prompt(run: Run, inputs: Inputs, labels: torch.Tensor) -> list[int]:
+    """SLEB's search with the loss of the label words in place of that of the next token: the layers that stay."""
+    backbone = run.model.backbone
+    kept = list(range(backbone.config.num_hidden_layers))
+
+    def loss(layers: list[int]) -> float:
+        short = PromptModel(sleb.kept_layers(backbone, layers), run.tokenizer, (len(layers),)).eval()
+        said = short(*(torch.from_numpy(x) for x in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)))
+        return task_loss(said, labels).item()
+
+    for _ in range(sleb.Config(share=PRUNED).count(len(kept))):
+        kept.remove(min(kept[1:-1], key=lambda gone: loss([layer for layer in kept if layer != gone])))
+    return kept
+
+
 # ---- Heads on a decoder ----
 
 
@@ -282,10 +342,11 @@ def of_writing(run: Run, text: Path | None, reference: dict | None) -> Measured:
     return figures, lists
 
 
-OF_ROWS = ("rows", "prompts", "suits")  # read a task; others a text, or nothing
+OF_ROWS = ("rows", "prompts", "compared through prompts", "suits")  # read a task; others a text, or nothing
 MEASURES = {
     "rows": of_rows,
     "prompts": of_retrieval,
+    "compared through prompts": of_compared,
     "suits": of_suits,
     "tokens": of_tokens,
     "tokens over epsilon": of_tokens_over_epsilon,
