@@ -14,7 +14,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
-from mini_ee.measure.reproduce.page import OTHERS, Kept, claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.page import OTHERS, Kept, _claim_lines, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
 from mini_ee.training.method import load_method
@@ -149,6 +149,26 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     kept = Kept(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
     claim = {"compare": [{"more": "first", "than": 0.5, "figure": "x"}], "tried": {"cases": list(cases), "figure": "x"}}
     assert judge(claim, kept).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("having", "run", "verdict"),
+    [
+        ("012", "012", "holds"),
+        ("01", "012", "cannot be seen here"),
+        ("", "012", "cannot be seen here"),
+        ("01", "01", "too few seeds"),
+        ("", "01", "runs are missing"),
+    ],
+)
+def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(having, run, verdict):
+    """No loss is there where no row left."""
+    seeds = {seed: {"figures": {"x": 0.9 + 0.001 * int(seed)} if seed in having else {}} for seed in run}
+    kept = Kept({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
+    claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
+    judged = judge(claim, kept)
+    assert judged.verdict == verdict
+    assert len(_claim_lines(1, judged, kept)) == 1 + bool(having)
 
 
 # ---- Recipes ----

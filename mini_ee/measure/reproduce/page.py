@@ -12,6 +12,7 @@ from mini_ee.measure.reproduce.verdicts import (
     FAILS,
     FEW,
     HOLDS,
+    LEAST_SEEDS,
     MISSING,
     RULE,
     UNSEEN,
@@ -23,6 +24,7 @@ from mini_ee.measure.reproduce.verdicts import (
 
 MADE_WITH = ("commit", "torch", "machine", "threads")
 NOT_RUN = "·"
+NOTHING = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, UNSEEN)  # of a figure that no seed has, though all cases were run
 
 
 class Kept(NamedTuple):
@@ -55,16 +57,23 @@ def read_kept(folder: Path, recipe: dict) -> Kept:
 
 
 def judge(claim: dict, kept: Kept) -> Judged:
-    """What the claim's comparisons say, on the seeds that all of their cases have."""
+    """What the claim's comparisons say, on the seeds that all of their cases have.
+
+    Where the cases were run with enough seeds and too few have the figure, as where no rows left at a layer, the
+    comparison cannot be seen.
+    """
     comparisons = []
     for each in claim.get("compare", []):
         both = [_side(kept, each, side) for side in ("more", "than")]
         seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
+        names = {name for side in ("more", "than") for name, _ in sides(each, side)}
+        run = len(set.intersection(*(set(kept.found[name]["seeds"]) for name in names)))
         if not seeds:
-            comparisons.append(None)
+            comparisons.append(NOTHING if run >= LEAST_SEEDS else None)
             continue
-        more, than = ([values[seed] if values else each["than"] for seed in seeds] for values in both)
-        comparisons.append(compared(more, than, each.get("by", 0.0)))
+        more, than = ([values[seed] if values is not None else each["than"] for seed in seeds] for values in both)
+        said = compared(more, than, each.get("by", 0.0))
+        comparisons.append(said._replace(verdict=UNSEEN) if said.seeds < LEAST_SEEDS <= run else said)
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
     verdict, tried = verdict_of(comparisons, claim.get("need", "all")), claim.get("tried", {"cases": []})
@@ -89,7 +98,7 @@ def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
     if "unseen" in claim:
         return [f"{lines[0]} {claim['unseen']}"]
     for each, said in zip(claim["compare"], comparisons):
-        if said is None:
+        if said in (None, NOTHING):
             continue
         interval = f"{said.low:+.3f} to {said.high:+.3f}; " if said.high > said.low else ""
         wanted = f", wanted above {each['by']:+g}" if each.get("by") else ""
@@ -286,7 +295,11 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others:
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
-            pairs = [f"{_digits(said.more)} beside {_digits(said.than)}" for said in one.comparisons if said]
+            pairs = [
+                f"{_digits(said.more)} beside {_digits(said.than)}"
+                for said in one.comparisons
+                if said not in (None, NOTHING)
+            ]
             ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
             lines.append(_line([link, number, one.claim["text"], one.verdict, ours, one.claim["paper"]]))
