@@ -36,6 +36,9 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".468": ("consistentee", "TREC consistent alpha 0.1", "saved at one point"),
     ".174": ("consistentee", "TREC pabee", "saved at one point"),
     ".561": ("consistentee", "TREC joint", "saved at one point"),
+    ".477": ("consistentee", "SST-2 consistent alpha 0.1", "saved at one point"),
+    ".344": ("consistentee", "SST-2 pabee", "saved at one point"),
+    ".585": ("consistentee", "SST-2 joint", "saved at one point"),
 }
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
