@@ -21,7 +21,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +28,7 @@ import numpy as np
 import onnxruntime
 import torch
 from safetensors.torch import save_file
+from wrapped import wrapped
 
 import mini_ee
 from mini_ee.data.tasks import load_task
@@ -289,8 +289,7 @@ def page(figures: dict) -> str:
         **{"layers": f"{end[0]['mean_layers']:.2f}", "promised": f"{EXITS[-1] / end[0]['mean_layers']:.2f}"},
         speedups=listed([f"{each['speedup']:.2f}" for each in end]),
     )
-    parts = text.strip().split("\n\n")
-    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 118) for part in parts) + "\n"
+    return wrapped(text)
 
 
 if __name__ == "__main__":

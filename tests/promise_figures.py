@@ -14,11 +14,11 @@ import math
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
+from wrapped import wrapped
 
 from mini_ee.calibration import COMPARED, broken_promises, kept_by_sets
 from mini_ee.data.tasks import Task, load_task
@@ -264,8 +264,7 @@ def page(figures: dict) -> str:
     lines = {name: "\n".join(f"| {' | '.join(row)} |" for row in rows) for name, rows in tables.items()}
     exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
     text = PAGE_TEXT.format(**lines, exits=exits, max_loss=MAX_LOSS, draws=DRAWS, sets=SETS, delta=COMPARED)
-    parts = text.strip().split("\n\n")
-    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 118) for part in parts) + "\n"
+    return wrapped(text)
 
 
 if __name__ == "__main__":

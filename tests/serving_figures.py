@@ -15,12 +15,12 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from wrapped import wrapped
 
 from mini_ee.export.serving import bench, worker
 from mini_ee.export.serving.load import WARM, Answered
@@ -159,7 +159,7 @@ def goodput_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def loads_table(loads: list[dict]) -> str:
+def waits_table(loads: list[dict]) -> str:
     """A line a load; where a server was not offered it, nothing."""
     lines = ["| load | requests a second | whole: p50, p95, p99 in ms | graph | rebatch |", "|---|---|---|---|---|"]
     for load in dict.fromkeys(each["load"] for each in loads):
@@ -181,11 +181,10 @@ def page(figures: dict) -> str:
         parts = [goodput_table(rows)]
         for ending, coming in COMING.items():
             (loads,) = (row["loads"] for row in rows if row["loads"] and row["case"].endswith(f"rebatch{ending}"))
-            parts += [f"### {coming}", loads_table(loads)]
+            parts += [f"### {coming}", waits_table(loads)]
         found[name] = "\n\n".join(parts)
     text = PAGE_TEXT.format(**found, cores=figures["cores"])
-    parts = text.strip().split("\n\n")
-    return "\n\n".join(part if part[0] in "#|!-" else textwrap.fill(part, 118) for part in parts) + "\n"
+    return wrapped(text)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import json
 import math
 import os
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
+from wrapped import wrapped
 
 from mini_ee.methods import datastore as datastore_module
 from mini_ee.methods.datastore import Datastore
@@ -219,8 +219,7 @@ def page(figures: dict) -> str:
         **{"build_a": build_a, "build_b": build_b, "query_a": query_a, "query_b": query_b},
         factor=found["machine"]["rows"] / figures["rows"],
     )
-    parts = text.strip().split("\n\n")
-    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 118) for part in parts) + "\n"
+    return wrapped(text)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import onnx_figures
 import pytest
@@ -10,10 +11,13 @@ import serving_figures
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import toy_task
+from mini_ee.early_exit import early_exit
 from mini_ee.export import bench as exported
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import bench as serving
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
+from mini_ee.training.method import load_method
+from mini_ee.training.run import build_model
 from mini_ee.units.heads import VocabularyHead
 
 MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
@@ -106,6 +110,20 @@ def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatc
     assert main(["bench", name]) == 0
     exits = [case for case in rows if name == "exit-tax" and "head_share" in rows[case]]
     assert capsys.readouterr().out.count("one head read and judged") == len(exits)
+
+
+@pytest.mark.parametrize("method", encoders.OWN_HEADS)
+def test_a_methods_rule_is_asked_at_each_exit_on_the_way_and_its_answer_is_passed_over(
+    method, random_model, padded_inputs
+):
+    backbone = random_model().backbone
+    about = {"exits": (1, 2, 4, 6), "settings": {}, "pool": "first", "num_labels": 2}
+    model = build_model(load_method(method), "rows", backbone, about).eval()
+    rule, asked = encoders.OWN_HEADS[method], []
+    judged = encoders._JudgedBy(SimpleNamespace(stop=None, needs=rule.needs, asks_policy=rule.asks_policy), 1)
+    judged.rule.stop = lambda k, reading, memory: asked.append(k) or rule.stop(k, reading, memory)
+    result = early_exit(model.segments(), judged, padded_inputs)
+    assert asked == [0, 1] and set(result.exit_index.tolist()) == {1}
 
 
 def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):

@@ -70,7 +70,7 @@ def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
             yield from _exit_tax(name, backbone, exits, batch, bar, seed)
         for batch in bars:
             yield from _leaving_tax(name, backbone, batch, seed)
-    yield from _own_heads_tax("bert-base", backbone, exits, seed)
+    yield from _own_heads_tax(*cases[-1][:3], seed)
 
 
 def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar: float, seed: int) -> Iterator[dict]:

@@ -47,7 +47,6 @@ from mini_ee.units.tokens import record_texts
 
 BATCH = 32
 HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed
-OF_DEFAULT = {"score": "score", "saved": "layers_saved", "layers": "mean_layers"}
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 PRUNED, PRUNED_ROWS = 0.6, 256  # the share of layers that SLEB takes in RAEE's Table 8, and rows of its search
@@ -76,7 +75,8 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     reference = reference or figures
     figures["reference"] = reference["full"]
     own = summary(reported.replay(run.rule), reported, task, rows.labels)
-    figures |= {f"default {name}": own[key] for name, key in OF_DEFAULT.items()}
+    figures |= {"default score": own["score"], "default saved": own["layers_saved"]}
+    figures["default layers"] = own["mean_layers"]
     figures["default lost"] = figures["full"] - own["score"]
     if run.model.policy is not None:
         at = summary(reported.replay(Policy()), reported, task, rows.labels)
