@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 from itertools import combinations
 from pathlib import Path
@@ -41,6 +42,14 @@ def one_thread_a_graph():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "__init__", one)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk():
+    """A test kills processes and not the machine: what was written is there without fsync."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
         yield
 
 

@@ -8,7 +8,6 @@ import torch
 from conftest import random_decoder
 
 import mini_ee.baselines.right_tool as right_tool_module
-import mini_ee.training.fit as fitting
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.baselines.berxit import Certainty, alternating_loss, true_certainty
 from mini_ee.baselines.fastbert import self_distillation_loss
@@ -322,29 +321,6 @@ def test_one_exit_leaves_nothing_to_choose():
     for name in SYSTEMS:
         if name != "berxit":
             assert (load_method(name).candidates or thresholds)(alone) == []
-
-
-@pytest.mark.parametrize("name, stop_after", [("berxit", 2), ("berxit", 5), ("right-tool", 4), ("fastbert", 8)])
-def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
-    name, stop_after, tmp_path, checkpoint_folder, words, monkeypatch
-):
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
-    whole, told = train_system(name, checkpoint_folder, words, tmp_path / "whole")
-    steps, step = 0, torch.optim.AdamW.step
-
-    def stopping(self, *args, **kwargs):
-        nonlocal steps
-        steps += 1
-        if steps > stop_after:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train_system(name, checkpoint_folder, words, tmp_path / "killed")
-    resumed, again = train_system(name, checkpoint_folder, words, tmp_path / "killed", resume=True)
-    assert same(whole, resumed) and told == again
 
 
 def test_a_training_that_was_killed_while_it_was_calibrated_is_not_calibrated_twice(

@@ -403,7 +403,7 @@ def test_nothing_is_unpickled():
     assert len(modules) > 10 and not [path.name for path in modules if unpickling.search(path.read_text())]
 
 
-@pytest.mark.parametrize("kind", ("bert", "roberta", "deberta", "deberta-v2", "llama", "phi"))
+@pytest.mark.parametrize("kind", ("bert", "deberta-v2", "llama", "phi"))
 @pytest.mark.parametrize("value", (10**60, 10**400, 2**63 - 1, "x" * 10_000, [[]], {"a": {}}), ids=lambda v: str(v)[:9])
 def test_a_value_that_no_config_has_is_one_short_line_or_changes_nothing(tmp_path, kind, value):
     folder, told = shutil.copytree(GOLDEN / kind, tmp_path / "model"), 0

@@ -580,7 +580,7 @@ def never_stopped(checkpoint_folder, words, tmp_path_factory):
     return train_model(checkpoint_folder, words, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("stop_after", [4, 6, 8, 12, 14, 17, 23])
+@pytest.mark.parametrize("stop_after", [6, 8, 14])
 def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
     stop_after, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
 ):
@@ -838,28 +838,6 @@ def test_held_out_tokens_leave_at_the_first_policy_above_one_half(tuned):
     assert len(set(left)) > 1
     assert found["mean_layers"] == pytest.approx(np.mean([model.exits[k] for k in left]))
     assert found["score"] == pytest.approx(float(np.mean([rewards[row, k] for row, k in enumerate(left)])), abs=1e-5)
-
-
-@pytest.mark.parametrize("stop_after", [1, 5, 9, 12])
-def test_a_training_on_tokens_that_was_killed_and_resumed_ends_with_the_same_weights(stop_after, tmp_path, monkeypatch):
-    """Step 1 takes 6 steps; then policies take 2 and heads 1 a round."""
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
-    config, how = replace(QUICK, epochs=2), replace(TOKENS, rounds=3)
-    whole, killed, resumed = decoder_model(), decoder_model(), decoder_model()
-    expected = fit_tokens(whole, recipe(whole, how), tmp_path / "whole", config, texts=10)
-    steps, step = iter(range(stop_after)), torch.optim.AdamW.step
-
-    def stopping(self, *args, **kwargs):
-        next(steps)  # StopIteration: the process ends
-        return step(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", stopping)
-        with pytest.raises(StopIteration):
-            fit_tokens(killed, recipe(killed, how), tmp_path / "killed", config, texts=10)
-    found = fit_tokens(resumed, recipe(resumed, how), tmp_path / "killed", config, resume=True, texts=10)
-    assert same(whole, resumed)
-    assert [epoch | {"seconds": 0} for epoch in found] == [epoch | {"seconds": 0} for epoch in expected]
 
 
 def test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut(tuned):

@@ -4,10 +4,6 @@ import itertools
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -16,7 +12,7 @@ import tokenizers
 import torch
 
 import mini_ee.calibration as calibration
-from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import calibrate, intervals
 from mini_ee.cli.generate import colours_of, painted
@@ -215,33 +211,6 @@ def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tm
     found = answer(capsys, *argv, "--prompt", "ab", "--prompt", "c", "--out", tmp_path / "run")
     assert found["texts"] == 2
     assert read_json(tmp_path / "run" / "config.json")["text"]["prompt"] == ["ab", "c"]
-
-
-def test_a_killed_training_resumes_to_the_same_weights_and_history(tmp_path, decoder_folder):
-    """kill -9 once a training state is on disk."""
-    script = (
-        "import sys; from mini_ee.training import fit; fit.SAVE_SECONDS = -1;"
-        "from mini_ee.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    argv = ("train", "self-supervised", "--model", decoder_folder, "--threads", 1, *SMALL, "--epochs", 10)
-    argv = [*map(str, argv), "--out"]
-    command = [sys.executable, "-c", script, *argv, tmp_path / "killed"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    state = tmp_path / "killed.training" / "state.safetensors"
-    while not state.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed").exists()
-    stopped_at = json.loads(bytes(read_tensors(state)["progress"].tolist()))["step"]
-    assert 0 < stopped_at < 30
-    assert main([*argv, str(tmp_path / "killed"), "--resume"]) == main([*argv, str(tmp_path / "whole")]) == 0
-    found, expected = (read_tensors(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
-    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
-    found, expected = (read_json(tmp_path / name / "metrics.json") for name in ("killed", "whole"))
-    for epoch in (*found["epochs"], *expected["epochs"]):
-        del epoch["seconds"]
-    assert found == expected and not state.parent.exists()
 
 
 FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max-loss", "epsilon", "k")
