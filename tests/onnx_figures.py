@@ -203,16 +203,21 @@ shared machine, ONNX Runtime {onnxruntime} on the CPU; no GPU was at hand.
 |---|---|---|---|---|---|
 {bench}
 
-`eN graph` leaves after N layers, every head on the way read and judged, over N/L of the same graph under `never`, no
-head on the way read; `never graph` reads all heads and nobody leaves, over that; `never plain` is that over the model
-exported without exits. `mixed graph` lets the surer half of the rows leave at each exit, over the sum of what the
-layers of those that are left cost at that batch size. `chain` is over graphs by segment (`--segments`), which the
-loop drives from Python; decoders' `step` is a token of 64 behind a prompt of 8, where half of the tokens reach each
-threshold, over graphs by segment and over transformers' `generate` without exits on the same weights, whose bar is
-the share of the layers that were run.
+A case is a model, the batch (b), the tokens (t), the layer of an exit (e), and what is compared. The ratio is the first
+time over the second:
 
-What stands beside an exit's layers is embeddings and heads. On MiniLM at batch 1, over the share of the same model
-exported without exits:
+- `eN graph`: all rows leave after N of L layers, and heads on the way are read; over N/L of the graph that reads no
+  head on the way.
+- `never graph`: all heads are read and nobody leaves; over the graph that reads no head on the way.
+- `never plain`: the graph that reads no head on the way; over the model exported without exits.
+- `mixed graph`: the surer half of the rows leaves at each exit; over the sum of its layers' times at the batch sizes
+  that are left.
+- `chain`: the one graph; over graphs by segment (`--segments`), which the loop drives from Python.
+- `step`: a token of a decoder, of 64 behind a prompt of 8, half of which reach each threshold; over graphs by segment,
+  or over transformers' `generate` without exits on the same weights, where the bar is the share of the layers run.
+
+An exit costs its layers, the embeddings and the heads. On MiniLM at batch 1, the time to leave after N layers, over
+N/6 of the time of the model exported without exits:
 
 | heads | after 2 | after 4 | after 6 | the first two layers alone, one head |
 |---|---|---|---|---|

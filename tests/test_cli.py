@@ -137,7 +137,7 @@ for command in {commands}:
 
 
 def test_the_parser_starts_without_torch():
-    commands = [[], *([command] for command in COMMANDS)]
+    commands = [[], *([command] for command in COMMANDS), ["run", "joint"]]  # of a folder that is called as a method
     code = STARTS.format(commands=commands)
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent

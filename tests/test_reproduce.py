@@ -294,6 +294,57 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
     assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
 
 
+def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp_path, monkeypatch):
+    """A run that was stopped before it was measured, and then the recipe changed; a reference that was made anew."""
+    trained = []
+
+    class Made:
+        config = {}
+
+    def train(method, out, seed, **options):
+        out.mkdir(parents=True)
+        trained.append(options["epochs"])
+        return Made()
+
+    def measured(run, task, reference):
+        return {"full": 0.5 + len(trained) / 10} | ({"reference": reference["full"]} if reference else {}), {}
+
+    monkeypatch.setattr(experiments, "train", train)
+    sources, say = experiments.Sources(tmp_path, tmp_path), lambda text: None
+    with monkeypatch.context() as patch:
+        patch.setitem(experiments.MEASURES, "rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            experiments.run_case(tmp_path, Case("a", "rows", {"method": "joint", "epochs": 1}), 0, sources, say)
+    monkeypatch.setitem(experiments.MEASURES, "rows", measured)
+    first = Case("a", "rows", {"method": "joint", "epochs": 6})
+    second = Case("b", "rows", {"method": "joint", "epochs": 2}, reference="a")
+    for case in (first, second):
+        experiments.run_case(tmp_path, case, 0, sources, say)
+        assert experiments.is_kept(tmp_path, case, 0)
+    assert trained == [1, 6, 2]
+    experiments.file_of(tmp_path, "a").unlink()
+    experiments.run_case(tmp_path, first, 0, sources, say)
+    assert not experiments.is_kept(tmp_path, second, 0)
+    experiments.run_case(tmp_path, second, 0, sources, say)
+    assert trained == [1, 6, 2, 6, 2] and experiments.is_kept(tmp_path, second, 0)
+
+
+def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
+    for rows in (2452, 2500):
+        for right in range(1, rows + 1):
+            asked = experiments._short(right / rows) - measures.ROUNDED
+            assert (right - 1) / rows < asked <= right / rows
+
+
+def test_writing_says_nothing_of_shares_that_its_curve_does_not_reach(monkeypatch):
+    curve = [{"layers_saved": 0.0, "rouge_l": 1.0}, {"layers_saved": 0.2, "rouge_l": 0.6}]
+    row = {"measure": "gap", "rouge_l": 0.7, "layers_saved": 0.15, "curve": curve}
+    monkeypatch.setattr(measures, "compare_tokens", lambda *_: {"rows": [{"rouge_l_reference": 0.5}, row]})
+    figures, _ = measures.of_writing(SimpleNamespace(config={"seed": 0}), None, None)
+    assert figures["Rouge-L at 10% saved"] == pytest.approx(0.8) and figures["Rouge-L at 20% saved"] == 0.6
+    assert "Rouge-L at 30% saved" not in figures
+
+
 @pytest.mark.parametrize(("held", "ran"), [("reviews joint", 0), ("reviews two-stage", 1)])
 def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     """What another process holds is left to it, and what is compared with that; the rest is run."""

@@ -1,6 +1,6 @@
-"""BERxiT (Xin et al. 2021, EACL, "BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression").
+"""BERxiT: the last exit and all exits learn in turns; a learning-to-exit module says how certain an exit may be.
 
-The last exit and all exits learn in turns; a learning-to-exit module says how certain an exit may be.
+Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021.
 """
 
 import torch

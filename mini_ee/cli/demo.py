@@ -6,7 +6,7 @@ from pathlib import Path
 from mini_ee.cli.options import add_options, given_options
 
 HELP = "the main job: train exits, decide when to stop, show accuracy against measured time"
-EXAMPLE = "mini-ee demo --model ../shared/weights/all-MiniLM-L6-v2 --task ../shared/data/SST-2 --max-train 6000"
+EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
 ANSWER = "demo.json"
 
 CURVE_POINTS = 9  # thresholds whose time is measured

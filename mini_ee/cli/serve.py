@@ -49,7 +49,8 @@ def add(sub) -> None:
     replicas.add_argument("--replicas", type=span, metavar="N", help=told)
     promise = sub.add_argument_group("the promise in service")
     promise.add_argument("--shadow", type=number, metavar="SHARE", help="of requests that run to full depth beside")
-    promise.add_argument("--epsilon", type=number, help="the agreement to keep; by default what was calibrated")
+    kept = "the agreement to keep; by default that of calibrate --delta or --promise conformal"
+    promise.add_argument("--epsilon", type=number, help=kept)
     promise.add_argument("--tighten", action="store_true", help="raise thresholds while it is not kept")
 
 

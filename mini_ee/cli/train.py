@@ -1,6 +1,7 @@
 """`mini-ee train METHOD`: give a checkpoint exits and train them. A method's options are made from its settings."""
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from mini_ee.cli.options import Parser, add_options, given_options
@@ -12,14 +13,21 @@ EXAMPLE = "mini-ee train joint --out run"
 
 def add(commands, argv: list[str]) -> None:
     """The sub-commands; only the method that is named is imported, and has its options."""
-    parser = commands.add_parser("train", help=HELP, description=HELP, example=EXAMPLE)
+    about = f"{HELP}; `mini-ee train METHOD --help` shows a method's options"
+    parser = commands.add_parser("train", help=HELP, description=about, example=EXAMPLE)
     methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser)
-    named = next((word for word in argv[1:] if word in METHODS), None)
+    asked = argv[1:] if argv[:1] == ["train"] else []
+    named = next((word for word in asked if word in METHODS), None)
     for name in METHODS:
-        told = f"see `mini-ee train {name} --help`"
+        told = _first_line(name) if asked and not named else ""
         sub = methods.add_parser(name, help=told, example=f"mini-ee train {name} --out run")
         if name == named:
             _add_method(sub, name)
+
+
+def _first_line(name: str) -> str:
+    """What a method's file begins with; the file is not imported."""
+    return Path(find_spec(METHODS[name]).origin).read_text(encoding="utf-8").partition("\n")[0].strip('"')
 
 
 def _add_method(sub: Parser, name: str) -> None:

@@ -1,4 +1,6 @@
-"""RAEE: ask the neighbours where to leave. Source: RAEE, a Robust Retrieval-Augmented Early Exit Framework.
+"""RAEE: the neighbours of a row in a datastore say after which layer it leaves.
+
+Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework, ICLR 2026, arXiv:2405.15198.
 
 collect           Algorithm 3.1: how sure each exit is of the right answer, for rows whose label is known
 Datastore         those values beside an hnswlib index of the rows' embeddings; on disk whole or not there

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mini_ee import WrongArguments, __version__
-from mini_ee.data.files import atomic_folder, read_json, sole_writer, write_bytes, write_json
+from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_writer, write_bytes, write_json
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.measure.reproduce.measures import MEASURES, OF_ROWS
 from mini_ee.measure.reproduce.recipe import Case
@@ -90,20 +90,29 @@ def read_case(folder: Path, case: Case) -> dict:
     return kept if all(kept.get(key) == empty[key] for key in ("case", "measure", "options")) else empty
 
 
+def is_kept(folder: Path, case: Case, seed: int) -> bool:
+    """Whether a seed of a case is kept, and was measured against the reference that is kept now."""
+    made = read_case(folder, case)["seeds"].get(str(seed))
+    if made is None or case.reference in (None, case.name) or not (path := file_of(folder, case.reference)).exists():
+        return made is not None
+    now = read_json(path)["seeds"].get(str(seed))
+    return now is None or now["figures"]["full"] == made["figures"].get("reference", now["figures"]["full"])
+
+
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
     """Train and measure one case with one seed, if that is not done yet, and keep it. Its reference is kept already.
 
     Raises Held.
     """
     path = file_of(folder, case.name)
-    at = _trainings(path, seed)
+    at = _trainings(path, case, seed)
     with ExitStack() as alone:
         try:
             alone.enter_context(sole_writer(path))
         except FileExistsError:
             raise Held(case.name) from None
         kept = read_case(folder, case)
-        if str(seed) in kept["seeds"]:
+        if is_kept(folder, case, seed):
             return
         reference = None
         if case.reference and case.reference != case.name:
@@ -120,12 +129,14 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
         }
         write_json(path, kept)
-        shutil.rmtree(at.parent)
+        shutil.rmtree(at)
+        with suppress(OSError):  # other seeds' trainings stay
+            os.removedirs(at.parent)
 
 
-def _trainings(path: Path, seed: int) -> Path:
-    """Where the trainings of a case stand while they are needed."""
-    return path.parent / "runs" / path.stem / str(seed)
+def _trainings(path: Path, case: Case, seed: int) -> Path:
+    """Where the trainings of a case stand while they are needed: those of other settings stand elsewhere."""
+    return path.parent / "runs" / path.stem / json_sha256(case.options)[:12] / str(seed)
 
 
 def _is_choice(value) -> bool:
@@ -142,7 +153,7 @@ def _read(case: Case, sources: Sources):
 
 def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say) -> dict:
     """The values that do best on the rows held out of train; what was tried is kept. The best is this seed's run."""
-    at = _trainings(path, seed)
+    at = _trainings(path, case, seed)
     grid = {name: value["choose"] for name, value in case.options.items() if _is_choice(value)}
     tried = kept.setdefault("tried", [])
     for values in list(product(*grid.values()))[len(tried) :]:

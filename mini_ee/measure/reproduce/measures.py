@@ -47,6 +47,7 @@ from mini_ee.units.tokens import record_texts
 
 BATCH = 32
 HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed
+ROUNDED = 1e-5  # more than what is lost of a reference's score where it is kept, and less than a row
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 PRUNED, PRUNED_ROWS = 0.6, 256  # the share of layers that SLEB takes in RAEE's Table 8, and rows of its search
@@ -124,7 +125,7 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
     never = next(point for point in points if point["rule"]["name"] == "never")
     picked = {}
     for name, loss in LOSSES.items():
-        found = most_saved(points, reference["hold-out full"] - loss - 1e-9)
+        found = most_saved(points, reference["hold-out full"] - loss - ROUNDED)
         if found or not never["layers_saved"]:  # where tokens leave, there is no rule under which nothing is saved
             picked[f"at {name.replace('_', ' ')}"] = there(found or never)
     for name, share in RANGES.items():
@@ -337,7 +338,8 @@ def of_writing(run: Run, text: Path | None, reference: dict | None) -> Measured:
         saved, rouge = (list(each) for each in zip(*points))
         figures |= {f"Rouge-L{measure}": row["rouge_l"], f"saved{measure}": row["layers_saved"]}
         for share in SAVED:
-            figures[f"Rouge-L{measure} at {share}% saved"] = float(np.interp(share / 100, saved, rouge))
+            if saved[0] <= share / 100 <= saved[-1]:
+                figures[f"Rouge-L{measure} at {share}% saved"] = float(np.interp(share / 100, saved, rouge))
         lists |= {f"curve saved{measure}": saved, f"curve Rouge-L{measure}": rouge}
     return figures, lists
 

@@ -23,7 +23,7 @@ from mini_ee.measure.reproduce.verdicts import (
 )
 
 MADE_WITH = ("commit", "torch", "machine", "threads")
-NOT_RUN = "·"
+NOT_RUN, NONE = "·", "none"  # of a case that was run, and has no such figure
 NOTHING = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, UNSEEN)  # of a figure that no seed has, though all cases were run
 
 
@@ -77,7 +77,7 @@ def judge(claim: dict, kept: Kept) -> Judged:
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
     verdict, tried = verdict_of(comparisons, claim.get("need", "all")), claim.get("tried", {"cases": []})
-    if verdict == FAILS and not all(kept.values(name, tried["figure"]) for name in tried["cases"]):
+    if verdict == FAILS and not all(kept.found[name]["seeds"] for name in tried["cases"]):
         verdict = UNTRIED
     return Judged(claim, comparisons, verdict)
 
@@ -111,9 +111,9 @@ def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
         found = {name: list(kept.values(name, tried["figure"]).values()) for name in tried["cases"]}
         means = {name: float(np.mean(values)) for name, values in found.items() if values}
-        if means:
+        if len(means) > 1:
             best = max(means, key=means.get)
-            lines.append(f"   - of {len(means)} settings tried the best is {best}: {_digits(means[best])}")
+            lines.append(f"   - of {len(means)} settings the best is {best}: {tried['figure']} {_digits(means[best])}")
     return lines
 
 
@@ -153,7 +153,9 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
         cells = []
         for column in columns.values():
             case, figure = (table[key].format(**row, **column) for key in ("case", "figure"))
-            cells.append(_cell(list(kept.values(case, figure).values()), table.get("digits", 3)))
+            values = list(kept.values(case, figure).values())
+            empty = NONE if kept.found[case]["seeds"] else NOT_RUN
+            cells.append(_cell(values, table.get("digits", 3)) if values else empty)
         rows.append([name, *cells])
     lines = [f"**{table['id']}: {table['title']}**", ""]
     if all(cell == NOT_RUN for _, *cells in rows for cell in cells):
@@ -170,8 +172,6 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
 
 def _cell(values: list[float], digits: int) -> str:
     """Mean and range over seeds."""
-    if not values:
-        return NOT_RUN
     mean = _digits(float(np.mean(values)), digits)
     if len(values) == 1:
         return mean
@@ -285,13 +285,18 @@ OTHERS = """## Other pages
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `tests/shards_figures.py` |
 | [serving.md](serving.md) | a server that takes rows together again after each exit; `tests/serving_figures.py` |
 
-Benchmarks with their bars are printed by `mini-ee bench all`, as ratios on the machine at hand.
+`mini-ee bench all` prints benchmarks with their bars, as ratios on the machine at hand; it compares with transformers:
+`pip install -e '.[bench]'`.
 """
 
 
 def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others: str) -> str:
     """All papers' claims in one table, for results/README.md. others: what stands behind it."""
-    lines = ["# What came out", "", "All claims of the four papers that were looked at, each with its verdict.", ""]
+    about = (
+        "Claims of the four papers, each with its verdict. *Ours* is what should be larger beside what it should "
+        "exceed, of the first three comparisons; the paper's page names each, and says what the numbers are."
+    )
+    lines = ["# What came out", "", about, ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from filelock import FileLock
+
 from mini_ee.data.files import write_bytes
 from mini_ee.measure.figures import can_draw
-from mini_ee.measure.reproduce.experiments import Held, Sources, read_case, run_case
+from mini_ee.measure.reproduce.experiments import Held, Sources, is_kept, run_case
 from mini_ee.measure.reproduce.page import OTHERS, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
@@ -35,27 +37,27 @@ def reproduce(
     found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
     asked = cases_named(select(recipe, only) if only else recipe, cases_of(recipe))
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [
-        (case, seed) for seed in seeds for case in asked.values() if str(seed) not in read_case(folder, case)["seeds"]
-    ]
+    missing = [(case, seed) for seed in seeds for case in asked.values() if not is_kept(folder, case, seed)]
     say(f"{len(asked)} cases with {len(seeds)} seeds; {len(missing)} to run.")
-    left, before = missing, None
+    left, before, pages = missing, None, out / ".pages.lock"
     while left != before:
         before, left = left, []
         for case, seed in before:
             reference = asked.get(case.reference, case)
             try:
-                if reference != case and str(seed) not in read_case(folder, reference)["seeds"]:
+                if reference != case and not is_kept(folder, reference, seed):
                     raise Held(reference.name)
                 run_case(folder, case, seed, found, say)
             except Held:
                 left.append((case, seed))
                 continue
-            write_page(paper, recipe, out, quick)
+            with FileLock(pages):
+                write_page(paper, recipe, out, quick)
     if left:
         say(f"{len(left)} are left to other processes, which are running them or what they are compared with.")
-    path = write_page(paper, recipe, out, quick)
-    write_claims(out, quick)
+    with FileLock(pages):
+        path = write_page(paper, recipe, out, quick)
+        write_claims(out, quick)
     say(f"Page: {path}")
     return {
         "paper": paper,

@@ -20,10 +20,11 @@ T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.
 RULE = (
     f"A verdict is computed. Each comparison is paired over seeds, three at least: the mean of the differences, and "
     f"Student's t interval at {LEVEL:.0%}. The claim **holds** where the whole interval lies above what is claimed, "
-    f"**does not hold** where it lies below; else it **cannot be seen here**. A claim takes all of its comparisons, "
-    f"where it does not say how many, and is judged before all are run where the others could not change it. Where "
-    f"other settings are to be tried too, it does not hold only once they have been run. The spread is that over "
-    f"seeds, on the same test rows."
+    f"**does not hold** where it lies below; else it **cannot be seen here**, as is what needs other hardware. A claim "
+    f"needs all of its comparisons, unless it says how many. It is judged early where those that are missing could "
+    f"not change the verdict; else **runs are missing**. Where other settings are to be tried, it fails only once they "
+    f"have been run. One comparison that lies below is enough: of n equal ones one does so by chance in up to "
+    f"2.5 n % of draws. The spread is over seeds; the test rows are the same."
 )
 
 
