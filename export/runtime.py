@@ -299,7 +299,7 @@ class TokenRuntime(Runtime):
         except UnicodeEncodeError:
             raise ValueError(f"expected text in UTF-8, found {text[:40]!r}") from None
         ids = self.tokenizer.backend.encode(text).ids
-        self._check([ids], max_new_tokens or self.max_new_tokens)
+        self._check([ids], self.max_new_tokens if max_new_tokens is None else max_new_tokens)
         return ids
 
     def check(self, row: str | Sequence[str]) -> None:
@@ -327,7 +327,7 @@ class TokenRuntime(Runtime):
         max_new_tokens: int | None = None,
     ) -> list[Continuation]:
         """What the model writes after each text, in their order. Raises ValueError as `encode` does."""
-        count = max_new_tokens or self.max_new_tokens
+        count = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         prompts = [self.encode(_prompt(row), count) for row in texts]
         answers = []
         for start in range(0, len(prompts), batch_size):

@@ -51,8 +51,11 @@ WEIGHTS = "model.safetensors"
 
 PRECISIONS = ("float32", "float16", "int8")
 
-OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base", "promise", "exit_counts")
+OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
 """What the manifest keeps of config.json."""
+
+OF_ITS_RULE = ("promise", "exit_counts")
+"""What it keeps too where the rule is the run's own."""
 
 VERIFIED_TEXTS = 64
 
@@ -91,11 +94,13 @@ def export(
     run.rule.check(len(run.exits))
     if web:
         check_page(run)
+    own = run.rule.to_dict() == run.config.get("rule")
+    kept = (*OF_THE_RUN, *OF_ITS_RULE) if own else OF_THE_RUN
     with atomic_folder(out) as partial_folder:
         manifest = {
             "format_version": FORMAT_VERSION,
             "method": run.config["method"],
-            **{key: run.config[key] for key in OF_THE_RUN if key in run.config},
+            **{key: run.config[key] for key in kept if key in run.config},
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments),
             "versions": versions() | {"onnx": onnx.__version__},

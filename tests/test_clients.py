@@ -128,6 +128,14 @@ def test_cpp_refuses_what_is_no_row_of_tokens(exported, built):
     assert done.returncode == 1 and not done.stdout
 
 
+@in_node
+@pytest.mark.parametrize("threshold", ["abc", "", "NaN"])
+def test_a_threshold_that_is_no_number_is_told_in_one_line(exported, threshold):
+    command = ["node", "answer.mjs", str(exported[0]), f"--threshold={threshold}"]
+    found = subprocess.run(command, cwd=CLIENTS, input="fine", capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (2, "--threshold: expected a number\n")
+
+
 @pytest.mark.parametrize("name", ["answer.mjs", "answer.cpp"])
 def test_a_client_is_read_in_a_minute(name):
     assert len((CLIENTS / name).read_text().splitlines()) < 60

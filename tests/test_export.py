@@ -792,6 +792,15 @@ def test_the_manifest_says_what_was_exported(exported, run):
     assert verified["prediction_agreement"] == verified["exit_agreement"] == 1
 
 
+def test_a_promise_stays_with_the_rule_that_was_promised(run, tmp_path):
+    about = {"promise": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "rule": run.rule.to_dict()}
+    promised = run._replace(config=run.config | about)
+    for name, rule, kept in (("own", run.rule, True), ("another", Threshold(0.5), False)):
+        assert export(promised._replace(rule=rule), tmp_path / name)
+        manifest = read_json(tmp_path / name / "manifest.json", signed="format_version")
+        assert ("promise" in manifest) == ("exit_counts" in manifest) == kept
+
+
 @pytest.mark.parametrize(
     ("rule", "read"),
     [

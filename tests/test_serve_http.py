@@ -24,6 +24,7 @@ import pytest
 from mini_ee.cli.main import main
 from mini_ee.export.serving import Worker, app, engine_of, server
 from mini_ee.export.serving.watch import Promise
+from mini_ee.export.serving.worker import LATE
 from mini_ee.rules import FixedExit
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
@@ -181,6 +182,27 @@ def test_a_deadline_is_kept_by_the_server(runtime):
         begin = time.perf_counter()
         status, said, _ = ask(port, {"text": "the film", "deadline_ms": 50})
         assert status == 503 and "the deadline passed" in said["error"] and time.perf_counter() - begin < 0.28
+    assert worker.watch.requests["late"] == 1 and not worker.watch.requests["cancelled"]
+
+
+def test_a_long_text_is_encoded_beside_other_requests_and_its_deadline_runs(runtime):
+    with serving(engine_of(runtime)) as (worker, port):
+        submit, answered = worker.submit, threading.Event()
+
+        def slow(*of, **settings):
+            assert answered.wait(10), "nothing else was answered while a text was encoded"
+            return submit(*of, **settings)
+
+        worker.submit = slow
+        found = []
+        text = {"text": "the film " * app.LONG, "deadline_ms": 1}
+        asking = threading.Thread(target=lambda: found.append(ask(port, text)[:2]))
+        asking.start()
+        time.sleep(0.05)
+        assert ask(port, None, "/health", "GET")[0] == 200
+        answered.set()
+        asking.join()
+        assert found == [(503, {"error": LATE})]
 
 
 def test_a_client_that_hangs_up_frees_its_row(runtime):
@@ -350,6 +372,14 @@ def test_sigterm_drains_and_ends_with_the_summary(runtime):
     assert "drained" in error
 
 
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_as_soon_as_it_says_that_it_is_ready_ends_it_with_the_summary(runtime, ends):
+    with command(runtime.folder, "--json") as (process, _):
+        process.send_signal(ends)
+        out, error = process.communicate(timeout=20)
+    assert process.returncode == 0 and json.loads(out)["requests"]["answered"] == 0 and "drained" in error
+
+
 def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serves(runtime):
     """50 kills were made by hand, with MINI_EE_KILLS=50."""
     for kill in range(KILLS):
@@ -396,9 +426,10 @@ def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message)
     assert message in line and line.count("\n") == 1
 
 
-def test_a_shadow_of_a_decoder_is_refused(decoder, capsys):
-    assert main(["serve", str(decoder.folder), "--shadow", ".1"]) == 2
-    assert "--shadow is for rows" in capsys.readouterr().err
+@pytest.mark.parametrize("options", [["--shadow", ".1"], ["--tighten"], ["--epsilon", ".9"]])
+def test_a_promise_of_a_decoder_is_refused(decoder, capsys, options):
+    assert main(["serve", str(decoder.folder), *options]) == 2
+    assert "--shadow, --tighten and --epsilon are for rows" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told(runtime, capsys):

@@ -114,7 +114,9 @@ def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
     "rule, tighter",
     [
         (Threshold(0.8), Threshold(0.9)),
-        (Threshold(0.9995), Threshold(1.0)),
+        (Threshold(0.9995), Threshold(math.inf)),
+        (Threshold((math.inf, 0.5, 0.0)), Threshold((math.inf, 0.75, 0.5))),  # closed by `calibrate`: stays closed
+        (Threshold((math.inf, -0.4), "entropy"), Threshold((math.inf, -0.2), "entropy")),
         (Threshold((-math.inf, 0.5, 0.0)), Threshold((0.5, 0.75, 0.5))),
         (Threshold(-0.4, "entropy"), Threshold(-0.2, "entropy")),
         (Threshold(-math.inf, "entropy"), Threshold(-1.0, "entropy")),
@@ -132,7 +134,7 @@ def test_stricter_ends_at_never():
     rule = Threshold(0.0)
     for _ in range(12):
         rule = stricter(rule)
-    assert rule.threshold == 1.0
+    assert rule.threshold == math.inf
 
 
 @pytest.mark.parametrize("rule", [NeverExit(), FixedExit(1)])

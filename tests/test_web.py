@@ -583,6 +583,12 @@ def test_a_model_that_is_read_through_a_prompt_is_refused(run):
         page.check_page(run._replace(config=run.config | {"unit": "prompts"}))
 
 
+def test_a_model_whose_tokens_leave_within_a_row_is_refused(tmp_path, monkeypatch):
+    made = train("hashee", out=tmp_path / "run", max_train=40, epochs=1)
+    with pytest.raises(WrongArguments, match="here tokens leave within a row"):
+        page.check_page(made)
+
+
 def test_without_the_libraries_it_is_said_how_to_make_them(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(page, "VENDOR", "not there")
     assert main(["export", str(run.folder), "--out", str(tmp_path / "exported"), "--web"]) == 0

@@ -19,6 +19,10 @@ if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run
 const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
 const tokenizer = new Tokenizer(read("tokenizer.json"), {});
 
+const asked = values.threshold !== undefined;
+if (asked && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
+if (asked && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
+
 const whole = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
 
 function settings() {

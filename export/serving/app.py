@@ -13,9 +13,11 @@ answer, 408 and 413 for a body that does not come or does not end, 503, with the
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from math import inf
 
 from mini_ee.data.lines import decoded, json_object, row_of_object
@@ -24,6 +26,8 @@ from mini_ee.export.serving.worker import LATE, Refused, Worker
 MAX_BODY = 1 << 20  # bytes
 
 BODY_SECONDS = 10.0  # for a body to come
+
+LONG = 1 << 14  # characters of a text that is encoded in a thread: it takes longer than some requests
 
 JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -88,8 +92,7 @@ class App:
         fields, deadline = await self._fields(scope, receive)
         with _errors():
             texts = row_of_object(fields, self.worker.engine.runtime.num_texts)
-            future = self.worker.submit(texts, deadline)
-        await self._answer(future, deadline, receive, send)
+        await self._answer(*await self._submit(texts, deadline), receive, send)
 
     async def _generate(self, scope: dict, receive: Callable, send: Callable) -> None:
         fields, deadline = await self._fields(scope, receive)
@@ -107,8 +110,9 @@ class App:
             count = fields.get("max_new_tokens")
             if not (count is None or type(count) is int and count > 0) or type(stream) is not bool:
                 raise ValueError("expected max_new_tokens as a whole number above 0, and stream as true or false")
-            settings = {"max_new_tokens": count, "told": told if stream else None}
-            future = self.worker.submit(row_of_object(fields, 1), deadline, **settings)
+            texts = row_of_object(fields, 1)
+        settings = {"max_new_tokens": count, "told": told if stream else None}
+        future, deadline = await self._submit(texts, deadline, **settings)
         if not stream:
             return await self._answer(future, deadline, receive, send)
         future.add_done_callback(lambda _: put(None))
@@ -136,6 +140,14 @@ class App:
         with _errors():
             fields = json_object(decoded(body))
             return fields, deadline_of(fields)
+
+    async def _submit(self, texts: Sequence[str], deadline: float, **settings) -> tuple[Future, float]:
+        """The future answer, and what is left of the deadline. A long text is encoded beside the other requests."""
+        begin, submit = time.perf_counter(), partial(self.worker.submit, texts, deadline, **settings)
+        with _errors():
+            long = any(len(text) > LONG for text in texts if isinstance(text, str))
+            future = await asyncio.to_thread(submit) if long else submit()
+        return future, max(0.0, deadline - (time.perf_counter() - begin))
 
     async def _answer(self, future: Future, deadline: float, receive: Callable, send: Callable) -> None:
         """Wait for the answer, the deadline or the client to hang up, whichever comes first."""

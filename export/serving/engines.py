@@ -197,7 +197,7 @@ class TextEngine:
         Raises ValueError for a prompt that cannot be continued by so many tokens.
         """
         (text,) = (text,) if isinstance(text, str) else text
-        count = max_new_tokens or self.runtime.max_new_tokens
+        count = self.runtime.max_new_tokens if max_new_tokens is None else max_new_tokens
         prompt = self.runtime.encode(text, count)
         before = self.runtime.begins_with or prompt
         if len(before) + count > self.capacity:

@@ -68,14 +68,15 @@ def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None]) ->
     listening = listen(host, port)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
     limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": DRAIN}
-    config = uvicorn.Config(App(worker), log_level="error", server_header=False, **settings, **limits)
-    ready(address_of(host, listening.getsockname()[1]))
+    server = uvicorn.Server(uvicorn.Config(App(worker), log_level="error", server_header=False, **settings, **limits))
     in_main = threading.current_thread() is threading.main_thread()
-    # uvicorn raises the signal again when it has drained: this process then ends by itself, with its summary
-    before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
+    ends = (signal.SIGTERM, signal.SIGINT) if in_main else ()
+    # before uvicorn listens to them, and after it: it raises a signal again when it has drained
+    before = {each: signal.signal(each, lambda *_: setattr(server, "should_exit", True)) for each in ends}
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        ready(address_of(host, listening.getsockname()[1]))
+        server.run(sockets=[listening])
     finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         worker.drain(DRAIN)

@@ -82,17 +82,20 @@ def stricter(rule: Rule) -> Rule:
         getattr(rule, "measure", None), (0.0, 1.0)
     )
     value = getattr(rule, name)
-    raised = tuple(_raised(each, least, most) for each in np.atleast_1d(value).tolist())
+    never = math.inf if name == "threshold" else most
+    raised = tuple(_raised(each, least, most, never) for each in np.atleast_1d(value).tolist())
     return replace(rule, **{name: raised if isinstance(value, tuple) else raised[0]})
 
 
-def _raised(value: float, least: float, most: float) -> float:
+def _raised(value: float, least: float, most: float, never: float) -> float:
     if most == math.inf:
         return max(value, 0.0) + 1
+    if value == math.inf:
+        return value
     if value == -math.inf and least == -math.inf:
         return -1.0
     value = max(value, least)
-    return most if most - value < NEAR else (value + most) / 2
+    return never if most - value < NEAR else (value + most) / 2
 
 
 class Watch:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from math import inf
 
 MAX_WAIT, MAX_OPEN, BATCH = 0.005, 256, 16
@@ -94,7 +95,7 @@ class Worker:
             row.due += self._max_wait
             self._queues[0].append(row)
             self._ready.notify()
-        row.future.add_done_callback(self._closed)
+        row.future.add_done_callback(partial(self._closed, row))
         return row.future
 
     def drain(self, seconds: float | None = None) -> bool:
@@ -113,11 +114,12 @@ class Worker:
             raise Refused("the server is shutting down; ask another")
         raise Refused(f"{self._open} requests are open, and no more may be; ask again later")
 
-    def _closed(self, future: Future) -> None:
+    def _closed(self, row: Row, future: Future) -> None:
         with self._ready:
             self._open -= 1
             if future.cancelled():
-                self.watch.requests["cancelled"] += 1
+                late = time.perf_counter() >= row.deadline
+                self.watch.requests["late" if late else "cancelled"] += 1
 
     # ---- The thread ----
     def _loop(self) -> None:

@@ -127,8 +127,8 @@ def _worker(args) -> Worker:
 def _engine(args, runtime: Runtime):
     """The engine, with a promise where one is watched."""
     if runtime.config["unit"] == "tokens":
-        if args.shadow is not None:
-            raise WrongArguments(f"--shadow is for rows; {args.exported} holds a decoder")
+        if args.shadow is not None or args.tighten or args.epsilon is not None:
+            raise WrongArguments(f"--shadow, --tighten and --epsilon are for rows; {args.exported} holds a decoder")
         return engine_of(runtime, room=args.batch_size)
     promise = runtime.config.get("promise") or {}
     epsilon = args.epsilon if args.epsilon is not None else promise.get("epsilon")
