@@ -21,6 +21,7 @@ Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: th
 """
 
 import math
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -279,7 +280,7 @@ def _texts_needed(rows: np.ndarray, epsilon: float, delta: float) -> int:
     most = len(rows)
     while not passes(most):
         most *= 2
-    return int(np.argmax(passes(np.arange(1, most + 1)))) + 1
+    return bisect_left(range(most), True, key=lambda texts: bool(passes(texts + 1))) + 1
 
 
 # ---- The conformal promise ----

@@ -205,7 +205,9 @@ were not trained on.
 
 {draws} hold-outs of each size. Broken: on all other rows the rule loses more than was promised. Beside it the rule that
 saves most among those that lose at most {max_loss} on the hold-out itself, which promises nothing. Where few rows are
-left to check on, luck moves what they say; so the loss over all recorded rows is given too.
+left to check on, luck moves what they say; so the loss over all recorded rows is given too. The model is the same for
+all hold-outs. In a training the hold-out has chosen the best epoch before it tests the rules, which these figures leave
+out.
 
 | task | hold-out | a promise is made | broken | broken, by all rows | layers saved | without a bound: broken | saved |
 |---|---|---|---|---|---|---|---|

@@ -100,13 +100,6 @@ def test_self_distillation_never_sees_a_label_and_never_moves_the_teacher(random
     assert all(gradient is None for gradient in reached)
 
 
-def test_self_distillation_of_numbers_is_a_squared_error(random_model, padded_inputs):
-    model = random_model(num_labels=1)
-    values = logits_of(model, padded_inputs)[:, :, 0]
-    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
-    assert found.item() == pytest.approx(((values[:, :3] - values[:, 3:]) ** 2).mean(axis=0).sum(), rel=1e-4)
-
-
 def test_fastbert_learns_in_the_stages_of_deebert(checkpoint_folder):
     model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
     names = [name for name, _ in model.named_parameters()]

@@ -344,6 +344,8 @@ def test_too_few_texts_say_how_many_are_needed(epsilon):
         calibrate(perfect(3), epsilon, DELTA)
     needed = int(str(error.value).split("at least ")[1].split()[0])
     assert calibrate(perfect(needed), epsilon, DELTA).threshold[0] < math.inf
+    with pytest.raises(ValueError, match=r"at least [0-9]{9,} texts like these"):  # found without trying each
+        calibrate(perfect(3), 1 - 1e-9, DELTA)
     with pytest.raises(ValueError, match=f"at least {needed} texts"):
         calibrate(perfect(needed - 1), epsilon, DELTA)
 

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from mini_ee import registry
 from mini_ee.backbones.backbone import Tensors
@@ -415,18 +417,20 @@ def test_exits_have_heads_with_the_norm_and_the_pools_that_the_backbone_says(bac
             assert (heads[0].norm is None) == (backbone.exit_norm() is None)
 
 
-def test_what_a_layer_costs_is_counted_from_its_matrices(backbone):
-    weights = sum(
-        layer.in_features * layer.out_features
-        for layer in backbone.layers[0].modules()
-        if isinstance(layer, torch.nn.Linear)
-    )
-    width = backbone.config.head_width * backbone.config.num_attention_heads
-    if backbone.start_flops(5):  # one token of an answer, which reads itself and the text
-        of_text = backbone.layers[0].cross_key_value.weight.numel()
-        assert backbone.layer_flops(5) == 2 * (weights + 4 * of_text) + 4 * (1 + 5) * width
-    else:
-        assert backbone.layer_flops(5) == 2 * 5 * weights + 4 * 5 * 5 * width
+@pytest.mark.parametrize("tokens", [1, 5, 12])
+def test_what_runs_costs_what_torch_counts(backbone, tokens):
+    ids = np.arange(5, 5 + tokens)[None]
+    inputs = Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("a row",),))
+    counts = []
+    backbone.requires_grad_(False)  # the counter asks where gradients come from
+    with sdpa_kernel(SDPBackend.MATH):
+        for depth in (1, 2):
+            with FlopCounterMode(display=False) as counter:
+                backbone.run_layers(backbone.embed(inputs), backbone.around(inputs), 0, depth)
+            counts.append(counter.get_total_flops())
+    first, second = counts
+    assert second - first == backbone.layer_flops(tokens) > 0
+    assert first - (second - first) == backbone.start_flops(tokens)
 
 
 def test_a_backbone_is_saved_and_loaded_and_is_the_same(backbone, tmp_path):

@@ -13,7 +13,7 @@ from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.baselines.adainfer import svm
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
+from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.measure.reproduce import measures
@@ -501,6 +501,10 @@ def test_a_plan_is_not_calibrated_and_another_methods_training_stays(capsys, tmp
     for model in (("--model", base), TERRIBLE):
         line = refused(capsys, "train", "raee", "--task", task_folder, "--out", tmp_path / "run", *model)
         assert "run.training: an unfinished training is there" in line and state.read_bytes() == b"another's"
+    state.unlink()
+    with sole_writer(state.parent):
+        line = refused(capsys, "train", "raee", "--task", task_folder, "--out", tmp_path / "run", "--model", base)
+        assert "another process is writing it" in line and not (tmp_path / "run").exists()
 
 
 def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(

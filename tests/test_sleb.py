@@ -115,7 +115,7 @@ def test_the_test_of_the_search_can_fail(decoder, data, monkeypatch):
     """Planted bug: a layer's loss in the full model, not in the one that is left."""
     once = next_token_losses(decoder, data, range(LAYERS))
 
-    def of_the_full_model(backbone, data, kept):
+    def of_the_full_model(backbone, data, kept, each=True):
         return [once[layer] for layer in kept] + once[-1:]
 
     monkeypatch.setattr(sleb, "next_token_losses", of_the_full_model)

@@ -451,6 +451,20 @@ def test_an_exported_decoder_is_named_where_a_run_is_expected(capsys, tmp_path, 
         assert "exported: is exported already; give the run that it came from" in capsys.readouterr().err
 
 
+def test_stories_are_read_whole_whatever_a_row_may_hold(tmp_path, opened):
+    stories = ["".join(np.random.default_rng(seed).choice(list("abcdefgh"), 300)) for seed in range(3)]
+    (tmp_path / "text.txt").write_text("\n\n".join(stories))
+    opened.tokenizer.backend.enable_truncation(128)
+    options = TextOptions(text=tmp_path / "text.txt", new_tokens=200)
+    assert len(Source(opened.model.backbone, opened.tokenizer, options, 3).stories()) == 3
+
+
+def test_a_prompt_is_kept_as_it_is_read_again():
+    for prompt in ("Once", ("Once", "Long ago")):
+        kept = TextOptions(prompt=prompt).to_dict()
+        assert json.loads(json.dumps(kept)) == kept and kept["prompt"][0] == "Once"
+
+
 @pytest.mark.parametrize("text", [None, "file"])
 def test_what_pieces_are_tested_on_was_not_learned(tmp_path, opened, text):
     letters = np.random.default_rng(0).choice(list("abcdefghijklmnop"), 1000)

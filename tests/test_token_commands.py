@@ -213,6 +213,13 @@ def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tm
     assert read_json(tmp_path / "run" / "config.json")["text"]["prompt"] == ["ab", "c"]
 
 
+@pytest.mark.parametrize("options", [("--texts", 1), ("--texts", 2, "--new-tokens", 45, "--prompt", "a")])
+def test_what_a_training_takes_its_rule_takes_too(capsys, decoder_folder, tmp_path, options):
+    """Its thresholds come from other prompts, which are longer, and from two texts at least."""
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "2", *SMALL, "--epochs", 1)
+    assert answer(capsys, *argv, *options, "--out", tmp_path / "run")["method"] == "self-supervised"
+
+
 FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max-loss", "epsilon", "k")
 
 
@@ -223,6 +230,7 @@ FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max
         (("--prompt", " "), "--prompt: expected a prompt, found no text"),
         (("--prompt", "a\udcff"), "--prompt: expected text in UTF-8"),
         (("--text", "EMPTY"), "expected at least 24 tokens, two pieces of 12, found 0; give a longer text"),
+        (("--text", "SHORT", "--texts", "1"), "--texts: expected at least 2, one to learn from and one to hold out"),
         (("--text", "LATIN"), "expected text in UTF-8, found invalid continuation byte at byte 1"),
         (("--text", "NONE"), "none.txt: No such file"),
         (("--text", "SHORT", "--new-tokens", "48"), "--new-tokens: expected at most 47, got 48"),

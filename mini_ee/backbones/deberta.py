@@ -32,7 +32,10 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, Layout, padding_mask, tensor_on
 from mini_ee.backbones.bert import ACTIVATIONS, MaskedLMHead, StackedLinear, graph_activation
 from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, DebertaConfig, Positions
+from mini_ee.backbones.flops import layer_flops
 from mini_ee.backbones.shapes import check
+
+MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> the map of its positions
 
 
 # ---- What all layers need ----
@@ -165,7 +168,7 @@ class Layer(nn.Module):
         self.scale = self.share * config.head_width**-0.5
         self.qkv = HeadByHead(width, self.heads) if v1 else StackedLinear(width, (width, width, width), bias=True)
         self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(width)) if v1 else None for _ in range(2))
-        for term, name in zip(TERMS, ("pos_proj", "pos_q_proj")):
+        for term, name in MAPS.items():
             if term in self.terms and not self.shared:
                 setattr(self, name, nn.Linear(width, width, bias=not v1 or term == "p2c"))
         self.attention_output = nn.Linear(width, width)
@@ -219,8 +222,7 @@ class Layer(nn.Module):
             query, key, _ = linear("qkv", table).chunk(3, dim=-1)
             found = {"c2p": key, "p2c": query}
         else:
-            maps = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))
-            found = {term: linear(maps[term], table) for term in self.terms}
+            found = {term: linear(MAPS[term], table) for term in self.terms}
         return {term: self.by_head(found[term]) for term in self.terms}
 
     def position_scores(self, query: Tensor, key: Tensor, tables: dict[str, Tensor], index: Tensor) -> Tensor:
@@ -300,8 +302,7 @@ class Layer(nn.Module):
             query, key, _ = g.several(3, "Split", linear("qkv"), axis=2, num_outputs=3)
             found = {"c2p": key, "p2c": query}
         else:
-            maps = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))
-            found = {term: linear(maps[term]) for term in self.terms}
+            found = {term: linear(MAPS[term]) for term in self.terms}
         return {term: self.graph_by_head(g, found[term], (0, 2, 3, 1)) for term in self.terms}
 
 
@@ -385,6 +386,22 @@ class Deberta(Backbone):
         """lm_logits of some words (C,) alone: (B, D) -> (B, C)."""
         rows = g.rows_of(self.embeddings.word.weight, words), g.rows_of(self.lm_head.bias, words)
         return self.lm_head.graph(g, hidden, *rows)
+
+    # ---- What it costs ----
+    def layer_flops(self, tokens: int) -> float:
+        """Of one layer on a row alone, with the maps of the positions and their products."""
+        layer, width, positions = self.layers[0], self.config.hidden_size, 2 * tokens - 1
+        maps = (layer.qkv, layer.attention_output, layer.up, layer.down)
+        read = [layer.qkv] if layer.shared else [getattr(layer, MAPS[term]) for term in layer.terms]
+        of_positions = sum(each.weight.numel() for each in read) if layer.terms else 0
+        own = layer_flops(sum(each.weight.numel() for each in maps), width, tokens)
+        return own + 2.0 * positions * (of_positions + len(layer.terms) * tokens * width)
+
+    def start_flops(self, tokens: int) -> float:
+        """The map behind the embeddings and the convolution of them, where they are there."""
+        layer, mapped = self.layers[0], self.embeddings.to_hidden
+        weights = (layer.conv.conv.weight.numel() if layer.conv else 0) + (mapped.weight.numel() if mapped else 0)
+        return 2.0 * tokens * weights
 
 
 # ---- Hugging Face's names ----

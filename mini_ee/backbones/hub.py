@@ -378,7 +378,7 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     """One digest over names, dtypes, shapes and values."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
+        tensor = tensors[name].cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

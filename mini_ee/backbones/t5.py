@@ -326,7 +326,7 @@ class T5(Backbone):
         """As Hugging Face does: embeddings by initializer_factor, a map by that over the root of its inputs."""
         config, factor = self.config, self.config.initializer_factor
         if isinstance(module, nn.Embedding):
-            words = module.num_embeddings == config.vocab_size and module is self.embeddings
+            words = module is self.embeddings
             nn.init.normal_(module.weight, std=factor if words else factor * config.hidden_size**-0.5)
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=factor if module is self.lm_head else factor * module.in_features**-0.5)

@@ -48,6 +48,8 @@ class Classifier(nn.Module):
 
     def __init__(self, width: int, exits: tuple[int, ...]):
         super().__init__()
+        if len(exits) < 2:
+            raise ValueError(f"CALM needs at least two exits to choose from, got {len(exits)}")
         self.linear = nn.Linear(width, 1)
         self.flops = 2.0 * width  # of one exit_logit
 

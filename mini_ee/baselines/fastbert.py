@@ -15,12 +15,9 @@ from mini_ee.training.rule import thresholds
 
 
 def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Eq. 7 and 8: sum over students of KL(student, teacher), in this order. A squared error where C = 1."""
+    """Eq. 7 and 8: sum over students of KL(student, teacher), in this order."""
     *students, teacher = (logits.float() for logits in model(*batch.inputs))
-    teacher = teacher.detach()
-    if teacher.shape[1] == 1:
-        return sum(F.mse_loss(student, teacher) for student in students)
-    log_t = F.log_softmax(teacher, dim=1)
+    log_t = F.log_softmax(teacher.detach(), dim=1)
     return sum(
         F.kl_div(log_t, F.log_softmax(student, dim=1), reduction="batchmean", log_target=True) for student in students
     )

@@ -213,7 +213,8 @@ def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int, first: flo
     stop = model.backbone.config.stop_tokens
     for text in texts:
         prompt = text.ids[: text.start + 1]
-        segments = ToldSegments(model, 1, len(prompt) + new_tokens)
+        (begin,) = model.backbone.begins_with([prompt])
+        segments = ToldSegments(model, 1, len(begin) + new_tokens)
         written += gather(decode(segments, [prompt], new_tokens, Threshold(levels[-1], MEASURE), stop=stop), 1)
         gaps, agrees = gaps + segments.gaps, agrees + segments.agrees
         if gaps and len(levels) <= MOVES:

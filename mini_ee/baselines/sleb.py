@@ -17,7 +17,6 @@ tokens of WikiText-2's train); 2. the layers below a candidate run once for all 
 """
 
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -34,6 +33,7 @@ from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import file_sha256
 from mini_ee.data.options import check_options, option
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.rules import NeverExit
 from mini_ee.training.method import Method
 from mini_ee.training.rule import Chosen
@@ -106,7 +106,9 @@ class ShortDecoder(TokenExits):
         """Write the short checkpoint, with the tokenizer of the one that it was made of."""
         out = folder / CHECKPOINT
         save_backbone(self.backbone, out)
-        shutil.copy(Path(backbone) / "tokenizer.json", out)
+        tokenizer = Tokenizer.from_folder(backbone)
+        tokenizer.backend.no_truncation()
+        tokenizer.save(out / "tokenizer.json")
         return {f"{CHECKPOINT}/{path.name}": file_sha256(path) for path in sorted(out.iterdir())}
 
     def load_parts(self, folder: Path, digests: dict[str, str]) -> None:
@@ -120,21 +122,25 @@ def search(model: ShortDecoder, train: TextData, held: TextData, how: Config) ->
     kept, backbone, records = model.kept, model.full.backbone, []
     for turn in tqdm(range(how.count(len(kept)) + 1), desc="removing", unit="layer", delay=2):
         begin, name = time.perf_counter(), "all layers"
-        losses = next_token_losses(backbone, train, kept)
+        losses = next_token_losses(backbone, train, kept, each=turn > 0)
         loss = losses[-1]
         if turn:
             least = 1 + int(np.argmin(losses[1:-2]))
             name, loss = f"without layer {kept.pop(least) + 1}", losses[least]
             model.keep(kept)
-        score, (exit_scores, _) = -next_token_losses(backbone, held, kept)[-1], held.scores(model, BATCH)
+        held_loss = next_token_losses(backbone, held, kept, each=False)[-1]
+        score, (exit_scores, _) = -held_loss, held.scores(model, BATCH)
         about = {"stage": name, "epoch": 1, "loss": loss, "score": score, "exit_scores": exit_scores}
         records.append(about | {"seconds": time.perf_counter() - begin})
     return records
 
 
 @torch.inference_mode()
-def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int]) -> list[float]:
-    """The mean loss of the decoder's layers `kept` without each of them in turn, and in the end with all of them."""
+def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int], each: bool = True) -> list[float]:
+    """The mean loss of the decoder's layers `kept` without each of them in turn, and in the end with all of them.
+
+    each: False leaves out all but the last.
+    """
     totals, tokens = np.zeros(len(kept) + 1), 0
     for begin in range(0, len(data), BATCH):
         rows = np.arange(begin, min(begin + BATCH, len(data)))
@@ -149,7 +155,7 @@ def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int]) -
             return float(F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum"))
 
         for at, layer in enumerate(kept):
-            totals[at] += loss(hidden, kept[at + 1 :]) if 0 < at < len(kept) - 1 else 0.0
+            totals[at] += loss(hidden, kept[at + 1 :]) if each and 0 < at < len(kept) - 1 else 0.0
             hidden = backbone.run_layers(hidden, around, layer, layer + 1)
         totals[-1] += loss(hidden, ())
         tokens += int((labels != NO_LABEL).sum())

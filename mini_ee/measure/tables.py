@@ -74,6 +74,8 @@ def exits_table(answer: dict, score: str) -> str:
 
 def sweep_table(rows: list[dict], score: str) -> str:
     """A curve, a rule a line. score: its name."""
+    if not rows:
+        return "No rule has anything to choose: the model has one exit."
     lines = [row | {"setting": row["rule"].get("threshold", row["rule"].get("patience"))} for row in rows]
     headings = {
         "setting": "threshold:.3f" if "threshold" in rows[0]["rule"] else "patience",

@@ -39,25 +39,27 @@ def collect_run(request: Request, say) -> Run:
     """Collect beside the exits of a run (class-head mode), or of a checkpoint (prompt mode), and write the run.
 
     The datastore holds the rows that no exit was trained on, or max_train of them: on its own training rows nearly
-    every exit is right. A killed collection goes on where it was.
+    every exit is right. A killed collection goes on where it was, with or without `resume`.
     """
     how = request.how
     rule = Retrieval(how.k, how.tau, how.fallback_top, how.include_embeddings)
     _check_given(request)
-    if is_run(request.model):
-        base = request.model
-        _refuse_state(training_folder(request.out))
-    else:
-        base = prompt_run(request, rule)
-    if ranks.rank() == 0:
-        run = load_run(base)
-        say_left_out(run.model.backbone, request.model, say)
-        check_task(run, request.task, base)
-        if not run.label_names:
-            raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
-        _collect(request, run, rule)
-        shutil.rmtree(training_folder(request.out))
-    ranks.wait()
+    unfinished = training_folder(request.out)
+    with nullcontext() if ranks.rank() else sole_writer(unfinished):
+        if is_run(request.model):
+            base = request.model
+            _refuse_state(unfinished)
+        else:
+            base = prompt_run(request, rule)
+        if ranks.rank() == 0:
+            run = load_run(base)
+            say_left_out(run.model.backbone, request.model, say)
+            check_task(run, request.task, base)
+            if not run.label_names:
+                raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
+            _collect(request, run, rule)
+            shutil.rmtree(unfinished)
+        ranks.wait()
     return load_run(request.out)
 
 
@@ -171,7 +173,7 @@ def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer
     digest = json_sha256([part.texts for part in shots])
     settings |= {"exits": list(model.exits), "prompt": tokenizer.prompt.to_dict(), "data": digest}
     saved = Saved(unfinished, settings, (unfinished / STATE).exists())
-    with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(unfinished):
+    with torch.random.fork_rng():
         torch.manual_seed(request.seed)
         return fit(model, few_shot(model), *data, request.train, saved).epochs
 
@@ -211,4 +213,5 @@ def prompt_asked(request: Request) -> Prompt:
 def _refuse_state(state_folder: Path) -> None:
     """Raise FileExistsError where there is a training that could go on."""
     if (state_folder / STATE).exists():
-        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
+        what = "an unfinished training is there, and it is no collection"
+        raise FileExistsError(f"{state_folder}: {what}; remove it or name another folder")

@@ -75,6 +75,10 @@ class TextOptions:
     kind: str = "continue"
 
     def __post_init__(self):
+        if self.text is not None:
+            object.__setattr__(self, "text", Path(self.text))
+        if isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", (self.prompt,))
         check_options(self)
         if self.kind not in KINDS:
             raise ValueError(f"a decoder learns from text that is one of {', '.join(KINDS)}, found {self.kind!r}")
@@ -86,4 +90,5 @@ class TextOptions:
 
     def to_dict(self) -> dict:
         """As a run's config.json has it."""
-        return asdict(self) | {"text": self.text and str(Path(self.text).resolve())}
+        text, prompt = self.text and str(self.text.resolve()), self.prompt and list(self.prompt)
+        return asdict(self) | {"text": text, "prompt": prompt}

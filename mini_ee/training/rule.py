@@ -227,6 +227,8 @@ class Chosen(NamedTuple):
 
     def sentence(self) -> str:
         """What is promised, for whom, and what to do otherwise."""
+        if "promised" in self.about:
+            return self.about["promised"]
         if self.promise:
             of = self.promise
             return (
@@ -268,6 +270,8 @@ def default_rule(
     could not give it: they are no labels, but they go together with the losses.
 
     Without a promise: the rule that saves most among those that lose nothing on the hold-out.
+    The hold-out chose the best epoch too, before: the confidence is that of a model chosen without these rows.
+    `calibrate RUN --task DIR` on other rows promises with no such reserve.
     Raises ValueError for a max_loss outside [0, 1), or a confidence outside (0, 1).
     """
     if not (0 <= max_loss < 1 and 0 < confidence < 1):
@@ -331,6 +335,10 @@ def _without_promise(
     loses nothing on fresh rows either; twice the rows at hand, where those were enough but for bad luck.
     """
     replays = _replays(candidates, recorded, np.ones(len(labels), bool), task, labels)
+    if not replays:
+        exits = len(recorded.segments.exits)
+        said = f"The default rule is the full model: no rule of this method can leave before the last of {exits} exits."
+        return Chosen(NeverExit(), None, None, {"promised": said})
     saving = [replay for replay in replays if replay.saves]
     harmless = [replay for replay in saving if replay.score >= _full_score(recorded, task, labels)]
     best = min(harmless, key=lambda replay: replay.layer_passes.mean(), default=None)

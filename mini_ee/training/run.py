@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mini_ee import __version__
+from mini_ee import WrongArguments, __version__
 from mini_ee.backbones.backbone import check_integer, shortened
 from mini_ee.backbones.hub import (
     backbone_sha256,
@@ -104,6 +104,10 @@ class Run(NamedTuple):
 
     def classify(self, texts: Sequence[str | tuple[str, str]], batch_size: int = 32) -> list[Answer]:
         """A label for each text, or pair of texts, from the exit at which the run's rule lets it leave."""
+        if self.unit == "tokens":
+            raise WrongArguments(f"{self.folder} holds a decoder, which gives no labels; it is for generate")
+        if not texts:
+            return []
         encoded, segments, names = self.encode(texts), self.segments(), self.label_names
         answers = []
         for begin in range(0, len(encoded), batch_size):
@@ -125,6 +129,8 @@ class Run(NamedTuple):
         seed: int = 0,
     ) -> list[str]:
         """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
+        if self.unit != "tokens":
+            raise WrongArguments(f"{self.folder} holds a classifier, which writes no text; it is for classify")
         self.tokenizer.backend.no_truncation()
         ids = [self.tokenizer.backend.encode(prompt).ids for prompt in prompts]
         settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}

@@ -85,8 +85,12 @@ class Source(NamedTuple):
     def stories(self) -> list[Text]:
         """All texts of the file, for the kind."""
         stories = read_stories(self.options.text)
+        self.tokenizer.backend.no_truncation()
         if self.options.kind == "copy":
-            return copies(self.tokenizer.backend, stories, self.backbone.config.stop_tokens[0])
+            stop = self.backbone.config.stop_tokens
+            if not stop:
+                raise WrongArguments("--task copy ends with the model's eos token, and its config.json names none")
+            return copies(self.tokenizer.backend, stories, stop[0])
         return continuations(self.tokenizer.backend, stories, GIVEN, self.follow)
 
     @property
@@ -140,6 +144,8 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
             held, every = source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES), not source.backbone.reads_apart
             return TextData(texts, every), TextData(held, every)
         pieces = source.pieces()
+        if len(pieces) < 2:
+            raise WrongArguments("--texts: expected at least 2, one to learn from and one to hold out, got 1")
         held = max(1, min(HELD_PIECES, len(pieces) // 10))
         return TextData(pieces[held:], True), TextData(pieces[:held], True)
     count = options.texts or 1500
@@ -191,7 +197,13 @@ def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
     """
     texts = held.texts
     if source.options.kind == "pieces":
-        plain = replace(source.options, text=None, prompt=None, greedy=False)
+        options, prompts = source.options, map(source.encode, CALIBRATION_PROMPTS)
+        room = max(1, source.backbone.max_written - max(map(len, prompts)))
+        fits = {  # a training that is over must not fail here
+            "texts": options.texts and max(2, options.texts),
+            "new_tokens": options.new_tokens and min(options.new_tokens, room),
+        }
+        plain = replace(options, text=None, prompt=None, greedy=False, **fits)
         texts = texts_to_calibrate(source._replace(options=plain))
     recorded = record_texts(model, texts, progress="observing")
     rule, answer = calibrate_record(recorded, EPSILON, None, MEASURE, source.seed)

@@ -305,6 +305,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     begun_with = {"text": about["text"], "data": digest}
     model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
     model.fold()
+    exits = model.exits
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
     metrics = {"epochs": fitted.epochs, "history": fitted.watched, "exits": list(exits)} | chosen.about
     metrics |= {"texts": len(train), "tokens": tokens}

@@ -1,13 +1,13 @@
 """RAEE's prompt mode: layers are exits through the model's own head, which says how likely label words are.
 
-Source: RAEE (see retrieval.py), Algorithm 3.1, lines 4 to 8; few_shot is LM-BFF's (Gao et al. 2021). An encoder is read
-at its mask through the masked-LM head, a decoder at the last token of the row through the final norm and the LM head,
-an encoder-decoder at the first token of its answer; nothing is trained for it. One departure: p is normalised over the
-label words, as in the paper's Fig. 2, where its algorithm prints the softmax over the vocabulary. Templates and words
-are prompts.py.
+Source: RAEE (see methods/raee.py), Algorithm 3.1, lines 4 to 8; shots are drawn as by LM-BFF (Gao et al. 2021).
+An encoder is read at its mask through the masked-LM head, a decoder at the last token of the row through the final norm
+and the LM head, an encoder-decoder at the first token of its answer; nothing is trained for it. p is normalised over
+the label words, as in the paper's Fig. 2, where its algorithm prints the softmax over the vocabulary. Templates and
+words are prompts.py.
 
 PromptModel       a backbone and its label words; its segments() are what the loop drives
-few_shot          LM-BFF's prompt-based fine-tuning, as a recipe
+draw_shots        rows to fine-tune on, rows to choose the epoch on, and the others
 """
 
 from typing import NamedTuple
