@@ -1,5 +1,6 @@
 """What an exported folder says of itself: manifest.json, checked when it is read. No torch here."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,12 +103,14 @@ def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:
 
 
 def _is(value, kind) -> bool:
-    """Whether a JSON value is of a type, as ROWS has them; numbers are at least 0."""
+    """Whether a JSON value is of a type, as ROWS has them; whole numbers are at least 0, others finite."""
     if isinstance(kind, list | tuple):
         enough = isinstance(value, list) and len(value) >= isinstance(kind, list)
         return enough and all(_is(each, kind[0]) for each in value)
     if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool) and value >= 0
+        if not isinstance(value, (int, kind)) or isinstance(value, bool):
+            return False
+        return value >= 0 if kind is int else abs(value) < math.inf
     return isinstance(kind, type) and isinstance(value, kind)
 
 

@@ -284,8 +284,9 @@ class Backbone(nn.Module):
         return layer_flops(**self.layer_weights(), tokens=tokens)
 
     def start_flops(self, tokens: int) -> float:
-        """Those of what runs before the first layer, where that is more than embeddings."""
-        return 0.0
+        """Those of what runs before the first layer: of the map behind the embeddings, where there is one."""
+        mapped = getattr(self.embeddings, "to_hidden", None)
+        return 2.0 * tokens * mapped.weight.numel() if mapped else 0.0
 
     @property
     def text_layers(self) -> int:

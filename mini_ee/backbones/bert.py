@@ -347,10 +347,6 @@ class Bert(Backbone):
         every_query = g.op("Concat", rows, g.integers(1), tokens, tokens, axis=0)
         return GraphAround(shape, g.op("Expand", g.op("Unsqueeze", mask, g.integers(1, 2)), every_query))
 
-    def start_flops(self, tokens: int) -> float:
-        """ALBERT's map behind the embeddings."""
-        return 2.0 * tokens * self.embeddings.to_hidden.weight.numel() if self.config.model_type == "albert" else 0.0
-
     def around(self, inputs) -> Around:
         """The padding mask."""
         return Around(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))

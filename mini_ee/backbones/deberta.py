@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, Layout, padding_mask, tensor_on
+from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, padding_mask, tensor_on
 from mini_ee.backbones.bert import ACTIVATIONS, MaskedLMHead, StackedLinear, graph_activation
-from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, DebertaConfig, Positions
+from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
 from mini_ee.backbones.flops import layer_flops
 from mini_ee.backbones.shapes import check
 
@@ -398,69 +398,10 @@ class Deberta(Backbone):
         return own + 2.0 * positions * (of_positions + len(layer.terms) * tokens * width)
 
     def start_flops(self, tokens: int) -> float:
-        """The map behind the embeddings and the convolution of them, where they are there."""
-        layer, mapped = self.layers[0], self.embeddings.to_hidden
-        weights = (layer.conv.conv.weight.numel() if layer.conv else 0) + (mapped.weight.numel() if mapped else 0)
-        return 2.0 * tokens * weights
-
-
-# ---- Hugging Face's names ----
-_LAYER = "encoder.layer.{i}"
-
-_NAMES = {
-    "embeddings.word": "embeddings.word_embeddings",
-    "embeddings.position": "embeddings.position_embeddings",
-    "embeddings.token_type": "embeddings.token_type_embeddings",
-    "embeddings.to_hidden": "embeddings.embed_proj",
-    "embeddings.norm": "embeddings.LayerNorm",
-    "positions.table": "encoder.rel_embeddings",
-    "positions.norm": "encoder.LayerNorm",
-    "layers.{i}.attention_output": f"{_LAYER}.attention.output.dense",
-    "layers.{i}.attention_norm": f"{_LAYER}.attention.output.LayerNorm",
-    "layers.{i}.up": f"{_LAYER}.intermediate.dense",
-    "layers.{i}.down": f"{_LAYER}.output.dense",
-    "layers.{i}.output_norm": f"{_LAYER}.output.LayerNorm",
-    "lm_head.dense": "cls.predictions.transform.dense",
-    "lm_head.norm": "cls.predictions.transform.LayerNorm",
-    "lm_head": "cls.predictions",
-}
-
-_V1 = {
-    "layers.{i}": f"{_LAYER}.attention.self",  # q_bias, v_bias
-    "layers.{i}.qkv": f"{_LAYER}.attention.self.in_proj",
-    "layers.{i}.pos_proj": f"{_LAYER}.attention.self.pos_proj",
-    "layers.{i}.pos_q_proj": f"{_LAYER}.attention.self.pos_q_proj",
-}
-
-_V2 = {
-    "layers.{i}.qkv": f"{_LAYER}.attention.self.{{query_proj|key_proj|value_proj}}",
-    "layers.{i}.pos_proj": f"{_LAYER}.attention.self.pos_key_proj",
-    "layers.{i}.pos_q_proj": f"{_LAYER}.attention.self.pos_query_proj",
-    "layers.{i}.conv.conv": "encoder.conv.conv",
-    "layers.{i}.conv.norm": "encoder.conv.LayerNorm",
-}
-
-_OTHER_HEAD = "lm_predictions.lm_head"  # of Microsoft's files
-
-
-def _layout(architecture: str, names: dict[str, str]) -> Layout:
-    return Layout(
-        names=_NAMES | names,
-        prefix="deberta.",
-        architecture=architecture,
-        renamed=(
-            ("LayerNorm.gamma", "LayerNorm.weight"),
-            ("LayerNorm.beta", "LayerNorm.bias"),
-            (f"{_OTHER_HEAD}.bias", "cls.predictions.bias"),
-            *(
-                (f"{_OTHER_HEAD}.{part}.{leaf}", f"cls.predictions.transform.{part}.{leaf}")
-                for part in ("dense", "LayerNorm")
-                for leaf in ("weight", "bias")
-            ),
-        ),
-        ignored=r"(.*\.)?position_ids|pooler\..*|mask_predictions\..*",
-    )
+        """With the convolution of the embeddings."""
+        conv = self.layers[0].conv
+        return super().start_flops(tokens) + (2.0 * tokens * conv.conv.weight.numel() if conv else 0.0)
 
 
 BACKBONE = Deberta
-LAYOUTS = {"deberta": _layout("Deberta", _V1), "deberta-v2": _layout("DebertaV2", _V2)}
+LAYOUTS = {"deberta": layout("Deberta", V1), "deberta-v2": layout("DebertaV2", V2)}

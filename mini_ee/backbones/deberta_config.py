@@ -1,4 +1,4 @@
-"""The config of a DeBERTa, v1 or v2, and its table of relative positions."""
+"""The config of a DeBERTa, v1 or v2, its table of relative positions, and the names of its weights in files."""
 
 from dataclasses import asdict, dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import check_fields, check_fixed, known_fields, shortened
+from mini_ee.backbones.backbone import Layout, check_fields, check_fixed, known_fields, shortened
 from mini_ee.backbones.bert import ACTIVATIONS
 
 CONV_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
@@ -178,3 +178,62 @@ class Positions(nn.Module):
         between = g.op("Sub", g.op("Unsqueeze", places, g.integers(1)), places)
         index = g.op("Add", between, g.op("Sub", tokens, g.integers(1)))
         return table, g.op("Slice", g.constant("table_rows", every), start, stop), index
+
+
+# ---- Hugging Face's names ----
+_LAYER = "encoder.layer.{i}"
+
+_NAMES = {
+    "embeddings.word": "embeddings.word_embeddings",
+    "embeddings.position": "embeddings.position_embeddings",
+    "embeddings.token_type": "embeddings.token_type_embeddings",
+    "embeddings.to_hidden": "embeddings.embed_proj",
+    "embeddings.norm": "embeddings.LayerNorm",
+    "positions.table": "encoder.rel_embeddings",
+    "positions.norm": "encoder.LayerNorm",
+    "layers.{i}.attention_output": f"{_LAYER}.attention.output.dense",
+    "layers.{i}.attention_norm": f"{_LAYER}.attention.output.LayerNorm",
+    "layers.{i}.up": f"{_LAYER}.intermediate.dense",
+    "layers.{i}.down": f"{_LAYER}.output.dense",
+    "layers.{i}.output_norm": f"{_LAYER}.output.LayerNorm",
+    "lm_head.dense": "cls.predictions.transform.dense",
+    "lm_head.norm": "cls.predictions.transform.LayerNorm",
+    "lm_head": "cls.predictions",
+}
+
+V1 = {
+    "layers.{i}": f"{_LAYER}.attention.self",  # q_bias, v_bias
+    "layers.{i}.qkv": f"{_LAYER}.attention.self.in_proj",
+    "layers.{i}.pos_proj": f"{_LAYER}.attention.self.pos_proj",
+    "layers.{i}.pos_q_proj": f"{_LAYER}.attention.self.pos_q_proj",
+}
+
+V2 = {
+    "layers.{i}.qkv": f"{_LAYER}.attention.self.{{query_proj|key_proj|value_proj}}",
+    "layers.{i}.pos_proj": f"{_LAYER}.attention.self.pos_key_proj",
+    "layers.{i}.pos_q_proj": f"{_LAYER}.attention.self.pos_query_proj",
+    "layers.{i}.conv.conv": "encoder.conv.conv",
+    "layers.{i}.conv.norm": "encoder.conv.LayerNorm",
+}
+
+_OTHER_HEAD = "lm_predictions.lm_head"  # of Microsoft's files
+
+
+def layout(architecture: str, names: dict[str, str]) -> Layout:
+    """The names of a version, V1 or V2, in files."""
+    return Layout(
+        names=_NAMES | names,
+        prefix="deberta.",
+        architecture=architecture,
+        renamed=(
+            ("LayerNorm.gamma", "LayerNorm.weight"),
+            ("LayerNorm.beta", "LayerNorm.bias"),
+            (f"{_OTHER_HEAD}.bias", "cls.predictions.bias"),
+            *(
+                (f"{_OTHER_HEAD}.{part}.{leaf}", f"cls.predictions.transform.{part}.{leaf}")
+                for part in ("dense", "LayerNorm")
+                for leaf in ("weight", "bias")
+            ),
+        ),
+        ignored=r"(.*\.)?position_ids|pooler\..*|mask_predictions\..*",
+    )
