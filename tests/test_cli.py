@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -134,6 +135,15 @@ for command in {commands}:
     except SystemExit as stop:
         assert not stop.code
 """
+
+
+def test_the_help_of_train_says_of_each_method_what_it_does(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+    for name, module in METHODS.items():
+        told = import_module(module).__doc__.partition("\n")[0]
+        assert told.endswith(".") and name + "".join(told.split()) in said
 
 
 def test_the_parser_starts_without_torch():
