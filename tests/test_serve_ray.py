@@ -307,6 +307,7 @@ def test_wrong_arguments_are_told_before_ray_starts(runtime, capsys):
 def test_the_page_from_export_to_two_replicas_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split("train joint --exits 4,8,12 --max-train 40 --epochs 1 --out run")) == 0
+    assert main(shlex.split("export run --segments --out served")) == 0
     install, found = ran(1)
     assert install == "pip install -q -e '.[ray]'" and '"layers": ' in found.stdout
     assert "1" in re.findall(r'replica="\w+",outcome="answered"} (\d)', found.stdout)
