@@ -152,7 +152,7 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
     for name, row in table["rows"].items():
         cells = []
         for column in columns.values():
-            case, figure = (table[key].format(**row, **column) for key in ("case", "figure"))
+            case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
             values = list(kept.values(case, figure).values())
             empty = NONE if kept.found[case]["seeds"] else NOT_RUN
             cells.append(_cell(values, table.get("digits", 3)) if values else empty)
@@ -171,11 +171,9 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
 
 
 def _cell(values: list[float], digits: int) -> str:
-    """Mean and range over seeds."""
-    mean = _digits(float(np.mean(values)), digits)
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({_digits(min(values), digits)} to {_digits(max(values), digits)})"
+    """Mean and range over seeds; the mean alone where they print the same."""
+    mean, least, most = (_digits(float(value), digits) for value in (np.mean(values), min(values), max(values)))
+    return mean if least == most else f"{mean} ({least} to {most})"
 
 
 def _head(names: list[str]) -> list[str]:
@@ -204,7 +202,7 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
         for number, each in enumerate(judged, 1):
             lines += _claim_lines(number, each, kept)
         lines += ["", RULE, ""]
-    lines += ["## Tables and figures", "", "Ours: the mean over seeds and, in brackets, the range.", ""]
+    lines += ["## Tables and figures", "", "Ours: the mean over seeds and, in brackets, the range where they differ.", ""]
     for table in recipe["tables"]:
         lines += _table_lines(table, kept)
     if ranks := recipe.get("ranks"):

@@ -79,7 +79,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
         named |= set(claim.get("tried", {}).get("cases", []))
     for table in recipe["tables"]:
         for row in table["rows"].values():
-            named |= {table["case"].format(**row, **column) for column in table["columns"].values()}
+            named |= {table["case"].format(**column | row) for column in table["columns"].values()}
     named |= {each["case"] for each in recipe.get("changed", [])}
     for picture in recipe["pictures"]:
         for series in picture["series"].values():
