@@ -147,7 +147,11 @@ class App:
         with _errors():
             long = any(len(text) > LONG for text in texts if isinstance(text, str))
             future = await asyncio.to_thread(submit) if long else submit()
-        return future, max(0.0, deadline - (time.perf_counter() - begin))
+        left = deadline - (time.perf_counter() - begin)
+        if left <= 0:
+            future.cancel()
+            raise Told(503, LATE)
+        return future, left
 
     async def _answer(self, future: Future, deadline: float, receive: Callable, send: Callable) -> None:
         """Wait for the answer, the deadline or the client to hang up, whichever comes first."""

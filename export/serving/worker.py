@@ -84,15 +84,15 @@ class Worker:
 
         Raises Refused and ValueError.
         """
+        begin = time.perf_counter()
         with self._ready:  # before any work for it
             self._check_room()
         row = self.engine.row(texts, **settings)
         with self._ready:
             self._check_room()
             self._open += 1
-            row.arrived = row.due = time.perf_counter()
-            row.deadline = row.arrived + deadline
-            row.due += self._max_wait
+            row.arrived, row.deadline = time.perf_counter(), begin + deadline
+            row.due = row.arrived + self._max_wait
             self._queues[0].append(row)
             self._ready.notify()
         row.future.add_done_callback(partial(self._closed, row))

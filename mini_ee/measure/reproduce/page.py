@@ -202,7 +202,8 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
         for number, each in enumerate(judged, 1):
             lines += _claim_lines(number, each, kept)
         lines += ["", RULE, ""]
-    lines += ["## Tables and figures", "", "Ours: the mean over seeds and, in brackets, the range where they differ.", ""]
+    about = "Ours: the mean over seeds and, in brackets, the range where they differ."
+    lines += ["## Tables and figures", "", about, ""]
     for table in recipe["tables"]:
         lines += _table_lines(table, kept)
     if ranks := recipe.get("ranks"):
