@@ -583,7 +583,7 @@ def test_a_model_that_is_read_through_a_prompt_is_refused(run):
         page.check_page(run._replace(config=run.config | {"unit": "prompts"}))
 
 
-def test_a_model_whose_tokens_leave_within_a_row_is_refused(tmp_path, monkeypatch):
+def test_a_model_whose_tokens_leave_within_a_row_is_refused(tmp_path):
     made = train("hashee", out=tmp_path / "run", max_train=40, epochs=1)
     with pytest.raises(WrongArguments, match="here tokens leave within a row"):
         page.check_page(made)
