@@ -21,6 +21,7 @@ ROWS = {
     "num_labels": int,
     "layer_passes": [int],
     "flops": [[[float]]],
+    "state_flops": [float],
     "whole_flops": [[float]],
 }
 """What a manifest must hold, and of which types, for a folder of rows: [int] has at least one number, (int,) any."""
@@ -81,9 +82,11 @@ def _check_values(manifest: dict, folder: Path) -> None:
     if classes != (len(names) or 1):
         says = f"{MANIFEST} names {len(names)} labels for {classes} logits"
         raise ValueError(f"{folder}: {says}; export the run again")
-    exits, passes, flops = (len(manifest[key]) for key in ("exits", "layer_passes", "flops"))
-    if not exits == passes == flops or any(len(each) != 2 for each in (*manifest["flops"], manifest["whole_flops"])):
-        says = f"{MANIFEST} has {exits} exits, the layers of {passes} and the costs of {flops}"
+    keys = "exits", "layer_passes", "flops", "state_flops"
+    exits, passes, flops, policies = (len(manifest[key]) for key in keys)
+    pairs = *manifest["flops"], manifest["whole_flops"]
+    if not exits == passes == flops == policies or any(len(each) != 2 for each in pairs):
+        says = f"{MANIFEST} has {exits} exits, the layers of {passes}, the costs of {flops} and of {policies} policies"
         raise ValueError(f"{folder}: {says}, two each; export the run again")
 
 

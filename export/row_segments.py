@@ -43,6 +43,9 @@ class OrtRows(Segments):
         tokens = inputs.input_ids.shape[1]
         return _polynomial(advance, tokens), _polynomial(read, tokens)
 
+    def state_flops(self, k: int) -> float:
+        return self._manifest["state_flops"][k]
+
 
 class AtExit(NamedTuple):
     """Rows that are to leave at one exit: the state of an OrtModel whose exits are read one by one."""
@@ -183,6 +186,11 @@ class OrtSegments(OrtRows):
             inputs["read"] = READ[read]
         # _replace takes 10 us more
         return OrtState(state.ids, session.run(inputs, read), state.every, state.every, state.heads)
+
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
+        """A graph that reads asks the policy too."""
+        advance, read = super().flops(k, inputs)
+        return advance, read + self.state_flops(k)
 
     def read(self, k: int, state: OrtState) -> Reading:
         said = state.said

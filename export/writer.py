@@ -183,6 +183,7 @@ def _costs(source: Segments) -> dict:
     return {
         "layer_passes": [source.layer_passes(k) for k in range(len(source.exits))],
         "flops": _quadratic(partial(costs, source)),
+        "state_flops": [source.state_flops(k) for k in range(len(source.exits))],
         "whole_flops": _quadratic(whole),
     }
 

@@ -42,7 +42,8 @@ class Segments:
     advance(k, state) -> state       the layers between exit k - 1 and exit k
     read(k, state) -> Reading        the head at exit k
     state.keep(rows) -> state        the units that go on
-    read_state(k, state) -> Reading  without logits, for rules that need the state alone
+    read_state(k, state) -> Reading  without logits, for rules that need the state alone: what a policy says
+    read_all(k, state) -> Reading    both, for records
     will_read(heads, state) -> state told which heads alone will be read, for engines that compute one with its layers
     flops(k, inputs)                 floating-point operations of a unit in advance(k), and in read(k): a pair of
                                      numbers, or of arrays (N,); none of its tokens leaving, where tokens leave
@@ -70,6 +71,10 @@ class Segments:
 
     def read_state(self, k: int, state) -> Reading:
         """What a rule is given that needs no logits; all that is known, for engines that know no less."""
+        return self.read(k, state)
+
+    def read_all(self, k: int, state) -> Reading:
+        """As read, for engines without a policy, or whose read says what it says."""
         return self.read(k, state)
 
     def state_flops(self, k: int) -> float:
@@ -341,7 +346,7 @@ def read_and_measure(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
-            reading = segments.read(k, state)
+            reading = segments.read_all(k, state)
             logits.append(reading.logits)
             for name, value in (("exit_logit", reading.exit_logit), ("spent", reading.spent)):
                 if value is not None:

@@ -373,7 +373,7 @@ def test_segments_say_the_logits_and_exit_logits_of_training(pool, padded_inputs
         state = segments.start(padded_inputs)
         for k in range(3):
             state = segments.advance(k, state)
-            reading = segments.read(k, state)
+            reading = segments.read_all(k, state)
             np.testing.assert_allclose(reading.logits, logits[k], rtol=0, atol=ATOL)
             if k < 2:
                 np.testing.assert_allclose(reading.exit_logit, exit_logits[:, k], rtol=0, atol=ATOL)
@@ -418,12 +418,18 @@ def test_policies_begin_with_all_exits_equally_likely(padded_inputs, checkpoint_
     np.testing.assert_allclose(log_exit_probabilities(exit_logits).exp(), 1 / 3, rtol=0, atol=1e-6)
 
 
-def test_policies_are_counted_in_the_operations_of_a_reading(padded_inputs):
+def test_a_policy_is_asked_and_counted_once_an_exit_and_only_by_rules_that_ask_it(padded_inputs):
     model = policy_model()
-    plain = RowExits(model.backbone, EXITS, 3).segments()
-    for k, added in enumerate((2 * (24 * 32 + 32), 2 * (24 * 32 + 32), 0)):
-        found, expected = (each.flops(k, padded_inputs) for each in (model.segments(), plain))
-        assert found[0] == expected[0] and found[1] - expected[1] == added
+    plain, asked = RowExits(model.backbone, EXITS, 3).segments(), []
+    for network in model.policy.networks:
+        network.register_forward_hook(lambda network, *_: asked.append(network))
+    for k, costs in enumerate((2 * (24 * 32 + 32), 2 * (24 * 32 + 32), 0)):
+        segments = model.segments()
+        assert segments.flops(k, padded_inputs) == plain.flops(k, padded_inputs) and segments.state_flops(k) == costs
+    for rule, times in ((Policy(1e-9), [0]), (Policy(1 - 1e-9), [0, 1]), (Threshold(0.6), []), (FixedExit(1), [])):
+        early_exit(model.segments(), rule, padded_inputs)
+        assert asked == [model.policy.networks[k] for k in times]
+        asked.clear()
 
 
 def test_regression_a_single_exit_and_rows_of_one_class_are_refused(tmp_path, checkpoint_folder, task_folder):

@@ -152,6 +152,7 @@ def written(model, rule, folder):
 def assert_same(found, expected):
     np.testing.assert_array_equal(found.exit_index, expected.exit_index)
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
 
 
 def assert_stops_as_the_loop(name, folder):

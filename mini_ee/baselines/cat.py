@@ -245,10 +245,10 @@ class CatSegments(RowSegments):
         return CatState(hidden, around, True, inner, logits, state.seen, remember(state.seen, logits, k))
 
     def read(self, k: int, state: CatState) -> Reading:
-        if state.logits is None:
+        logits = state.logits
+        if logits is None:
             logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.around.padding))
-            return Reading(logits.float().numpy(force=True))
-        return self.read_state(k, state)._replace(logits=state.logits.float().numpy(force=True))
+        return Reading(logits.float().numpy(force=True))
 
     def read_state(self, k: int, state: CatState) -> Reading:
         if state.logits is None:
@@ -258,8 +258,7 @@ class CatSegments(RowSegments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         layers, _ = super().flops(k, inputs)
-        read = self.model.heads[k].flops(inputs.input_ids.shape[1])
-        return layers, read + (self.model.policy.flops if self._decides(k) else 0.0)
+        return layers, self.model.heads[k].flops(inputs.input_ids.shape[1])
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops + self.model.heads[k].decision_flops if self._decides(k) else 0.0

@@ -158,8 +158,7 @@ class PonderSegments(RowSegments):
         return PonderState(hidden, around, said, torch.zeros_like(said) if state.said is None else state.said)
 
     def read(self, k: int, state: PonderState) -> Reading:
-        logits = self.model.heads[k].conclude(state.said).float().numpy(force=True)
-        return self.read_state(k, state)._replace(logits=logits)
+        return Reading(self.model.heads[k].conclude(state.said).float().numpy(force=True))
 
     def read_state(self, k: int, state: PonderState) -> Reading:
         if not self._decides(k):
@@ -169,7 +168,7 @@ class PonderSegments(RowSegments):
     def flops(self, k: int, inputs) -> tuple[float, float]:
         layers, read = super().flops(k, inputs)
         out = self.model.heads[k].out
-        concluded = 2.0 * out.in_features * out.out_features + self.state_flops(k)
+        concluded = 2.0 * out.in_features * out.out_features
         return layers + read - concluded, concluded
 
     def whole(self) -> RowSegments:

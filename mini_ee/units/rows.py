@@ -193,13 +193,16 @@ class RowSegments(Segments):
 
     def read(self, k: int, state: RowState) -> Reading:
         s = self.model.heads[k].state(state.hidden, state.around.padding)
-        logits = self.model.heads[k].classify(s).float().numpy(force=True)
-        return Reading(logits, self._exit_logit(k, s) if self._decides(k) else None)
+        return Reading(self.model.heads[k].classify(s).float().numpy(force=True))
 
     def read_state(self, k: int, state: RowState) -> Reading:
         if not self._decides(k):
             return self.read(k, state)
         return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.around.padding)))
+
+    def read_all(self, k: int, state: RowState) -> Reading:
+        reading = self.read(k, state)
+        return reading._replace(exit_logit=self.read_state(k, state).exit_logit) if self._decides(k) else reading
 
     def _decides(self, k: int) -> bool:
         return self.model.policy is not None and k < len(self.exits) - 1
@@ -211,7 +214,7 @@ class RowSegments(Segments):
         tokens = inputs.input_ids.shape[1]
         layers = self.layer_passes(k) * self.model.backbone.layer_flops(tokens)
         layers += 0.0 if k else self.model.backbone.start_flops(tokens)
-        return layers, self.model.heads[k].flops(tokens) + self.state_flops(k)
+        return layers, self.model.heads[k].flops(tokens)
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops if self._decides(k) else 0.0
