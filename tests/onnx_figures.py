@@ -10,6 +10,8 @@ parity    each method's run on MiniLM (400 rows, one epoch) through torch, and i
 memory    size on disk over the run's safetensors, seconds to load, private and resident megabytes of a session that has
           run, in a process of its own, of a model with exits and of one without
 end       a run on SST-2, exported: what `mini-ee evaluate` measures of it, ROUNDS times
+decoder   the built-in decoder with heads of `mini-ee train self-supervised`: text by its own rule over text without
+          exits, in torch and in the exported graph, and lossless decoding over full decoding
 heads     leaving at each exit over its share of a model without exits, with dense and with linear heads; a model of the
           first layers alone; LoRA exits over their graphs by segment
 Times want two quiet cores. Runs are kept in the work folder, so that a second call only measures.
@@ -21,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,21 +34,32 @@ from safetensors.torch import save_file
 from wrapped import wrapped
 
 import mini_ee
+from mini_ee.calibration import calibrate, end_to_end
 from mini_ee.data.tasks import load_task
+from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
 from mini_ee.export.bench import REACHED_BY_NONE, exported, leave_at
 from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import share_threads
 from mini_ee.export.writer import write_graphs
 from mini_ee.measure.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
+from mini_ee.measure.texts import GRID, written_texts
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import NeverExit, Threshold
+from mini_ee.training.rule import observe
+from mini_ee.units.decoding import gather
+from mini_ee.units.generation import generate, generate_lossless
 from mini_ee.units.rows import RowExits
+from mini_ee.units.tokens import record_texts
+from mini_ee.weights.pretrain_llama import read_stories
 
 METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")
 EXITS = (2, 4, 6)
 
 THREADS, ROUNDS = 2, 3
+STORIES, TIMED, BEGINNING, NEW_TOKENS = 40, 8, 12, 48  # of the decoder: stories, those timed, words given, tokens
+LEVEL, MEASURE = 0.95, "breaking_ties"
 
 RESULTS = Path(__file__).parent.parent / "results"
 FIGURES, PAGE = RESULTS / "onnx.json", RESULTS / "onnx.md"
@@ -186,7 +200,58 @@ def end(shared: Path, work: Path) -> list[dict]:
         return [evaluated(Path(out) / "exported", task, "--batch-size", "1") for _ in range(ROUNDS)]
 
 
-PARTS = {each.__name__: each for each in (bench, price, parity, memory, end, heads)}  # the last shares threads
+def decoder(shared: Path, work: Path) -> dict:
+    """Under thresholds at which LEVEL of other tokens are the full model's. A text at a time; times are of a token."""
+    folder = work / "decoder"
+    if not folder.exists():
+        mini_ee.train("self-supervised", out=folder)
+    run = mini_ee.load_run(folder)
+    model, backbone, middle = run.model, run.model.backbone, len(run.exits) // 2 - 1
+    _, stories = read_stories(shared / "data" / "TinyStories" / "tinystories_sample.txt")
+    texts = [" ".join(story.split()[:BEGINNING]) for story in stories[:STORIES]]
+    prompts = [run.tokenizer.backend.encode(text).ids for text in texts]
+    taken = observe(record_texts(model, written_texts(run, 0)[1]), MEASURE)
+    rules = (calibrate(taken, epsilon, measure=MEASURE) for epsilon in GRID)
+    rule = next(rule for rule in rules if end_to_end(taken, rule) >= LEVEL)
+    limits = {"max_new_tokens": NEW_TOKENS, "stop": backbone.config.stop_tokens}
+    draft = {"exit_layer": run.exits[middle], "head": model.heads[middle]}
+    with tempfile.TemporaryDirectory() as out:
+        mini_ee.export(run, Path(out) / "exported")
+        graph = Runtime(Path(out) / "exported", threads=THREADS).generate
+        ways = {
+            "full": partial(generate, backbone, **limits),
+            "early": partial(model.generate, rule=rule, fill="propagate", **limits),
+            "recompute": partial(model.generate, rule=rule, fill="recompute", **limits),
+            "lossless": partial(generate_lossless, backbone, **limits, **draft),
+            "graph full": partial(graph, rule=NeverExit(), max_new_tokens=NEW_TOKENS),
+            "graph early": partial(graph, rule=rule, max_new_tokens=NEW_TOKENS),
+        }
+
+        def written(way: Callable, prompts: list) -> list:
+            return [gather(way([prompt]), 1)[0] for prompt in prompts]
+
+        said = {name: written(way, prompts) for name, way in ways.items()}
+        runs = [partial(written, way, prompts[:TIMED]) for way in ways.values()]
+        times = medians(runs, "decoder", 0.1, seconds_a_case=60.0)
+    of_token = {name: time / sum(len(text.tokens) for text in said[name][:TIMED]) for name, time in zip(said, times)}
+    layers = {name: np.concatenate([text.layers_run for text in some]) for name, some in said.items()}
+
+    def agreement(some: list) -> float:
+        own = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, some)]
+        return float(record_texts(model, own, last=False).logits[:, -1, 1].mean())
+
+    found = {"exits": list(run.exits), "texts": len(texts), "thresholds": rule.to_dict()["threshold"][:-1]}
+    for name in ("early", "recompute", "graph early", "lossless"):
+        against = of_token["graph full" if name.startswith("graph") else "full"]
+        figures = {"tokens": len(layers[name]), "layers": float(layers[name].mean())}
+        found[name] = figures | {"agreement": agreement(said[name]), "speedup": against / of_token[name]}
+    found["lossless"]["drafted"] = float((layers["lossless"] == run.exits[middle]).mean())
+    found["lossless"]["equal"] = sum(one.tokens == other.tokens for one, other in zip(said["lossless"], said["full"]))
+    found["graph early"]["equal"] = sum(one == other for one, other in zip(said["graph early"], said["early"]))
+    return found
+
+
+PARTS = {each.__name__: each for each in (bench, price, parity, memory, end, decoder, heads)}  # the last shares threads
 
 # ---- The page ----
 PAGE_TEXT = """# One ONNX graph that stops by itself
@@ -198,6 +263,7 @@ shared machine, ONNX Runtime {onnxruntime} on the CPU; no GPU was at hand.
 ## Speed
 
 `mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2`: ratios of what runs in turns in one process, warm, medians.
+The rows of llama-12x256 are of a later run than the others.
 
 | case | ms | against, ms | ratio | bar | |
 |---|---|---|---|---|---|
@@ -240,6 +306,21 @@ segment.
 --batch-size 1 --threads 2`: accuracy {score} on dev (full model {full}), {layers} layers of 6. The layers promise
 {promised} times the speed; measured {speedups}.
 
+## A decoder, end to end
+
+The built-in decoder with heads after layers {exits} by `mini-ee train self-supervised --out R`, under thresholds at
+which {level} of the tokens of texts that it wrote agree with the full model. It goes on from the first {words} words of
+{texts} stories that it was not trained on, a text at a time, by {new_tokens} tokens at most. The speed-up is over the
+same engine without exits:
+
+| | tokens | the full model's | layers of {deepest} | promised | measured |
+|---|---|---|---|---|---|
+{decoder}
+
+In {graph_equal} of the {texts} texts the graph writes torch's tokens and leaves after torch's layers. Lossless
+decoding drafts after layer {drafts_after}, four tokens at most and while the head is sure, writes the full model's text
+in {lossless_equal} of the {texts}, and {drafted} of its tokens were drafts.
+
 ## Parity
 
 MiniLM with exits after 2, 4 and 6 under {methods} (400 rows, one epoch), SST-2's dev and TREC's test, batches of 1 and
@@ -263,6 +344,31 @@ def digits(values: list[float]) -> list[str]:
 
 def listed(values: list[str]) -> str:
     return ", ".join(values[:-1]) + f" and {values[-1]}"
+
+
+def decoder_words(said: dict) -> dict:
+    *exits, deepest = said["exits"]
+    names = {"early": "torch, gaps filled by `propagate`", "recompute": "torch, gaps filled by `recompute`"}
+    names |= {"graph early": "the exported graph, `propagate`", "lossless": "torch, lossless"}
+    rows = []
+    for key, name in names.items():
+        one = said[key]
+        promised = "" if key == "lossless" else f"{deepest / one['layers']:.2f}"
+        depth = "" if key == "lossless" else f"{one['layers']:.2f}"
+        rows.append([name, f"{one['tokens']:,}", f"{one['agreement']:.3f}", depth, promised, f"{one['speedup']:.2f}"])
+    return {
+        "decoder": "\n".join(f"| {' | '.join(row)} |" for row in rows),
+        "exits": listed([str(layer) for layer in exits]),
+        "deepest": deepest,
+        "level": LEVEL,
+        "words": BEGINNING,
+        "texts": said["texts"],
+        "new_tokens": NEW_TOKENS,
+        "graph_equal": said["graph early"]["equal"],
+        "drafts_after": said["exits"][len(said["exits"]) // 2 - 1],
+        "drafted": f"{said['lossless']['drafted']:.3f}",
+        "lossless_equal": said["lossless"]["equal"],
+    }
 
 
 def page(figures: dict) -> str:
@@ -292,6 +398,7 @@ def page(figures: dict) -> str:
         **{"depths": sum(each["layers"] for each in parity), "difference": max(each["difference"] for each in parity)},
         **{"score": f"{end[0]['score']:.3f}", "full": f"{end[0]['full_score']:.3f}"},
         **{"layers": f"{end[0]['mean_layers']:.2f}", "promised": f"{EXITS[-1] / end[0]['mean_layers']:.2f}"},
+        **decoder_words(figures["decoder"]),
         speedups=listed([f"{each['speedup']:.2f}" for each in end]),
     )
     return wrapped(text)

@@ -92,7 +92,7 @@ def test_benchmarks_of_encoders_refuse_a_decoder(capsys, decoder_checkpoint, nam
                 "bert-base b1 t128 e6 graph",
                 "bert-base b1 t128 int8",
                 "stories260k b1 step transformers",
-                "llama-8x192 b8 step chain",
+                "llama-12x256 b8 step chain",
             ],
         ),
     ],

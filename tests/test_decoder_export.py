@@ -729,7 +729,7 @@ def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_p
 
 
 def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
-    model = TokenExits(load_backbone(BUILT_IN_DECODER), (4, 8), "copy").eval()
+    model = TokenExits(load_backbone(BUILT_IN_DECODER), (6, 12), "copy").eval()
     made = Made("self-supervised", model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "VERIFIED_TOKENS", 16)

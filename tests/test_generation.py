@@ -380,15 +380,23 @@ def test_rules_with_a_memory_start_anew_at_each_token():
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
-@pytest.mark.parametrize("exit_layer, draft", [(1, 1), (1, 4), (2, 30)])
-def test_lossless_text_is_the_full_models(kind, exit_layer, draft):
+@pytest.mark.parametrize("exit_layer, draft, threshold", [(1, 1, 0.0), (1, 4, 0.0), (2, 30, 0.0), (2, 30, 0.03)])
+def test_lossless_text_is_the_full_models(kind, exit_layer, draft, threshold):
     model, prompts, expected = golden(kind)
     for head in (model.lm_logits, drawn_heads(model)[0]):
-        steps = generate_lossless(model, prompts, max_new_tokens=24, exit_layer=exit_layer, head=head, draft=draft)
+        settings = {"exit_layer": exit_layer, "head": head, "draft": draft, "confidence_threshold": threshold}
+        steps = generate_lossless(model, prompts, max_new_tokens=24, **settings)
         assert [text.tokens for text in gather(steps, 3)] == expected
 
 
-def test_a_head_that_is_always_right_saves_all_passes_but_one_a_round():
+@pytest.mark.parametrize(
+    "threshold, widths, layers",
+    [
+        (0.0, [6, 6, 6, 6], [1, 1, 1, 1, 1, 3] * 4),  # 24 tokens in four passes of the upper layers
+        (0.9, [3] * 8, [1, 1, 3] * 8),  # a draft that it is not sure of is not made
+    ],
+)
+def test_a_head_that_is_always_right_saves_all_passes_but_one_a_round(threshold, widths, layers):
     model, prompts, expected = golden("llama")
     upper, right = [], model.run_layers
 
@@ -397,15 +405,15 @@ def test_a_head_that_is_always_right_saves_all_passes_but_one_a_round():
         return right(hidden, block, start, *rest)
 
     model.run_layers = counted
-    text = iter(token for at, token in enumerate(expected[0], start=1) if at % 6)
+    text = iter(enumerate((token for at, token in enumerate(expected[0], start=1) if threshold or at % 6), start=1))
 
     def head(hidden):
-        return F.one_hot(torch.tensor([next(text)]), model.config.vocab_size)
+        at, token = next(text)
+        return (5.0 if at % 3 == 0 else 50.0) * F.one_hot(torch.tensor([token]), 64)  # every third: p = .7 of 64 tokens
 
-    steps = generate_lossless(model, prompts[:1], max_new_tokens=24, exit_layer=1, head=head, draft=5)
-    (found,) = gather(steps, 1)
-    assert found.tokens == expected[0] and found.layers_run == [1, 1, 1, 1, 1, 3] * 4
-    assert upper == [6, 6, 6, 6]  # 24 tokens in four passes of the upper layers, and the last of each needs no draft
+    settings = {"exit_layer": 1, "head": head, "draft": 5, "confidence_threshold": threshold}
+    (found,) = gather(generate_lossless(model, prompts[:1], max_new_tokens=24, **settings), 1)
+    assert found.tokens == expected[0] and found.layers_run == layers and upper == widths
 
 
 def accept_everything(patch):
@@ -420,7 +428,7 @@ def accept_what_follows_an_error(patch):
 def test_the_test_of_lossless_text_can_fail(monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_lossless_text_is_the_full_models("llama", 1, 4)
+        test_lossless_text_is_the_full_models("llama", 1, 4, 0.0)
 
 
 def test_lossless_rows_end_at_their_stop_tokens():
@@ -462,6 +470,7 @@ def test_what_cannot_be_decoded_is_told_before_anything_runs(prompts, change, me
         ({"exit_layer": 3}, "exit_layer must be from 1 to 2, below the last layer, got 3"),
         ({"exit_layer": 0}, "exit_layer must be from 1 to 2"),
         ({"draft": 0}, "draft must be at least 1 token, got 0"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold must be a probability, got 1.5"),
     ],
 )
 def test_drafts_that_cannot_be_are_told(change, message):

@@ -374,6 +374,7 @@ WORDS_OF_LABELS = {  # RAEE's Table 6 under "encoder", our own under "decoder"; 
         "reviews": {"negative": "terrible", "positive": "great"},
     },
     "decoder": {
+        **dict.fromkeys(("SST-2", "MR", "CR", "MPQA", "reviews"), {"negative": "bad", "positive": "good"}),
         "Subj": {"subjective": "feeling", "objective": "fact"},
         "TREC": {
             "description": "reason",
@@ -416,10 +417,16 @@ def test_every_prompt_that_is_built_in_fits_the_built_in_models():
 
     prompts = read_prompts()
     assert set(prompts["encoder"]) == set(prompts["decoder"]) >= {"SST-2", "SST-5", "MR", "CR", "MPQA", "Subj", "TREC"}
-    for kind, folder in (("encoder", BUILT_IN_MODEL), ("decoder", BUILT_IN_DECODER)):
+    sentiment = ("SST-2", "MR", "CR", "MPQA", "reviews")  # other words are several tokens of a vocabulary of 1,024
+    for kind, folder, names in (
+        ("encoder", BUILT_IN_MODEL, prompts["encoder"]),
+        ("decoder", BUILT_IN_DECODER, sentiment),
+    ):
         backend = Tokenizer.from_folder(folder).backend
-        for prompt in prompts[kind].values():
+        for prompt in (prompts[kind][name] for name in names):
             assert len(PromptTokenizer(backend, 128, prompt).label_tokens) == len(prompt.words)
+    with pytest.raises(ValueError, match="the label word 'reason' must be one token of this model"):
+        PromptTokenizer(backend, 128, prompts["decoder"]["TREC"])
 
 
 def test_a_task_is_found_however_it_is_spelled():

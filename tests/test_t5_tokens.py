@@ -152,7 +152,8 @@ def test_a_batch_of_prompts_is_its_prompts_alone(fill):
 def test_lossless_text_is_the_full_models():
     model = exits_of("t5-v1.1")
     full = written(model, NeverExit())
-    steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, exit_layer=2, head=model.heads[1])
+    how = {"exit_layer": 2, "head": model.heads[1], "confidence_threshold": 0.0}
+    steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, **how)
     found = gather(steps, 3)
     assert [each.tokens for each in found] == [tokens for tokens, _ in full]
     assert any(2 in each.layers_run for each in found)

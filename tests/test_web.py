@@ -348,7 +348,7 @@ def test_pairs_of_sentences_have_two_fields_and_are_cut_as_in_python(browser, se
 @pytest.fixture(scope="module")
 def decoder():
     """The built-in decoder with copies of its head, under a rule that lets tokens leave at every exit."""
-    model = TokenExits(load_backbone(BUILT_IN_DECODER), (2, 4, 6, 8), "copy").eval()
+    model = TokenExits(load_backbone(BUILT_IN_DECODER), (3, 6, 9, 12), "copy").eval()
     return decoder_run(model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.5))
 
 
@@ -494,10 +494,10 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
     colour = "(token) => token.title + getComputedStyle(token).backgroundColor"
     colours = browser.value(f"Array.from(document.querySelectorAll('.written .token'), {colour})")
     assert len(set(colours)) == len({each.split("oklch")[1] for each in colours}) == 4
-    counts = [f"layer {layer} {expected.layers.count(layer)}" for layer in (2, 4, 6, 8)]
+    counts = [f"layer {layer} {expected.layers.count(layer)}" for layer in (3, 6, 9, 12)]
     legend = browser.value("Array.from(document.querySelectorAll('.legend li'), (entry) => entry.textContent)")
     assert [entry.split(",")[0] for entry in legend] == counts
-    saved = 1 - np.mean(expected.layers) / 8
+    saved = 1 - np.mean(expected.layers) / 12
     assert text_of(browser, ".verdict").startswith(f"{100 * saved:.0f} % of the layers saved: ")
     browser.value("""(() => {
         const slider = document.querySelector("#slider");
@@ -547,7 +547,7 @@ def test_a_prompt_that_cannot_be_continued_is_said_to_be_one(browser, serve, exp
 def test_a_decoders_curve_ends_with_the_full_model(exported_decoder):
     about = read_json(exported_decoder / "web.json")
     values, agreement, layers = zip(*about["curve"]["points"])
-    assert (values[-1], agreement[-1], layers[-1]) == ("inf", 1, 8) and list(layers) == sorted(layers)
+    assert (values[-1], agreement[-1], layers[-1]) == ("inf", 1, 12) and list(layers) == sorted(layers)
     own = values.index(0.5)
     assert [agreement[own], layers[own]] == about["curve"]["own"] and min(agreement) < 1
 

@@ -1,10 +1,11 @@
-"""Pretrains a small Llama (8 layers, width 192, 3.9 million parameters): tokenizer and next-token loss.
+"""Pretrains a small Llama (12 layers, width 256, 9 million parameters): tokenizer and next-token loss.
 
-Text: the first nine tenths of the TinyStories sample, and single sentences of the tasks' train splits, none that also
-stands in a dev or test split (`pretrain_bert.read_corpus`). Held out: the sample's last tenth. A document begins after
-<|endoftext|>, which is the bos and the eos token, and ends with it.
+Its vocabulary is small, so that a vocabulary head costs a third of a layer: an exit has something to save.
+Text: the first nine tenths of the TinyStories sample; stories that stories260K writes, which are more but plainer; and
+single sentences of the tasks' train splits, none that also stands in a dev or test split (`pretrain_bert.read_corpus`).
+Held out: the sample's last tenth. A document begins after <|endoftext|>, which is the bos and the eos token.
 
-    python -m mini_ee.weights.pretrain_llama --shared ../shared --out weights/llama-8x192 --state /tmp/llama-8x192
+    python -m mini_ee.weights.pretrain_llama --shared ../shared --out weights/llama-12x256 --state /tmp/llama-12x256
 
 Killed, the same command goes on from the last state in --state. The learning rate is constant, then falls to 0 over the
 last fifth of --steps: to end early, go on with fewer --steps; to train longer, with more, from a state before the fall.
@@ -27,16 +28,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mini_ee.backbones.hub import read_tensors, write_backbone, write_tensors
+from mini_ee.backbones.hub import load_backbone, read_tensors, write_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.data.files import atomic_folder, write_json
+from mini_ee.data.files import atomic_folder, write_bytes, write_json
 from mini_ee.units.decoding import gather
-from mini_ee.units.generation import generate
+from mini_ee.units.generation import Sampling, generate
 from mini_ee.weights.pretrain_bert import read_corpus
 
 END = "<|endoftext|>"
 CONTEXT = 512
-STEPS = 1_600
+STEPS = 3_600
+SAMPLED_ROWS, TEMPERATURE = 256, 0.8  # of sampled stories: how many are written together, and how they are drawn
 PACKAGES = ("torch", "tokenizers", "numpy")
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -69,6 +71,34 @@ def read_sentences(shared: Path, seed: int) -> list[str]:
     return [text for text, second in corpus[:-stories] if second is None]
 
 
+def sampled_stories(shared: Path, folder: Path, count: int, seed: int) -> list[str]:
+    """What stories260K writes from its first token, those that ended within its context; kept in `folder` as it goes.
+
+    A story is over where the next would begin.
+    """
+    source = shared / "weights" / "stories260K"
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    decoder, stories = load_backbone(source), []
+    config = decoder.config
+    folder.mkdir(exist_ok=True)
+    settings = {"max_new_tokens": config.max_tokens - 1, "stop": [config.bos_token_id, *config.stop_tokens]}
+    for begin in tqdm(range(0, count, SAMPLED_ROWS), desc="sampling", unit="batch"):
+        path = folder / f"{begin:06}.txt"
+        if not path.exists():
+            steps = generate(
+                decoder,
+                [[config.bos_token_id]] * SAMPLED_ROWS,
+                sampling=Sampling(temperature=TEMPERATURE),
+                seed=seed * 1_000_000 + begin,
+                **settings,
+            )
+            ended = [row.tokens for row in gather(steps, SAMPLED_ROWS) if row.tokens[-1] in settings["stop"]]
+            texts = tokenizer.decode_batch(ended)
+            write_bytes(path, END.join(text.strip() for text in texts).encode())
+        stories += filter(None, path.read_text(encoding="utf-8").split(END))
+    return stories[:count]
+
+
 def train_tokenizer(texts: list[str], size: int) -> Tokenizer:
     """Byte-level BPE: every text comes back as it was. <|endoftext|> is token 0 and goes before a text."""
     tokenizer = Tokenizer(models.BPE())
@@ -89,14 +119,19 @@ def windows(documents: list[list[int]], rng: np.random.Generator) -> np.ndarray:
     return np.stack([stream[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in range(count)])
 
 
-def batches(stories: list, sentences: list, share: float, size: int, seed: int) -> Iterator[Tensor]:
-    """(B, CONTEXT + 1) int64 without end: epochs over all stories, with so large a share of sentences mixed in."""
-    wanted = sum(map(len, stories)) * share / (1 - share)
+def batches(stories: list, others: list[tuple[list, float]], size: int, seed: int) -> Iterator[Tensor]:
+    """(B, CONTEXT + 1) int64 without end: epochs over all stories, with so large a share of other documents mixed in.
+
+    others: documents, and their share of all tokens.
+    """
+    in_all = sum(map(len, stories)) / (1 - sum(share for _, share in others))
     for epoch in range(sys.maxsize):
         rng = np.random.default_rng([seed, epoch])
-        order = rng.permutation(len(sentences))
-        lengths = np.cumsum([len(sentences[i]) for i in order])
-        mixed = stories + [sentences[i] for i in order[: int(np.searchsorted(lengths, wanted))]]
+        mixed = list(stories)
+        for documents, share in others:
+            order = rng.permutation(len(documents))
+            lengths = np.cumsum([len(documents[i]) for i in order])
+            mixed += [documents[i] for i in order[: int(np.searchsorted(lengths, share * in_all))]]
         shuffled = rng.permutation(windows(mixed, rng))
         for start in range(0, len(shuffled) - size + 1, size):
             yield torch.from_numpy(shuffled[start : start + size])
@@ -181,7 +216,8 @@ def train(decoder: Decoder, stream: Iterator[Tensor], args: argparse.Namespace, 
                 continue
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
-            loss = next_token_loss(decoder, tokens)
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+                loss = next_token_loss(decoder, tokens)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
@@ -206,10 +242,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps (%(default)s)")
     parser.add_argument("--until", type=int, help="end after so many of --steps, whatever the rate is there")
     parser.add_argument("--warm-up", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=2, help=f"windows of {CONTEXT} tokens (%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--sentences", type=float, default=0.1, help="share of tokens not of stories (%(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens in the tokenizer (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=4, help=f"windows of {CONTEXT} tokens (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the products (%(default)s)")
+    parser.add_argument("--sentences", type=float, default=0.05, help="share of tokens of sentences (%(default)s)")
+    parser.add_argument("--sampled", type=float, default=0.55, help="share of sampled stories (%(default)s)")
+    parser.add_argument("--samples", type=int, default=10240, help="stories to sample (%(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens in the tokenizer (%(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between states (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -226,29 +265,26 @@ def main(argv: list[str] | None = None) -> None:
     args.state.mkdir(parents=True, exist_ok=True)
     stories, held_out = read_stories(args.shared / "data" / "TinyStories" / "tinystories_sample.txt")
     sentences = read_sentences(args.shared, args.seed)
-    if not (
-        args.state / "tokenizer.json"
-    ).exists():  # its trainer breaks ties by chance: one for all runs of a training
-        train_tokenizer(stories + sentences, args.vocabulary).save(str(args.state / "tokenizer.json"))
-    tokenizer = Tokenizer.from_file(str(args.state / "tokenizer.json"))
+    sampled = sampled_stories(args.shared, args.state / "sampled", args.samples, args.seed)
+    tokenizer_path = args.state / "tokenizer.json"
+    if not tokenizer_path.exists():  # its trainer breaks ties by chance: one for all runs of a training
+        train_tokenizer(stories + sentences, args.vocabulary).save(str(tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
 
     def documents(texts: list[str], close: bool) -> list[list[int]]:
         encoded = tokenizer.encode_batch(texts)
         return [encoding.ids + [0] * close for encoding in encoded]
 
-    train_ids, sentence_ids, held_ids = (
-        documents(stories, False),
-        documents(sentences, False),
-        documents(held_out, True),
-    )
+    train_ids, sentence_ids, sampled_ids = (documents(texts, False) for texts in (stories, sentences, sampled))
+    held_ids = documents(held_out, True)
     config = DecoderConfig(
         model_type="llama",
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=192,
-        num_hidden_layers=8,
-        num_attention_heads=6,
+        hidden_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=512,
+        intermediate_size=688,
         max_position_embeddings=CONTEXT,
         hidden_act="silu",
         norm_eps=1e-5,
@@ -263,9 +299,10 @@ def main(argv: list[str] | None = None) -> None:
         scores = held_out_scores(decoder, held_ids[:50], num_bytes)
         tqdm.write(json.dumps({"step": step, "loss": scores["loss"]}), file=sys.stderr)
 
-    stream = batches(train_ids, sentence_ids, args.sentences, args.batch_size, args.seed)
+    others = [(sentence_ids, args.sentences), (sampled_ids, args.sampled)]
+    stream = batches(train_ids, others, args.batch_size, args.seed)
     seconds = train(decoder, stream, args, snapshot)
-    decoder.eval()
+    decoder.eval().half().float()  # as it is written
     (sample,) = gather(generate(decoder, [tokenizer.encode(PROMPT).ids], max_new_tokens=80, stop=[0]), 1)
     given = sys.argv[1:] if argv is None else argv
     recipe = {
@@ -280,8 +317,12 @@ def main(argv: list[str] | None = None) -> None:
         "parameters": sum(p.numel() for p in decoder.parameters()),
         "stories": {"train": len(stories), "held_out": len(held_out)},
         "tokens_of_all_stories": sum(map(len, train_ids)),
+        "precision": args.precision,
         "sentences": len(sentences),
         "share_of_sentences": args.sentences,
+        "sampled_stories": len(sampled),
+        "tokens_of_all_sampled": sum(map(len, sampled_ids)),
+        "share_of_sampled": args.sampled,
         "held_out": held_out_scores(decoder, held_ids, num_bytes)
         | {"unigram_loss": round(unigram_loss(train_ids, held_ids, config.vocab_size), 4)},
         "sample": {"prompt": PROMPT, "greedy": tokenizer.decode(sample.tokens)},
@@ -289,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
         "licence": "Apache-2.0",
     }
     with atomic_folder(args.out, replace=True) as partial:
-        write_backbone(decoder, partial)
+        write_backbone(decoder.half(), partial)
         tokenizer.save(str(partial / "tokenizer.json"))
         write_json(partial / "tokenizer_config.json", TOKENIZER_CONFIG)
         write_json(partial / "recipe.json", recipe)

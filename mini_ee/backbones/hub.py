@@ -29,8 +29,8 @@ from mini_ee.registry import BACKBONES
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
 """The 12-layer BERT that comes with the project (weights/README.md)."""
 
-BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-8x192")
-"""The 8-layer Llama that comes with the project."""
+BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-12x256")
+"""The 12-layer Llama that comes with the project."""
 
 OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
 """Tensors that a fine-tuned model has besides its backbone: the head of another task."""
@@ -160,7 +160,8 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
         for name, part in _parts(backbone, _name_map(backbone)).items()
     }
     write_tensors(folder / "model.safetensors", _fused(tensors, layout))
-    about = {"architectures": [layout.architecture + ending], "torch_dtype": "float32"}
+    dtype = str(next(backbone.parameters()).dtype).removeprefix("torch.")
+    about = {"architectures": [layout.architecture + ending], "torch_dtype": dtype}
     write_json(folder / "config.json", config.to_dict() | about)
 
 

@@ -32,7 +32,7 @@ def add(sub) -> None:
     early = sub.add_argument_group("a run with exits")
     early.add_argument("--fill", choices=FILLS, help="skipped layers: a state stands in (propagate), or they catch up")
     early.add_argument("--lossless", action="store_true", help="the full model's own text: an exit drafts, it verifies")
-    early.add_argument("--draft", type=positive, metavar="N", help="tokens drafted before they are verified; 4")
+    early.add_argument("--draft", type=positive, metavar="N", help="tokens drafted at most before they are verified; 4")
     early.add_argument(
         "--show-exits", action="store_true", help="colour tokens by the layer they left at, in a pipe too"
     )

@@ -13,7 +13,7 @@ ROWS, TEXTS = 2000, 128
 
 def add(sub) -> None:
     sub.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a checkpoint's folder; or bert-12x128 (default), llama-8x192"
+        "model", nargs="?", metavar="MODEL", help="a checkpoint's folder; or bert-12x128 (default), llama-12x256"
     )
     sub.add_argument(
         "--task", metavar="DIR", help="rows with labels, of train alone; the built-in reviews for bert-12x128"

@@ -129,7 +129,7 @@ METHOD = Method(
     default_rule=agreement_rule,
     defaults={
         "tokens": {"head_lr": 1e-2, "epochs": 20, "kind": "pieces", "rank": None},
-        "built-in": {"exits": (2, 4, 6, 8), "epochs": 8, "texts": 512},
+        "built-in": {"exits": (4, 8, 12), "epochs": 8, "texts": 512},
     },
     lacks=("lr", "rank", "weight_decay"),
 )

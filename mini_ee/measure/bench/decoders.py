@@ -48,7 +48,7 @@ LOSSLESS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts must be equa
 
 
 def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
-    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE propagate|recompute`, `llama-8x192 b1 lossless`.
+    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE propagate|recompute`, `llama-12x256 b1 lossless`.
 
     stories260k: the decoder in `model`, a random one of its shape where that is none.
     """
@@ -62,7 +62,7 @@ def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
     for layer in (3, 6, 9):
         for fill in FILLS:
             yield _forced_decoding(f"llama-12x768 b1 e{layer} {fill}", llama, layer, fill, new_tokens=16)
-    yield _lossless("llama-8x192 b1 lossless", load_backbone(BUILT_IN_DECODER), 64, seed)
+    yield _lossless("llama-12x256 b1 lossless", load_backbone(BUILT_IN_DECODER), 64, seed)
 
 
 def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) -> Iterator[dict]:
