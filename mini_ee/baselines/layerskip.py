@@ -15,7 +15,8 @@ The head is the decoder's own, behind its final norm. All weights learn.
 
 Deviations: 1. the paper gives every layer a loss, here the exits have one (`--exits 1,2,...` for all of them), and R
 counts exits; the first layer's e is 0 as printed; 2. rows have a head of their own at each exit, and nobody to draft
-for; 3. defaults are those that the paper names for fine-tuning, but for rate and length of the training.
+for; 3. defaults are those that the paper names for fine-tuning, but for rate and length of the training; 4. a draft
+ends early where the exit is unsure (generate_lossless, confidence_threshold).
 """
 
 from collections.abc import Sequence
