@@ -40,13 +40,13 @@ class Segments:
 
     start(inputs) -> state           the embeddings; a state holds tensors whose first axis is the unit
     advance(k, state) -> state       the layers between exit k - 1 and exit k
-    read(k, state) -> Reading        the head at exit k
+    read(k, state) -> Reading        all that exit k says
     state.keep(rows) -> state        the units that go on
+    read_logits(k, state) -> Reading its head alone, where nobody asks a policy
     read_state(k, state) -> Reading  without logits, for rules that need the state alone: what a policy says
-    read_all(k, state) -> Reading    both, for records
     will_read(heads, state) -> state told which heads alone will be read, for engines that compute one with its layers
-    flops(k, inputs)                 floating-point operations of a unit in advance(k), and in read(k): a pair of
-                                     numbers, or of arrays (N,); none of its tokens leaving, where tokens leave
+    flops(k, inputs)                 floating-point operations of a unit in advance(k), and in read_logits(k): a
+                                     pair of numbers, or of arrays (N,); none of its tokens leaving, where tokens leave
     """
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
@@ -73,8 +73,8 @@ class Segments:
         """What a rule is given that needs no logits; all that is known, for engines that know no less."""
         return self.read(k, state)
 
-    def read_all(self, k: int, state) -> Reading:
-        """As read, for engines without a policy, or whose read says what it says."""
+    def read_logits(self, k: int, state) -> Reading:
+        """As read, for engines without a policy, or that ask it in any case."""
         return self.read(k, state)
 
     def state_flops(self, k: int) -> float:
@@ -154,14 +154,14 @@ def at_exit(segments: Segments, rule, k: int, state, memory: dict, plan: np.ndar
     """
     state, shown, reading = segments.advance(k, state), None, None
     if k == len(segments.exits) - 1:
-        reading = segments.read(k, state)
+        reading = segments.read_logits(k, state)
         return state, Exited(reading.logits, ALL, NOBODY, reading.spent), None
     if plan is not None:
         leaves = plan <= k
     elif rule.needs is None:
         return state, None, None
     else:
-        reading = segments.read_state(k, state) if rule.needs == "state" else segments.read(k, state)
+        reading = segments.read_state(k, state) if rule.needs == "state" else segments.read_logits(k, state)
         leaves = rule.stop(k, reading, memory)
         shown = "state" if reading.logits is None else "logits"
     leaving = leaves.nonzero()[0]
@@ -169,7 +169,7 @@ def at_exit(segments: Segments, rule, k: int, state, memory: dict, plan: np.ndar
         return state, None, shown
     everyone = len(leaving) == len(leaves)
     if shown != "logits":
-        reading = segments.read(k, state if everyone else state.keep(leaving))
+        reading = segments.read_logits(k, state if everyone else state.keep(leaving))
         said, spent = reading.logits, reading.spent
     else:
         said = reading.logits if everyone else reading.logits[leaving]
@@ -346,7 +346,7 @@ def read_and_measure(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
-            reading = segments.read_all(k, state)
+            reading = segments.read(k, state)
             logits.append(reading.logits)
             for name, value in (("exit_logit", reading.exit_logit), ("spent", reading.spent)):
                 if value is not None:

@@ -373,7 +373,7 @@ def test_segments_say_the_logits_and_exit_logits_of_training(pool, padded_inputs
         state = segments.start(padded_inputs)
         for k in range(3):
             state = segments.advance(k, state)
-            reading = segments.read_all(k, state)
+            reading = segments.read(k, state)
             np.testing.assert_allclose(reading.logits, logits[k], rtol=0, atol=ATOL)
             if k < 2:
                 np.testing.assert_allclose(reading.exit_logit, exit_logits[:, k], rtol=0, atol=ATOL)

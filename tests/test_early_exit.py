@@ -754,8 +754,8 @@ def test_the_tests_of_compaction_can_fail_where_keep_loses_the_mask(monkeypatch,
 )
 def test_the_invariants_can_fail_where_the_wrong_head_is_read(monkeypatch, cases, pool, shift, caught):
     """Off by one between the layer that a head was trained on and the one that it reads."""
-    read = RowSegments.read
-    monkeypatch.setattr(RowSegments, "read", lambda self, k, state: read(self, (k + shift) % K, state))
+    read = RowSegments.read_logits
+    monkeypatch.setattr(RowSegments, "read_logits", lambda self, k, state: read(self, (k + shift) % K, state))
     with pytest.raises(AssertionError):
         caught(cases[pool])
 

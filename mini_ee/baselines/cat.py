@@ -244,7 +244,7 @@ class CatSegments(RowSegments):
         logits = head.say(inner)
         return CatState(hidden, around, True, inner, logits, state.seen, remember(state.seen, logits, k))
 
-    def read(self, k: int, state: CatState) -> Reading:
+    def read_logits(self, k: int, state: CatState) -> Reading:
         logits = state.logits
         if logits is None:
             logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.around.padding))
@@ -252,7 +252,7 @@ class CatSegments(RowSegments):
 
     def read_state(self, k: int, state: CatState) -> Reading:
         if state.logits is None:
-            return self.read(k, state)
+            return self.read_logits(k, state)
         exit_logit = self.model.decide(k, state.inner, state.logits, state.before)
         return Reading(None, exit_logit.float().numpy(force=True))
 

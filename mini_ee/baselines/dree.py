@@ -230,7 +230,7 @@ class DreeSegments(RowSegments):
     def advance(self, k: int, state: RowState) -> RowState:
         return RowState(self.model.advance(k, *state), state.around)
 
-    def read(self, k: int, state: RowState) -> Reading:
+    def read_logits(self, k: int, state: RowState) -> Reading:
         vector = self.model.heads[k].state(state.hidden, state.around.padding)
         return Reading(self.model.classify(k, vector).float().numpy(force=True))
 

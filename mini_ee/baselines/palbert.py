@@ -157,7 +157,7 @@ class PonderSegments(RowSegments):
         said = self.model.heads[k].inner(self.model.heads[k].state(hidden, around.padding))
         return PonderState(hidden, around, said, torch.zeros_like(said) if state.said is None else state.said)
 
-    def read(self, k: int, state: PonderState) -> Reading:
+    def read_logits(self, k: int, state: PonderState) -> Reading:
         return Reading(self.model.heads[k].conclude(state.said).float().numpy(force=True))
 
     def read_state(self, k: int, state: PonderState) -> Reading:

@@ -45,7 +45,7 @@ from mini_ee.units.decoding import (
 from mini_ee.units.rows import check_exits
 
 SMALLEST = 1e-6  # number that a logit may be divided by
-CONFIDENCE_THRESHOLD = 0.6  # of a draft: the built-in decoder is fastest so, of 0, .6, .8 and .9
+CONFIDENCE_THRESHOLD = 0.6  # of a draft: the fastest of 0, .6, .8, .9 after layer 4 of a half-trained built-in decoder
 
 Head = Callable[[Tensor], Tensor]
 """An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""

@@ -67,7 +67,7 @@ class LeavingSegments(RowSegments):
     def advance(self, k: int, state) -> Left:
         return self.model.leave(state) if self.tokens_leave else self.model.stay(state)
 
-    def read(self, k: int, state: Left) -> Reading:
+    def read_logits(self, k: int, state: Left) -> Reading:
         logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.mask))
         spent = None if state.spent is None else state.spent.numpy(force=True)
         return Reading(logits.float().numpy(force=True), spent=spent)

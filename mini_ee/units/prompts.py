@@ -119,7 +119,7 @@ class PromptSegments(RowSegments):
         hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
         return state._replace(hidden=hidden)
 
-    def read(self, k: int, state: PromptState) -> Reading:
+    def read_logits(self, k: int, state: PromptState) -> Reading:
         logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
         return Reading(check_finite(logits, "the logits of the label words"))
 

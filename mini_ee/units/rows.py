@@ -191,17 +191,17 @@ class RowSegments(Segments):
         hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
         return RowState(hidden, state.around)
 
-    def read(self, k: int, state: RowState) -> Reading:
+    def read_logits(self, k: int, state: RowState) -> Reading:
         s = self.model.heads[k].state(state.hidden, state.around.padding)
         return Reading(self.model.heads[k].classify(s).float().numpy(force=True))
 
     def read_state(self, k: int, state: RowState) -> Reading:
         if not self._decides(k):
-            return self.read(k, state)
+            return self.read_logits(k, state)
         return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.around.padding)))
 
-    def read_all(self, k: int, state: RowState) -> Reading:
-        reading = self.read(k, state)
+    def read(self, k: int, state: RowState) -> Reading:
+        reading = self.read_logits(k, state)
         return reading._replace(exit_logit=self.read_state(k, state).exit_logit) if self._decides(k) else reading
 
     def _decides(self, k: int) -> bool:

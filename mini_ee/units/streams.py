@@ -128,7 +128,7 @@ class LoRASegments(RowSegments):
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), around, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.around)
 
-    def read(self, k: int, state: LoRAState) -> Reading:
+    def read_logits(self, k: int, state: LoRAState) -> Reading:
         return Reading(self.model.heads[k](state.hidden[0], state.around.padding).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:
