@@ -233,7 +233,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         for k in range(len(self.exits)):
             hidden = self.run(k, hidden, block)
 
-    def read(self, k: int, state: TokenState) -> Reading:
+    def read_logits(self, k: int, state: TokenState) -> Reading:
         said = self._heads[k].run(_newest(state))
         return judged(said["logits"], said["largest"]) if "largest" in said else Reading(said["logits"])
 

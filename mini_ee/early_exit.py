@@ -86,8 +86,8 @@ class Segments:
         return self.exits[k] - (self.exits[k - 1] if k else 0)
 
     # ---- As nodes of a graph that stops by itself: graph_start(g), graph_advance(k, g, state), graph_read(k, g, state)
-    # and graph_read_state(k, g, state) are as above, on names of values; see export/model_graph.py. Where tokens leave,
-    # graph_spent(g, state) is the `spent` of a Reading, (N, 2) float32 ----
+    # (which is read_logits) and graph_read_state(k, g, state) are as above, on names of values; see
+    # export/model_graph.py. Where tokens leave, graph_spent(g, state) is the `spent` of a Reading, (N, 2) float32 ----
     def graph_keep(self, g, state, index: str, leaves: str):
         """keep: the units `index` (N,) of a state, `leaves` (N',) bool being false for them."""
         return None if state is None else g.op("Gather", state, index)

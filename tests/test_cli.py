@@ -1,4 +1,4 @@
-"""The command line: the answers of DESIGN.md as one JSON object, and wrong input as one line."""
+"""The command line: the answers as one JSON object, and wrong input as one line."""
 
 import errno
 import json

@@ -285,7 +285,7 @@ class CatSegments(RowSegments):
         return GraphState(hidden, seen=seen)
 
     def graph_read(self, k: int, g, state: GraphState) -> str:
-        """read: logits (B, C)."""
+        """read_logits: (B, C)."""
         return state.logits or super().graph_read(k, g, state.hidden)
 
     def graph_read_state(self, k: int, g, state: GraphState) -> Reading:

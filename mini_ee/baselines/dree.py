@@ -256,7 +256,7 @@ class DreeSegments(RowSegments):
         return hidden if k < len(self.exits) - 1 else _on_tokens(g, hidden, backbone, layer.graph_feed)
 
     def graph_read(self, k: int, g, hidden: str) -> str:
-        """read: logits (B, C)."""
+        """read_logits: (B, C)."""
         head = self.model.heads[k]
         state = head.graph_state(g, hidden, graph_mask(g))
         return head.graph_classify(g, g.op("Tanh", g.linear(state, self.model.pooler)))

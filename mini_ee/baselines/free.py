@@ -176,8 +176,8 @@ class ToldSegments(TokenSegments):
         self.gaps: list[float] = []
         self.agrees: list[bool] = []
 
-    def read(self, k: int, state: TokenState) -> Reading:
-        reading = super().read(k, state)
+    def read_logits(self, k: int, state: TokenState) -> Reading:
+        reading = super().read_logits(k, state)
         if k == 0:
             said = zip(reading.breaking_ties.tolist(), reading.logits.argmax(axis=1).tolist())
             places = zip(state.rows, (positions[-1] for positions in state.positions))

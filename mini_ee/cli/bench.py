@@ -20,7 +20,11 @@ BENCHES = {  # name -> the module that has bench_NAME
 
 def add(sub) -> None:
     sub.add_argument("name", choices=(*BENCHES, "all"), metavar="NAME", help=", ".join((*BENCHES, "all")))
-    sub.add_argument("--model", type=Path, help="weights of the minilm cases; random ones of that shape by default")
+    sub.add_argument(
+        "--model",
+        type=Path,
+        help="weights of the minilm cases (a decoder: of stories260k's); random ones by default",
+    )
     sub.add_argument("--task", metavar="DIR", help="serve: whose sentences come; built-in reviews by default")
     sub.add_argument("--picture", type=Path, metavar="PNG", help="serve: times against load")
     sub.add_argument("--large", action="store_true", help="retrieval: a datastore of a million rows too; takes long")

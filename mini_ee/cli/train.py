@@ -42,7 +42,7 @@ def _add_method(sub: Parser, name: str) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="a checkpoint's folder; a built-in one by default, with --lr and --epochs of its own",
+        help="a checkpoint's folder; a built-in one by default, for which some defaults differ",
     )
     words = ["a task's folder; the built-in reviews by default"] if "rows" in method.units else []
     words += [f"of a decoder's tokens {' or '.join(KINDS[1:])}"] if "tokens" in method.units else []

@@ -4,8 +4,8 @@ Prompt            a template and its label words; prompts.json holds those of RA
 PromptTokenizer   puts texts into a template; of a prompt that is too long the text is cut, never the template
 
 prompts.json has the prompts of RAEE's Table 6 for encoders. Those for decoders are our own: several label words of
-Table 7 are more than one token of a small vocabulary. Of the built-in decoder's 1,024 tokens the words of sentiment
-alone are one each; give it others with --words.
+Table 7 are more than one token of a small vocabulary. Of the built-in decoder's 1,024 tokens only bad and good are one
+each (SST-2, MR, CR, MPQA, reviews); give it other words with --words.
 """
 
 from collections.abc import Sequence

@@ -179,7 +179,7 @@ def _one_answer(said: np.ndarray, task: Task) -> str | None:
 def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
     """Runs that nothing but their seeds tells apart, taken together: mean, least and most of what `compare` says.
 
-    configs: those of the runs, as runs.py writes them; exported folders know no seed and stand alone.
+    configs: those of the runs, as training/run.py writes them; exported folders know no seed and stand alone.
     """
     groups: dict[str, list[dict]] = {}
     for row, config in zip(rows, configs):

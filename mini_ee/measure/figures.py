@@ -127,7 +127,7 @@ def draw_exits_by_hardness(path: Path, answer: dict) -> None:
 def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
     """Valade 2024's figures in one picture: training (Fig. 1), score, speed-up and exits over epsilon (Fig. 2 to 4).
 
-    answer: of decoder_evaluation.sweep; history: Fig. 1, as train_heads returns it, or empty. Where no benchmark was
+    answer: of measure.texts.sweep; history: Fig. 1, as metrics.json has it, or empty. Where no benchmark was
     scored Fig. 2 is perplexity, where that was not either it is left out. Also: what is kept of the promise.
     """
     layers = [f"layer {layer}" for layer in answer["exits"]]

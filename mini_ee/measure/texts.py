@@ -121,7 +121,7 @@ def benchmark_answer(hearing: Hearing, rule: Rule) -> dict:
 
 
 def depth(left: np.ndarray, exits: tuple[int, ...], layers: int) -> dict:
-    """Where units (N,) left, of a full model of so many layers, under DESIGN.md's JSON keys."""
+    """Where units (N,) left, of a full model of so many layers, under the keys of the JSON answers."""
     mean_layers = float(np.asarray(exits)[left].mean())
     counts = np.bincount(left, minlength=len(exits)).tolist()
     return {"exit_counts": counts, "mean_layers": mean_layers, "layers_saved": 1 - mean_layers / layers}

@@ -10,7 +10,7 @@ Symbols:   losses = H(y, P_t(x)) of all exits; depths = the layers t of the exit
 A trajectory is the exit at which it ends: continue at all exits before, leave there. So P(leave at t) is
 pi_t prod_{i<t} (1 - pi_i), the last exit takes whoever is left, and all trajectories of a unit can be enumerated.
 
-Deviations, each from a point that the paper leaves open:
+Deviations from the paper, and what it leaves open:
 1. Eq. 5 multiplies the reward with the probability inside an expectation over it, which would spread the probability.
    Its gradient here is that of E[R]: REINFORCE, with the mean reward of the unit's other trajectories as baseline
    (`reinforce`), or the sum over all exits (`exact`), which has no variance.

@@ -12,12 +12,13 @@ Symbols    W (d, d)            a projection of the backbone; below its weight, (
 
 A stream is the computation of one exit: it has adapters in the layers 1 .. e_k.
 
-Deviations, each from a point that the paper leaves open, with the test that pins it:
+Deviations from the paper, and what it leaves open, with the test that pins it:
 1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank (test_eq2_an_exit_computes_with_w_plus_ab).
 2. The last exit has adapters too: the backbone is as it was pretrained, for all exits, and learns without dropout
    (test_the_backbone_is_never_trained).
 3. ALBERT's layers share one set of weights, and so one set of adapters an exit, as in PEFT (test_peft.py).
-4. Heads read the mean over tokens by default; the paper's read the first (test_heads_read_the_mean_by_default).
+4. Heads read the mean over tokens by default; the paper does not say what its heads read, BERT's usual ones read the
+   first (test_heads_read_the_mean_by_default).
 5. Decoders, which the paper leaves to later work, are classifiers over the mean of their normed states
    (test_eq2_holds_for_the_exits_of_decoders).
 6. A regression, which has no soft labels, learns its teacher's value (test_a_regression_follows_its_teachers_value).

@@ -1,6 +1,7 @@
 """RAEE: the neighbours of a row in a datastore say after which layer it leaves.
 
-Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework, ICLR 2026, arXiv:2405.15198.
+Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for Efficient Inference, ICLR 2026,
+arXiv:2405.15198.
 
 collect           Algorithm 3.1: how sure each exit is of the right answer, for rows whose label is known
 Datastore         those values beside an hnswlib index of the rows' embeddings; on disk whole or not there
@@ -260,7 +261,7 @@ def controls(
     batch_size: int,
     seed: int = 0,
 ) -> dict[str, dict]:
-    """What must stand beside RAEE's figure on the same N rows, under DESIGN.md's JSON keys.
+    """What must stand beside RAEE's figure on the same N rows, under the keys of the JSON answers.
 
     knn_labels         the neighbours' labels alone; its layers are what the queries take, by operations
     knn_weighted       the same, each vote weighted by Eq. 5 as RAEE's are

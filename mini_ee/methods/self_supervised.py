@@ -8,7 +8,7 @@ Symbols:   p_theta: the full model; p_k: head k (units.heads.VocabularyHead), af
            Eq. 1; init: "scratch" draws norm and linear map, "copy" takes the model's own. K counts exits, the last of
            which is the LM head: K - 1 heads.
 
-Deviations, each from a point that the paper leaves open (see the tests of the same names):
+Deviations from the paper, and what it leaves open (tests/test_self_supervised.py):
 1. The printed CE takes the softmax of what is a probability already; here it takes that of the logits.
 2. The target is the likeliest token of p_theta ("hard"), as in the released code; the paper prints p_theta ("soft").
 3. The heads of the epoch that agrees most on held-out text are kept.

@@ -31,7 +31,8 @@ class Method:
     policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
     candidates: Candidates | None = None  # rules among which the default one is chosen; thresholds where it is None
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
-    """Where none are named: so many, evenly spread; None: after every layer; or a function of the number of layers."""
+    """Where none are named: of rows so many, evenly spread, or None: after every layer; of tokens four. Or a
+    function of the number of layers."""
     classes_only: bool = False  # it asks how sure or how right an exit is, which a regression's is not
     defaults: dict[str, dict] = field(default_factory=dict)
     """unit -> its own defaults of whatever option; under "built-in" those of the first, for a built-in model."""

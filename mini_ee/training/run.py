@@ -1,9 +1,10 @@
 """A trained model on disk: a folder that is readable without us, whole or not there, and checked when it is read.
 
 run/config.json          format_version, method, unit, settings, backbone, exits, pool, rule, task or text, max_length,
-                         seed, training, versions, and the checksum of every other file
+                         seed, training, versions, and the checksums of the other files; datastore/ has its own
 run/model.safetensors    what the method trained: heads, policy, and the backbone where it was fine-tuned
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
+run/checkpoint/          SLEB: the short decoder, as a checkpoint like any other
 run/backbone/            a backbone that was fine-tuned through prompts, or a decoder that was, in its own layout
 run/datastore/           RAEE: what methods/datastore.py writes
 run/metrics.json         what training measured

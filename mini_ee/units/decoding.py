@@ -250,6 +250,14 @@ class CachedSegments(DecoderSegments):
                 self.waiting[row][k] += some + own
         return TokenState(hidden, rows, positions, block, state.hidden)
 
+    def read(self, k: int, state: TokenState) -> Reading:
+        """All that exit k says: its head, and before the last exit what rules that need the state alone are given."""
+        reading = self.read_logits(k, state)
+        if k == len(self.exits) - 1:
+            return reading
+        told = self.read_state(k, state)
+        return reading._replace(exit_logit=told.exit_logit, saturation=told.saturation)
+
     def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple:
         """Where in `left` the hidden states of these positions stand; padding in the last slot."""
         if len(rows) == self.num_rows and aligned(positions):

@@ -234,7 +234,7 @@ class TokenSegments(CachedSegments):
     def _layers(self, k: int) -> tuple[int, int]:
         return self.exits[k - 1] if k else 0, self.exits[k]
 
-    def read(self, k: int, state: TokenState) -> Reading:
+    def read_logits(self, k: int, state: TokenState) -> Reading:
         hidden = state.hidden[:, -1]
         if k == len(self.heads):
             return Reading(check_finite(self.decoder.lm_logits(hidden).numpy(force=True)))

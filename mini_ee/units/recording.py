@@ -98,7 +98,7 @@ def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = 
 
 
 def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
-    """Score, depth and operations of one result, under DESIGN.md's JSON keys."""
+    """Score, depth and operations of one result, under the keys of the JSON answers."""
     num_layers = recorded.segments.exits[-1]
     mean_layers = float(result.cost.depth.mean())
     return task.score(predictions(result.logits), labels) | {

@@ -235,7 +235,7 @@ class RowSegments(Segments):
         return backbone.graph_layers(g, hidden, backbone.graph_around(g, graph_mask(g)), self.starts[k], self.exits[k])
 
     def graph_read(self, k: int, g, hidden: str | None) -> str:
-        """read: logits (B, C)."""
+        """read_logits: (B, C)."""
         head = self.model.heads[k]
         return head.graph_classify(g, head.graph_state(g, hidden, graph_mask(g)))
 
