@@ -66,7 +66,7 @@ REWARDS_BATCH = 64
 class Config:
     """Settings of the method."""
 
-    alpha: float = option(0.1, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
+    alpha: float = option(0.07, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
     reward: str = option("hardness-guided", "Eq. 4, or Eq. 3 (vanilla)", choices=REWARDS)
     estimator: str = option("reinforce", "of the gradient of Eq. 5", choices=ESTIMATORS)
     trajectories: int = option(8, "sampled of a unit in a step; the others are the baseline of each", least=2)
