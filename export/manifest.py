@@ -26,6 +26,9 @@ ROWS = {
 }
 """What a manifest must hold, and of which types, for a folder of rows: [int] has at least one number, (int,) any."""
 
+BY_SEGMENT = {"by_segment": {"layer_passes": [int], "flops": [[[float]]]}}
+"""The same of one with graphs by segment."""
+
 TOKENS = {
     "exits": [int],
     "rule": dict,
@@ -82,12 +85,16 @@ def _check_values(manifest: dict, folder: Path) -> None:
     if classes != (len(names) or 1):
         says = f"{MANIFEST} names {len(names)} labels for {classes} logits"
         raise ValueError(f"{folder}: {says}; export the run again")
-    keys = "exits", "layer_passes", "flops", "state_flops"
-    exits, passes, flops, policies = (len(manifest[key]) for key in keys)
-    pairs = *manifest["flops"], manifest["whole_flops"]
-    if not exits == passes == flops == policies or any(len(each) != 2 for each in pairs):
-        says = f"{MANIFEST} has {exits} exits, the layers of {passes}, the costs of {flops} and of {policies} policies"
-        raise ValueError(f"{folder}: {says}, two each; export the run again")
+    of_engines = [manifest]
+    if f"segment_{manifest['exits'][0]}" in manifest["graphs"]:
+        _check(manifest, BY_SEGMENT, folder)
+        of_engines.append(manifest | manifest["by_segment"])
+    for each in of_engines:
+        exits, passes, flops, policies = (len(each[key]) for key in ("exits", "layer_passes", "flops", "state_flops"))
+        pairs = *each["flops"], each["whole_flops"]
+        if not exits == passes == flops == policies or any(len(pair) != 2 for pair in pairs):
+            found = f"{exits} exits, the layers of {passes}, the costs of {flops} and of {policies} policies"
+            raise ValueError(f"{folder}: {MANIFEST} has {found}, two each; export the run again")
 
 
 def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:

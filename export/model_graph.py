@@ -10,7 +10,8 @@
 
 After exit k an If asks whether anybody stays. Its branch takes those rows, runs the layers up to exit k + 1, and in it
 the same again; what it says is scattered over what exit k said. So a graph is as deep as the model has exits, and what
-is not run costs nothing. The segments say what is computed: graph_start, graph_advance, graph_read, graph_read_state.
+is not run costs nothing. The segments say what is computed: graph_start, graph_advance, graph_read, graph_read_state,
+graph_read_saturation.
 """
 
 import numpy as np
@@ -115,7 +116,8 @@ class _ModelGraph:
             return self._said(k, logits, state, rows, []), leaves
         exit_logit = []
         if self.decides:
-            reading = segments.graph_read_state(k, g, state)
+            read = segments.graph_read_state if rule.asks_policy else segments.graph_read_saturation
+            reading = read(k, g, state)
             leaves = rule.graph_stop(g, k, reading, bar, memory)
             exit_logit = [reading.exit_logit] * self.says_exit_logit
         else:

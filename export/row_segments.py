@@ -70,7 +70,8 @@ class OrtModel(OrtRows):
         plan = rule.plan(inputs)
         feeds = self._held.feeds(rule, plan)
         if feeds is None:
-            return self.by_segment(rule).run_batch(rule, inputs)
+            engine = self.by_segment(rule)
+            return engine.run_batch(rule, inputs)._replace(by=engine)
         said = self._run(inputs, feeds)
         return Ran(said["logits"], *self._held.left(rule, plan, said["layers"]), said.get("spent"))
 
@@ -92,6 +93,9 @@ class OrtModel(OrtRows):
         said = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
         decides = "exit_logit" in said and k < len(self.exits) - 1
         return Reading(said["logits"], said["exit_logit"] if decides else None, spent=said.get("spent"))
+
+    def read_state(self, k: int, state: AtExit) -> Reading:
+        return self.read(k, state)._replace(logits=None)
 
     def whole(self) -> "WholeModel":
         """The same without early exits."""
@@ -143,7 +147,8 @@ class OrtSegments(OrtRows):
     """segment_*.onnx. Inputs are data.tokens.Inputs."""
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
-        super().__init__(folder, manifest, [f"segment_{layer}" for layer in manifest["exits"]], provider, threads)
+        graphs = [f"segment_{layer}" for layer in manifest["exits"]]
+        super().__init__(folder, manifest | manifest["by_segment"], graphs, provider, threads)
 
     def start(self, inputs: Inputs) -> OrtState:
         every = np.arange(len(inputs))

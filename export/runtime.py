@@ -19,7 +19,7 @@ import numpy as np
 
 from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt, PromptTokenizer
-from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches
+from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import Segments, early_exit
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
@@ -179,10 +179,7 @@ class Runtime:
         Raises ValueError for a text that is empty or no string, and for rows of another number of sentences.
         """
         rule = rule or self.rule
-        for number, row in enumerate(texts):
-            found = 1 if isinstance(row, str) else len(row)
-            if found != self.num_texts:
-                raise ValueError(f"row {number}: expected {self.num_texts} texts, found {found}")
+        check_rows(texts, self.num_texts)
         answers: list[Answer | None] = [None] * len(texts)
         encoded = self.encode(texts)
         order = list(batches(encoded, batch_size))
@@ -328,10 +325,11 @@ class TokenRuntime(Runtime):
     ) -> list[Continuation]:
         """What the model writes after each text, in their order. Raises ValueError as `encode` does."""
         count = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_rows(texts, self.num_texts)
         prompts = [self.encode(_prompt(row), count) for row in texts]
         answers = []
-        for start in range(0, len(prompts), batch_size):
-            some = prompts[start : start + batch_size]
+        for rows in in_order(len(prompts), batch_size):
+            some = prompts[rows]
             begin = time.perf_counter()
             written = gather(self.generate(some, max_new_tokens=count, rule=rule), len(some))
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(some)

@@ -160,7 +160,11 @@ def write_graphs(
         "exits": list(model.exits),
         "rule": rule.to_dict(),
         **facts,
-        **(_costs(source) if facts["unit"] != "tokens" else {"weights": token_weights(model.backbone)._asdict()}),
+        **(
+            _costs(source, segments)
+            if facts["unit"] != "tokens"
+            else {"weights": token_weights(model.backbone)._asdict()}
+        ),
         "graphs": graphs,
     }
 
@@ -170,8 +174,10 @@ def _built_in_texts(run: Run) -> list[tuple[str, ...]]:
     return [(text,) * run.config["task"]["texts"] for (text,) in toy_task().split("dev").texts]
 
 
-def _costs(source: Segments) -> dict:
-    """What the runtime counts operations with: coefficients of polynomials in the number of tokens."""
+def _costs(source: Segments, segments: bool) -> dict:
+    """What the runtime counts operations with: coefficients of polynomials in the number of tokens. Of model.onnx, and
+    under `by_segment` of graphs by segment, where they were written.
+    """
 
     def costs(segments: Segments, tokens: int) -> np.ndarray:
         return np.array([segments.flops(k, _row(tokens)) for k in range(len(segments.exits))])
@@ -180,12 +186,14 @@ def _costs(source: Segments) -> dict:
         each = costs(source.whole(), tokens)
         return np.array([each[:, 0].sum(), each[-1, 1]])
 
-    return {
-        "layer_passes": [source.layer_passes(k) for k in range(len(source.exits))],
-        "flops": _quadratic(partial(costs, source)),
-        "state_flops": [source.state_flops(k) for k in range(len(source.exits))],
-        "whole_flops": _quadratic(whole),
-    }
+    def of_exits(each: Segments) -> dict:
+        passes = [each.layer_passes(k) for k in range(len(each.exits))]
+        return {"layer_passes": passes, "flops": _quadratic(partial(costs, each))}
+
+    found = of_exits(source.in_one_graph())
+    found["state_flops"] = [source.state_flops(k) for k in range(len(source.exits))]
+    found["whole_flops"] = _quadratic(whole)
+    return found | ({"by_segment": of_exits(source)} if segments else {})
 
 
 def _row(tokens: int) -> Inputs:
@@ -266,9 +274,16 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": float((predictions(left[0].logits) == predictions(left[1].logits)).mean()),
+        "prediction_agreement": _equal(*(each.logits for each in left)),
         "exit_agreement": float((left[0].exit_index == left[1].exit_index).mean()),
     }
+
+
+def _equal(expected: np.ndarray, found: np.ndarray) -> float:
+    """The share of rows (N, C) with the same prediction; of regressions, numbers that are TOLERANCE apart at most."""
+    if expected.shape[1] > 1:
+        return float((predictions(expected) == predictions(found)).mean())
+    return float((abs(expected - found) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
 
 
 def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> dict:

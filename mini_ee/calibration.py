@@ -329,7 +329,7 @@ def conformal_cut(observed: Observed, epsilon: float) -> float:
 def above(tau: float, measure: str) -> Rule:
     """The rule that lets leave who is above tau, strictly, in float32 too."""
     if measure == POLICY:
-        cut = 1 / (1 + math.exp(-tau)) if tau > -700 else 0.0
+        cut = 1 / (1 + math.exp(-tau)) if tau > -30 else math.exp(tau)
         while Policy(cut).least_logit < tau:
             cut = math.nextafter(cut, 1)
         return Policy(cut)

@@ -88,9 +88,17 @@ class Segments:
     # ---- As nodes of a graph that stops by itself: graph_start(g), graph_advance(k, g, state), graph_read(k, g, state)
     # (which is read_logits) and graph_read_state(k, g, state) are as above, on names of values; see
     # export/model_graph.py. Where tokens leave, graph_spent(g, state) is the `spent` of a Reading, (N, 2) float32 ----
+    def in_one_graph(self) -> "Segments":
+        """What such a graph computes: these segments, for most."""
+        return self
+
     def graph_keep(self, g, state, index: str, leaves: str):
         """keep: the units `index` (N,) of a state, `leaves` (N',) bool being false for them."""
         return None if state is None else g.op("Gather", state, index)
+
+    def graph_read_saturation(self, k: int, g, state) -> Reading:
+        """The saturation (N,), where states of two exits can be compared."""
+        return Reading(None)
 
     def graph_written(self, k: int, g, state) -> list:
         """What graph_advance(k) leaves behind for later calls, as values with their axes: caches."""
@@ -108,6 +116,7 @@ class Ran(NamedTuple):
     exit_index: np.ndarray  # (N,)
     shown: list[str | None]  # (K,), what the rule was shown of all units at each exit
     spent: np.ndarray | None = None  # (N, 2), see Reading
+    by: Segments | None = None  # whose layers and operations count, where an engine left the batch to others
 
 
 class ExitResult(NamedTuple):
@@ -133,7 +142,7 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
         ran = segments.run_batch(rule, inputs)
     layers_run = np.asarray(segments.exits)[ran.exit_index]
     seconds = time.perf_counter() - begin
-    return ExitResult(ran.logits, ran.exit_index, layers_run, Cost(seconds, segments, rule, inputs, ran))
+    return ExitResult(ran.logits, ran.exit_index, layers_run, Cost(seconds, ran.by or segments, rule, inputs, ran))
 
 
 class Exited(NamedTuple):

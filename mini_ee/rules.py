@@ -294,6 +294,10 @@ class PatienceConfidence(Rule):
             raise ValueError(f"the rule {self.name} takes one threshold, got {len(threshold)}")
         object.__setattr__(self, "threshold", threshold)
 
+    @property
+    def needs(self) -> str:
+        return "state" if self.measure in STATE_MEASURES else "logits"
+
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         confident = confidence(reading, self.measure) >= self.threshold
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)

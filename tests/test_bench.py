@@ -166,6 +166,12 @@ def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_p
     assert (tmp_path / "loads.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_serve_ends_where_the_whole_graph_is_in_time_at_no_load(capsys, monkeypatch, runtime):
+    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
+    monkeypatch.setattr(serving, "in_time", lambda load, limit: 0.0)
+    assert not any(row["holds"] for row in rows_of(capsys, "serve", "--model", str(runtime.folder)).values())
+
+
 def test_serve_takes_an_exported_folder_with_its_rule_and_segments(capsys, monkeypatch, runtime):
     put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
     assert len(rows_of(capsys, "serve", "--model", str(runtime.folder))) == 4

@@ -14,15 +14,19 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.baselines.calm import MEASURES, Classifier, agreement, calibrate_texts, held_loss, p_value, promised_rule
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text
-from mini_ee.early_exit import early_exit
-from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.export.row_segments import CPU
+from mini_ee.export.sessions import HeldRule, Session
+from mini_ee.export.token_segments import OrtTokenModel
+from mini_ee.export.writer import write_graphs
+from mini_ee.rules import FixedExit, NeverExit, PatienceConfidence, Policy, Threshold, rule_from_dict
 from mini_ee.training.fit import Saved, fit
 from mini_ee.training.method import NoConfig
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import PASSING, passing
-from mini_ee.units.decoding import Tokens
-from mini_ee.units.generation import TokenSegments, generate
+from mini_ee.units.decoding import decode, gather
+from mini_ee.units.generation import generate, token_segments
 from mini_ee.units.rows import RowExits, States
+from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -139,11 +143,31 @@ def test_saturation_is_kept_with_the_rows_when_some_leave():
     assert together == model.write(texts, rule, max_new_tokens=5, batch_size=1)
 
 
-def test_saturation_that_is_not_handed_over_and_policies_that_are_missing_are_told():
+@pytest.mark.parametrize("rule", [Threshold, PatienceConfidence])
+def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path, rule):
+    """Patience of one exit is no patience: it leaves where a threshold lets it leave."""
     model = model_of()
-    segments = TokenSegments(model.backbone, model.exits, model.heads, "propagate", 3, 8, model.policies)
-    with pytest.raises(ValueError, match="saturation is a measure of hidden states"):
-        early_exit(segments, Threshold(0.5, "saturation"), Tokens.of([[1], [2], [3]]))
+    bar = float(np.median(record_texts(model, texts_of()).confidence("saturation")))
+    settings = {"threshold": bar, "measure": "saturation"} | ({"patience": 1} if rule is PatienceConfidence else {})
+    rule, plain, layers = rule(**settings), Threshold(bar, "saturation"), []
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    manifest = write_graphs(model, TokenGraphs(model), rule, folder)
+    graph = OrtTokenModel(Session(folder / "model.onnx", CPU, 1), HeldRule(folder, manifest), manifest, 3, 16, None)
+    for segments in (token_segments(model, "propagate", 3, 16), graph):
+        with torch.inference_mode():
+            written = gather(decode(segments, PROMPTS, 6, rule), 3)
+        layers.append([each.layers_run for each in written])
+    assert (
+        layers[0]
+        == layers[1]
+        == [each.layers_run for each in gather(model.generate(PROMPTS, plain, max_new_tokens=6), 3)]
+    )
+    assert len({layer for row in layers[0] for layer in row}) > 1
+
+
+def test_policies_that_are_missing_are_told():
+    model = model_of()
     with pytest.raises(ValueError, match="expected a policy for each of the 2 heads, got 1"):
         generate(
             model.backbone, [[1]], max_new_tokens=1, exits=model.exits, heads=model.heads, policies=model.policies[:1]

@@ -21,12 +21,14 @@ import pytest
 import torch
 
 import mini_ee.backbones.hub as checkpoint
+import mini_ee.cli.main as command_line
 import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.measure.evaluate as evaluation
 import mini_ee.measure.figures as figures
 import mini_ee.units.streams as streams_module
 from mini_ee.cli.main import COMMANDS, main, parser
+from mini_ee.cli.rules import SETTINGS
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
@@ -34,12 +36,12 @@ from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import read_every_exit
 from mini_ee.measure.evaluate import curve, over_seeds, rows_of
 from mini_ee.registry import METHODS
-from mini_ee.rules import NeverExit, Policy, rule_from_dict
+from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.method import load_method
 from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
 from mini_ee.training.rule import thresholds
-from mini_ee.training.run import load_run, training_folder
-from mini_ee.training.train import asked
+from mini_ee.training.run import load_run, training_folder, write_rule
+from mini_ee.training.train import asked, trained_on
 from mini_ee.units.recording import record, summary
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
@@ -503,6 +505,66 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     assert "goes by the rule that was calibrated: leave out --threshold" in refused(
         capsys, *evaluate, "--threshold", 0.9
     )
+
+
+def test_every_setting_of_a_rule_is_refused_where_no_rule_is_taken(capsys, lora_folder, task_folder):
+    settings = ("rule", "never"), ("layer", 2), ("measure", "entropy"), ("patience", 1), ("tolerance", 1), ("q", 0.5)
+    for name, value in (*settings, ("cut", 0.5)):
+        line = refused(capsys, "classify", lora_folder, "--text", "x", "--schedule", "adaptive", f"--{name}", value)
+        assert f"leave out --{name}" in line
+    refused_settings = {flag_of(each, {}) for each in SETTINGS} - {"--exit", "--threshold"}
+    assert refused_settings == {f"--{name}" for name, _ in settings[2:]} | {"--cut"}, "a setting that is not tried here"
+
+
+def test_a_schedule_is_of_graphs_by_segment(capsys, lora_folder, tmp_path):
+    line = refused(capsys, "export", lora_folder, "--schedule", "parallel", "--out", tmp_path / "out", status=2)
+    assert "--schedule is of graphs by segment, model.onnx restarts after each exit; add --segments" in line
+
+
+def test_rows_of_another_train_file_are_not_taken_for_held_out_ones(capsys, run_folder, task_folder, tmp_path):
+    grown, renamed = (shutil.copytree(task_folder, tmp_path / name) for name in ("grown/words", "renamed"))
+    with open(grown / "train.jsonl", "a") as file:
+        file.write(json.dumps({"sentence": "a new film was good", "label": "good"}) + "\n")
+    run, config = load_run(run_folder), read_json(run_folder / "config.json")
+    assert trained_on(run, load_task(renamed)), "whatever its name, the rows are the same"
+    for command in (
+        ("calibrate", run_folder, "--epsilon", 0.9),
+        ("compare", run_folder, run_folder, "--sweep"),
+        ("train", "raee", "--model", run_folder, "--out", tmp_path / "raee"),
+    ):
+        line = refused(capsys, *command, "--task", grown, status=2)
+        assert "was trained on other rows than the train split of words has now" in line
+    assert read_json(run_folder / "config.json") == config and not (tmp_path / "raee").exists()
+    calibrated = shutil.copytree(run_folder, tmp_path / "run")
+    assert (
+        answer(capsys, "calibrate", calibrated, "--epsilon", 0.5, "--task", grown, "--split", "dev")["split"] == "dev"
+    )
+
+
+def test_two_processes_do_not_write_one_rule(run_folder, tmp_path):
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    config = read_json(run / "config.json")
+    with sole_writer(run / "config.json"), pytest.raises(FileExistsError, match="another process is writing it"):
+        write_rule(run, Threshold(0.7), None, [1, 2, 3])
+    assert read_json(run / "config.json") == config
+    write_rule(run, Threshold(0.7), None, [1, 2, 3])
+    assert load_run(run).rule == Threshold(0.7) and {path.name for path in run.iterdir()} == {
+        path.name for path in run_folder.iterdir()
+    }
+
+
+def test_a_command_that_is_stopped_while_it_starts_is_one_line(capsys, monkeypatch):
+    def stopped(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "parser", stopped)
+    assert refused(capsys, "train", "joint", status=1) == "mini-ee: stopped"
+
+
+def test_a_file_where_a_folder_is_to_be_made_is_told(capsys, run_folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    line = refused(capsys, "export", run_folder, "--out", tmp_path / "file" / "out", status=2)
+    assert f"{tmp_path / 'file'}: expected a folder, found a file; name another" in line
 
 
 def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):

@@ -95,6 +95,7 @@ def test_whoever_stands_at_the_cut_stays_in_float32_too(measure):
 
 
 def test_at_the_ends_all_leave_or_nobody():
+    assert above(-700.0, POLICY).least_logit == pytest.approx(-700) and above(-744.0, POLICY).cut > 0
     assert above(-math.inf, POLICY) == Policy(0.0) and above(-math.inf, "entropy") == Threshold(-math.inf, "entropy")
     assert above(1.0, "max_probability").threshold == math.inf and above(800.0, POLICY) == Policy(1.0)
 

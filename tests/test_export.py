@@ -472,7 +472,13 @@ def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, t
     live = {k: [each for each in group if each >= k] for group in schedule for k in group}
     begins = {group[0] for group in schedule}
     by_hand = [len(live[k]) * (EXITS[k] - (0 if k in begins else EXITS[k - 1])) for k in range(K)]
-    assert manifest["layer_passes"] == by_hand and manifest["schedule"] == schedule
+    assert manifest["by_segment"]["layer_passes"] == by_hand and manifest["schedule"] == schedule
+    assert manifest["layer_passes"] == list(EXITS), "model.onnx runs the stream of the exit that is asked"
+    one, theirs, inputs = OrtModel(tmp_path, manifest, threads=1), lora_model(kind, targets), make_inputs(LENGTHS)
+    found, expected = (early_exit(each, Planned(PLAN), inputs) for each in (one, theirs.segments()))
+    np.testing.assert_array_equal(found.cost.flops, expected.cost.flops)
+    unheld = early_exit(one, Patience(1), inputs), early_exit(theirs.segments(schedule), Patience(1), inputs)
+    np.testing.assert_array_equal(*(each.cost.layer_passes for each in unheld))
 
 
 @pytest.mark.parametrize("every_row", [True, False])
@@ -1006,6 +1012,7 @@ def test_a_regression_on_pairs_leaves_by_patience_and_answers_numbers(tmp_path, 
         "layers",
         "label",
     }
+    assert manifest["verified"]["prediction_agreement"] == 1, "numbers that differ by rounding are equal"
     answers = Runtime(tmp_path / "out", threads=1).run(texts, batch_size=8)
     assert len({answer.exit for answer in answers}) >= 2
     for answer, text in zip(answers, texts):
@@ -1283,6 +1290,7 @@ def test_no_rows_give_no_answers(exported):
 @pytest.mark.parametrize(
     "rows, message",
     [
+        ("film", "expected a list of texts, found one string, 'film'; put it in a list"),
         ([("a", "b")], "row 0: expected 1 texts, found 2"),
         (["the film", ()], "row 1: expected 1 texts, found 0"),
         (["the film", ""], "row 1: .*an empty text"),
@@ -1291,14 +1299,17 @@ def test_no_rows_give_no_answers(exported):
         (["\ud800"], "surrogate"),
     ],
 )
-def test_a_row_that_is_no_text_is_told(exported, rows, message):
-    with pytest.raises(ValueError, match=message):
-        Runtime(exported, threads=1).run(rows)
+def test_a_row_that_is_no_text_is_told_by_both_engines(exported, run, rows, message):
+    for answers in (Runtime(exported, threads=1).run, run.classify):
+        with pytest.raises(ValueError, match=message):
+            answers(rows)
 
 
-def test_a_batch_size_of_none_is_told(exported):
-    with pytest.raises(ValueError, match="batch_size"):
-        Runtime(exported, threads=1).run(TEXTS, batch_size=0)
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_size_of_none_is_told_by_both_engines(exported, run, batch_size):
+    for answers in (Runtime(exported, threads=1).run, run.classify):
+        with pytest.raises(ValueError, match="expected batch_size of at least 1"):
+            answers(TEXTS, batch_size=batch_size)
 
 
 class Watched(OrtModel):

@@ -20,7 +20,7 @@ from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.baselines.palbert import Ponder, PonderExits
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import Recorded, early_exit, read_every_exit
+from mini_ee.early_exit import Recorded, Segments, early_exit, read_and_measure, read_every_exit
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import HeldRule
@@ -360,6 +360,21 @@ def test_other_precisions_leave_near_where_torch_leaves(tmp_path, precision):
     found = early_exit(OrtModel(tmp_path, manifest, threads=1), Threshold(0.6), inputs)
     expected = early_exit(model.segments(), Threshold(0.6), inputs)
     assert (found.exit_index == expected.exit_index).mean() > 0.8
+
+
+@pytest.mark.parametrize("name", ["bert", "policy", "lora"])
+def test_a_replay_of_the_graph_costs_what_the_graph_costs(tmp_path, name):
+    model, inputs = made(name), rows()
+    for number, rule in enumerate(rules_of(name, model, inputs)):
+        graph = written(model, rule, tmp_path / str(number))
+        logits, flops, measures = read_and_measure(graph, inputs)
+        assert type(graph).read_state is not Segments.read_state, "a rule on states reads no head: record() asks this"
+        costs = [graph.layer_passes(k) for k in range(K)], measures, [graph.state_flops(k) for k in range(K)]
+        replayed = early_exit(Recorded(graph.exits, logits, flops, *costs), rule, range(B))
+        run = early_exit(graph, rule, inputs)
+        np.testing.assert_array_equal(replayed.exit_index, run.exit_index)
+        np.testing.assert_array_equal(replayed.cost.flops, run.cost.flops)
+        np.testing.assert_array_equal(replayed.cost.layer_passes, run.cost.layer_passes)
 
 
 def test_threads_with_rules_of_their_own_feed_their_own(written_bert):

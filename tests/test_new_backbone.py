@@ -570,7 +570,7 @@ def test_it_is_trained_evaluated_calibrated_and_compared(trained, task_folder, t
     assert compared["rows"][0]["accuracy"] == answer(capsys, "evaluate", run, *task)["accuracy"]
 
 
-@pytest.mark.parametrize("method, more", [("joint", []), ("lora-exits", ["--schedule", "parallel"])])
+@pytest.mark.parametrize("method, more", [("joint", []), ("lora-exits", ["--schedule", "parallel", "--segments"])])
 def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
     trained, task_folder, tmp_path, capsys, method, more
 ):

@@ -16,6 +16,7 @@ import mini_ee
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.files import read_json, write_json
+from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.rules import Threshold
@@ -39,7 +40,7 @@ def answers(run):
     return early_exit(run.segments(), Threshold(0.5001), encoded.batch(np.arange(2))).logits
 
 
-def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder):
+def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder, task_folder):
     assert sorted(path.name for path in run_folder.iterdir()) == [
         "config.json",
         "metrics.json",
@@ -49,7 +50,8 @@ def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder):
     config = json.loads((run_folder / "config.json").read_text())
     assert (config["format_version"], config["unit"], config["method"]) == (2, "rows", "joint")
     assert config["exits"] == [1, 2, 3]
-    assert config["task"] == {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
+    about = {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
+    assert config["task"] == about | {"train_sha256": load_task(task_folder).split("train").sha256()}
     assert {
         "backbone",
         "rule",

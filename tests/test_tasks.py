@@ -275,6 +275,12 @@ def test_a_test_file_may_lack_the_label_column(tmp_path):
     assert task.split("test").take(np.array([0])).labels is None
 
 
+def test_labels_that_are_one_number_have_one_order(tmp_path):
+    labels = [spelled for number in range(1, 9) for spelled in (f"0{number}", str(number))]
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "".join(f"text\t{each}\n" for each in labels[::-1]))
+    assert list(load_task(tmp_path).label_names) == labels
+
+
 def test_labels_may_be_true_and_false(tmp_path):
     rows = [{"text": "a", "label": True}, {"text": "b", "label": False}, {"text": "c", "label": True}]
     task = load_task(folder(tmp_path, "mine", train_jsonl="\n".join(map(json.dumps, rows))))

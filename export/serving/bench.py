@@ -109,8 +109,9 @@ def _against_whole(case: str, runtime: Runtime, rule: Rule, texts: list, drawn: 
     }
     for name, bar in (("rebatch", REBATCH), ("graph", GRAPH)):
         row = row_of(case.format(f" {name}"), 1 / good[name], 1 / good["whole"], bar)
-        pairs = [(one, whole) for one, whole in zip(loads[name], loads["whole"]) if whole["load"] <= 1]
-        least = min(in_time(one, limit) / in_time(whole, limit) for one, whole in pairs)
+        pairs = [(in_time(one, limit), in_time(whole, limit)) for one, whole in zip(loads[name], loads["whole"])]
+        bearable = [pair for load, pair in zip(loads["whole"], pairs) if load["load"] <= 1 and pair[1]]
+        least = min((one / whole for one, whole in bearable), default=0.0)
         row |= {"least": least, "holds": row["holds"] and least >= NEVER_LESS}
         yield row | {"limit": limit, "saturation": full, "loads": _told(loads, limit) if name == "rebatch" else []}
 

@@ -112,7 +112,7 @@ def _rows(opened, args):
     """Rows that the run was not trained on, or those that were named."""
     from mini_ee.cli.open import open_task_of
     from mini_ee.data.tasks import holdout
-    from mini_ee.training.train import check_task
+    from mini_ee.training.train import check_task, trained_on
     from mini_ee.units.recording import record
 
     if not opened.label_names:
@@ -122,8 +122,7 @@ def _rows(opened, args):
             raise WrongArguments(f"--{name.replace('_', '-')} is for a decoder's tokens; {args.run} holds a classifier")
     task = open_task_of([opened], args.task)
     check_task(opened, task, args.run)
-    trained_on = task.name == opened.config["task"]["name"]
-    if args.split or not trained_on:
+    if args.split or not trained_on(opened, task):
         split = args.split or ("train" if "train" in task.splits else task.default_split)
         rows = task.split(split)
     else:

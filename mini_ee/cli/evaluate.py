@@ -72,6 +72,9 @@ def _rows(opened, args, say) -> dict:
     retrieves = rule.plans_from_texts
     if args.picture and not (args.sweep and retrieves):
         raise WrongArguments("--picture is for the --sweep of a decoder or of raee; mini-ee compare draws the others")
+    for name in ("overthinking", "hardness"):
+        if getattr(args, name) and task.regression:
+            raise WrongArguments(f"--{name} asks whether an exit is right; {task.name} is a regression, give classes")
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
     encoded = opened.encode(rows.texts)
     if encoded.truncated:
@@ -130,8 +133,6 @@ def _hardness(opened, task, rows, encoded, args, say) -> dict:
     from mini_ee.measure.evaluate import hardness, hardness_in_training
     from mini_ee.measure.tables import table
 
-    if task.regression:
-        raise WrongArguments("--hardness: the memorized layer asks whether a prediction is right; give classes")
     found = hardness(opened, rows, encoded, args.batch_size)
     say(
         f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
@@ -217,6 +218,7 @@ def _hear(opened, args):
 
 
 def _over_epsilon(opened, args, say) -> dict:
+    from mini_ee.cli.rules import refuse_settings
     from mini_ee.data.files import read_json
     from mini_ee.measure.figures import draw_decoder
     from mini_ee.measure.tables import epsilon_table
@@ -225,10 +227,10 @@ def _over_epsilon(opened, args, say) -> dict:
 
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run of self-supervised")
-    for name in ("rule", "threshold", "exit", "patience", "tolerance", "cut", "k", "tau", "fallback_top"):
+    refuse_settings(args, "--sweep finds thresholds itself", "measure")
+    for name in ("k", "tau", "fallback_top"):
         if getattr(args, name) is not None:
-            option = name.replace("exit", "layer").replace("_", "-")
-            raise WrongArguments(f"--sweep finds thresholds itself: leave out --{option}")
+            raise WrongArguments(f"--sweep finds thresholds itself: leave out --{name.replace('_', '-')}")
     measure = args.measure or getattr(opened.rule, "measure", "breaking_ties")
     held = None
     if args.text:

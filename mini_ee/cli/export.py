@@ -39,6 +39,8 @@ def run(args, say) -> dict:
 
     if args.triton and args.web:
         raise WrongArguments("--web: the page has a folder of its own; name it with --out, apart from --triton")
+    if args.schedule and not args.segments:
+        raise WrongArguments("--schedule is of graphs by segment, model.onnx restarts after each exit; add --segments")
     args.device = "cpu"
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))

@@ -126,7 +126,7 @@ def _prompt(args) -> str:
 
 def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
     """The steps of one text, and what the answer says of how they come about."""
-    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.cli.rules import chosen_rule, refuse_settings
     from mini_ee.units.generation import Sampling, generate_lossless
 
     sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
@@ -139,12 +139,12 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
         return steps, {"rule": rule.to_dict(), "fill": fill}
     if sampling != Sampling():
         raise WrongArguments("--lossless writes the full model's greedy text: leave out what changes it")
-    for option in ("rule", "threshold", "measure", "patience", "cut", "fill"):
-        if getattr(args, option) is not None:
-            raise WrongArguments(f"--lossless takes no --{option}: every draft of --layer is verified")
+    refuse_settings(args, "--lossless verifies every draft of --layer", "exit")
+    if args.fill:
+        raise WrongArguments("--lossless runs each token through all layers: leave out --fill")
     if len(opened.exits) == 1:
         raise WrongArguments("--lossless needs an exit that drafts: give a run of a decoder with exits")
-    layer, draft = args.exit or opened.exits[0], args.draft or DRAFT
+    layer, draft = opened.exits[0] if args.exit is None else args.exit, args.draft or DRAFT
     if layer not in opened.exits[:-1]:
         drafters = ",".join(map(str, opened.exits[:-1]))
         raise WrongArguments(f"--layer: expected an exit that can draft, one of {drafters}, got {layer}")

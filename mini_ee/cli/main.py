@@ -80,9 +80,10 @@ def main(argv: list[str] | None = None) -> int:
     if not sys.stderr.isatty():  # in a log each step of a bar is a line of its own; read when tqdm is imported
         os.environ.setdefault("TQDM_MININTERVAL", "30")
     words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
-    args = parser(words).parse_args(words)
-    prog = f"mini-ee {args.command}"
+    prog = "mini-ee"
     try:
+        args = parser(words).parse_args(words)
+        prog = f"mini-ee {args.command}"
         args.alone = argv is None  # this process is the program's own
         if args.alone and args.command in SERVING and getattr(args, "engine", None) != "torch":
             from mini_ee.export.sessions import share_threads

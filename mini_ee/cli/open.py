@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee import WrongArguments
+from mini_ee.cli.rules import refuse_settings
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.export.manifest import MANIFEST
@@ -52,9 +53,7 @@ def _scheduled(run: Run, args, schedule: str | None) -> Run:
             raise WrongArguments(f"{run.folder}: --schedule is for LoRA exits, this is a run of {run.config['method']}")
         return run
     if schedule == "adaptive":
-        for option in ("rule", "threshold", "patience", "cut"):
-            if getattr(args, option, None) is not None:
-                raise WrongArguments(f"--schedule adaptive goes by the rule that was calibrated: leave out --{option}")
+        refuse_settings(args, "--schedule adaptive goes by the rule that was calibrated")
         return run._replace(schedule=adaptive_schedule(run, getattr(args, "batch_size", 1)))
     made = parallel if schedule == "parallel" else restart
     return run._replace(schedule=made(len(run.exits)))
@@ -74,8 +73,10 @@ def adaptive_schedule(run: Run, batch_size: int) -> list[list[int]]:
 
 
 def schedule_of(one: Run | Runtime) -> dict:
-    """For an answer: which streams of LoRA exits start together, by the layers that they end after."""
-    schedule = one.config.get("schedule") if isinstance(one, Runtime) else one.schedule
+    """For an answer: which streams of LoRA exits start together, by the layers that they end after. An exported
+    folder's graph restarts.
+    """
+    schedule = None if isinstance(one, Runtime) else one.schedule
     return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
 
 

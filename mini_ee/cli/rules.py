@@ -9,6 +9,9 @@ from mini_ee.rules import NO_POLICY, RULES, Rule
 
 PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy", "q-exit")
 
+SETTINGS = tuple(dict.fromkeys(each.name for name in PLAIN for each in fields(RULES[name]) if each.metadata))
+"""Of all these rules, as the arguments have them."""
+
 
 def add_rule(parser) -> None:
     """--rule, and the settings of all rules, each once."""
@@ -32,6 +35,13 @@ def _add_one(group, each) -> None:
     group.add_argument(flag, dest=each.name, default=None, help=each.metadata["help"] + usual, **kind, **choices)
 
 
+def refuse_settings(args, why: str, *spared: str) -> None:
+    """Raise WrongArguments where --rule was given, or a setting of a rule that is not spared."""
+    for name in ("rule", *SETTINGS):
+        if name not in spared and getattr(args, name, None) is not None:
+            raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name}")
+
+
 def add_retrieval(parser) -> None:
     """The settings of RAEE's rule, in place of those that a run was collected with."""
     group = parser.add_argument_group("a run of raee", "instead of the settings that it was collected with")
@@ -47,8 +57,7 @@ def chosen_rule(args, run) -> Rule:
 
     run: a Run or a Runtime, with `rule`, `exits` and `config`.
     """
-    own = {each.name for name in PLAIN for each in fields(RULES[name]) if each.metadata}
-    given = {name: value for name in own if (value := getattr(args, name, None)) is not None}
+    given = {name: value for name in SETTINGS if (value := getattr(args, name, None)) is not None}
     retrieval = {name: getattr(args, name, None) for name in ("k", "tau", "fallback_top")}
     retrieval = {name: value for name, value in retrieval.items() if value is not None}
     name = args.rule or _named_by(given)

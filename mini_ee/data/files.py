@@ -113,7 +113,10 @@ def sole_writer(path: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout  # takes longer to import than all else that a runtime without torch needs
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(f"{error.filename}: expected a folder, found a file; name another") from None
     file = path.with_name(f".{path.name}.lock")
     lock = FileLock(file)
     try:

@@ -41,19 +41,27 @@ def scalar_type(annotation) -> type:
     return get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
 
 
+def has_several(annotation) -> bool:
+    """Whether the annotation is of a tuple, or of one or None."""
+    return any(get_origin(each) is tuple for each in (annotation, *get_args(annotation)))
+
+
 def check_options(settings) -> None:
-    """Raise ValueError, of one line, for a value of another type or outside its limits."""
+    """Raise ValueError, of one line, for a value of another type or outside its limits; a list becomes a tuple."""
     for each in fields(settings):
         if not each.metadata:
             continue
         value, limits = getattr(settings, each.name), each.metadata
         if value is None:
             continue
-        values = value if isinstance(value, tuple) else (value,)
-        expected = _expected(scalar_type(each.type), limits)
-        for one in values:
+        expected, several = _expected(scalar_type(each.type), limits), has_several(each.type)
+        if several and isinstance(value, list):
+            object.__setattr__(settings, each.name, value := tuple(value))
+        flag = f" ({limits['flag']})" if "flag" in limits else ""
+        if several and not (isinstance(value, tuple) and value):
+            raise ValueError(f"{each.name}{flag} must be a list, each {expected}, got {value!r}")
+        for one in value if several else (value,):
             if not _fits(one, scalar_type(each.type), limits):
-                flag = f" ({limits['flag']})" if "flag" in limits else ""
                 raise ValueError(f"{each.name}{flag} must be {expected}, got {one!r}")
 
 

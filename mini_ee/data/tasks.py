@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import mini_ee.data.metrics as metrics
+from mini_ee.data.files import json_sha256
 from mini_ee.data.glue import GLUE, GlueTask
 
 TOY = "reviews"
@@ -50,6 +51,10 @@ class Split:
             None if self.labels is None else self.labels[rows],
             None if self.hardness is None else tuple(self.hardness[row] for row in rows),
         )
+
+    def sha256(self) -> str:
+        """One digest over texts and labels, in their order."""
+        return json_sha256({"texts": self.texts, "labels": None if self.labels is None else self.labels.tolist()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +383,7 @@ def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
             "add rows with another label",
         )
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
-    return tuple(sorted(names, key=int if numeric else str))
+    return tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name)))
 
 
 def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:

@@ -84,6 +84,16 @@ def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
     return rows
 
 
+def check_rows(texts: Sequence[str | Sequence[str]], num_texts: int) -> None:
+    """Raise ValueError for one string in place of rows, and for a row of another number of texts."""
+    if isinstance(texts, str):
+        raise ValueError(f"expected a list of texts, found one string, {texts[:40]!r}; put it in a list")
+    for number, row in enumerate(texts):
+        found = len(row) if isinstance(row, tuple | list) else 1
+        if found != num_texts:
+            raise ValueError(f"row {number}: expected {num_texts} texts, found {found}")
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer that truncates to max_length and leaves padding to `Encoded.batch`."""
 
@@ -238,6 +248,13 @@ def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = Non
     by_length = (pool[np.argsort(lengths[pool], kind="stable")] for pool in pools)
     cut = [rows for pool in by_length for rows in _cut(pool, batch_size)]
     return iter([cut[at] for at in random.permutation(len(cut))])
+
+
+def in_order(count: int, batch_size: int) -> Iterator[slice]:
+    """Rows of one batch after the other, as they come. Raises: ValueError for batch_size < 1."""
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size of at least 1, found {batch_size}")
+    return (slice(start, start + batch_size) for start in range(0, count, batch_size))
 
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:

@@ -33,6 +33,7 @@ from mini_ee.training.method import load_method
 from mini_ee.training.rule import patiences, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
+from mini_ee.training.train import trained_on
 from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.units.tokens import TokenExits, record_texts
 
@@ -143,7 +144,7 @@ def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_si
 
 def _held_out(one, task: Task) -> Split | None:
     """The rows that a run held out in training; None of an exported folder, and of a run on another task."""
-    if not isinstance(one, Run) or one.unit != "rows" or one.config["task"]["name"] != task.name:
+    if not isinstance(one, Run) or one.unit != "rows" or not trained_on(one, task):
         return None
     return holdout(task.split("train"), one.config["seed"])[1]
 

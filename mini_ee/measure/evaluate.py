@@ -20,7 +20,7 @@ from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.consistent import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold
-from mini_ee.training.train import split_rows
+from mini_ee.training.train import split_rows, trained_on
 from mini_ee.units.recording import Record, exit_scores, plan_rows, predictions, record, summary
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
@@ -270,7 +270,7 @@ def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
     metrics = read_json(path)
     wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
     _, held = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
-    if metrics.get("rows_held") != len(held):
+    if metrics.get("rows_held") != len(held) or not trained_on(run, task):
         return None
     right = np.ones((len(wrong), len(held)), bool)
     for epoch, rows in enumerate(wrong):

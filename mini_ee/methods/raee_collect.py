@@ -26,7 +26,7 @@ from mini_ee.training import ranks
 from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
-from mini_ee.training.train import Request, check_task, exits_of, say_left_out
+from mini_ee.training.train import Request, check_task, exits_of, say_left_out, trained_on
 from mini_ee.units.prompts import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.units.rows import RowData
 
@@ -116,7 +116,12 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
 
 
 def untrained_rows(run: Run, task: Task) -> Split:
-    """The rows of train that no exit of a run was trained on; after few shots, nor those that chose its best epoch."""
+    """The rows of train that no exit of a run was trained on; after few shots, nor those that chose its best epoch.
+
+    Raises WrongArguments where that is not known.
+    """
+    if not trained_on(run, task):
+        return task.split("train")
     train, seed, training = task.split("train"), run.config["seed"], run.config["training"]
     if run.unit == "prompts":
         *_, rest = draw_shots(train, task.num_labels, training["shots"], seed)

@@ -33,10 +33,10 @@ from mini_ee.backbones.hub import (
     save_backbone,
     write_tensors,
 )
-from mini_ee.data.files import atomic_folder, file_sha256, read_json, write_json
+from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Encoded, Tokenizer
+from mini_ee.data.tokens import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.early_exit import Segments, early_exit
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.training.method import Method, configured, load_method
@@ -104,15 +104,19 @@ class Run(NamedTuple):
         return encode(self.tokenizer, texts, self.model.backbone)
 
     def classify(self, texts: Sequence[str | tuple[str, str]], batch_size: int = 32) -> list[Answer]:
-        """A label for each text, or pair of texts, from the exit at which the run's rule lets it leave."""
+        """A label for each text, or pair of texts, from the exit at which the run's rule lets it leave.
+
+        Raises ValueError as Runtime.run does.
+        """
         if self.unit == "tokens":
             raise WrongArguments(f"{self.folder} holds a decoder, which gives no labels; it is for generate")
-        if not texts:
+        check_rows(texts, self.config["task"]["texts"])
+        if not len(texts):
             return []
         encoded, segments, names = self.encode(texts), self.segments(), self.label_names
         answers = []
-        for begin in range(0, len(encoded), batch_size):
-            result = early_exit(segments, self.rule, encoded.batch(np.s_[begin : begin + batch_size]))
+        for rows in in_order(len(encoded), batch_size):
+            result = early_exit(segments, self.rule, encoded.batch(rows))
             for logits, layers in zip(result.logits, result.cost.depth.tolist()):
                 if names:
                     odds = np.exp(logits - logits.max())
@@ -132,6 +136,9 @@ class Run(NamedTuple):
         """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
         if self.unit != "tokens":
             raise WrongArguments(f"{self.folder} holds a classifier, which writes no text; it is for classify")
+        check_rows(prompts, 1)
+        if not len(prompts):
+            return []
         self.tokenizer.backend.no_truncation()
         ids = [self.tokenizer.backend.encode(prompt).ids for prompt in prompts]
         settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
@@ -214,10 +221,14 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
 
 
 def write_rule(folder: str | Path, rule: Rule, promise: dict | None, exit_counts: list[int]) -> None:
-    """Give a run on disk another rule, and what it made of held-out units. Its other files stay as they are."""
+    """Give a run on disk another rule, and what it made of held-out units. Its other files stay as they are.
+
+    Raises FileExistsError where another process is doing so.
+    """
     path = Path(folder) / "config.json"
     about = {"rule": rule.to_dict(), "promise": promise, "exit_counts": exit_counts}
-    write_json(path, read_json(path, signed="format_version") | about)
+    with sole_writer(path):
+        write_json(path, read_json(path, signed="format_version") | about)
 
 
 def training_folder(folder: Path) -> Path:
@@ -288,6 +299,7 @@ def _check_values(config: dict) -> None:
     if config["unit"] == "tokens":
         return
     names = config["task"]["label_names"]
+    check_integer("texts", config["task"]["texts"], most=2)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"label_names must be a list of names, found {shortened(names)}; train the run again")
     if config["unit"] == "rows" and config["num_labels"] != max(1, len(names)):
@@ -371,4 +383,5 @@ def about_task(task: Task) -> dict:
         "label_names": list(task.label_names),
         "metrics": list(task.metrics),
         "texts": len(task.split("train").texts[0]),
+        "train_sha256": task.split("train").sha256(),
     }

@@ -208,6 +208,22 @@ def check_task(run: Run, task: Task, folder: Path) -> None:
         )
 
 
+def trained_on(run: Run, task: Task) -> bool:
+    """Whether a run was trained on this task's train split, less what it held out.
+
+    Raises WrongArguments for a task of that name with other rows: which of them it has seen is not known.
+    """
+    about = run.config["task"]
+    if about.get("train_sha256") == task.split("train").sha256():
+        return True
+    if about["name"] != task.name:
+        return False
+    raise WrongArguments(
+        f"{run.folder}: was trained on other rows than the train split of {task.name} has now: none of these is "
+        f"known to be held out; give the task as it was, rows of another name, or train again"
+    )
+
+
 def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
     """The exits that were asked for, or the method's own. Raises WrongArguments for exits that no model has."""
     exits, own = request.common.exits, request.method.exits

@@ -242,12 +242,11 @@ class TokenSegments(CachedSegments):
         return judged(check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True))
 
     def read_state(self, k: int, state: TokenState) -> Reading:
-        """What the policy says, or without one how far the state still moves. No head is read, no vocabulary."""
+        """How far the state still moves, and what the policy says, where there is one. No head is read."""
         hidden = state.hidden[:, -1]
-        if self.policies:
-            return Reading(None, exit_logit=self.policies[k](hidden).float().numpy(force=True))
-        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float())
-        return Reading(None, saturation=cosine.numpy(force=True))
+        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float()).numpy(force=True)
+        said = self.policies[k](hidden).float().numpy(force=True) if self.policies else None
+        return Reading(None, exit_logit=said, saturation=cosine)
 
 
 def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegments:

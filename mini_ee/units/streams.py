@@ -149,6 +149,9 @@ class LoRASegments(RowSegments):
         return super().facts() | {"lora": shape, "schedule": [list(group) for group in self.schedule]}
 
     # The graph that stops by itself restarts: no stream runs for an exit that nobody asks.
+    def in_one_graph(self) -> "LoRASegments":
+        return self.model.segments(restart(len(self.exits)))
+
     def graph_start(self, g) -> None:
         return None
 

@@ -62,11 +62,12 @@ class TokenGraphs(Segments):
         return self._logits(k, g, _newest(g, state.hidden))
 
     def graph_read_state(self, k: int, g, state: GraphTokens) -> Reading:
-        """exit_logit (B',), where the model has a policy; else the saturation (B',)."""
-        newest = _newest(g, state.hidden)
-        if self.model.policy is not None:
-            return Reading(None, self._exit_logit(k, g, newest))
-        return Reading(None, saturation=_cosine(g, g.float32(newest), g.float32(_newest(g, state.before))))
+        """exit_logit (B',), where the model has a policy."""
+        return Reading(None, self.model.policy and self._exit_logit(k, g, _newest(g, state.hidden)))
+
+    def graph_read_saturation(self, k: int, g, state: GraphTokens) -> Reading:
+        newest, before = (g.float32(_newest(g, hidden)) for hidden in (state.hidden, state.before))
+        return Reading(None, saturation=_cosine(g, newest, before))
 
     def graph_keep(self, g, state: GraphTokens, index: str, leaves: str) -> GraphTokens:
         out = g.op("Squeeze", g.op("NonZero", leaves), g.integers(0))
