@@ -22,6 +22,7 @@ Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: th
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ START = 0.05  # share of the rows in the strictest cut that is tested
 RESAMPLES = 1000
 
 ROUNDING = 1e-9  # of counts that are whole numbers but for it
+A_SET = "a calibration set is a quarter of the rows or texts"
 
 
 class TooFew(ValueError):
@@ -349,15 +351,11 @@ def kept(observed: Observed, sure: np.ndarray) -> float:
 
 
 def kept_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
-    """What is kept of fresh groups over so many calibration sets, on average: by the conformal cut, the paper's
-    thresholds and those of confidence COMPARED, all three on the same sets.
-
-    A set is a seeded quarter of the groups; fresh are the others.
+    """What is kept of fresh groups, those in no set, over so many calibration sets, on average: by the conformal cut,
+    the paper's thresholds and those of confidence COMPARED, all three on the same sets.
     """
-    random, names = np.random.default_rng(seed), np.unique(observed.groups)
     shares, each_delta = np.zeros((sets, 3)), COMPARED / observed.confidence.shape[1]
-    for at in tqdm(range(sets), desc="calibration sets", delay=2):
-        drawn = np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
+    for at, drawn in enumerate(calibration_sets(observed, sets, seed)):
         some, fresh = observed.take(drawn), observed.take(~drawn)
         columns = list(zip(some.confidence.T, some.agrees.T))
         taus = [tau(*column, epsilon) for column in columns]
@@ -365,7 +363,16 @@ def kept_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int
         sure = fresh.confidence > conformal_cut(some, epsilon), *(fresh.confidence >= each for each in (taus, surer))
         shares[at] = [kept(fresh, each) for each in sure]
     means = dict(zip(("conformal", "paper", "delta"), shares.mean(axis=0).tolist()))
-    return {"sets": sets, "groups_a_set": len(names) // 4} | means
+    return {"sets": sets, "groups_a_set": len(np.unique(observed.groups)) // 4} | means
+
+
+def calibration_sets(observed: Observed, sets: int, seed: int) -> Iterator[np.ndarray]:
+    """So many seeded quarters of the groups, as masks (N,) of rows. Raises ValueError for fewer groups than four."""
+    random, names = np.random.default_rng(seed), np.unique(observed.groups)
+    if len(names) < 4:
+        raise ValueError(f"{A_SET}: expected at least 4, found {len(names)}")
+    for _ in tqdm(range(sets), desc="calibration sets", delay=2):
+        yield np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
 
 
 # ---- What is kept of the promise ----
@@ -403,21 +410,18 @@ def broken_promises(
     A set is a seeded quarter of the groups; fresh are the others. Broken: at some exit the fresh rows that are sure
     enough agree in a share below epsilon. Raises TooFew where a quarter is too little for epsilon and delta.
     """
-    random, names = np.random.default_rng(seed), np.unique(observed.groups)
     rules = {"paper": None} if delta is None else {"paper": None, "delta": delta}
     broken = dict.fromkeys(rules, 0)
-    for _ in tqdm(range(sets), desc="calibration sets", delay=2):
-        drawn = np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
+    for drawn in calibration_sets(observed, sets, seed):
         for name, each in rules.items():
             try:
                 rule = calibrate(observed.take(drawn), epsilon, each, measure)
             except TooFew as error:
-                raise TooFew(
-                    f"a calibration set is a quarter of the rows or texts: {error}", 4 * error.needed
-                ) from None
+                raise TooFew(f"{A_SET}: {error}", 4 * error.needed) from None
             kept = agreement(observed.take(~drawn), rule)
             broken[name] += any(share is not None and share < epsilon for share in kept)
-    return {"sets": sets, "groups_a_set": len(names) // 4} | {name: count / sets for name, count in broken.items()}
+    shares = {name: count / sets for name, count in broken.items()}
+    return {"sets": sets, "groups_a_set": len(np.unique(observed.groups)) // 4} | shares
 
 
 def report(calibration: Observed, fresh: Observed, rule: Threshold, epsilon: float, delta: float | None) -> dict:

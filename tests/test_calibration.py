@@ -308,6 +308,13 @@ def test_a_promise_is_broken_where_the_texts_left_over_agree_too_rarely_at_any_e
     assert 0 < broken < 12
 
 
+@pytest.mark.parametrize("said", [broken_promises, calibration.kept_by_sets])
+def test_quarters_are_drawn_of_four_groups_at_least(said):
+    three = Observed(np.full((6, 1), 0.5), np.ones((6, 1), bool), np.array([0, 0, 1, 1, 2, 2]))
+    with pytest.raises(ValueError, match="a quarter of the rows or texts: expected at least 4, found 3"):
+        said(three, 0.5, sets=2)
+
+
 def test_of_sets_drawn_by_text_the_papers_rule_breaks_many_and_delta_few():
     found = broken_promises(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
     assert found["paper"] > 0.3 and found["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 100) ** 0.5
