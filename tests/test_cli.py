@@ -27,12 +27,13 @@ import mini_ee.data.files as files
 import mini_ee.measure.evaluate as evaluation
 import mini_ee.measure.figures as figures
 import mini_ee.units.streams as streams_module
+from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.cli.rules import SETTINGS
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
-from mini_ee.data.tasks import holdout, load_task
+from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.early_exit import read_every_exit
 from mini_ee.measure.evaluate import curve, over_seeds, rows_of
 from mini_ee.registry import METHODS
@@ -40,7 +41,7 @@ from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.method import load_method
 from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
 from mini_ee.training.rule import thresholds
-from mini_ee.training.run import load_run, training_folder, write_rule
+from mini_ee.training.run import about_task, load_run, training_folder, write_rule
 from mini_ee.training.train import asked, trained_on
 from mini_ee.units.recording import record, summary
 
@@ -964,6 +965,34 @@ def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder,
 
 def test_a_run_on_another_task_than_the_built_in_needs_its_task_named(capsys, run_folder):
     assert "give that task's folder with --task" in refused(capsys, "evaluate", run_folder)
+
+
+def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_folder, tmp_path, monkeypatch):
+    """Nor is a folder of its name the built-in task, where none is named."""
+    monkeypatch.chdir(tmp_path)
+    own = shutil.copytree(task_folder, tmp_path / "mine" / "reviews")
+    (tmp_path / "reviews").mkdir()
+    runs = [SimpleNamespace(config={"task": about_task(task)}) for task in (toy_task(), load_task(own))]
+    assert opening.open_task_of(runs[:1], None).name == "reviews"
+    with pytest.raises(WrongArguments, match="the run was trained on reviews: give that task's folder with --task"):
+        opening.open_task_of(runs, None)
+    assert opening.open_task(None).split("train").sha256() == toy_task().split("train").sha256()
+    assert "found []; name another folder" in refused(capsys, "evaluate", run_folder, "--task", "reviews")
+
+
+def test_a_task_without_a_train_file_is_evaluated(capsys, tmp_path, checkpoint_folder):
+    folder = tmp_path / "SST-2"
+    folder.mkdir()
+    rows = "".join(f"the film was {word}\t{label}\n" for word, label in (("good", 1), ("bad", 0)) for _ in range(20))
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text("sentence\tlabel\n" + rows)
+    run = tmp_path / "run"
+    given = ("--model", checkpoint_folder, "--task", folder, "--exits", "1,3", *FAST, "--out", run)
+    answer(capsys, "train", "joint", *given)
+    (folder / "train.tsv").unlink()
+    assert answer(capsys, "evaluate", run, "--task", folder)["split"] == "dev"
+    (row,) = answer(capsys, "compare", run, "--task", folder, "--sweep")["rows"]
+    assert row["chosen_on"] == "reported rows"
 
 
 def test_a_task_of_pairs_is_refused_by_a_run_on_single_texts(capsys, tmp_path, run_folder):

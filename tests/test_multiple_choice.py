@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mini_ee.data.files import read_text
 from mini_ee.data.multiple_choice import Benchmark, Question, ask, held_out_stories, load_benchmark, standard_error
 
 SHARED = os.environ.get("MINI_EE_SHARED")
@@ -119,6 +120,26 @@ def test_lambada_asks_for_the_last_word_of_a_passage(tmp_path):
         found = load_benchmark(folder)
         assert [(question.contexts, question.options) for question in found.questions] == asked
         assert (found.name, found.split, found.choice) == ("LAMBADA", "test", "greedy")
+
+
+def test_of_several_text_files_none_is_chosen(tmp_path):
+    for name in ("control_test_data", "development"):
+        (tmp_path / f"lambada_{name}_plain_text.txt").write_text("He saw him")
+    names = "lambada_control_test_data_plain_text.txt, lambada_development_plain_text.txt"
+    with pytest.raises(ValueError, match=f"expected one file, found {names}; name a folder with one of them"):
+        load_benchmark(tmp_path)
+    (tmp_path / "lambada_control_test_data_plain_text.txt").unlink()
+    assert load_benchmark(tmp_path).split == "validation"
+
+
+def test_a_byte_order_mark_is_no_text(mmlu, tmp_path):
+    path = mmlu / "test" / "high_school_art_test.csv"
+    path.write_text('"What, who?",1,2,3,4,B\n')
+    plain = load_benchmark(mmlu).questions
+    path.write_bytes("\ufeff".encode() + path.read_bytes())
+    assert load_benchmark(mmlu).questions == plain
+    (tmp_path / "text.txt").write_bytes("\ufeffOnce".encode())
+    assert read_text(tmp_path / "text.txt") == "Once"
 
 
 def test_of_several_files_the_validation_file_is_read_then_the_test_file_and_never_train(tmp_path):
@@ -258,6 +279,11 @@ def test_rows_of_one_source_count_together():
         ("dev.jsonl", json.dumps(QUESTION | {"answer": 0.0}), "expected a JSON object with context, choices, answer"),
         ("lambada.jsonl", json.dumps({"text": "word"}), ":1: expected a text of at least two words, found word"),
         ("lambada.jsonl", json.dumps(QUESTION), "lambada.jsonl:1: expected a JSON object with text, found"),
+        (
+            "dev.jsonl",
+            json.dumps(QUESTION | {"context": "\ud800"}),
+            "dev.jsonl:1: expected text, found half of a surrogate",
+        ),
         ("tinystories.txt", "One day. The end.", "expected stories of several sentences"),
     ],
 )
@@ -272,6 +298,11 @@ def test_a_wrong_row_of_mmlu_is_named(mmlu):
     path = mmlu / "test" / "high_school_art_test.csv"
     path.write_text("What?,1,2,3,4,B\nWho?,1,2,3,4,E\n")
     with pytest.raises(ValueError, match="art_test.csv:2: expected a question, four options and a letter A to D"):
+        load_benchmark(mmlu)
+    path.write_text('"' + "x" * 140_000 + '",1,2,3,4,B\n')
+    with pytest.raises(
+        ValueError, match=r"art_test.csv:\d: expected a row of CSV, found field larger than field limit"
+    ):
         load_benchmark(mmlu)
     path.write_text("")
     with pytest.raises(ValueError, match="art_test.csv: expected a question in each row, found an empty file"):

@@ -14,6 +14,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
+from mini_ee.measure.reproduce.experiments import read_case
 from mini_ee.measure.reproduce.page import OTHERS, Kept, _claim_lines, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
@@ -407,6 +408,21 @@ def test_a_page_says_what_its_json_says(paper):
     found = load_recipe(paper)
     made = page(paper, found, read_kept(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
     assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_a_page_of_nothing_yet_says_so(paper, tmp_path):
+    """It is written after the first case of a fresh folder, when all others are missing."""
+    found = load_recipe(paper)
+    made = page(paper, found, read_kept(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
+    assert f"Of {len(cases_of(found))} cases 0 have been run; `·` stands for the others." in made
+
+
+def test_what_read_another_text_is_not_taken(tmp_path):
+    case = Case("writes", "writing", {"method": "calm"}, reads="old.txt")
+    made = read_case(tmp_path, case) | {"seeds": {"0": {"figures": {}}}}
+    experiments.file_of(tmp_path, "writes").write_text(json.dumps(made))
+    assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
 
 
 def test_the_table_of_claims_says_what_the_json_says():

@@ -250,6 +250,18 @@ def busy(engine, worker):
     engine.held.set()
 
 
+def test_a_request_lasts_from_before_its_row_is_made(runtime):
+    class Reading(RowEngine):
+        def row(self, texts):
+            time.sleep(0.1)
+            return super().row(texts)
+
+    engine = Reading(runtime, NeverExit())
+    with Worker(engine) as worker:
+        answer = worker.submit(SENTENCES[0]).result(30)
+    assert answer.milliseconds >= 100 and engine.watch._total >= 0.1
+
+
 def waiting_behind(engine, worker, widths):
     """Rows that are all in the queue at once."""
     with busy(engine, worker):

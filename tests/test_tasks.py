@@ -281,6 +281,29 @@ def test_labels_that_are_one_number_have_one_order(tmp_path):
     assert list(load_task(tmp_path).label_names) == labels
 
 
+def test_files_with_other_numbers_of_texts_are_not_one_task(tmp_path):
+    (tmp_path / "train.tsv").write_text("sentence1\tsentence2\tlabel\na\tb\tgood\nb\ta\tbad\n")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na\tgood\n")
+    with pytest.raises(ValueError, match="dev.tsv:1: expected 2 texts, as train.tsv has, found 1; rename the columns"):
+        load_task(tmp_path)
+
+
+@pytest.mark.parametrize("header", ["label\tsentence\tlabel", "sentence\tsentence\tlabel"])
+def test_a_column_that_is_there_twice_is_not_chosen_from(tmp_path, header):
+    (tmp_path / "train.tsv").write_text(f"{header}\na\tb\tc\n")
+    with pytest.raises(
+        ValueError, match="train.tsv:1: expected one column (label|sentence), found 2; rename or remove"
+    ):
+        load_task(tmp_path)
+
+
+def test_a_score_that_float32_does_not_hold_is_no_number(tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    (tmp_path / "STS-B" / "train.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1e39\n")
+    with pytest.raises(ValueError, match="train.tsv:2: expected a finite number as label, found '1e39'; correct it"):
+        load_task(tmp_path / "STS-B")
+
+
 def test_labels_may_be_true_and_false(tmp_path):
     rows = [{"text": "a", "label": True}, {"text": "b", "label": False}, {"text": "c", "label": True}]
     task = load_task(folder(tmp_path, "mine", train_jsonl="\n".join(map(json.dumps, rows))))

@@ -140,7 +140,7 @@ class RowEngine:
         now = time.perf_counter()
         for row, answer in zip(rows, said):
             if row.answer is None:
-                row.answer, row.rule = answer._replace(milliseconds=(now - row.arrived) * 1e3), rule
+                row.answer, row.rule = answer._replace(milliseconds=(now - row.begun) * 1e3), rule
             if answer.exit == self._last:
                 row.queue = None
                 if row.shadowed and row.rule is self.rule:  # told of the rule that is in force
@@ -239,5 +239,5 @@ class TextEngine:
                 row.told(text[len(row.text) :], layers)
                 row.text = text
         if ended:
-            milliseconds = (time.perf_counter() - row.arrived) * 1e3
+            milliseconds = (time.perf_counter() - row.begun) * 1e3
             row.answer, row.queue = Continuation(text, row.tokens, row.layers, milliseconds), None

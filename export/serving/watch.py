@@ -2,8 +2,9 @@
 
 A share of all requests runs on in the shadow, after its answer, to the last exit. The share of them that agrees is
 shown with its exact interval (Clopper and Pearson 1934). Where a promise is to be kept, and so few agree as a rule that
-kept it would show with chance LEVEL at most, it counts as broken: the rule is made stricter, which the log says, and
-the count begins anew. It is never made looser again: calibrate anew on what is served, and export.
+kept it would show with chance LEVEL at most, at whatever look, it counts as broken: the rule is made stricter, which
+the log says, and the count begins anew. The n-th look since then is a test at LEVEL / (n (n + 1)), which add up to
+LEVEL. It is never made looser again: calibrate anew on what is served, and export.
 """
 
 import logging
@@ -46,7 +47,7 @@ class Promise:
             raise ValueError(f"the agreement that is promised must be above 0 and below 1, got {epsilon}")
         self.share, self.epsilon, self.tighten = share, epsilon, tighten
         self.seen: deque[bool] = deque(maxlen=WINDOW)
-        self.rows = self.tightened = 0
+        self.rows = self.tightened = self._looks = 0
 
     def told(self, agrees: bool, rule: Rule) -> Rule:
         """A row in the shadow has come to full depth. Returns the rule that is in force from now on."""
@@ -55,10 +56,11 @@ class Promise:
         if not self.tighten or self.rows % LOOK:
             return rule
         agreeing, count = sum(self.seen), len(self.seen)
-        if chance_of_so_few(agreeing, count, self.epsilon) > LEVEL:
+        self._looks += 1
+        if chance_of_so_few(agreeing, count, self.epsilon) > LEVEL / (self._looks * (self._looks + 1)):
             return rule
         tighter = stricter(rule)
-        self.tightened += 1
+        self.tightened, self._looks = self.tightened + 1, 0
         self.seen.clear()
         log.warning(
             "%d of %d rows agree with full depth, promised are %s: the rule is now %s",

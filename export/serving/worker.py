@@ -37,7 +37,7 @@ class Row:
     def __init__(self, width: int):
         self.width = width  # tokens
         self.future: Future = Future()
-        self.arrived = self.due = self.deadline = 0.0
+        self.begun = self.arrived = self.due = self.deadline = 0.0
         self.queue: int | None = 0  # where it goes on; None: nowhere
         self.answer, self.answered = None, False
 
@@ -91,7 +91,7 @@ class Worker:
         with self._ready:
             self._check_room()
             self._open += 1
-            row.arrived, row.deadline = time.perf_counter(), begin + deadline
+            row.begun, row.arrived, row.deadline = begin, time.perf_counter(), begin + deadline
             row.due = row.arrived + self._max_wait
             self._queues[0].append(row)
             self._ready.notify()
@@ -200,7 +200,7 @@ class Worker:
                 row.answered = True
                 try:
                     row.future.set_result(row.answer)
-                    self.watch.answered(row.answer.layers, now - row.arrived)
+                    self.watch.answered(row.answer.layers, now - row.begun)
                 except InvalidStateError:  # cancelled meanwhile
                     row.future.set_running_or_notify_cancel()
 

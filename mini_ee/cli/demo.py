@@ -122,9 +122,8 @@ def _pictures(folder: Path, answer: dict) -> list[str]:
 
 def _task_of(name: str | None):
     from mini_ee.cli.open import open_task
-    from mini_ee.data.tasks import TOY
 
-    return open_task(name or TOY)
+    return open_task(name)
 
 
 def _exit_rows(segments, encoded, answer: dict) -> list[dict]:

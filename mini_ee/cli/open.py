@@ -80,17 +80,20 @@ def schedule_of(one: Run | Runtime) -> dict:
     return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
 
 
-def open_task(name: str) -> Task:
-    """A task folder, or the built-in task where no folder has its name."""
-    return toy_task() if name == TOY and not Path(name).is_dir() else load_task(name)
+def open_task(name: str | None) -> Task:
+    """A task folder, or the built-in task where none is named, or no folder has its name."""
+    return toy_task() if name is None or name == TOY and not Path(name).is_dir() else load_task(name)
 
 
 def open_task_of(opened: list[Run | Runtime], name: str | None) -> Task:
     """The task that was named, or the built-in one where all runs were trained on it."""
-    others = [one.config["task"]["name"] for one in opened if one.config["task"]["name"] != TOY]
-    if name is None and others:
-        raise WrongArguments(f"the run was trained on {others[0]}: give that task's folder with --task")
-    return open_task(name or TOY)
+    task, abouts = open_task(name), [one.config["task"] for one in opened]
+    if name is None:
+        own = task.split("train").sha256()
+        others = [each["name"] for each in abouts if each["name"] != TOY or each.get("train_sha256", own) != own]
+        if others:
+            raise WrongArguments(f"the run was trained on {others[0]}: give that task's folder with --task")
+    return task
 
 
 def of_rows(runs: list[Run | Runtime]) -> bool:

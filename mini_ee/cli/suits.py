@@ -90,7 +90,6 @@ def _rows(backbone, folder: Path, args) -> tuple:
     """Rows of a task, or lines of a file: (Heard, what they are)."""
     from mini_ee.backbones.hub import BUILT_IN_MODEL
     from mini_ee.cli.open import open_task
-    from mini_ee.data.tasks import TOY
     from mini_ee.data.tokens import Tokenizer
     from mini_ee.measure.probes import hear_rows, rows_to_read
     from mini_ee.training.run import encode
@@ -101,7 +100,7 @@ def _rows(backbone, folder: Path, args) -> tuple:
         raise WrongArguments(
             f"{folder.name}: give --task DIR, rows with labels, or --text FILE, rows without, one a line"
         )
-    source = args.text or open_task(args.task or TOY)
+    source = args.text or open_task(args.task)
     rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
     backbone = backbone.without_heads()
     encoded = encode(Tokenizer.from_folder(folder, min(128, backbone.config.max_tokens)), rows.texts, backbone)

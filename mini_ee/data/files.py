@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise WrongArguments(f"{path}: expected text in UTF-8, found {error.reason} at byte {error.start}") from None
 

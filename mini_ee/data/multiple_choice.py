@@ -29,7 +29,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,11 +37,12 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.files import check_regular
+from mini_ee.data.tasks import text_flaw
 from mini_ee.data.texts import END
 
 LETTERS = "ABCD"
 
-VALIDATION = ("dev", "validation", "valid", "val")
+VALIDATION = ("dev", "development", "validation", "valid", "val")
 
 LAST_WORD = re.compile(r"(?<=[.!?] )[^.!?]*?(?P<word>\s\w+)[.!?]")
 
@@ -261,7 +262,7 @@ def _json_benchmark(path: Path) -> Benchmark:
 
 def _json_rows(path: Path) -> list[tuple[str, dict]]:
     """("file:line", row) of every line. A line feed, nothing else, ends a line."""
-    rows, text = [], _read(path).removeprefix("\ufeff").rstrip("\r\n")
+    rows, text = [], _read(path).rstrip("\r\n")
     if not text:
         raise _error(str(path), "a JSON object in each line", "an empty file")
     for number, line in enumerate(text.split("\n"), start=1):
@@ -272,6 +273,8 @@ def _json_rows(path: Path) -> list[tuple[str, dict]]:
             row = None
         if not isinstance(row, dict):
             raise _error(where, "a JSON object", line)
+        if text_flaw(json.dumps(row, ensure_ascii=False)):
+            raise _error(where, "text", "half of a surrogate pair, which is no character")
         rows.append((where, row))
     return rows
 
@@ -279,10 +282,12 @@ def _json_rows(path: Path) -> list[tuple[str, dict]]:
 # ---- Other files ----
 def _lambada(paths: list[Path]) -> Benchmark:
     """A passage in each line."""
-    rows = _read(paths[0]).rstrip("\r\n").split("\n")
-    asked = [_last_word(f"{paths[0]}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
+    path = _only(paths)
+    rows = _read(path).rstrip("\r\n").split("\n")
+    asked = [_last_word(f"{path}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
     questions = tuple(Question(*asking, source) for source, asking in enumerate(asked))
-    return Benchmark(LAMBADA.name, "test", questions, LAMBADA.choice)
+    split = "validation" if set(VALIDATION) & set(_words_of(path)) else "test"
+    return Benchmark(LAMBADA.name, split, questions, LAMBADA.choice)
 
 
 def _mmlu(paths: list[Path]) -> Benchmark:
@@ -305,7 +310,7 @@ def _mmlu_rows(path: Path) -> list[tuple[str, int]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; MMLU has a dev file of answered questions for each test file")
     reader = csv.reader(io.StringIO(_read(path), newline=""))
-    for fields in reader:
+    for fields in _fields(path, reader):
         if len(fields) != 6 or fields[5] not in tuple(LETTERS):
             raise _error(f"{path}:{reader.line_num}", "a question, four options and a letter A to D", fields)
         lines = [fields[0].strip(), *(f"{letter}. {option}" for letter, option in zip(LETTERS, fields[1:5]))]
@@ -315,9 +320,24 @@ def _mmlu_rows(path: Path) -> list[tuple[str, int]]:
     return rows
 
 
+def _fields(path: Path, reader) -> Iterator[list[str]]:
+    """The rows of a CSV file."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise _error(f"{path}:{reader.line_num}", "a row of CSV", str(error)) from None
+
+
+def _only(paths: list[Path]) -> Path:
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(f"{paths[0].parent}: expected one file, found {names}; name a folder with one of them")
+    return paths[0]
+
+
 def _tinystories(paths: list[Path]) -> Benchmark:
     questions = []
-    for number, story in enumerate(held_out_stories(paths[0])):
+    for number, story in enumerate(held_out_stories(_only(paths))):
         for found in LAST_WORD.finditer(story):
             start, end = found.span("word")
             questions.append(Question((story[:start],), (story[start:end],), 0, number))
@@ -343,7 +363,7 @@ EXPECTED = f"a .jsonl file ({'; '.join(', '.join(layout.types) for layout in LAY
 def _read(path: Path) -> str:
     check_regular(path)
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _error(str(path), "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
 

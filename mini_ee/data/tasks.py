@@ -202,6 +202,9 @@ def load_task(folder: str | os.PathLike) -> Task:
         )
     named = next((glue for glue in GLUE if plain_name(glue.name) == plain_name(folder.name)), None)
     files = {split: _read(path, split, named) for split, path in _split_files(folder).items()}
+    (wanted, first), *others = [(len(file.texts[0]), file.path) for file in files.values()]
+    for found, path in (each for each in others if each[0] != wanted):
+        raise _error(path, 1, f"{wanted} texts, as {first.name} has", f"{found}", "rename the columns")
     glue = next((file.glue for file in files.values() if file.glue), None)
     if glue is None:
         glue = GlueTask(folder.name, _labels_of_train(folder, files.get("train")))
@@ -254,6 +257,8 @@ def _read(path: Path, split: str, named: GlueTask | None) -> _File:
             "rename the columns",
         )
     label_column = next((name for name in _LABEL_COLUMNS if name in header), None)
+    for name in (name for name in (*text_columns, label_column) if header.count(name) > 1):
+        raise _error(path, 1, f"one column {name}", f"{header.count(name)}", "rename or remove the others")
     glue = named or next(
         (glue for glue in GLUE if glue.columns and glue.columns[0] in header and glue.columns[1] == label_column), None
     )
@@ -415,7 +420,7 @@ def _finite(file: _File, row: int) -> float:
         number = float(file.labels[row])
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= float(np.finfo(np.float32).max):
         raise _error(file.path, file.lines[row], "a finite number as label", shortened(file.labels[row]), "correct it")
     return number
 

@@ -167,9 +167,9 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
             check_generates(model, kind.model_type)
         if "rows" not in method.units:
             raise WrongArguments("this method teaches a decoder's tokens: give --model a decoder, and no --task folder")
-        return "rows", model or BUILT_IN_MODEL, task or TOY
+        return "rows", model or BUILT_IN_MODEL, task
     if "rows" in method.units and kind is None and method.units[0] == "rows" and task not in KINDS:
-        return "rows", BUILT_IN_MODEL, task or TOY
+        return "rows", BUILT_IN_MODEL, task
     if kind is not None:
         check_generates(model, kind.model_type)
     if task is not None and task not in KINDS:
@@ -179,9 +179,9 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
     return "tokens", model or BUILT_IN_DECODER, task
 
 
-def _open_task(name: str | Path) -> Task:
-    """A task folder, or the built-in task where no folder has its name."""
-    return toy_task() if str(name) == TOY and not Path(name).is_dir() else load_task(name)
+def _open_task(name: str | Path | None) -> Task:
+    """A task folder, or the built-in task where none is named, or no folder has its name."""
+    return toy_task() if name is None or str(name) == TOY and not Path(name).is_dir() else load_task(name)
 
 
 def check_device(device: str) -> None:
@@ -197,7 +197,7 @@ def check_device(device: str) -> None:
 
 def check_task(run: Run, task: Task, folder: Path) -> None:
     """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
-    texts, found = run.config["task"]["texts"], len(task.split("train").texts[0])
+    texts, found = run.config["task"]["texts"], len(next(iter(task.splits.values())).texts[0])
     if texts != found:
         raise WrongArguments(f"{folder}: was trained on rows of {texts} texts; {task.name} has {found}")
     if run.label_names != list(task.label_names):
@@ -214,6 +214,8 @@ def trained_on(run: Run, task: Task) -> bool:
     Raises WrongArguments for a task of that name with other rows: which of them it has seen is not known.
     """
     about = run.config["task"]
+    if "train" not in task.splits:
+        return False
     if about.get("train_sha256") == task.split("train").sha256():
         return True
     if about["name"] != task.name:

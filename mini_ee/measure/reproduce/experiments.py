@@ -81,13 +81,14 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def read_case(folder: Path, case: Case) -> dict:
-    """What is kept of a case; nothing where it was made with other settings."""
+    """What is kept of a case; nothing where it was made with other settings, or read another text."""
     path = file_of(folder, case.name)
-    empty = {"case": case.name, "measure": case.measure, "options": case.options, "seeds": {}}
+    empty = {"case": case.name, "measure": case.measure, "options": case.options, "reads": case.reads, "seeds": {}}
     if not path.exists():
         return empty
     kept = read_json(path)
-    return kept if all(kept.get(key) == empty[key] for key in ("case", "measure", "options")) else empty
+    same = all(kept.get(key, case.reads) == empty[key] for key in ("case", "measure", "options", "reads"))
+    return kept if same else empty
 
 
 def is_kept(folder: Path, case: Case, seed: int) -> bool:

@@ -238,7 +238,8 @@ def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
     """Figures that an earlier page had, what stands in their place, and why."""
     lines = _head(["figure", "then", "now", "why"])
     for each in changed:
-        now = _cell(list(kept.values(each["case"], each["figure"]).values()), each.get("digits", 3))
+        values = list(kept.values(each["case"], each["figure"]).values())
+        now = _cell(values, each.get("digits", 3)) if values else NOT_RUN
         lines.append(_line([each["text"], each["then"], now, each["why"]]))
     return lines
 
