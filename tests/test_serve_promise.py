@@ -103,12 +103,12 @@ def test_a_promise_that_is_kept_is_left_alone():
 def test_over_many_looks_a_promise_that_is_just_kept_is_taken_for_broken_in_one_of_ten_services_at_most():
     """The count of looks is spent from LEVEL: 100 looks at LEVEL each would tighten in four of ten services."""
     random, tightened = np.random.default_rng(0), 0
-    for _ in range(60):
+    for _ in range(40):
         promise = Promise(1.0, 0.95, tighten=True)
         for agrees in random.random(2000) < 0.95:
             promise.told(bool(agrees), Threshold(0.5))
         tightened += promise.tightened > 0
-    assert tightened / 60 <= LEVEL + 2 * (LEVEL * (1 - LEVEL) / 60) ** 0.5
+    assert tightened / 40 <= LEVEL + 2 * (LEVEL * (1 - LEVEL) / 40) ** 0.5
 
 
 def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
