@@ -184,6 +184,7 @@ class TokenSegments(CachedSegments):
     """Those of a backbone that writes, in torch."""
 
     engine = "torch"
+    any_rule = False  # where there are policies, for rules that ask them alone
 
     def __init__(
         self,
@@ -242,16 +243,20 @@ class TokenSegments(CachedSegments):
         return judged(check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True))
 
     def read_state(self, k: int, state: TokenState) -> Reading:
-        """How far the state still moves, and what the policy says, where there is one. No head is read."""
+        """What the policy says; without one, or under any rule, how far the state still moves. No head is read."""
         hidden = state.hidden[:, -1]
-        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float()).numpy(force=True)
         said = self.policies[k](hidden).float().numpy(force=True) if self.policies else None
-        return Reading(None, exit_logit=said, saturation=cosine)
+        if said is not None and not self.any_rule:
+            return Reading(None, said)
+        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float())
+        return Reading(None, said, saturation=cosine.numpy(force=True))
 
 
 def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegments:
-    """The segments of a decoder with exits, `heads` and it may be `policies`, for one batch of texts."""
-    return TokenSegments(model.backbone, model.exits, model.heads, fill, num_rows, capacity, tuple(model.policies))
+    """The segments of a decoder with exits, `heads` and it may be `policies`, for a batch of texts, under any rule."""
+    segments = TokenSegments(model.backbone, model.exits, model.heads, fill, num_rows, capacity, tuple(model.policies))
+    segments.any_rule = True
+    return segments
 
 
 # ---- Lossless: an exit drafts, the full model verifies ----
