@@ -534,7 +534,7 @@ def test_rows_of_another_train_file_are_not_taken_for_held_out_ones(capsys, run_
         ("train", "raee", "--model", run_folder, "--out", tmp_path / "raee"),
     ):
         line = refused(capsys, *command, "--task", grown, status=2)
-        assert "was trained on other rows than the train split of words has now" in line
+        assert "does not say that it was trained on the rows that words has now" in line
     assert read_json(run_folder / "config.json") == config and not (tmp_path / "raee").exists()
     calibrated = shutil.copytree(run_folder, tmp_path / "run")
     assert (

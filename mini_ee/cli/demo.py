@@ -43,6 +43,7 @@ def run(args, say) -> dict:
     from mini_ee.measure.evaluate import evaluate, rows_of
     from mini_ee.training.options import RowOptions, TrainOptions
     from mini_ee.training.run import versions
+    from mini_ee.training.train import open_task
 
     begin, out, seed = time.perf_counter(), args.out, args.seed
     if out.exists() and not (out / ANSWER).is_file():
@@ -51,7 +52,7 @@ def run(args, say) -> dict:
     with atomic_folder(out, replace=True) as folder:
         say(_begun(args, out, given))
         trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
-        task = _task_of(args.task)
+        task = open_task(args.task)
         split, rows = rows_of(task, None, None, seed)
         batch_size = trained.config["training"]["batch_size"]
         segments, encoded = trained.segments(), trained.encode(rows.texts)
@@ -68,8 +69,7 @@ def run(args, say) -> dict:
         if rows.hardness:
             answer["hardness"] = _hardness_rows(trained, task, rows, encoded, batch_size)
         verified = mini_ee.export(trained, folder / "exported", texts=rows.texts, seed=seed)["verified"]
-        text = _report(answer, task.regression)
-        say(text)
+        say(text := _report(answer, task.regression))
         pictures = _pictures(folder, answer)
         plot = "\n".join(f"![]({name})" for name in pictures) or f"```\n{_curve_plot(answer)}\n```"
         if not pictures:
@@ -118,12 +118,6 @@ def _pictures(folder: Path, answer: dict) -> list[str]:
     for name, draw in draws.items():
         draw(folder / name, answer)
     return list(draws)
-
-
-def _task_of(name: str | None):
-    from mini_ee.cli.open import open_task
-
-    return open_task(name)
 
 
 def _exit_rows(segments, encoded, answer: dict) -> list[dict]:

@@ -7,12 +7,12 @@ import numpy as np
 from mini_ee import WrongArguments
 from mini_ee.cli.rules import refuse_settings
 from mini_ee.data.files import read_json
-from mini_ee.data.tasks import TOY, Task, load_task, toy_task
+from mini_ee.data.tasks import TOY, Task
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.training.run import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
-from mini_ee.training.train import check_device
+from mini_ee.training.train import check_device, open_task
 from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
 
 
@@ -78,11 +78,6 @@ def schedule_of(one: Run | Runtime) -> dict:
     """
     schedule = None if isinstance(one, Runtime) else one.schedule
     return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
-
-
-def open_task(name: str | None) -> Task:
-    """A task folder, or the built-in task where none is named, or no folder has its name."""
-    return toy_task() if name is None or name == TOY and not Path(name).is_dir() else load_task(name)
 
 
 def open_task_of(opened: list[Run | Runtime], name: str | None) -> Task:

@@ -89,10 +89,10 @@ def _tokens(backbone, folder: Path, args) -> tuple:
 def _rows(backbone, folder: Path, args) -> tuple:
     """Rows of a task, or lines of a file: (Heard, what they are)."""
     from mini_ee.backbones.hub import BUILT_IN_MODEL
-    from mini_ee.cli.open import open_task
     from mini_ee.data.tokens import Tokenizer
     from mini_ee.measure.probes import hear_rows, rows_to_read
     from mini_ee.training.run import encode
+    from mini_ee.training.train import open_task
 
     if args.texts:
         raise WrongArguments("--texts is for a decoder's tokens; give --max-rows N")

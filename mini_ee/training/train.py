@@ -140,7 +140,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
             given = "prompt" if texts.prompt else "greedy"
             raise WrongArguments(f"--{given}: {name} learns from stories, which begin anywhere; leave it out")
         return request
-    found = _open_task(task)
+    found = open_task(task)
     if found.regression and method.classes_only:
         raise WrongArguments(
             f"{name} asks how sure or how right an exit is, and {found.name} is a regression; train joint or pabee"
@@ -179,7 +179,7 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
     return "tokens", model or BUILT_IN_DECODER, task
 
 
-def _open_task(name: str | Path | None) -> Task:
+def open_task(name: str | Path | None) -> Task:
     """A task folder, or the built-in task where none is named, or no folder has its name."""
     return toy_task() if name is None or str(name) == TOY and not Path(name).is_dir() else load_task(name)
 
@@ -221,8 +221,8 @@ def trained_on(run: Run, task: Task) -> bool:
     if about["name"] != task.name:
         return False
     raise WrongArguments(
-        f"{run.folder}: was trained on other rows than the train split of {task.name} has now: none of these is "
-        f"known to be held out; give the task as it was, rows of another name, or train again"
+        f"{run.folder}: does not say that it was trained on the rows that {task.name} has now: none is known to be "
+        f"held out; give the task as it was, rows of another name, or train again"
     )
 
 

@@ -11,6 +11,6 @@ sgmv        LoRA streams side by side over one pass a stream, over a loop over a
 decode      our cached greedy decoding over that of transformers; tokens forced out at layer e over the sum of the
             parts; lossless over full decoding; all in seconds a token
 retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
-serve       the load within a limit on p99: of a server that takes rows together again after each exit, over that of
-            the whole graph and of the graph that stops
+serve       the load within a limit on p99: what the whole graph bears over what the graph that stops bears, and over
+            what a server bears that takes rows together again after each exit
 """

@@ -86,9 +86,8 @@ def read_case(folder: Path, case: Case) -> dict:
     empty = {"case": case.name, "measure": case.measure, "options": case.options, "reads": case.reads, "seeds": {}}
     if not path.exists():
         return empty
-    kept = read_json(path)
-    same = all(kept.get(key, case.reads) == empty[key] for key in ("case", "measure", "options", "reads"))
-    return kept if same else empty
+    kept = {"reads": case.reads} | read_json(path)
+    return kept if all(kept.get(key) == empty[key] for key in empty if key != "seeds") else empty
 
 
 def is_kept(folder: Path, case: Case, seed: int) -> bool:
