@@ -31,18 +31,15 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Stage, joint_stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     caution: float = option(2.0, "how much worse it is to trust a wrong exit than to doubt a right one", least=1)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 class Trust(nn.Module):

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
@@ -48,7 +48,7 @@ HEADS, TEMPERATURES, META = 0, 1, 2  # parts of train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the stages. Raises ValueError on a value that makes no sense."""
 
     target: str = option(
@@ -59,9 +59,6 @@ class Config:
     temperature_lr: float = option(0.01, "learning rate of the temperatures", above=0)
     meta_epochs: int = option(10, "of the meta classifiers", least=1)
     meta_lr: float = option(3e-3, "learning rate of the meta classifiers", above=0)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The equations ----

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, Halves, Tensors
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
@@ -48,16 +48,13 @@ SHORTEST = 1e-12  # of a vector that is divided by its length
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """The settings of the task branches. Raises ValueError on a value that makes no sense."""
 
     bottleneck: int = option(128, "width of the adapters; the paper's 128 for BERT, 256 for ALBERT", least=1)
     scale: float = option(8.0, "what the adapters are multiplied with", above=0)
     adapter_epochs: int = option(1, "of the second stage; the paper's 1 for BERT, 5 for ALBERT", least=1)
     adapter_lr: float = option(8e-3, "of the second stage; the paper's 8e-3 for BERT, 1e-3 for ALBERT", above=0)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The equations ----

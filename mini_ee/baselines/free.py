@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
 from mini_ee.rules import Rule, Threshold
@@ -59,15 +59,12 @@ MOVES = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method."""
 
     shallow: int | None = option(None, "S, the layer of the first exit; a quarter of all", least=1, metavar="LAYER")
     match: str = option("dynamic", "which layer learns from which of those above", choices=MATCHES)
     alpha: float = option(0.5, "of the distillation from layer to layer", least=0)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The loss ----

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Halves, tensor_on
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.units.leaving import (
@@ -54,14 +54,11 @@ TABLES = ("frequency", "mi", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the table. Raises ValueError on a value that makes no sense."""
 
     table: str = option("frequency", "by which types of tokens are put in groups", choices=TABLES)
     groups: int = option(6, "of types, each with a layer of its own to leave after, evenly spread", least=1)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The table ----

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Batch, Stage, joint_stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import Chosen
@@ -42,7 +42,7 @@ DRAFTED_TEXTS = 16  # by each exit, where a training ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method."""
 
     dropout: float = option(0.1, "p_max, of the last layer", flag="--layer-dropout", least=0, below=1)
@@ -50,9 +50,6 @@ class Config:
     scale: float = option(1.0, "e_scale, of the losses of the exits below the last", least=0)
     curriculum: str = option("rotational", "C: which exits learn at a step", choices=CURRICULA)
     rotation: int | None = option(None, "R; else one exit below the last learns at a time", least=1)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The equations ----

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
@@ -40,15 +40,12 @@ DIRECTIONS = ("forward", "reverse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method."""
 
     beta: float = option(0.5, "weight of the divergence from the prior", least=0)
     prior: float = option(0.1, "lambda_p: the chance to leave after a layer under the prior", above=0, below=1)
     kl: str = option("forward", "KL(prior || p), or KL(p || prior) (reverse)", choices=DIRECTIONS)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The equations ----

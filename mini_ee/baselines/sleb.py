@@ -32,7 +32,7 @@ from tqdm import tqdm
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import file_sha256
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.rules import NeverExit
 from mini_ee.training.method import Method
@@ -43,13 +43,10 @@ CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method."""
 
     share: float = option(0.2, "of the layers that are removed", flag="--remove", least=0, below=1)
-
-    def __post_init__(self):
-        check_options(self)
 
     def count(self, layers: int) -> int:
         """How many of so many layers go. Raises ValueError where the first or the last had to.

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Tensors, tensor_on
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Batch, Stage, row_losses, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
@@ -58,7 +58,7 @@ KEPT = 0.9  # pi(keep) of every token before step 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the policies. Raises ValueError on a value that makes no sense."""
 
     alpha: float = option(0.2, "the price of all tokens in all layers, in nats: the knob for speed", least=0)
@@ -66,9 +66,6 @@ class Config:
     policy_epochs: int = option(3, "of step 2", least=1)
     policy_lr: float = option(3e-3, "learning rate of the policies in step 2", above=0)
     task_epochs: int = option(1, "of step 3", least=1)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The model ----

@@ -4,7 +4,7 @@ The command line's options and the checks of their values are both made from it 
 """
 
 import math
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType, UnionType
 from typing import get_args, get_origin
 
@@ -63,6 +63,14 @@ def check_options(settings) -> None:
         for one in value if several else (value,):
             if not _fits(one, scalar_type(each.type), limits):
                 raise ValueError(f"{each.name}{flag} must be {expected}, got {one!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What settings derive from: their values are checked as they are made."""
+
+    def __post_init__(self):
+        check_options(self)
 
 
 def _fits(value, kind: type, limits) -> bool:

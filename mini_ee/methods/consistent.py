@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.data.metrics import spearman
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
@@ -63,7 +63,7 @@ REWARDS_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method."""
 
     alpha: float = option(0.07, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
@@ -77,9 +77,6 @@ class Config:
     task_epochs: int = option(1, "of a task step", least=1)
     task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)
     target: str = option("label", "y: the label, or what the last exit says (hard)", choices=TARGETS)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- The model: internal classifiers and policies on one pooled state ----

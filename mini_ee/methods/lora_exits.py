@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Adapt, Backbone, Tensors
 from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of, load_adapters, save_adapters
 from mini_ee.backbones.sgmv import sgmv
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.data.tokens import batches
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
@@ -65,7 +65,7 @@ TEACHER_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """The method's own settings. Raises ValueError on a value that makes no sense."""
 
     distill: str = option("segd", "what teaches an exit: nothing, the last exit or the next one", choices=DISTILL)
@@ -81,7 +81,7 @@ class Config:
     )
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         check_lora(self.rank, self.alpha, self.targets)
 
     def teacher_of(self, k: int, last: int) -> int | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs, batches
 from mini_ee.early_exit import Segments
@@ -183,7 +183,7 @@ RULES[Retrieval.name] = Retrieval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method: of the rule, of the queries, and of the prompt."""
 
     k: int = option(12, "neighbours that vote", least=1)
@@ -197,9 +197,6 @@ class Config:
     template: str | None = option(None, 'such as "{text} It was {mask}."; decoders: no {mask}', metavar="TEXT")
     words: tuple[str, ...] | None = option(None, "label words by class: negative=terrible,positive=great")
     prompts: Path | None = option(None, "JSON laid out as the built-in prompts.json", metavar="FILE")
-
-    def __post_init__(self):
-        check_options(self)
 
 
 def train(request, say):

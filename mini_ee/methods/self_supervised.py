@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.texts import agreement_rule
@@ -33,15 +33,12 @@ TARGETS = ("soft", "hard")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Settings of the method."""
 
     penalty: float = option(0.0, "lambda of Eq. 1; the paper tries 0, .1 and .95", flag="--lambda", least=0, most=1)
     target: str = option("hard", "the model's likeliest token, or all that it says (soft)", choices=TARGETS)
     init: str = option("copy", "heads are drawn (scratch), or copies of the model's own", choices=INITS)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 # ---- Eq. 1 ----

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from mini_ee import WrongArguments
-from mini_ee.data.options import check_options
+from mini_ee.data.options import Settings
 from mini_ee.registry import METHODS
 from mini_ee.training.rule import Candidates
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoConfig:
+class NoConfig(Settings):
     """The settings of a method that has none of its own."""
 
 
@@ -57,8 +57,6 @@ def configured(method: Method, settings: dict):
     if foreign:
         raise WrongArguments(f"no such setting: {', '.join(foreign)}; this method has {', '.join(known) or 'none'}")
     try:
-        config = method.config(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
-        check_options(config)
+        return method.config(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
     except ValueError as error:
         raise WrongArguments(str(error)) from None
-    return config

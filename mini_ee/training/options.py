@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mini_ee.data.options import check_options, option
+from mini_ee.data.options import Settings, option
 
 POOLS = ("mean", "first")
 HEADS = ("dense", "linear")
@@ -12,7 +12,7 @@ KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/text
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(Settings):
     """Steps and rates of a training. Raises ValueError on a value that makes no sense."""
 
     epochs: int = option(3, "passes over the rows or texts, of a stage that names none of its own", least=1)
@@ -24,9 +24,6 @@ class TrainOptions:
     clip: float = option(1.0, "largest norm of the gradient", above=0)
     precision: str = option("float32", "of what a step computes; weights stay in float32", choices=PRECISIONS)
 
-    def __post_init__(self):
-        check_options(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainOptions):
@@ -36,14 +33,11 @@ class TrainConfig(TrainOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonOptions:
+class CommonOptions(Settings):
     """What every training takes, whatever the method."""
 
     exits: tuple[int, ...] | None = option(None, "layers to leave at, 2,4,6; else the method's own", least=1)
     device: str = option("cpu", "cpu, cuda, cuda:1, ...")
-
-    def __post_init__(self):
-        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +57,7 @@ class RowOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions:
+class TextOptions(Settings):
     """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
 
     text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
@@ -79,7 +73,7 @@ class TextOptions:
             object.__setattr__(self, "text", Path(self.text))
         if isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", (self.prompt,))
-        check_options(self)
+        super().__post_init__()
         if self.kind not in KINDS:
             raise ValueError(f"a decoder learns from text that is one of {', '.join(KINDS)}, found {self.kind!r}")
         if self.text is not None and (self.prompt or self.greedy):
