@@ -123,26 +123,11 @@ class InnerHead(ExitHead):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
         self.temperature = nn.Parameter(torch.ones(1))
-        self.decision_flops = 2.0 * INNER * (width + num_labels)  # without the pooling
 
-    def inner(self, state: Tensor) -> Tensor:
-        """(B, D) -> (B, 32)."""
-        return torch.tanh(self.dense(state))
+    def conclude(self, inner: Tensor) -> Tensor:
+        return super().conclude(inner) / self.temperature
 
-    def say(self, inner: Tensor) -> Tensor:
-        """(B, 32) -> logits (B, C)."""
-        return self.out(self.dropout(inner)) / self.temperature
-
-    def classify(self, state: Tensor) -> Tensor:
-        """(B, D) -> logits (B, C)."""
-        return self.say(self.inner(state))
-
-    def flops(self, tokens: int) -> float:
-        """Of one row of so many tokens."""
-        return self.decision_flops + float(tokens * self.dense.in_features if self.pool == "mean" else 0)
-
-    def graph_say(self, g, inner: str) -> str:
-        """say."""
+    def graph_conclude(self, g, inner: str) -> str:
         return g.op("Div", g.linear(inner, self.out), g.parameter(self.temperature))
 
 
@@ -186,7 +171,7 @@ class CatExits(RowExits):
         for k, head in enumerate(self.heads[:-1]):
             with torch.no_grad():
                 inner = head.inner(states[k])
-                logits = head.say(inner)
+                logits = head.conclude(inner)
             found.append(self.decide(k, inner, logits, before))
             before = remember(before, logits, k)
         return torch.stack(found, dim=1).float()
@@ -233,12 +218,12 @@ class CatSegments(RowSegments):
         return state._replace(decides=False)
 
     def advance(self, k: int, state: CatState) -> CatState:
-        hidden, around = super().advance(k, state)
+        hidden, around, *_ = super().advance(k, state)
         if not (state.decides and self._decides(k)):
             return CatState(hidden, around, state.decides)
         head = self.model.heads[k]
         inner = head.inner(head.state(hidden, around.padding))
-        logits = head.say(inner)
+        logits = head.conclude(inner)
         return CatState(hidden, around, True, inner, logits, state.seen, remember(state.seen, logits, k))
 
     def read_logits(self, k: int, state: CatState) -> Reading:
@@ -253,12 +238,8 @@ class CatSegments(RowSegments):
         exit_logit = self.model.decide(k, state.inner, state.logits, state.before)
         return Reading(None, exit_logit.float().numpy(force=True))
 
-    def flops(self, k: int, inputs) -> tuple[float, float]:
-        layers, _ = super().flops(k, inputs)
-        return layers, self.model.heads[k].flops(inputs.input_ids.shape[1])
-
     def state_flops(self, k: int) -> float:
-        return self.model.policy.flops + self.model.heads[k].decision_flops if self._decides(k) else 0.0
+        return self.model.policy.flops + self.model.heads[k].flops(tokens=0) if self._decides(k) else 0.0
 
     # ---- ONNX ----
     def graph_start(self, g) -> GraphState:
@@ -270,8 +251,8 @@ class CatSegments(RowSegments):
         if not self._decides(k):
             return GraphState(hidden)
         head = self.model.heads[k]
-        inner = g.op("Tanh", g.linear(head.graph_state(g, hidden, graph_mask(g)), head.dense))
-        logits, seen = head.graph_say(g, inner), None
+        inner = head.graph_inner(g, head.graph_state(g, hidden, graph_mask(g)))
+        logits, seen = head.graph_conclude(g, inner), None
         if k:
             seen = g.op("Unsqueeze", g.op("Softmax", logits, axis=1), g.integers(1))
             seen = seen if state.seen is None else g.op("Concat", seen, state.seen, axis=1)

@@ -204,14 +204,7 @@ class DreeExits(ExitModel):
         """(B, D) -> logits (B, C) of exit k."""
         return self.heads[k].classify(torch.tanh(self.pooler(state)))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """Logits (B, C) of every exit."""
-        return [
-            self.classify(k, state) for k, state in enumerate(self.states(input_ids, attention_mask, token_type_ids))
-        ]
-
     def segments(self) -> "DreeSegments":
-        """What early_exit drives."""
         return DreeSegments(self)
 
     @torch.no_grad()

@@ -138,10 +138,8 @@ class HashExits(LeavingExits):
         self.layers = backbone.config.num_hidden_layers
         self.table = nn.Parameter(torch.full((backbone.config.vocab_size,), float(self.layers)), requires_grad=False)
         all_of_them, attention = backbone.layer_weights().values()
-        self.of_token, self.of_pair = (
-            2.0 * (all_of_them - kept),
-            4.0 * attention,
-        )  # that goes on; of it and one it reads
+        self.of_token = 2.0 * (all_of_them - kept)  # that goes on
+        self.of_pair = 4.0 * attention  # of it and one it reads
         self.of_all = 2.0 * kept * self.layers  # of every token, in all layers
 
     def depths(self, inputs) -> Tensor:

@@ -34,7 +34,7 @@ from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
 from mini_ee.training.rule import q_exits
 from mini_ee.units.heads import HEAD_DROPOUT
-from mini_ee.units.rows import Fork, RowExits, RowSegments, graph_mask, graph_rows
+from mini_ee.units.rows import ExitModel, Fork, RowExits, RowSegments, graph_mask, graph_rows
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -105,12 +105,7 @@ class PonderExits(RowExits):
         """(B, 2 D) -> logits (B, C) of exit k."""
         return self.heads[k].conclude(state[:, : state.shape[1] // 2])
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, fork: Fork | None = None
-    ) -> list[Tensor]:
-        """Logits (B, C) of every exit."""
-        states = self.states(input_ids, attention_mask, token_type_ids, fork)
-        return [self.classify(k, state) for k, state in enumerate(states)]
+    forward = ExitModel.forward  # a state is of two exits
 
     def segments(self) -> "PonderSegments":
         return PonderSegments(self)
@@ -150,7 +145,7 @@ class PonderSegments(RowSegments):
         return PonderState(*super().start(inputs))
 
     def advance(self, k: int, state: PonderState) -> PonderState:
-        hidden, around = super().advance(k, state).hidden, state.around
+        hidden, around = super().advance(k, state)[:2]
         said = self.model.heads[k].inner(self.model.heads[k].state(hidden, around.padding))
         return PonderState(hidden, around, said, torch.zeros_like(said) if state.said is None else state.said)
 

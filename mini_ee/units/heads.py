@@ -42,9 +42,9 @@ class ExitHead(nn.Module):
 
     def flops(self, tokens: int) -> float:
         """Of one row of so many tokens."""
-        width, classes = self.out.in_features, self.out.out_features
-        averaged = tokens if self.pool == "mean" else 0
-        return 2.0 * width * (classes + (width if self.dense is not None else 0)) + float(averaged * width)
+        maps = [self.out] if self.dense is None else [self.dense, self.out]
+        averaged = tokens * maps[0].in_features if self.pool == "mean" else 0
+        return 2.0 * sum(each.weight.numel() for each in maps) + averaged
 
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C)."""

@@ -115,10 +115,6 @@ class PromptSegments(RowSegments):
         at = self.model.read_at(*(tensor_on(backbone.device, x) for x in (inputs.input_ids, inputs.attention_mask)))
         return PromptState(backbone.embed(inputs), backbone.around(inputs), at)
 
-    def advance(self, k: int, state: PromptState) -> PromptState:
-        hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
-        return state._replace(hidden=hidden)
-
     def read_logits(self, k: int, state: PromptState) -> Reading:
         logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
         return Reading(check_finite(logits, "the logits of the label words"))

@@ -72,6 +72,10 @@ class ExitModel(nn.Module):
         """Whether a training may change the parameter of this name."""
         return self.holds_backbone or not name.startswith("backbone.")
 
+    def forward(self, *inputs: Tensor, **how) -> list[Tensor]:
+        """Logits (N, C) of every exit; arguments as of `states`."""
+        return [self.classify(k, state) for k, state in enumerate(self.states(*inputs, **how))]
+
     def own_state(self) -> dict[str, Tensor]:
         """What a run on disk holds in model.safetensors."""
         return {name: value for name, value in self.state_dict().items() if self.learns(name)}
@@ -189,7 +193,7 @@ class RowSegments(Segments):
 
     def advance(self, k: int, state: RowState) -> RowState:
         hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
-        return RowState(hidden, state.around)
+        return state._replace(hidden=hidden)
 
     def read_logits(self, k: int, state: RowState) -> Reading:
         s = self.model.heads[k].state(state.hidden, state.around.padding)

@@ -130,12 +130,6 @@ class TokenExits(ExitModel):
             for k, head in enumerate(self.heads)
         ]
 
-    def forward(
-        self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None, run: RunLayers | None = None
-    ) -> list[Tensor]:
-        """Logits (N, V) of every exit. Arguments as in `states`."""
-        return [self.classify(k, state) for k, state in enumerate(self.states(input_ids, counted, fork, run))]
-
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
         """Continue prompts (token ids), a step a token, each leaving where the rule says. settings: of `generate`."""
         policies = self.policies if rule.asks_policy else ()
