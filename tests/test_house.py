@@ -43,7 +43,6 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.tasks",
     "data.texts",
     "data.tokens",
-    "backbones.flops",
     "units.decoding",
     "units.recording",
     "methods.datastore",

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.flops import layer_flops
+from mini_ee.backbones.targets import TARGETS
 
 Adapt = Callable[[int, str, Tensor, Tensor], Tensor]
 """(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added.
@@ -161,39 +161,6 @@ class Backbone(nn.Module):
         """
         raise NotImplementedError
 
-    # ---- Of those that write ----
-
-    def begins_with(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """The tokens that stand before what is written to each of the prompts."""
-        return prompts
-
-    def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
-        """Put what is read apart into the cache."""
-
-    def embed_written(self, input_ids: Tensor) -> Tensor:
-        """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
-        return self.embed(Tensors(input_ids))
-
-    def graph_embed_written(self, g) -> str:
-        """embed_written; declares the input input_ids, (B, T)."""
-        return self.graph_embed(g)
-
-    def prompt_graphs(self) -> dict[str, Callable]:
-        """Graphs that read prompts apart: name -> what writes one, given a Builder."""
-        return {}
-
-    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
-        """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
-
-        counted (B, T) bool: of each text those behind what is given, and the last of that.
-        """
-        return Tensors(input_ids), counted
-
-    @property
-    def token_weights(self) -> int:
-        """How many weights of a layer a token is multiplied with that reads a cache."""
-        return sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
-
     def halves(self, depth: int) -> Halves:
         """The layer between hidden[depth] and hidden[depth + 1], in two halves. Raises ValueError where it has none."""
         raise ValueError(f"a {self.config.model_type} has no layers that end with a norm and can be left halfway")
@@ -236,18 +203,14 @@ class Backbone(nn.Module):
 
     @property
     def projections(self) -> dict[str, tuple[str, int]]:
-        """What adapters may be put on -> the linear map of a layer that holds it, and which of its parts."""
-        raise NotImplementedError
+        """What adapters may be put on: those of TARGETS whose maps a layer has."""
+        maps = dict(self.layers[0].named_children())
+        return {name: place for name, place in TARGETS.items() if place[0] in maps}
 
     @property
     def has_lm_head(self) -> bool:
         """Whether there is a head to words."""
         return self.lm_head is not None
-
-    @property
-    def max_written(self) -> int:
-        """The longest text that is written token by token, prompt and continuation together."""
-        return self.config.max_tokens
 
     @property
     def device(self) -> torch.device:
@@ -338,6 +301,14 @@ class Backbone(nn.Module):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def layer_flops(weights: int, attention: int, tokens: int) -> float:
+    """Operations of a layer on one row, a multiply-add as two: matrix products, and every token against every other.
+
+    weights: of the matrices; attention: the width of all heads together.
+    """
+    return 2.0 * tokens * weights + 4.0 * tokens * tokens * attention
 
 
 # ---- The folder ----

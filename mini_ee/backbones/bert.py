@@ -293,14 +293,6 @@ class Bert(Backbone):
     """The backbone: embeddings, L layers, and, where the checkpoint has them, poolers and a masked-LM head."""
 
     Config = BertConfig
-    projections = {
-        "query": ("qkv", 0),
-        "key": ("qkv", 1),
-        "value": ("qkv", 2),
-        "attention_output": ("attention_output", 0),
-        "up": ("up", 0),
-        "down": ("down", 0),
-    }
     vocabulary = {"weight": "embeddings.word.weight", "bias": "lm_head.bias"}
 
     def __init__(self, config: BertConfig, pooler: bool = True, lm_head: bool = True):

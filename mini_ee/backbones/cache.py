@@ -5,13 +5,14 @@ batch was padded. So one comparison, slot <= position, is the causal mask, and h
 draft has left behind. Rows are named by index: who leaves the batch leaves the cache alone.
 """
 
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, tensor_on
+from mini_ee.backbones.backbone import Backbone, Tensors, tensor_on
 from mini_ee.backbones.llama_config import DecoderConfig, rope_frequencies
 
 
@@ -31,13 +32,72 @@ def readable(at: Tensor, reads: Tensor, window: int | None = None) -> Tensor:
     return seen[:, None]
 
 
+class Writer(Backbone):
+    """A backbone that writes text. Its final norm belongs to the head to words, which may be that of the embeddings.
+
+    lm_head is None where it is tied to the embeddings, and where the checkpoint has none.
+    """
+
+    generates = True
+    norm: nn.Module | None
+
+    @classmethod
+    def parts(cls, config) -> dict[str, str]:
+        """A head that is tied is always there."""
+        return {} if config.tie_word_embeddings else {"lm_head": "lm_head"}
+
+    @property
+    def has_lm_head(self) -> bool:
+        return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
+
+    def without_heads(self) -> Self:
+        self.lm_head = self.norm = None
+        return self
+
+    @property
+    def max_written(self) -> int:
+        """The longest text that is written token by token, prompt and continuation together."""
+        return self.config.max_tokens
+
+    def begins_with(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The tokens that stand before what is written to each of the prompts."""
+        return prompts
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
+        """Put what is read apart into the cache."""
+
+    def embed_written(self, input_ids: Tensor) -> Tensor:
+        """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
+        return self.embed(Tensors(input_ids))
+
+    def graph_embed_written(self, g) -> str:
+        """embed_written; declares the input input_ids, (B, T)."""
+        return self.graph_embed(g)
+
+    def prompt_graphs(self) -> dict[str, Callable]:
+        """Graphs that read prompts apart: name -> what writes one, given a Builder."""
+        return {}
+
+    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
+        """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
+
+        counted (B, T) bool: of each text those behind what is given, and the last of that.
+        """
+        return Tensors(input_ids), counted
+
+    @property
+    def token_weights(self) -> int:
+        """How many weights of a layer a token is multiplied with that reads a cache."""
+        return sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
+
+
 class Cache:
     """Keys and values of up to `rows` texts of up to `capacity` tokens, preallocated, written in place.
 
     keys[layer], values[layer]: (rows, KV heads, capacity + 1, d). Slot p holds position p; the last takes padding.
     """
 
-    def __init__(self, decoder: Backbone, rows: int, capacity: int):
+    def __init__(self, decoder: Writer, rows: int, capacity: int):
         config, weight = decoder.config, next(decoder.parameters())
         if capacity > decoder.max_written:
             raise ValueError(

@@ -29,10 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, padding_mask, tensor_on
+from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, layer_flops, padding_mask, tensor_on
 from mini_ee.backbones.bert import ACTIVATIONS, MaskedLMHead, StackedLinear, graph_activation
 from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
-from mini_ee.backbones.flops import layer_flops
 from mini_ee.backbones.shapes import check
 
 MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> the map of its positions
@@ -332,13 +331,6 @@ class Deberta(Backbone):
     def unused(cls, config: DebertaConfig) -> str:
         """Microsoft's files hold absolute positions where none are added."""
         return "(?!)" if config.position_biased_input else r"embeddings\.position_embeddings\.weight"
-
-    @property
-    def projections(self) -> dict[str, tuple[str, int]]:
-        """As `Backbone.projections` says. Adapters on what is shared change the positions' tables with it."""
-        stacked = {name: ("qkv", part) for part, name in enumerate(("query", "key", "value"))}
-        maps = ("pos_proj", "pos_q_proj", "attention_output", "up", "down")
-        return stacked | {name: (name, 0) for name in maps if hasattr(self.layers[0], name)}
 
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D), as `Backbone.embed` says."""

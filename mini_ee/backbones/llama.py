@@ -16,23 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, padding_mask, tensor_on
-from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, readable, token_positions
+from mini_ee.backbones.backbone import Adapt, padding_mask, tensor_on
+from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, Writer, readable, token_positions
 from mini_ee.backbones.llama_config import LAYER_TYPES, DecoderConfig, rope_frequencies
 from mini_ee.backbones.llama_family import MEMBERS
 from mini_ee.backbones.llama_layer import Layer, norm_of
 from mini_ee.backbones.shapes import check
 
 
-class Decoder(Backbone):
-    """The backbone: embeddings, L layers, the final norm and the head to words.
-
-    lm_head is None where it is tied to the embeddings, and where the checkpoint has none.
-    """
+class Decoder(Writer):
+    """The backbone: embeddings, L layers, the final norm and the head to words."""
 
     Config = DecoderConfig
     poolings = ("mean",)  # the first token reads nothing but itself
-    generates = True
     reads_prompt_at = "last"
     head_architecture = "ForCausalLM"
 
@@ -54,19 +50,9 @@ class Decoder(Backbone):
         self.apply(self.initialise)
 
     @classmethod
-    def parts(cls, config: DecoderConfig) -> dict[str, str]:
-        """A head that is tied is always there."""
-        return {} if config.tie_word_embeddings else {"lm_head": "lm_head"}
-
-    @classmethod
     def tied(cls, config: DecoderConfig) -> dict[str, str]:
         """The head, where the config says so."""
         return {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
-
-    @property
-    def has_lm_head(self) -> bool:
-        """Whether there is a head to words, with its norm."""
-        return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
 
     @property
     def max_written(self) -> int:
@@ -82,12 +68,6 @@ class Decoder(Backbone):
             return {"weight": "embeddings.weight"}
         return {name: f"lm_head.{name}" for name, _ in self.lm_head.named_parameters()}
 
-    @property
-    def projections(self) -> dict[str, tuple[str, int]]:
-        """As `Backbone.projections` says; not every member has a gate."""
-        maps = ("attention_output", *(["gate"] if self.layers[0].gated else []), "up", "down")
-        return {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)} | {name: (name, 0) for name in maps}
-
     def exit_norm(self) -> nn.Module:
         """Layers leave the sums that they add to unnormed."""
         return norm_of(self.config)
@@ -98,11 +78,6 @@ class Decoder(Backbone):
         if len(set(windows)) == 1:
             return config
         return replace(config, layer_types=tuple(LAYER_TYPES[windows[layer] is not None] for layer in kept))
-
-    def without_heads(self) -> "Decoder":
-        """The same backbone, without the head to words and its norm."""
-        self.lm_head = self.norm = None
-        return self
 
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D), as `Backbone.embed` says. Token types are passed over."""

@@ -9,26 +9,10 @@ from torch import nn
 
 from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.hub import hugging_face_names, read_tensors, write_tensors
+from mini_ee.backbones.targets import TARGETS
 from mini_ee.data.files import file_sha256, read_json, write_bytes
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names
-
-TARGETS = {  # projection -> the linear map of a layer that holds it, and which of its parts
-    "query": ("qkv", 0),
-    "key": ("qkv", 1),
-    "value": ("qkv", 2),
-    "attention_output": ("attention_output", 0),
-    "gate": ("gate", 0),  # of decoders
-    "pos_proj": ("pos_proj", 0),  # of DeBERTa, where positions have projections of their own
-    "pos_q_proj": ("pos_q_proj", 0),
-    "cross_query": ("cross_query", 0),  # of T5: to the encoder's output
-    "cross_key": ("cross_key_value", 0),
-    "cross_value": ("cross_key_value", 1),
-    "cross_output": ("cross_output", 0),
-    "gated": ("gated", 0),
-    "up": ("up", 0),
-    "down": ("down", 0),
-}
 
 
 class LowRank(nn.Module):

@@ -31,9 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, Layout, Tensors, padding_mask, tensor_on
-from mini_ee.backbones.cache import Cache
-from mini_ee.backbones.flops import layer_flops
+from mini_ee.backbones.backbone import Adapt, Layout, Tensors, layer_flops, padding_mask, tensor_on
+from mini_ee.backbones.cache import Cache, Writer
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_config import Biases, T5Config
 from mini_ee.backbones.t5_graphs import MEMORY, T5Block, write_memory
@@ -41,15 +40,11 @@ from mini_ee.backbones.t5_layers import Around, EncoderLayer, GraphAround, HeadN
 
 
 # ---- The backbone ----
-class T5(Backbone):
-    """The backbone: embeddings, the encoder, the decoder's L layers, and the head to words with its norm.
-
-    lm_head is None where it is tied to the embeddings, and where the checkpoint has none.
-    """
+class T5(Writer):
+    """The backbone: embeddings, the encoder, the decoder's L layers, and the head to words with its norm."""
 
     Config = T5Config
     poolings = ("first",)  # there is one
-    generates = True
     reads_apart = True
     reads_prompt_at = "first"
     head_architecture = "ForConditionalGeneration"
@@ -76,20 +71,10 @@ class T5(Backbone):
         return replace(config, tie_word_embeddings=False) if own else config
 
     @classmethod
-    def parts(cls, config: T5Config) -> dict[str, str]:
-        """A head that is tied is always there."""
-        return {} if config.tie_word_embeddings else {"lm_head": "lm_head"}
-
-    @classmethod
     def tied(cls, config: T5Config) -> dict[str, str]:
         """The embeddings of both stacks, and the head where the config says so."""
         copies = [f"{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")]
         return dict.fromkeys(copies + ["lm_head.weight"] * config.tie_word_embeddings, "shared.weight")
-
-    @property
-    def has_lm_head(self) -> bool:
-        """Whether there is a head to words, with its norm."""
-        return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
 
     @property
     def vocabulary(self) -> dict[str, str]:
@@ -98,22 +83,9 @@ class T5(Backbone):
             raise self.no_lm_head()
         return {"weight": "embeddings.weight" if self.lm_head is None else "lm_head.weight"}
 
-    @property
-    def projections(self) -> dict[str, tuple[str, int]]:
-        """As `Backbone.projections` says: those of the decoder's layers. `cross_` are those to the encoder's output."""
-        stacked = {name: ("qkv", part) for part, name in enumerate(("query", "key", "value"))}
-        stacked |= {f"cross_{name}": ("cross_key_value", part) for part, name in enumerate(("key", "value"))}
-        maps = ("attention_output", "cross_query", "cross_output", "up", "gate", "gated", "down")
-        return stacked | {name: (name, 0) for name in maps if hasattr(self.layers[0], name)}
-
     def exit_norm(self) -> nn.Module:
         """Layers leave the sums that they add to unnormed."""
         return norm_of(self.config)
-
-    def without_heads(self) -> "T5":
-        """The same backbone, without the head to words and its norm."""
-        self.lm_head = self.norm = None
-        return self
 
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, 1, D), of the start token; (B, T, D) of what has been written, where inputs are Pairs."""

@@ -49,8 +49,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Adapt, Backbone, Tensors
-from mini_ee.backbones.lora import TARGETS, LowRank, check_lora, columns_of, load_adapters, save_adapters
+from mini_ee.backbones.lora import LowRank, check_lora, columns_of, load_adapters, save_adapters
 from mini_ee.backbones.sgmv import sgmv
+from mini_ee.backbones.targets import TARGETS
 from mini_ee.data.options import Settings, option
 from mini_ee.data.tokens import batches
 from mini_ee.training.fit import Batch, Stage, task_loss
