@@ -246,6 +246,11 @@ class Builder:
         counts = {"q_num_heads": heads, "kv_num_heads": key_value_heads}
         return self.op("Attention", query, key, value, readable, softmax_precision=TensorProto.FLOAT, **counts)
 
+    def readable(self, mask: str, queries: str) -> str:
+        """mask (B, S), true where a token may be read -> the same for each of the queries (B, T, ...): (B, 1, T, S)."""
+        ends = self.shape(queries, 0, 1), self.integers(1), self.shape(queries, 1, 2), self.shape(mask, 1, 2)
+        return self.op("Expand", self.op("Unsqueeze", mask, self.integers(1, 2)), self.op("Concat", *ends, axis=0))
+
     # ---- The end ----
     def model(self, name: str, weights_file: str, places: dict[str, tuple[int, int]]) -> onnx.ModelProto:
         """The finished graph. places: weight -> (offset, length) of its bytes in weights_file, beside the graph."""

@@ -11,12 +11,9 @@ FORMAT_VERSION = 4  # since model.onnx
 
 MANIFEST = "manifest.json"
 
-ROWS = {
-    "exits": [int],
-    "rule": dict,
-    "graphs": dict,
-    "precision": str,
-    "max_length": int,
+BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "max_length": int}
+
+ROWS = BOTH | {
     "task": {"name": str, "texts": int, "label_names": (str,)},
     "num_labels": int,
     "layer_passes": [int],
@@ -29,12 +26,7 @@ ROWS = {
 BY_SEGMENT = {"by_segment": {"layer_passes": [int], "flops": [[[float]]]}}
 """The same of one with graphs by segment."""
 
-TOKENS = {
-    "exits": [int],
-    "rule": dict,
-    "graphs": dict,
-    "precision": str,
-    "max_length": int,
+TOKENS = BOTH | {
     "vocab_size": int,
     "max_tokens": int,
     "stop": (int,),

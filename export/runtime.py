@@ -167,11 +167,11 @@ class Runtime:
         """Raise ValueError for a row that cannot be answered."""
         self.encode([row])
 
-    def warm_up(self, batch_size: int = 1) -> None:
+    def warm_up(self) -> None:
         """Run a sentence to each exit: the first run of a graph is slower."""
-        inputs = self.encode([("warm up",) * self.num_texts] * batch_size).batch(slice(None))
+        inputs = self.encode([("warm up",) * self.num_texts]).batch(slice(None))
         for k in range(len(self.exits)):
-            early_exit(self._segments, Planned([k] * batch_size), inputs)
+            early_exit(self._segments, Planned([k]), inputs)
 
     def run(self, texts: Sequence, batch_size: int = 32, rule: Rule | None = None) -> list[Answer]:
         """Answers in the order of the texts; rows of two sentences are tuples. Memory is bounded by the batch.
@@ -247,19 +247,16 @@ class TokenRuntime(Runtime):
         self.tokenizer.backend.no_truncation()
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
-        self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*self._about)
-        sessions = cache(partial(open_sessions, *self._about, provider, self._threads))
+        about = self.folder, self.config
+        self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*about)
+        sessions = cache(partial(open_sessions, *about, provider, self._threads))
         if self.begins_with is not None:
-            self._prompts = Prompts(*self._about, provider, self._threads)
+            self._prompts = Prompts(*about, provider, self._threads)
 
         def by_segment(fill: str, num_rows: int, capacity: int) -> OrtTokenSegments:
             return OrtTokenSegments(sessions(), self.config, fill, num_rows, capacity)
 
         return by_segment, self._model.provider
-
-    @property
-    def _about(self) -> tuple[Path, dict]:
-        return self.folder, self.config
 
     @property
     def engine(self) -> str:
@@ -303,9 +300,9 @@ class TokenRuntime(Runtime):
         """Raise ValueError for a prompt that cannot be continued."""
         self.encode(_prompt(row))
 
-    def warm_up(self, batch_size: int = 1) -> None:
+    def warm_up(self) -> None:
         """Write two tokens: the first run of a session is slower."""
-        gather(self.generate([[0]] * batch_size, max_new_tokens=2), batch_size)
+        gather(self.generate([[0]], max_new_tokens=2), 1)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, rule: Rule | None = None

@@ -42,10 +42,9 @@ from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.training.run import Run, versions
 from mini_ee.units.decoding import FILLS, DecoderSegments, decode, gather, greedy
-from mini_ee.units.generation import token_segments
+from mini_ee.units.generation import token_segments, token_weights
 from mini_ee.units.recording import plan_rows, predictions, record
 from mini_ee.units.token_graphs import TokenGraphs
-from mini_ee.units.tokens import token_weights
 
 WEIGHTS = "model.safetensors"
 

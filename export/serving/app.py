@@ -14,9 +14,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 
@@ -52,13 +52,9 @@ class App:
     def __init__(self, worker: Worker, page: Callable[[], Awaitable[str]] | None = None):
         self.worker, self._config = worker, worker.engine.runtime.config
         self._page = page
-        self._writes = self._config["unit"] == "tokens"
-        answers = ("/generate", self._generate) if self._writes else ("/classify", self._classify)
-        self._routes: dict[str, tuple[str, Callable]] = {
-            answers[0]: ("POST", answers[1]),
-            "/health": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
-        }
+        answers = {"/generate": self._generate} if self._config["unit"] == "tokens" else {"/classify": self._classify}
+        self._routes = {path: ("POST", handler) for path, handler in answers.items()}
+        self._routes |= {"/health": ("GET", self._health), "/metrics": ("GET", self._metrics)}
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -222,14 +218,12 @@ def deadline_of(fields: dict) -> float:
     return min(deadline, 1e9) / 1e3 if deadline != inf else inf
 
 
-class _errors:
+@contextmanager
+def _errors() -> Iterator[None]:
     """Statuses for what is refused or wrong."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Refused):
-            raise Told(503, str(error)) from None
-        if isinstance(error, ValueError):
-            raise Told(400, str(error)) from None
+    try:
+        yield
+    except Refused as error:
+        raise Told(503, str(error)) from None
+    except ValueError as error:
+        raise Told(400, str(error)) from None

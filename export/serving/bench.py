@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from mini_ee.backbones.hub import BUILT_IN_MODEL
-from mini_ee.confidence import max_probability
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.manifest import MANIFEST
@@ -83,7 +82,7 @@ def _drawn(model: Path | None, texts: list, folder: Path, seed: int) -> Path:
 def leaving(runtime: Runtime, texts: list) -> Threshold:
     """Thresholds at which LEAVE of these rows leave."""
     recorded = record(runtime.segments().by_segment(NeverExit()), runtime.encode(texts), 16)
-    confidence = np.stack([max_probability(logits) for logits in recorded.logits.transpose(1, 0, 2)], axis=1)
+    confidence = recorded.confidence("max_probability")
     here, thresholds = np.arange(len(texts)), []
     for k, share in enumerate(LEAVE):
         cut = np.sort(confidence[here, k])[-round(share * len(texts))]

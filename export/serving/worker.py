@@ -57,7 +57,7 @@ class Worker:
         self._max_wait, self._max_open, self._batch = max_wait, max_open, min(batch, engine.room)
         self._queues: list[list[Row]] = [[] for _ in engine.queues]
         self._ready = threading.Condition()  # guards all that follows
-        self._open, self._draining, self._running = 0, False, 0
+        self._open, self._draining = 0, False
         self._thread = threading.Thread(target=self._loop, name="mini-ee-worker", daemon=True)
         self._thread.start()
 

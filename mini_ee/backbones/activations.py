@@ -11,6 +11,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+OF_DECODERS = ACTIVATIONS | {"silu": F.silu}
 
 
 def graph_activation(g, x: str, activation: Callable[[Tensor], Tensor]) -> str:

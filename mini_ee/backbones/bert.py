@@ -135,11 +135,13 @@ class Around(NamedTuple):
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
         """That of these rows of the batch alone."""
-        return self if self.padding is None else Around(self.padding[tensor_on(self.padding.device, rows)])
+        if self.padding is None:
+            return self
+        return self._replace(padding=self.padding[tensor_on(self.padding.device, rows)])
 
     def repeat(self, count: int) -> "Around":
         """That of the batch, `count` times one after the other."""
-        return self if self.padding is None else Around(self.padding.repeat(count, 1, 1, 1))
+        return self if self.padding is None else self._replace(padding=self.padding.repeat(count, 1, 1, 1))
 
 
 class Embeddings(nn.Module):
@@ -197,7 +199,22 @@ class StackedLinear(nn.Linear):
         self.sizes = sizes
 
 
-class Layer(nn.Module):
+class Adapted(nn.Module):
+    """A layer whose linear maps adapters may add to."""
+
+    float_maps: tuple[str, ...] = ()  # whose inputs have outliers: they cannot bear int8
+
+    def linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
+        """One of the layer's maps, with what adapters add."""
+        y = getattr(self, name)(x)
+        return y if adapt is None else adapt(name, x, y)
+
+    def graph_linear(self, g, name: str, x: str, adapt) -> str:
+        y = g.linear(x, getattr(self, name), int8=name not in self.float_maps)
+        return y if adapt is None else adapt(name, x, y)
+
+
+class Layer(Adapted):
     """Self-attention, then the feed-forward part, each added to its input and normalised (post-norm)."""
 
     def __init__(self, config: BertConfig):
@@ -223,21 +240,17 @@ class Layer(nn.Module):
 
     def attend(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
         """The first half of forward."""
-        heads = self._linear("qkv", hidden, adapt).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
+        heads = self.linear("qkv", hidden, adapt).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         dropout = self.attention_dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         attended = attended.transpose(1, 2).flatten(2)
-        return self.attention_norm(hidden + self._drop(self._linear("attention_output", attended, adapt)))
+        return self.attention_norm(hidden + self._drop(self.linear("attention_output", attended, adapt)))
 
     def feed(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """The second half."""
-        inner = self.activation(self._linear("up", hidden, adapt))
-        return self.output_norm(hidden + self._drop(self._linear("down", inner, adapt)))
-
-    def _linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
-        y = getattr(self, name)(x)
-        return y if adapt is None else adapt(name, x, y)
+        inner = self.activation(self.linear("up", hidden, adapt))
+        return self.output_norm(hidden + self._drop(self.linear("down", inner, adapt)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
@@ -247,21 +260,15 @@ class Layer(nn.Module):
         return self.graph_feed(g, self.graph_attend(g, hidden, around, adapt), adapt)
 
     def graph_attend(self, g, hidden: str, around: "GraphAround", adapt=None) -> str:
-        """attend."""
-        qkv = g.unflatten(self._graph_linear(g, "qkv", hidden, adapt), around.shape)
+        qkv = g.unflatten(self.graph_linear(g, "qkv", hidden, adapt), around.shape)
         query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
         attended = g.attention(query, key, value, around.readable, self.heads, self.heads)
         flat = g.flatten(attended, self.attention_output.in_features)
-        return g.apply(self.attention_norm, g.op("Add", hidden, self._graph_linear(g, "attention_output", flat, adapt)))
+        return g.apply(self.attention_norm, g.op("Add", hidden, self.graph_linear(g, "attention_output", flat, adapt)))
 
     def graph_feed(self, g, hidden: str, adapt=None) -> str:
-        """feed."""
-        inner = graph_activation(g, self._graph_linear(g, "up", hidden, adapt), self.activation)
-        return g.apply(self.output_norm, g.op("Add", hidden, self._graph_linear(g, "down", inner, adapt)))
-
-    def _graph_linear(self, g, name: str, x: str, adapt) -> str:
-        y = g.linear(x, getattr(self, name), int8=True)
-        return y if adapt is None else adapt(name, x, y)
+        inner = graph_activation(g, self.graph_linear(g, "up", hidden, adapt), self.activation)
+        return g.apply(self.output_norm, g.op("Add", hidden, self.graph_linear(g, "down", inner, adapt)))
 
 
 class MaskedLMHead(nn.Module):
@@ -335,9 +342,7 @@ class Bert(Backbone):
 
     def graph_around(self, g, mask: str) -> "GraphAround":
         """What all layers need, made once. mask (B, T): true where there is a token."""
-        rows, tokens, shape = g.shape(mask, 0, 1), g.shape(mask, 1, 2), g.shape(mask, 0, 2)
-        every_query = g.op("Concat", rows, g.integers(1), tokens, tokens, axis=0)
-        return GraphAround(shape, g.op("Expand", g.op("Unsqueeze", mask, g.integers(1, 2)), every_query))
+        return GraphAround(g.shape(mask, 0, 2), g.readable(mask, mask))
 
     def around(self, inputs) -> Around:
         """The padding mask."""

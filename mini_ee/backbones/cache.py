@@ -156,6 +156,18 @@ class GraphCache(NamedTuple):
     prompts: str  # (1,): how many rows the caches have
 
 
+def graph_cache(g, first: int, width: int) -> tuple[str, str, GraphCache]:
+    """Where tokens stand, (B, T) from 0, all slots (S,), and the cache; declares the inputs positions (B, T), -1 for
+    padding, rows (B,), which prompts the tokens belong to, and the keys of layer `first`, (prompts, slots, width)."""
+    positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
+    keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
+    row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
+    index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
+    zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
+    slots = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
+    return g.op("Max", positions, g.integers(0)), slots, GraphCache(index, rows, g.shape(keys, 0, 1))
+
+
 class GraphBlock:
     """Block as ONNX nodes: whole rows, whose tokens read each other, or tokens whose past stands in caches.
 

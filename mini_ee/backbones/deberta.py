@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.backbones import bert
 from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, layer_flops, padding_mask, tensor_on
-from mini_ee.backbones.bert import ACTIVATIONS, MaskedLMHead, StackedLinear, graph_activation
+from mini_ee.backbones.bert import ACTIVATIONS, Adapted, Bert, MaskedLMHead, StackedLinear, graph_activation
 from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
 from mini_ee.backbones.shapes import check
 
@@ -45,15 +46,7 @@ class Around(NamedTuple):
     table: Tensor | None  # (S, D), the rows of P that the distances have; None: no positions are read
     index: Tensor | None  # (T, T), which of these is i - j
 
-    def keep(self, rows: np.ndarray | Tensor) -> "Around":
-        """That of these rows of the batch alone."""
-        if self.padding is None:
-            return self
-        return self._replace(padding=self.padding[tensor_on(self.padding.device, rows)])
-
-    def repeat(self, count: int) -> "Around":
-        """That of the batch, `count` times one after the other."""
-        return self if self.padding is None else self._replace(padding=self.padding.repeat(count, 1, 1, 1))
+    keep, repeat = bert.Around.keep, bert.Around.repeat  # what positions read is the same for all rows
 
 
 class GraphAround(NamedTuple):
@@ -156,7 +149,7 @@ class Convolution(nn.Module):
         return g.op("Mul", g.apply(self.norm, g.op("Add", hidden, inner)), real)
 
 
-class Layer(nn.Module):
+class Layer(Adapted):
     """Disentangled self-attention, then the feed-forward part, each added to its input and normed (post-norm)."""
 
     def __init__(self, config: DebertaConfig, first: bool):
@@ -182,11 +175,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, around: Around, adapt: AdaptLayer | None = None, streams: int = 1) -> Tensor:
         """(B, T, D) -> (B, T, D). adapt: what adapters add to the linear maps of this layer, one of each stream."""
-
-        def linear(name: str, x: Tensor) -> Tensor:
-            y = getattr(self, name)(x)
-            return y if adapt is None else adapt(name, x, y)
-
+        linear = partial(self.linear, adapt=adapt)
         query, key, value = linear("qkv", hidden).chunk(3, dim=-1)
         if self.q_bias is not None:
             query, value = query + self.q_bias, value + self.v_bias
@@ -235,11 +224,7 @@ class Layer(nn.Module):
 
     def graph(self, g, hidden: str, around: GraphAround, adapt: Callable | None = None, streams: int = 1) -> str:
         """forward, on (B T, D) but for the attention itself."""
-
-        def linear(name: str, x: str) -> str:
-            y = g.linear(x, getattr(self, name), int8=True)
-            return y if adapt is None else adapt(name, x, y)
-
+        linear = partial(self.graph_linear, g, adapt=adapt)
         width = self.attention_output.in_features
         qkv = g.unflatten(linear("qkv", hidden), around.shape, 3 * width)
         query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
@@ -253,9 +238,7 @@ class Layer(nn.Module):
             scores = self.graph_position_scores(g, query, key, tables, around.index)
             mask = g.op("Where", real, scores, g.number(-np.inf))
         else:
-            tokens = g.shape(around.mask, 1, 2)
-            pairs = g.op("Concat", g.shape(around.mask, 0, 1), g.integers(1), tokens, tokens, axis=0)
-            mask = g.op("Expand", real, pairs)
+            mask = g.readable(around.mask, around.mask)
         query = g.op("Mul", query, g.number(self.share))
         attended = g.attention(query, key, value, mask, self.heads, self.heads)
         attended = linear("attention_output", g.flatten(attended, width))
@@ -310,7 +293,8 @@ class Deberta(Backbone):
     """The backbone: embeddings, positions, L layers, and, where the checkpoint has it, a masked-LM head."""
 
     Config = DebertaConfig
-    vocabulary = {"weight": "embeddings.word.weight", "bias": "lm_head.bias"}
+    vocabulary, lm_logits, graph_lm_logits = Bert.vocabulary, Bert.lm_logits, Bert.graph_lm_logits  # the head is BERT's
+    graph_embed = Bert.graph_embed
 
     def __init__(self, config: DebertaConfig, lm_head: bool = True):
         super().__init__()
@@ -341,10 +325,6 @@ class Deberta(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types, padding_mask(inputs.attention_mask, device))
 
-    def graph_embed(self, g) -> str:
-        """embed; declares the inputs that it takes."""
-        return self.embeddings.graph(g)
-
     def around(self, inputs) -> Around:
         """The padding mask, and what positions read."""
         padding = padding_mask(inputs.attention_mask, self.embeddings.word.weight.device)
@@ -367,17 +347,6 @@ class Deberta(Backbone):
         for depth in range(start, stop):
             flat = self.layers[depth].graph(g, flat, around, adapt and partial(adapt, depth), streams)
         return g.unflatten(flat, around.shape, self.config.hidden_size)
-
-    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
-        """Masked-LM logits, (..., D) -> (..., V), as `Backbone.lm_logits` says."""
-        if self.lm_head is None:
-            raise self.no_lm_head()
-        return self.lm_head(hidden, self.embeddings.word.weight, words).float()
-
-    def graph_lm_logits(self, g, hidden: str, words: Tensor) -> str:
-        """lm_logits of some words (C,) alone: (B, D) -> (B, C)."""
-        rows = g.rows_of(self.embeddings.word.weight, words), g.rows_of(self.lm_head.bias, words)
-        return self.lm_head.graph(g, hidden, *rows)
 
     # ---- What it costs ----
     def layer_flops(self, tokens: int) -> float:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Adapt, padding_mask, tensor_on
-from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, Writer, readable, token_positions
+from mini_ee.backbones.cache import Around, Cache, GraphBlock, Writer, graph_cache, readable, token_positions
 from mini_ee.backbones.llama_config import LAYER_TYPES, DecoderConfig, rope_frequencies
 from mini_ee.backbones.llama_family import MEMBERS
 from mini_ee.backbones.llama_layer import Layer, norm_of
@@ -180,16 +180,9 @@ class Decoder(Writer):
     def graph_block(self, g, first: int) -> GraphBlock:
         """block with a cache, for a graph whose first layer is this, from 0. Declares the inputs positions (B, T), -1
         for padding, rows (B,): which prompts the tokens belong to, and that layer's cache."""
-        positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
-        width = self.config.key_value_heads * self.config.head_width
-        keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
-        row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
-        index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
-        at = g.op("Max", positions, g.integers(0))
-        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
-        every_slot = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
-        seen = g.op("LessOrEqual", every_slot, g.op("Unsqueeze", at, g.integers(1, 3)))
-        return GraphBlock(g, self.config, at, (every_slot, seen), GraphCache(index, rows, g.shape(keys, 0, 1)))
+        at, slots, cache = graph_cache(g, first, self.config.key_value_heads * self.config.head_width)
+        seen = g.op("LessOrEqual", slots, g.op("Unsqueeze", at, g.integers(1, 3)))
+        return GraphBlock(g, self.config, at, (slots, seen), cache)
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""
@@ -216,7 +209,6 @@ class Decoder(Writer):
             self.layers[depth].write_keys(hidden, around, around.cache.keys[depth], around.cache.values[depth])
 
     def graph_propagate(self, g, hidden: str, block: GraphBlock, start: int, stop: int) -> None:
-        """propagate."""
         flat = g.flatten(hidden, self.config.hidden_size)
         for depth in range(start, stop):
             self.layers[depth].graph_write_keys(g, flat, block, depth)

@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mini_ee.backbones.activations import OF_DECODERS as ACTIVATIONS
 from mini_ee.backbones.backbone import (
     LARGEST,
     check_fields,
@@ -16,10 +16,7 @@ from mini_ee.backbones.backbone import (
     known_fields,
     shortened,
 )
-from mini_ee.backbones.bert import ACTIVATIONS as BERT_ACTIVATIONS
 from mini_ee.backbones.llama_family import MEMBERS, SWITCHES, Member
-
-ACTIVATIONS = BERT_ACTIVATIONS | {"silu": F.silu}
 
 # Keys that would change what is computed, and the only values that this file computes, but for members that obey them.
 FIXED_KEYS = {
@@ -77,6 +74,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    token_types = None  # decoders have no use for them
 
     def __post_init__(self):
         _member(self.model_type)
@@ -86,8 +84,7 @@ class DecoderConfig:
                 f"tie_word_embeddings must be false in {self.model_type}, whose head has a bias, got True: "
                 f"not supported"
             )
-        stops = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        for stop in () if self.eos_token_id is None else stops:
+        for stop in self.stop_tokens:
             check_integer("eos_token_id", stop, least=0, most=LARGEST["vocab_size"])
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
@@ -224,10 +221,6 @@ class DecoderConfig:
     def rotary_width(self) -> int:
         """How many of a head's numbers rotate."""
         return int(self.head_width * self.partial_rotary_factor)
-
-    @property
-    def token_types(self) -> None:
-        """Decoders have no use for them."""
 
     @property
     def max_tokens(self) -> int:

@@ -3,12 +3,15 @@
 All are pre-norm with rotary positions (Su et al. 2021). Agreement with transformers is pinned in tests/test_decoder.py.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.backbones.activations import graph_activation
 from mini_ee.backbones.backbone import AdaptLayer
-from mini_ee.backbones.bert import StackedLinear, graph_activation
+from mini_ee.backbones.bert import Adapted, StackedLinear
 from mini_ee.backbones.cache import Around, GraphBlock
 from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig
 
@@ -53,11 +56,13 @@ def norm_of(config: DecoderConfig, width: int | None = None) -> nn.Module:
     return RMSNorm(width, config.norm_eps, offset=kind == "rms, 1 + w")
 
 
-class Layer(nn.Module):
+class Layer(Adapted):
     """Attention and MLP, each on a normed input and added to the stream; some add both at once, on one norm.
 
     depth: which layer it is, from 0: it may have a window.
     """
+
+    float_maps = ("down",)
 
     def __init__(self, config: DecoderConfig, depth: int):
         super().__init__()
@@ -100,10 +105,6 @@ class Layer(nn.Module):
         hidden = hidden + attended
         return hidden + self.mlp(self.mlp_norm(hidden), adapt)
 
-    def _linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
-        y = getattr(self, name)(x)
-        return y if adapt is None else adapt(name, x, y)
-
     def attention(
         self,
         normed: Tensor,
@@ -113,7 +114,7 @@ class Layer(nn.Module):
         adapt: AdaptLayer | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D): every token reads the tokens up to itself (grouped queries: Ainslie et al. 2023)."""
-        stacked = self._linear("qkv", normed, adapt).view(*normed.shape[:2], -1, self.head_width)  # (B, T, H + 2 KV, d)
+        stacked = self.linear("qkv", normed, adapt).view(*normed.shape[:2], -1, self.head_width)  # (B, T, H + 2 KV, d)
         turning, value = stacked.split((self.heads + self.key_value_heads, self.key_value_heads), dim=2)
         if self.head_norms:
             query, key = turning.split((self.heads, self.key_value_heads), dim=2)
@@ -135,7 +136,7 @@ class Layer(nn.Module):
                         for i, row in enumerate(around.rows)
                     ]
                 )
-        return self._linear("attention_output", attended.transpose(1, 2).flatten(2), adapt)
+        return self.linear("attention_output", attended.transpose(1, 2).flatten(2), adapt)
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -178,16 +179,13 @@ class Layer(nn.Module):
 
     def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """down(act(gate) * up), without a gate down(act(up)): (B, T, D) -> (B, T, D)."""
-        inner = self._linear("up", normed, adapt)
-        inner = self.activation(self._linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
-        return self._linear("down", inner, adapt)
+        inner = self.linear("up", normed, adapt)
+        inner = self.activation(self.linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
+        return self.linear("down", inner, adapt)
 
     def graph(self, g, hidden: str, block: GraphBlock, depth: int, adapt=None) -> str:
         """forward of the layer at this depth, from 0, on (B T, D) but for the attention itself."""
-
-        def linear(name: str, x: str) -> str:
-            y = g.linear(x, getattr(self, name), int8=name != "down")  # its input has outliers
-            return y if adapt is None else adapt(name, x, y)
+        linear = partial(self.graph_linear, g, adapt=adapt)
 
         def mlp(normed: str) -> str:
             inner = linear("up", normed)

@@ -252,7 +252,6 @@ class T5(Writer):
         return g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
 
     def graph_propagate(self, g, hidden: str, block: T5Block, start: int, stop: int) -> None:
-        """propagate."""
         flat = g.flatten(hidden, self.config.hidden_size)
         for depth in range(start, stop):
             self.layers[depth].graph_write_keys(g, flat, block, depth)
@@ -272,7 +271,6 @@ class T5(Writer):
         return self.encode(inputs, layer)
 
     def graph_text_states(self, g, mask: str, layer: int) -> str:
-        """text_states."""
         embedded = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
         return self.graph_encode(g, embedded, mask, layer)
 

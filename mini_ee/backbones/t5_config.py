@@ -5,13 +5,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.activations import ACTIVATIONS as BERT_ACTIVATIONS
+from mini_ee.backbones.activations import OF_DECODERS as ACTIVATIONS
 from mini_ee.backbones.backbone import LARGEST, check_fields, check_fixed, check_integer, known_fields, shortened
 
-ACTIVATIONS = BERT_ACTIVATIONS | {"silu": F.silu}
 GATED = "gated-"
 
 THEIR_KEYS = {  # ours -> Hugging Face's
@@ -55,6 +53,7 @@ class T5Config:
     pad_token_id: int = 0
     decoder_start_token_id: int = 0
     eos_token_id: int | tuple[int, ...] | None = 1
+    token_types = None  # there is no use for them
 
     def __post_init__(self):
         check_fields(self, from_zero=("pad_token_id", "decoder_start_token_id"))
@@ -123,10 +122,6 @@ class T5Config:
 
     def window(self, layer: int) -> None:
         """No layer reads the nearest tokens alone."""
-
-    @property
-    def token_types(self) -> None:
-        """There is no use for them."""
 
     @property
     def stop_tokens(self) -> list[int]:

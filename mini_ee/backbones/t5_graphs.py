@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mini_ee.backbones.cache import GraphBlock, GraphCache
+from mini_ee.backbones.cache import GraphBlock, graph_cache
 
 MEMORY = "memory"  # what names of inputs begin with that hold what was made of the prompts
 
@@ -19,15 +19,9 @@ class T5Block(GraphBlock):
         self.config, heads = backbone.config, backbone.config.num_attention_heads
         self.width, self.written, self._turn = heads * self.config.head_width, {}, []
         self._gone = self.near = None
-        positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
-        self.shape = self.every_shape = g.shape(positions, 0, 2)
-        keys = g.input(f"keys_{first}", "prompts", "slots", self.width, dtype=g.dtype)
-        row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), self.shape)
-        index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
-        self._cache = GraphCache(index, rows, g.shape(keys, 0, 1))
-        at = g.op("Unsqueeze", g.op("Max", positions, g.integers(0)), g.integers(2))
-        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
-        slots = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
+        at, slots, self._cache = graph_cache(g, first, self.width)
+        self.shape = self.every_shape = g.shape(at, 0, 2)
+        at = g.op("Unsqueeze", at, g.integers(2))
         biases = backbone.biases.graph_of(g, g.op("Sub", slots, at))
         read = g.op("Unsqueeze", g.op("LessOrEqual", slots, at), g.integers(1))
         self.readable = g.op("Where", read, biases, g.number(-np.inf))  # (B, H, T, slots)
@@ -45,11 +39,7 @@ class T5Block(GraphBlock):
         mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
 
         def attended(keys: str, values: str, mask: str) -> list:
-            readable = g.op("Unsqueeze", g.cast(mask, bool), g.integers(1, 2))
-            every = g.op(
-                "Concat", g.shape(query, 0, 1), g.integers(1), g.shape(query, 1, 2), g.shape(mask, 1, 2), axis=0
-            )
-            read = g.attention(query, keys, values, g.op("Expand", readable, every), heads, heads)
+            read = g.attention(query, keys, values, g.readable(g.cast(mask, bool), query), heads, heads)
             return [g.value(read, "some", "tokens", self.width)]
 
         everyone = g.op("Equal", g.shape(query, 0, 1), self._cache.prompts)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.activations import graph_activation
 from mini_ee.backbones.backbone import AdaptLayer, tensor_on
-from mini_ee.backbones.bert import StackedLinear
+from mini_ee.backbones.bert import Adapted, StackedLinear
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.llama_layer import RMSNorm
 from mini_ee.backbones.t5_config import ACTIVATIONS, T5Config
@@ -100,7 +100,6 @@ class HeadNorm(RMSNorm):
         return super().forward(x) * self.scale
 
     def graph(self, g, x: str) -> str:
-        """forward."""
         return g.op("Mul", super().graph(g, x), g.number(self.scale))
 
 
@@ -109,8 +108,10 @@ def norm_of(config: T5Config) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=False)
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(Adapted):
     """Self-attention, then the feed-forward part, each on a normed input and added to the stream."""
+
+    float_maps = ("down",)
 
     def __init__(self, config: T5Config):
         super().__init__()
@@ -156,17 +157,11 @@ class EncoderLayer(nn.Module):
             inner = self.activation(self.linear("up", normed, adapt))
         return hidden + self.dropout(self.linear("down", self.dropout(inner), adapt))
 
-    def linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
-        """One of the layer's maps, with what adapters add."""
-        y = getattr(self, name)(x)
-        return y if adapt is None else adapt(name, x, y)
-
     def graph(self, g, hidden: str, shape: str, bias: str) -> str:
         """forward on (B T, D). shape (2,): B and T."""
         return self.graph_feed(g, self.graph_attend(g, hidden, shape, bias))
 
     def graph_attend(self, g, hidden: str, shape: str, bias: str, adapt: Callable | None = None) -> str:
-        """attend."""
         qkv = g.unflatten(self.graph_linear(g, "qkv", g.apply(self.attention_norm, hidden), adapt), shape)
         return self.graph_read(
             g, "attention_output", hidden, g.several(3, "Split", qkv, axis=2, num_outputs=3), bias, adapt
@@ -181,7 +176,6 @@ class EncoderLayer(nn.Module):
         return g.op("Add", hidden, self.graph_linear(g, output, attended, adapt))
 
     def graph_feed(self, g, hidden: str, adapt: Callable | None = None) -> str:
-        """feed."""
         normed = g.apply(self.mlp_norm, hidden)
         inner = graph_activation(
             g, self.graph_linear(g, "gate" if self.is_gated else "up", normed, adapt), self.activation
@@ -189,11 +183,6 @@ class EncoderLayer(nn.Module):
         if self.is_gated:
             inner = g.op("Mul", inner, self.graph_linear(g, "gated", normed, adapt))
         return g.op("Add", hidden, self.graph_linear(g, "down", inner, adapt))
-
-    def graph_linear(self, g, name: str, x: str, adapt: Callable | None) -> str:
-        """linear."""
-        y = g.linear(x, getattr(self, name), int8=name != "down")  # its input has outliers
-        return y if adapt is None else adapt(name, x, y)
 
 
 class Layer(EncoderLayer):

@@ -157,7 +157,6 @@ class FrameHead(nn.Module):
         return graph_pooled(g, g.unflatten(flat, g.shape(mask, 0, 2)), mask, self.pool)
 
     def graph_classify(self, g, vector: str) -> str:
-        """classify."""
         normed = g.apply(self.norm, vector)
         length = g.op("Max", g.op("ReduceL2", normed, g.integers(1), keepdims=1), g.number(SHORTEST))
         return g.op("MatMul", g.op("Div", normed, length), g.parameter(self.frame))

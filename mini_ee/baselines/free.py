@@ -204,9 +204,9 @@ class Moved(NamedTuple):
 
 
 @torch.inference_mode()
-def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int, first: float = FIRST) -> Moved:
+def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
     """Continue what each text gives (up to its `start`), one after the other, under a lambda that learns from them."""
-    mixture, levels, written, gaps, agrees = Mixture(), [first], [], [], []
+    mixture, levels, written, gaps, agrees = Mixture(), [FIRST], [], [], []
     stop = model.backbone.config.stop_tokens
     for text in texts:
         prompt = text.ids[: text.start + 1]

@@ -121,9 +121,7 @@ def graph_attend(g, layer: Halves, first: str, hidden: str, mask: str) -> str:
         product = g.gemm(g.flatten(x, width), weight, bias)
         parts.append(g.unflatten(product, g.shape(x, 0, 2), end - begin))
     key, value = g.several(2, "Split", parts[1], axis=2, num_outputs=2)
-    pairs = g.op("Concat", g.shape(first, 0, 1), g.integers(1), g.shape(first, 1, 2), g.shape(hidden, 1, 2), axis=0)
-    readable = g.op("Expand", g.op("Unsqueeze", mask, g.integers(1, 2)), pairs)
-    attended = g.flatten(g.attention(parts[0], key, value, readable, layer.heads, layer.heads), width)
+    attended = g.flatten(g.attention(parts[0], key, value, g.readable(mask, first), layer.heads, layer.heads), width)
     attended = g.linear(attended, layer.attention_output, int8=True)
     return g.apply(layer.attention_norm, g.op("Add", g.flatten(first, width), attended))
 
@@ -182,7 +180,6 @@ class HashExits(LeavingExits):
 
     # ---- ONNX ----
     def graph_leave(self, g, hidden: str) -> Left:
-        """leave."""
         width, given = self.backbone.config.hidden_size, self.graph_depths(g)
         tokens = g.shape(given, 1, 2)
         depths, order = g.several(2, "TopK", given, tokens, axis=1)  # of equal ones the first comes first
@@ -211,7 +208,6 @@ class HashExits(LeavingExits):
         return graph_spent(g, layers, g.op("Add", g.op("Mul", taken, each), of_all))
 
     def graph_stay(self, g, hidden: str) -> Left:
-        """stay."""
         mask, depths = graph_mask(g), g.op("Unsqueeze", self.graph_depths(g), g.integers(2))
         around = self.backbone.graph_around(g, mask)
         for depth in range(self.layers):

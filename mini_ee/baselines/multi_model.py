@@ -38,7 +38,6 @@ class MultiModel(ExitModel):
         return [model(input_ids, attention_mask, token_type_ids)[0] for model in self.models]
 
     def segments(self) -> "CascadeSegments":
-        """What early_exit drives."""
         return CascadeSegments(self)
 
 

@@ -155,7 +155,6 @@ class ReducedExits(LeavingExits):
 
     # ---- ONNX ----
     def graph_leave(self, g, hidden: str) -> Left:
-        """leave."""
         mask, start, run, operations = graph_mask(g), 0, [], []
         length = g.op("ReduceSum", g.cast(mask, np.float32), g.integers(1), keepdims=0)
         one, two, three = (self.backbone.layer_flops(tokens) for tokens in (1, 2, 3))
@@ -177,7 +176,6 @@ class ReducedExits(LeavingExits):
         return Left(hidden, mask, graph_spent(g, g.op("Div", g.op("Sum", *run), length), g.op("Sum", *operations)))
 
     def graph_stay(self, g, hidden: str) -> Left:
-        """stay."""
         mask, start = graph_mask(g), 0
         for policy, stop in zip((*self.selectors, None), self.ends):
             hidden = self.backbone.graph_layers(g, hidden, self.backbone.graph_around(g, mask), start, stop)

@@ -267,7 +267,6 @@ class LoRAExits(ExitModel):
         return Streams(self, first, stop)
 
     def graph_streams(self, g, first: int, stop: int) -> Callable[[int, str, str, str], str]:
-        """streams."""
 
         def adapt(layer: int, name: str, x: str, y: str) -> str:
             live = [self.adapters[k][layer] for k in range(first, stop)]

@@ -180,6 +180,14 @@ def _seen(prompts: Sequence[Sequence[int]], decoder: Backbone) -> Tensor:
     return seen
 
 
+def token_weights(decoder: Backbone) -> Weights:
+    """How many weights a token is multiplied with."""
+    config = decoder.config
+    return Weights(
+        decoder.token_weights, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size
+    )
+
+
 class TokenSegments(CachedSegments):
     """Those of a backbone that writes, in torch."""
 
@@ -201,8 +209,7 @@ class TokenSegments(CachedSegments):
         self.cache = Cache(decoder, num_rows, capacity)
         weight = decoder.embeddings.weight
         self.left = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
-        heads = decoder.config.num_attention_heads * decoder.config.head_width
-        self.weights = Weights(decoder.token_weights, heads, weight.numel())
+        self.weights = token_weights(decoder)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         self.decoder.read_prompts(prompts, self.cache)

@@ -67,11 +67,9 @@ class ExitHead(nn.Module):
         return graph_pooled(g, hidden if self.norm is None else g.apply(self.norm, hidden), mask, self.pool)
 
     def graph_classify(self, g, state: str) -> str:
-        """classify."""
         return g.linear(self.graph_inner(g, state), self.out)
 
     def graph_inner(self, g, state: str) -> str:
-        """inner."""
         return state if self.dense is None else g.op("Tanh", g.linear(state, self.dense))
 
 

@@ -72,7 +72,6 @@ class PromptModel(ExitModel):
         return self.backbone.lm_logits(read, self.label_tokens).float()
 
     def graph_read_at(self, g) -> str:
-        """read_at."""
         if self.pool == "first":
             return g.op("Expand", g.integers(0), g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
         if self.mask_token_id is None:

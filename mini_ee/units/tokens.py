@@ -21,8 +21,8 @@ from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Recorded
 from mini_ee.rules import NeverExit, Rule
-from mini_ee.units.decoding import Step, Weights, gather
-from mini_ee.units.generation import generate
+from mini_ee.units.decoding import Step, gather
+from mini_ee.units.generation import generate, token_weights
 from mini_ee.units.heads import OwnHead, VocabularyHead
 from mini_ee.units.recording import Record
 from mini_ee.units.rows import ExitModel, Fork, RunLayers, States, check_exits
@@ -290,14 +290,6 @@ def record_texts(
     flops = np.stack([np.outer(layers, passes), np.full((len(groups), len(passes)), 2.0 * head)], axis=2)
     recorded = Recorded(model.exits, answers, flops, passes, found)
     return Record(recorded, answers, float(flops[:, :, 0].sum(1).mean() + 2.0 * head), groups)
-
-
-def token_weights(backbone) -> Weights:
-    """How many weights a token is multiplied with."""
-    config = backbone.config
-    return Weights(
-        backbone.token_weights, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size
-    )
 
 
 def _said(model: TokenExits, inputs, places: tuple[Tensor, Tensor], following: Tensor) -> dict[str, np.ndarray]:
