@@ -246,7 +246,7 @@ def test_train_and_inference_read_the_same_layer():
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_the_test_of_the_layer_can_fail(monkeypatch, shift):
-    right = TokenExits.states
+    right = TokenExits.each_state
 
     def off_by_one(self, *inputs):
         exits = self.exits
@@ -255,7 +255,7 @@ def test_the_test_of_the_layer_can_fail(monkeypatch, shift):
         self.exits = exits
         return found
 
-    monkeypatch.setattr(TokenExits, "states", off_by_one)
+    monkeypatch.setattr(TokenExits, "each_state", off_by_one)
     with pytest.raises(AssertionError):
         test_train_and_inference_read_the_same_layer()
 

@@ -181,7 +181,7 @@ class DreeExits(ExitModel):
         branches = [*(TaskBranch(layer, how) for layer in layers[:-1]), None]
         self.heads = nn.ModuleList(FrameHead(branch, width, num_labels, pool) for branch in branches)
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+    def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """What each exit reads, pooled: (B, D) each. The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
         around, hidden, found = self.backbone.around(inputs), self.backbone.embed(inputs), []

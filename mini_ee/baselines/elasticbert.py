@@ -39,7 +39,7 @@ def balanced(k: int, hidden: Tensor, exits: int) -> tuple[Tensor, Tensor]:
 def equilibrium_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of the exits' losses."""
     fork = partial(balanced, exits=len(model.exits))
-    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, fork))
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, fork=fork))
 
 
 def entropies_and_patiences(recorded: Record) -> list[Rule]:

@@ -34,7 +34,7 @@ from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
 from mini_ee.training.rule import q_exits
 from mini_ee.units.heads import HEAD_DROPOUT
-from mini_ee.units.rows import ExitModel, RowExits, RowSegments, graph_mask, graph_rows
+from mini_ee.units.rows import RowExits, RowSegments, graph_mask, graph_rows
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -93,17 +93,15 @@ class Ponder(nn.Module):
 class PonderExits(RowExits):
     """A RowExits whose states are [s_k; s_{k-1}]."""
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
+    def each_state(self, *inputs: Tensor) -> list[Tensor]:
         """The state of every exit, (B, 2 D) each: its head reads the first half, the MLP both."""
-        pooled = super().states(input_ids, attention_mask, token_type_ids)
+        pooled = list(super().each_state(*inputs))
         said = [head.inner(state) for head, state in zip(self.heads, pooled)]
         return [torch.cat(pair, dim=1) for pair in zip(said, [torch.zeros_like(said[0]), *said])]
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, 2 D) -> logits (B, C) of exit k."""
         return self.heads[k].conclude(state[:, : state.shape[1] // 2])
-
-    forward = ExitModel.forward  # a state is of two exits
 
     def segments(self) -> "PonderSegments":
         return PonderSegments(self)

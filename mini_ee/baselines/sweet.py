@@ -11,7 +11,7 @@ from mini_ee.training.method import Method, NoConfig
 
 def separate_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of the exits' losses, each cut off from the layers that belong to earlier exits."""
-    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, cut_off))
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs, fork=cut_off))
 
 
 def cut_off(k: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

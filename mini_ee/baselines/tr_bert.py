@@ -52,7 +52,7 @@ from mini_ee.units.leaving import (
     in_order,
     spent_by,
 )
-from mini_ee.units.rows import Fork, RunLayers, States, graph_mask
+from mini_ee.units.rows import States, graph_mask
 
 KEPT = 0.9  # pi(keep) of every token before step 2
 
@@ -144,8 +144,8 @@ class ReducedExits(LeavingExits):
         """Logits (B, C)."""
         return self.classify(0, self.heads[0].state(found.hidden, self._mask(found)))
 
-    def _each_state(self, inputs: Tensors, fork: Fork | None, run: RunLayers | None) -> Iterator[Tensor]:
-        found = self.through(inputs, likely)
+    def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
+        found = self.through(Tensors(*inputs), likely)
         state = self.heads[0].state(found.hidden, self._mask(found))
         yield torch.cat((state, found.layers.to(state)[:, None] / self.layers), dim=1)
 

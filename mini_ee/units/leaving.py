@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.early_exit import Reading
-from mini_ee.units.rows import Fork, RowExits, RowSegments, RunLayers
+from mini_ee.units.rows import RowExits, RowSegments
 
 
 class Left(NamedTuple):
@@ -43,8 +43,8 @@ class LeavingExits(RowExits):
         """stay, from the embeddings on."""
         raise NotImplementedError
 
-    def _each_state(self, inputs: Tensors, fork: Fork | None, run: RunLayers | None) -> Iterator[Tensor]:
-        left = self.leave(inputs)
+    def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
+        left = self.leave(Tensors(*inputs))
         yield self.heads[0].state(left.hidden, left.mask)
 
     def segments(self) -> "LeavingSegments":

@@ -72,9 +72,13 @@ class ExitModel(nn.Module):
         """Whether a training may change the parameter of this name."""
         return self.holds_backbone or not name.startswith("backbone.")
 
+    def states(self, *inputs: Tensor, **how) -> list[Tensor]:
+        """The state of every exit, (N, D) each: what its head and its policy read. Arguments as of `each_state`."""
+        return list(self.each_state(*inputs, **how))
+
     def forward(self, *inputs: Tensor, **how) -> list[Tensor]:
-        """Logits (N, C) of every exit; arguments as of `states`."""
-        return [self.classify(k, state) for k, state in enumerate(self.states(*inputs, **how))]
+        """Logits (N, C) of every exit. Arguments as of `each_state`. Dropout is drawn in the order of depth."""
+        return [self.classify(k, state) for k, state in enumerate(self.each_state(*inputs, **how))]
 
     def own_state(self) -> dict[str, Tensor]:
         """What a run on disk holds in model.safetensors."""
@@ -114,21 +118,12 @@ class RowExits(ExitModel):
         self.heads = exit_heads(backbone, len(exits), num_labels, pool)
         self.policy = policy and policy(backbone.config.hidden_size, self.exits)
 
-    def states(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor,
-        fork: Fork | None = None,
-        run: RunLayers | None = None,
-    ) -> list[Tensor]:
-        """The state of every exit, (B, D) each: what its head and its policy read. The three inputs are (B, T) int64.
+    def each_state(self, *inputs: Tensor, fork: Fork | None = None, run: RunLayers | None = None) -> Iterator[Tensor]:
+        """The state of every exit, (B, D) each. inputs: ids, mask and types, as `Tensors` has them.
 
         fork: how gradients of an exit and of the layers above it meet, see Fork. run: see RunLayers.
         """
-        return list(self._each_state(Tensors(input_ids, attention_mask, token_type_ids), fork, run))
-
-    def _each_state(self, inputs: Tensors, fork: Fork | None, run: RunLayers | None) -> Iterator[Tensor]:
+        inputs = Tensors(*inputs)
         around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
         run = run or self.backbone.run_layers
         for k, (layer, head) in enumerate(zip(self.exits, self.heads)):
@@ -143,18 +138,6 @@ class RowExits(ExitModel):
     def exit_logits(self, states: list[Tensor]) -> Tensor:
         """What the policy says at all exits but the last: (B, K - 1), in float32."""
         return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor,
-        fork: Fork | None = None,
-        run: RunLayers | None = None,
-    ) -> list[Tensor]:
-        """Logits (B, C) of every exit. Arguments as in `states`. Dropout is drawn in the order of depth."""
-        states = self._each_state(Tensors(input_ids, attention_mask, token_type_ids), fork, run)
-        return [self.classify(k, state) for k, state in enumerate(states)]
 
     def segments(self) -> "RowSegments":
         return RowSegments(self)

@@ -90,7 +90,7 @@ class TokenExits(ExitModel):
         """V, the width of the logits."""
         return self.backbone.config.vocab_size
 
-    def states(
+    def each_state(
         self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None, run: RunLayers | None = None
     ) -> list[Tensor]:
         """The state of every exit at the tokens that count, (N, D) each. Padding stands on the right.
