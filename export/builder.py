@@ -159,9 +159,10 @@ class Builder:
         return self.constant(str(value), np.array(value, self.dtype))
 
     def constant(self, name: str, values: np.ndarray) -> str:
-        """A constant by name, held in the graph itself."""
+        """A constant by name, held in the graph itself. Raises ValueError where the name has other values already."""
         name = f"constant_{name}_{values.dtype}"
-        self._constants[name] = values
+        if not np.array_equal(self._constants.setdefault(name, values), values):
+            raise ValueError(f"{name} is {self._constants[name]} already, not {values}")
         return name
 
     def _named(self, parameter: Tensor) -> tuple[str, Tensor]:

@@ -9,6 +9,7 @@ exported/web.json                    what the page shows: exits, the rule with i
                                      texts to try with their tokens; labels, or of a decoder tokens to stop at
 """
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def vendor_command(folder: Path) -> str | None:
     """What puts the libraries beside the page of this folder; None where they are there."""
-    return None if (folder / VENDOR).is_dir() else f"sh {SOURCES / 'vendor.sh'} {folder / VENDOR}"
+    return None if (folder / VENDOR).is_dir() else shlex.join(("sh", str(SOURCES / "vendor.sh"), str(folder / VENDOR)))
 
 
 def _write_web_graph(folder: Path) -> None:

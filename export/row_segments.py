@@ -168,12 +168,12 @@ class OrtSegments(OrtRows):
         first = parts[0][0]
         if all(state is first for state, _ in parts):
             return first.keep(np.array([row for _, row in parts]))
-        state, said = self.start(inputs), {}
+        state, said, width = self.start(inputs), {}, next(iter(first.ids.values())).shape[1]
         for name in [name for name in FOR_THE_NEXT if name in first.said]:
             whole = {id(some): some.said[name] for some, _ in parts}
             whole = {key: some if isinstance(some, np.ndarray) else some.numpy() for key, some in whole.items()}
             rows = [whole[id(some)][some.rows[row]] for some, row in parts]
-            said[name] = _padded(rows, inputs) if name == HIDDEN else np.stack(rows)
+            said[name] = _padded(rows, inputs, len(rows[0]) - width) if name == HIDDEN else np.stack(rows)
         return state._replace(said=said)
 
     def will_read(self, heads: Container[int], state: OrtState) -> OrtState:
@@ -206,10 +206,11 @@ class OrtSegments(OrtRows):
         return Reading(*(each if each is None else each[state.rows] for each in reading))
 
 
-def _padded(rows: list[np.ndarray], inputs: Inputs) -> np.ndarray:
-    """(T', D) of each row -> (B, T, D), zeros behind its tokens."""
-    out = np.zeros((*inputs.attention_mask.shape, rows[0].shape[1]), rows[0].dtype)
-    for at, (row, tokens) in enumerate(zip(rows, inputs.attention_mask.sum(axis=1).tolist())):
+def _padded(rows: list[np.ndarray], inputs: Inputs, before: int) -> np.ndarray:
+    """States (T', D) of each row -> (B, T, D), zeros behind its tokens. before: states that are of no token."""
+    batch, longest = inputs.attention_mask.shape
+    out = np.zeros((batch, before + longest, rows[0].shape[1]), rows[0].dtype)
+    for at, (row, tokens) in enumerate(zip(rows, (before + inputs.attention_mask.sum(axis=1)).tolist())):
         out[at, :tokens] = row[:tokens]
     return out
 

@@ -268,6 +268,9 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
     for row in range(min(8, len(texts))):
         inputs = encoded.batch([row])
         differences.append(abs(read_every_exit(theirs, inputs)[0] - read_every_exit(segments, inputs)[0]).max())
+    if f"segment_{served.exits[0]}" in served.config["graphs"]:
+        chained = record(segments.by_segment(NeverExit()), encoded, 8)
+        differences.append(abs(expected.logits - chained.logits).max())
     rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
     left = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
     return {

@@ -81,7 +81,7 @@ def graph_entropy(g, logits: str) -> str:
     """entropy."""
     log_p = g.op("LogSoftmax", logits, axis=1)
     p = g.op("Exp", log_p)
-    zero = g.constant("zero", np.zeros((), np.float32))
+    zero = g.constant("scalar_0", np.zeros((), np.float32))
     terms = g.op("Where", g.op("Greater", p, zero), g.op("Mul", p, log_p), zero)
     return g.op("ReduceSum", terms, g.integers(1), keepdims=0)
 

@@ -32,7 +32,7 @@ ALL_MEASURES = (*MEASURES, *STATE_MEASURES)
 
 NO_POLICY = (
     "the rule {} needs a model that says when to leave, this one does not; "
-    "give a run of the method consistent or berxit, or choose another rule"
+    "give a run of the method consistent or berxit, exported with such a rule if it is exported, or choose another rule"
 )
 
 

@@ -53,6 +53,15 @@ def where_weights_stand(graph, depth=0):
     return found
 
 
+def test_a_constant_has_one_value():
+    g = Builder({})
+    assert g.constant("half", np.array(0.5)) == g.constant("half", np.array(0.5))
+    with pytest.raises(ValueError, match="constant_half_float64 is 0.5 already, not 0.25"):
+        g.constant("half", np.array(0.25))
+    with pytest.raises(ValueError, match="already"):
+        g.constant("half", np.array([0.5]))  # another shape
+
+
 def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -588,6 +588,12 @@ def test_a_run_of_consistent_leaves_by_its_policy_at_a_half_where_asked_and_is_s
     assert half["rule"] == Policy(0.5).to_dict()
     (row,) = answer(capsys, "compare", tmp_path / "run", "--task", task_folder, "--sweep")["rows"]
     assert len({point["rule"].get("cut") for point in row["curve"]}) > 2
+    # an exported folder whose graph holds no policy is swept over thresholds
+    answer(
+        capsys, "export", tmp_path / "run", "--out", tmp_path / "exported", "--rule", "threshold", "--threshold", 0.6
+    )
+    (row,) = answer(capsys, "compare", tmp_path / "exported", "--task", task_folder, "--sweep")["rows"]
+    assert {point["rule"]["name"] for point in row["curve"]} == {"never", "threshold"}
 
 
 def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, task_folder, tmp_path):

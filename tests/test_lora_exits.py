@@ -186,7 +186,7 @@ def apart(model, inputs, exit_of_row):
     for k in set(exit_of_row):
         rows = np.flatnonzero(np.array(exit_of_row) == k)
         with torch.no_grad():
-            logits[rows] = model.exit_logits(k, *tensors(inputs.take(rows))).numpy()
+            logits[rows] = model.logits_of(k, *tensors(inputs.take(rows))).numpy()
     return logits
 
 
@@ -272,7 +272,7 @@ def test_training_one_exit_changes_no_other_exits_logits(padded_inputs):
     model = lora_model()
     before = logits_of(model, padded_inputs)
     optimizer = torch.optim.SGD([*model.adapters[1].parameters(), *model.heads[1].parameters()], 0.1)
-    model.exit_logits(1, *tensors(padded_inputs)).square().sum().backward()
+    model.logits_of(1, *tensors(padded_inputs)).square().sum().backward()
     optimizer.step()
     touched = {name.split(".")[1] for name, parameter in model.named_parameters() if parameter.grad is not None}
     after = logits_of(model, padded_inputs)

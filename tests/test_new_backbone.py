@@ -27,6 +27,7 @@ from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import read_every_exit
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.writer import write_graphs
+from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
 from mini_ee.training.run import load_run
 from mini_ee.units.heads import exit_heads
@@ -431,6 +432,29 @@ def test_what_runs_costs_what_torch_counts(backbone, tokens):
     first, second = counts
     assert second - first == backbone.layer_flops(tokens) > 0
     assert first - (second - first) == backbone.start_flops(tokens)
+
+
+def test_the_head_to_words_costs_what_torch_counts(backbone):
+    if backbone.has_lm_head:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            backbone.lm_logits(torch.zeros(1, backbone.config.hidden_size), torch.tensor([3, 5, 7]))
+        assert counter.get_total_flops() == backbone.lm_head_flops(3) > 0
+
+
+def test_adapters_are_charged_for_the_vectors_that_they_see(backbone, monkeypatch):
+    """In a T5 most see one token; in a DeBERTa those of positions, and of what is shared with them, the positions."""
+    seen = []
+    monkeypatch.setattr(
+        "mini_ee.methods.lora_exits.sgmv",
+        lambda y, x, A, B, *more: seen.append(2.0 * len(x) * (A[0].numel() + B[0].numel())),
+    )
+    exits, targets = (1, 3), tuple(backbone.projections)
+    model = LoRAExits(backbone, exits, 2, backbone.poolings[0], rank=2, targets=targets)
+    ids = np.arange(5, 11)[None]
+    inputs, segments = Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("a row",),)), model.segments()
+    with torch.no_grad():
+        segments.advance(0, segments.start(inputs))
+    assert seen and segments.flops(0, inputs)[0] == backbone.start_flops(6) + backbone.layer_flops(6) + sum(seen)
 
 
 def test_a_backbone_is_saved_and_loaded_and_is_the_same(backbone, tmp_path):

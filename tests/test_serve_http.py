@@ -320,13 +320,14 @@ def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
             assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog, kind):
     engine = engine_of(runtime)
     run = engine.run
 
     def failing(at, rows):
         if any("dull" in row.encoded.texts[0][0] for row in rows):
-            raise RuntimeError("out of memory")
+            raise kind("out of memory")
         run(at, rows)
 
     engine.run = failing
@@ -335,6 +336,18 @@ def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog):
         assert status == 500 and "the server's log says why" in said["error"]
         assert ask(port, {"text": "the film was good"})[0] == 200
     assert "out of memory" in caplog.text
+
+
+def test_an_error_of_the_model_in_a_stream_is_told_and_logged_alike(decoder, caplog):
+    engine = engine_of(decoder)
+
+    def failing(at, rows):
+        raise RuntimeError("out of memory")
+
+    engine.run = failing
+    with serving(engine) as (_, port):
+        status, said, _ = ask(port, {"text": PROMPTS[0], "max_new_tokens": 2, "stream": True}, "/generate")
+    assert status == 200 and json.loads(said) == {"error": app.FAILED} and "out of memory" in caplog.text
 
 
 def test_what_is_no_http_is_left_alone(runtime):

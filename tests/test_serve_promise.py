@@ -168,7 +168,7 @@ def values(page):
 
 def test_the_page_counts_requests_exits_and_seconds():
     watch = Watch((2, 4), None, None)
-    for layers, seconds in ((2, 0.004), (2, 0.0005), (4, 99.0), ([2, 4, 4], 0.02)):
+    for layers, seconds in ((2, 0.004), (2, 0.0005), (4.0000005, 99.0), ([2, 4, 4], 0.02)):
         watch.answered(layers, seconds)
     watch.ran("4", 3)
     watch.requests["refused"] += 2

@@ -90,6 +90,14 @@ def test_that_test_can_fail(runtime, monkeypatch, bug):
         test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(runtime, rule, True)
 
 
+def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
+    graphs, task = runtime.config["graphs"] | {"whole": {}}, runtime.config["task"] | {"label_names": []}
+    for about, line in (({"graphs": graphs}, "tokens leave within a row"), ({"task": task}, "this is a regression")):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"{line}.*leave out --shadow"):
+            patch.setattr(runtime, "config", runtime.config | about)
+            RowEngine(runtime, promise=Promise(0.5))
+
+
 class Halves(Rule):
     """Plans by the length of a text, as a rule that retrieves plans from texts."""
 

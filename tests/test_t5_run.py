@@ -10,6 +10,7 @@ from test_new_backbone import batch
 from test_raee_run import answer, is_served_end_to_end, refused
 from test_t5 import KINDS, assert_close, golden
 
+import mini_ee
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.lora import save_adapters
 from mini_ee.backbones.t5 import T5
@@ -213,6 +214,18 @@ def test_one_graph_and_segments_say_what_torch_says(kind, tmp_path):
                 assert found.layers_run.tolist() == wanted.layers_run.tolist()
             theirs = source if engine is OrtSegments else model.segments()  # the one graph restarts
             assert [segments.flops(k, inputs)[0] for k in range(2)] == [theirs.flops(k, inputs)[0] for k in range(2)]
+        if segments.can_join():  # as a server has them: rows of several batches go on as one
+            alone = [segments.advance(0, segments.start(inputs.take(np.array([row])))) for row in range(len(inputs))]
+            state = segments.joined(inputs, [(each, 0) for each in alone])
+            found = segments.read(1, segments.advance(1, state)).logits
+            np.testing.assert_allclose(found, expected[:, 1], atol=ENGINES)
+
+
+@pytest.mark.parametrize("method", ["palbert", "cat"])
+def test_segments_that_carry_more_than_hidden_states_are_verified_too(t5_folder, task_folder, tmp_path, method):
+    """The hidden states of a row are one more than its tokens: the start token's."""
+    run = mini_ee.train(method, t5_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    assert mini_ee.export(run, tmp_path / "exported", segments=True)["verified"]["max_logit_difference"] < ENGINES
 
 
 def buckets_of_a_graph(graph):

@@ -391,6 +391,12 @@ def test_the_comparison_of_engines_can_fail(bug, tmp_path, monkeypatch):
         test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave("t5-v1.1", "propagate", tmp_path)
 
 
+def test_heads_from_scratch_are_drawn_as_t5_draws_its_own():
+    backbone = golden("t5")[0]
+    for head in TokenExits(backbone, (1, 2, 3), "scratch").heads[:2]:
+        assert head.linear.weight.std().item() == pytest.approx(backbone.config.hidden_size**-0.5, rel=0.1)
+
+
 @pytest.mark.parametrize("options", [("--segments",), ("--int8",), ("--fp16",)], ids=str)
 def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, options):  # noqa: F811
     train = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--new-tokens", 8)
@@ -414,6 +420,8 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
         texts = ["the film was good", "a very very dull song", "the film"] * 2
         with Worker(engine_of(runtime)) as worker:
             served = [each.result(60) for each in [worker.submit(text, max_new_tokens=6) for text in texts]]
+            with pytest.raises(ValueError, match="expected a prompt of at most 512 tokens, found [0-9]{3}"):
+                worker.submit("film " * 600)  # attention over what is read apart grows with its square
         alone = [runtime.run([text], max_new_tokens=6)[0] for text in texts]
         assert [(each.tokens, each.layers) for each in served] == [(each.tokens, each.layers) for each in alone]
         with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):

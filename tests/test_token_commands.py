@@ -17,7 +17,7 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import calibrate, intervals
 from mini_ee.cli.generate import colours_of, painted
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
+from mini_ee.data.files import read_json, write_json
 from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.methods.self_supervised import watch
@@ -474,6 +474,17 @@ def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that
 def test_what_calibrate_refuses(capsys, run_folder, argv, said):
     settings = () if "--texts" in argv else ("--texts", "4", "--new-tokens", "8")
     assert said in refused(capsys, "calibrate", run_folder, *argv, *settings)
+
+
+def test_stories_that_are_all_too_short_are_one_line(capsys, run_folder, tmp_path):
+    config = read_json(run_folder / "config.json")
+    shutil.copytree(run_folder, tmp_path / "run")
+    for learned, least in (({}, 80), ({"new_tokens": 4}, 44)):
+        text = config["text"] | {"kind": "continue", "new_tokens": None} | learned
+        write_json(tmp_path / "run" / "config.json", config | {"text": text})
+        (tmp_path / "text.txt").write_text("the film\n\na book\n")
+        said = refused(capsys, "calibrate", tmp_path / "run", "--epsilon", 0.5, "--text", tmp_path / "text.txt")
+        assert f"text.txt: expected texts of {least} tokens or more, found none" in said
 
 
 def test_a_plain_decoder_has_nothing_to_calibrate(capsys, decoder_folder):

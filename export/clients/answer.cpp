@@ -1,13 +1,13 @@
 // Answers rows of token ids from an exported folder: answer DIR [threshold] < ids.txt, a row a line: "101 1037 2204 102".
 // Says of each row the label's index, the layers that ran and the confidence. Built as README.md says.
 #include <onnxruntime_cxx_api.h>
-
 #include <iostream>
 #include <iterator>
+#include <regex>
 #include <sstream>
 #include <vector>
-
 static Ort::AllocatorWithDefaultOptions allocator;
+static const std::regex row_of_ids(R"(\s*\d{1,18}(\s+\d{1,18})*\s*)");
 
 // The names of the inputs that must be fed.
 static std::vector<std::string> input_names(const Ort::Session& session) {
@@ -34,9 +34,9 @@ int main(int argc, char** argv) try {
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   const char* outputs[] = {"label", "layers", "confidence"};
   for (std::string line; std::getline(std::cin, line);) {
+    if (!std::regex_match(line, row_of_ids)) throw std::invalid_argument("expected token ids in each line, found: " + line);
     std::istringstream words(line);
     std::vector<int64_t> ids{std::istream_iterator<int64_t>(words), {}};
-    if (ids.empty() || !words.eof()) throw std::invalid_argument("expected token ids in each line, found: " + line);
     std::vector<int64_t> ones(ids.size(), 1), zeros(ids.size(), 0), shape{1, int64_t(ids.size())};
     std::vector<const char*> names;
     std::vector<Ort::Value> values;

@@ -6,6 +6,8 @@ import { parseArgs } from "node:util";
 import { Tokenizer } from "@huggingface/tokenizers";
 import * as ort from "onnxruntime-node";
 
+const fail = (message) => (console.error(message), process.exit(2));
+process.on("uncaughtException", (error) => fail(error.message));
 const { positionals, values } = parseArgs({ allowPositionals: true, options: { threshold: { type: "string" } } });
 if (positionals.length !== 1) fail("expected one folder: node answer.mjs DIR [--threshold .9] < sentences.txt");
 const [folder] = positionals;
@@ -14,21 +16,23 @@ const manifest = read("manifest.json");
 if (manifest.unit !== "rows" || manifest.task.texts !== 1) fail(`${folder}: holds no classifier of single sentences`);
 
 // onnxruntime-node passes over what it is fed for an input that has a default: only in model_web.onnx has it none.
-const graph = values.threshold === undefined ? "model.onnx" : "model_web.onnx";
+const asked = values.threshold !== undefined;
+const graph = asked ? "model_web.onnx" : "model.onnx";
 if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run again with --web`);
 const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
 const tokenizer = new Tokenizer(read("tokenizer.json"), {});
 
-const asked = values.threshold !== undefined;
 if (asked && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
 if (asked && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
 
 const whole = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
 
 function settings() {
-  if (values.threshold === undefined) return {};
+  if (!asked) return {};
+  const { patience } = read("web.json").settings; // of a rule that counts exits too: the run's own
+  const more = patience && { patience: whole(patience.values) };
   const threshold = new Float32Array(manifest.exits.length - 1).fill(Number(values.threshold)); // one for each exit
-  return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: whole([-1]) };
+  return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: whole([-1]), ...more };
 }
 
 /** Token ids, cut to the length that the model was trained with. */
@@ -47,11 +51,6 @@ async function answer(text) {
   const { label, confidence, layers } = await session.run({ ...Object.fromEntries(known), ...settings() });
   const name = manifest.task.label_names[Number(label.data[0])] ?? label.data[0];
   return { label: name, confidence: confidence?.data[0], layers: Number(layers.data[0]) };
-}
-
-function fail(message) {
-  console.error(message);
-  process.exit(2);
 }
 
 for await (const line of createInterface({ input: process.stdin })) {

@@ -33,6 +33,8 @@ JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger("mini_ee.serve")
 
+FAILED = "the model failed on this request; the server's log says why"
+
 
 class Told(Exception):
     """A request that ends with a status and a reason."""
@@ -72,7 +74,7 @@ class App:
             self.worker.watch.responses["hung up"] += 1
         except Exception:
             log.exception("a request failed")
-            await self._send(send, 500, {"error": "the model failed on this request; the server's log says why"})
+            await self._send(send, 500, {"error": FAILED})
 
     # ---- What it offers ----
     async def _health(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -157,8 +159,10 @@ class App:
             await asyncio.wait({answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise HungUp if gone.done() else Told(503, LATE)
-            with _errors():
+            try:
                 said = answer.result()
+            except Refused as error:
+                raise Told(503, str(error)) from None
         finally:
             gone.cancel()
             answer.cancel()
@@ -182,6 +186,9 @@ class App:
             gone.cancel()
             future.cancel()
         error = future.exception()
+        if error and not isinstance(error, Refused):
+            log.error("a request failed", exc_info=error)
+            error = FAILED
         await send(line({"error": str(error)} if error else future.result().to_dict()))
 
     # ---- Responses ----

@@ -69,6 +69,8 @@ class RowEngine:
         self.queues = ("plan",) * self._plans + tuple(names)
         if promise and not runtime.label_names:
             raise ValueError(f"{runtime.folder}: agreement is of classes, this is a regression; leave out --shadow")
+        if promise and "whole" in runtime.config["graphs"]:
+            raise ValueError(f"{runtime.folder}: tokens leave within a row, none has full depth; leave out --shadow")
 
     def _by_segment(self):
         """The graphs by segment; None where there are none, or none whose rows can be joined."""
@@ -199,6 +201,8 @@ class TextEngine:
         (text,) = (text,) if isinstance(text, str) else text
         count = self.runtime.max_new_tokens if max_new_tokens is None else max_new_tokens
         prompt = self.runtime.encode(text, count)
+        if len(prompt) > self.capacity:  # what is read apart, too: attention over it grows with its square
+            raise ValueError(f"expected a prompt of at most {self.capacity} tokens, found {len(prompt)}")
         before = self.runtime.begins_with or prompt
         if len(before) + count > self.capacity:
             raise ValueError(f"expected at most {self.capacity} tokens, found {len(before)} and {count} to write")

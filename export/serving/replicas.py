@@ -82,7 +82,10 @@ class Replica:
 
     async def _pages(self) -> str:
         asked = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
-        found = await asked.results_async(timeout_s=PAGES, return_exceptions=True)
+        try:
+            found = await asked.results_async(timeout_s=PAGES, return_exceptions=True)
+        except TimeoutError:  # of one of them: Ray gives nothing of the others either
+            found = [await self.page()]
         return together(dict(each for each in found if isinstance(each, tuple)))
 
 
@@ -96,7 +99,6 @@ class Front:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         clock, body, due, said = asyncio.get_running_loop().time, b"", inf, None
-        began = clock()
 
         async def heard() -> dict:
             """To the proxy, a client whose deadline has passed has hung up."""
@@ -110,14 +112,15 @@ class Front:
                 body += message.get("body", b"")
                 if not message.get("more_body"):
                     with suppress(ValueError):  # the replica says what is wrong
-                        due = began + deadline_of(json_object(decoded(body))) + MARGIN
+                        due = clock() + deadline_of(json_object(decoded(body))) + MARGIN
             return message
 
         async def say(message: dict) -> None:
             nonlocal said
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
-                if message["status"] != 404 or headers[b"content-type"] == JSON:  # else the proxy's: there is no model
+                ours = headers.get(b"content-type") == JSON
+                if ours or message["status"] != 404:  # else the proxy's: there is no model
                     said = "all" if b"content-length" in headers else "a part"
             elif said and not message.get("more_body"):
                 said = "all"
@@ -209,7 +212,8 @@ def _deploy(make: Callable[[], Worker], size: Size) -> None:
 def _drained() -> Counter:
     requests, about = Counter(), ray_serve.status().applications.get(NAME)
     if about and about.deployments[NAME].replica_states.get("RUNNING"):
-        for each in ray_serve.get_app_handle(NAME).broadcast("drain").results(timeout_s=DRAIN, return_exceptions=True):
+        asked = ray_serve.get_app_handle(NAME).broadcast("drain")
+        for each in asked.results(timeout_s=DRAIN + PAGES, return_exceptions=True):
             requests.update(each if isinstance(each, Counter) else {})
         ray_serve.delete(NAME)
     return requests

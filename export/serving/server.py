@@ -67,7 +67,7 @@ def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None]) ->
     """
     listening = listen(host, port)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
-    limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": DRAIN}
+    limits = {"limit_concurrency": CONNECTIONS + 1, "timeout_graceful_shutdown": DRAIN}
     server = uvicorn.Server(uvicorn.Config(App(worker), log_level="error", server_header=False, **settings, **limits))
     in_main = threading.current_thread() is threading.main_thread()
     ends = (signal.SIGTERM, signal.SIGINT) if in_main else ()

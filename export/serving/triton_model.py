@@ -19,6 +19,10 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Refused, Worker, engine_of
 
 
+class WrongRow(ValueError):
+    """A request that no server could answer."""
+
+
 class TritonPythonModel:
     """One worker; the server calls these methods by their names."""
 
@@ -40,7 +44,7 @@ class TritonPythonModel:
                 future = self.worker.submit(texts, **settings)
             except (Refused, ValueError) as error:
                 future = Future()
-                future.set_exception(error)
+                future.set_exception(error if isinstance(error, Refused) else WrongRow(str(error)))
             future.add_done_callback(partial(self.senders.submit, self._send, request.get_response_sender()))
 
     def finalize(self) -> None:
@@ -62,15 +66,14 @@ class TritonPythonModel:
         return texts, settings
 
     def _send(self, sender, future: Future) -> None:
-        error = future.exception()
-        if error:
-            codes = {Refused: triton.TritonError.UNAVAILABLE, ValueError: triton.TritonError.INVALID_ARG}
-            code = codes.get(type(error), triton.TritonError.INTERNAL)
-            response = triton.InferenceResponse(error=triton.TritonError(str(error), code))
-        else:
+        try:
             said = future.result()._asdict()
             tensors = [triton.Tensor(name, _vector(said[name], dtype)) for name, dtype in self.outputs.items()]
             response = triton.InferenceResponse(tensors)
+        except Exception as error:
+            codes = {Refused: triton.TritonError.UNAVAILABLE, WrongRow: triton.TritonError.INVALID_ARG}
+            code = codes.get(type(error), triton.TritonError.INTERNAL)
+            response = triton.InferenceResponse(error=triton.TritonError(str(error), code))
         sender.send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 

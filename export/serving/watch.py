@@ -124,7 +124,8 @@ class Watch:
         self._seconds[bisect_left(SECONDS, seconds)] += 1
         self._total += seconds
         for depth in layers if isinstance(layers, list) else (layers,):
-            depth = self.exits[bisect_left(self.exits, depth)]  # where tokens leave, the mean is no exit
+            # where tokens leave, the mean is no exit; rounded up it may lie above the last
+            depth = self.exits[min(bisect_left(self.exits, depth), len(self.exits) - 1)]
             self.left[depth] += 1
             self._recent.append(depth)
         if self._expected is None and len(self._recent) == RECENT:

@@ -156,9 +156,10 @@ class Worker:
     def _take_lost(self, now: float) -> list[Row]:
         lost = []
         for queue in self._queues:
-            lost += (gone := [row for row in queue if row.lost(now)])
-            if gone:
-                queue[:] = [row for row in queue if row not in gone]
+            if gone := [row for row in queue if row.lost(now)]:
+                lost += gone
+                taken = set(map(id, gone))
+                queue[:] = [row for row in queue if id(row) not in taken]
         return lost
 
     def _choose(self, now: float) -> int | None:

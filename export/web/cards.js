@@ -43,15 +43,18 @@ export class Card {
   /** Ask every exit about the texts, then the rule. */
   async read() {
     const texts = this.fields.map((field) => field.value);
+    const asked = (this.asked = {});
     this.said = null;
     if (texts.some((text) => !text.trim())) return this.fail("Write a sentence first.");
     this.say("Reading…");
     try {
       const said = await this.page.model.exits(texts);
-      this.said = { texts, exits: said, whole: await this.page.model.time(texts, this.page.settings, [said.length - 1]) };
+      const whole = await this.page.model.time(texts, this.page.settings, [said.length - 1]);
+      if (asked !== this.asked) return; // asked anew meanwhile
+      this.said = { texts, exits: said, whole };
       await this.decide();
     } catch (error) {
-      this.fail(error);
+      if (asked === this.asked) this.fail(error);
     }
   }
 

@@ -61,12 +61,12 @@ export function shown({ unit, rule, exits }, settings) {
     fixed: () => `${it} always leaves after layer ${exits[rule.exit]}.`,
     never: () => `${it} never leaves early: this is the full model.`,
   };
-  return sayings[rule.name]();
+  return sayings[rule.name]?.() ?? `${it} leaves where the rule ${rule.name} says so.`; // of a method of one's own
 }
 
 /** The probability that exit k must reach; undefined where the rule asks for something else. */
 export function probabilityAsked({ rule }, settings, k) {
-  const asked = rule.measure === "max_probability" ? settings.threshold.values[k] : undefined;
+  const asked = rule.measure === "max_probability" ? settings.threshold?.values[k] : undefined;
   return asked === undefined ? undefined : number(asked);
 }
 
@@ -99,5 +99,6 @@ export function why({ rule, exits }, settings, said, k, left) {
     const sure = streak(said, k, (exit) => exit && measure(exit.logits) >= bar);
     return `sure ${sure} of ${settings.patience.values[0]} times: ${then}`;
   }
+  if (!["fixed", "never"].includes(rule.name)) return `the rule ${rule.name} says so: ${then}`;
   return left ? "the rule says so before it reads" : "passed unread";
 }

@@ -26,7 +26,7 @@ export class Writer {
 
   fill([text = ""]) {
     at("textarea", this.element).value = text;
-    if (text) this.read();
+    if (text) at("form", this.element).requestSubmit();
   }
 
   /** Continue the prompt that stands in the field. */

@@ -251,6 +251,16 @@ class Backbone(nn.Module):
         mapped = getattr(self.embeddings, "to_hidden", None)
         return 2.0 * tokens * mapped.weight.numel() if mapped else 0.0
 
+    def projected(self, target: str, tokens: int) -> int:
+        """How many vectors a layer makes this projection of, on one row."""
+        return tokens
+
+    def lm_head_flops(self, words: int) -> float:
+        """Those of the head to words on one state, for so many words."""
+        dense = getattr(self.lm_head, "dense", None)
+        inner = self.get_parameter(self.vocabulary["weight"]).shape[1]
+        return 2.0 * ((dense.weight.numel() if dense else 0) + inner * words)
+
     @property
     def text_layers(self) -> int:
         """How many layers read the text."""

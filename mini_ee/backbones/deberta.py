@@ -358,6 +358,12 @@ class Deberta(Backbone):
         own = layer_flops(sum(each.weight.numel() for each in maps), width, tokens)
         return own + 2.0 * positions * (of_positions + len(layer.terms) * tokens * width)
 
+    def projected(self, target: str, tokens: int) -> int:
+        positions = 2 * tokens - 1
+        if target in MAPS.values():
+            return positions
+        return tokens + positions * (self.layers[0].shared and target in ("query", "key", "value"))
+
     def start_flops(self, tokens: int) -> float:
         """With the convolution of the embeddings."""
         conv = self.layers[0].conv

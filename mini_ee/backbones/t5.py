@@ -292,6 +292,9 @@ class T5(Writer):
         of_memory, width = layer.cross_key_value.weight.numel(), layer.cross_query.out_features
         return 2.0 * (weights - of_memory) + 2.0 * of_memory * tokens + 4.0 * width * (1 + tokens)
 
+    def projected(self, target: str, tokens: int) -> int:
+        return tokens if target in ("cross_key", "cross_value") else 1
+
     def initialise(self, module: nn.Module) -> None:
         """As Hugging Face does: embeddings by initializer_factor, a map by that over the root of its inputs."""
         config, factor = self.config, self.config.initializer_factor

@@ -283,7 +283,7 @@ class CatSegments(RowSegments):
             state = state._replace(seen=g.op("Gather", carried, g.input("rows", "batch")))
         state = self.graph_advance(k, g, state)
         if self._decides(k):
-            g.output("hidden_out", state.hidden, "batch", "tokens", width)
+            g.output("hidden_out", state.hidden, "batch", "states", width)
             if k:
                 g.output("carried_out", state.seen, "batch", k, classes)
         self.graph_reading(k, g, state, optional=self._decides(k))

@@ -191,7 +191,7 @@ class PonderSegments(RowSegments):
         state = PonderState(graph_rows(g, width), None, graph_said(g, width)) if k else self.graph_start(g)
         state = self.graph_advance(k, g, state)
         if not last:
-            g.output("hidden_out", state.hidden, "batch", "tokens", width)
+            g.output("hidden_out", state.hidden, "batch", "states", width)
             g.output("carried_out", state.said, "batch", width)
         self.graph_reading(k, g, state, optional=not last)
 

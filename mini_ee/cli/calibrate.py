@@ -140,7 +140,10 @@ def _texts(opened, args):
         raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")
     given = given_options(args, TextOptions)
     given = {name: value for name, value in given.items() if value}
-    kind = opened.config.get("text", {}).get("kind", "pieces")
+    learned = opened.config.get("text", {})
+    kind = learned.get("kind", "pieces")
+    if kind == "continue" and learned.get("new_tokens"):
+        given.setdefault("new_tokens", learned["new_tokens"])
     try:
         options = TextOptions(kind="pieces" if kind == "copy" and "text" not in given else kind, **given)
     except ValueError as error:

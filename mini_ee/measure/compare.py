@@ -30,7 +30,7 @@ from mini_ee.measure.texts import (
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.method import load_method
-from mini_ee.training.rule import patiences, thresholds
+from mini_ee.training.rule import cuts, patiences, q_exits, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
 from mini_ee.training.train import trained_on
@@ -101,10 +101,10 @@ def rules_of(one, recorded: Record, task: Task) -> list:
     """The rules of a method's curve; none where the run's own rule plans."""
     if one.rule.plans_from_texts:
         return []
-    method = one.config["method"]
-    candidates = (load_method(method).candidates if method in METHODS else None) or (
-        patiences if task.regression else thresholds
-    )
+    method, usual = one.config["method"], patiences if task.regression else thresholds
+    candidates = (load_method(method).candidates if method in METHODS else None) or usual
+    if candidates in (cuts, q_exits) and recorded.segments.exit_logits is None:
+        candidates = usual  # an exported folder whose graph holds another rule asks no policy
     return [NeverExit(), *candidates(recorded)]
 
 

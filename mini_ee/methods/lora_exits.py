@@ -275,7 +275,7 @@ class LoRAExits(ExitModel):
         adapt.streams = stop - first
         return adapt
 
-    def exit_logits(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+    def logits_of(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
         around, hidden = self.backbone.around(inputs), self.backbone.embed(inputs)
@@ -284,7 +284,7 @@ class LoRAExits(ExitModel):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """Logits (B, C) of every exit."""
-        return [self.exit_logits(k, input_ids, attention_mask, token_type_ids) for k in range(len(self.exits))]
+        return [self.logits_of(k, input_ids, attention_mask, token_type_ids) for k in range(len(self.exits))]
 
     def ragged(
         self, exit_of_row: Sequence[int], input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
@@ -347,7 +347,7 @@ def recipe(model: LoRAExits, config: Config) -> list[Stage]:
 
 def _stage(layer: int, k: int, teacher: int | None, config: Config) -> Stage:
     def loss(model: LoRAExits, batch: Batch) -> Tensor:
-        return exit_loss(model.exit_logits(k, *batch.inputs), batch.labels, batch.taught, config)
+        return exit_loss(model.logits_of(k, *batch.inputs), batch.labels, batch.taught, config)
 
     return Stage(
         name=f"exit {layer}",
@@ -365,7 +365,7 @@ def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
     logits = np.empty((len(data), model.num_labels), np.float32)
     for rows in batches(data.encoded, TEACHER_BATCH):
         inputs, _ = data.batch(rows, device)
-        logits[rows] = model.exit_logits(k, *inputs).float().numpy(force=True)
+        logits[rows] = model.logits_of(k, *inputs).float().numpy(force=True)
     return logits
 
 

@@ -168,7 +168,11 @@ def texts_to_calibrate(source: Source) -> list[Text]:
     """What thresholds are taken from, and checked on: not what was learned, unless a file says so."""
     options = source.options
     if options.text is not None:
-        return source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
+        found = source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
+        if not found:
+            least = GIVEN + source.follow
+            raise ValueError(f"{options.text}: expected texts of {least} tokens or more, found none; give longer ones")
+        return found
     return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or CALIBRATION_PIECES, options.greedy)
 
 

@@ -127,7 +127,8 @@ class VocabularyHead(nn.Module):
                 for part, values in theirs.items():
                     self.linear.get_parameter(part).copy_(values)
             else:
-                nn.init.normal_(self.linear.weight, std=decoder.config.initializer_range)
+                std = getattr(decoder.config, "initializer_range", width**-0.5)  # a T5 has none
+                nn.init.normal_(self.linear.weight, std=std)
                 if self.linear.bias is not None:
                     nn.init.zeros_(self.linear.bias)
         self.requires_grad_()

@@ -120,10 +120,10 @@ class PromptSegments(RowSegments):
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         """The head is read at one token, and gives the label words alone."""
-        backbone, width = self.model.backbone, self.model.backbone.config.hidden_size
+        backbone = self.model.backbone
         layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
         layers += 0.0 if k else backbone.start_flops(inputs.input_ids.shape[1])
-        return layers, 2.0 * width * (width + self.model.num_labels)
+        return layers, backbone.lm_head_flops(self.model.num_labels)
 
     def graph_read(self, k: int, g, hidden: str) -> str:
         return self.model.graph_label_logits(g, hidden)

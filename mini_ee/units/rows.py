@@ -241,7 +241,7 @@ class RowSegments(Segments):
         last, width = k == len(self.exits) - 1, self.model.backbone.config.hidden_size
         hidden = self.graph_advance(k, g, graph_rows(g, width) if k else self.graph_start(g))
         if not last:
-            g.output("hidden_out", hidden, "batch", "tokens", width)
+            g.output("hidden_out", hidden, "batch", "states", width)
         self.graph_reading(k, g, hidden, optional=not last)
 
     def graph_reading(self, k: int, g, hidden: str | None, optional: bool) -> None:
@@ -277,7 +277,7 @@ def graph_mask(g) -> str:
 
 def graph_rows(g, width: int) -> str:
     """Hidden states (B', T, D) of the graph before, and of them those `rows` (B,): compaction, on the device."""
-    hidden = g.input("hidden", "rows_before", "tokens", width, dtype=g.dtype)
+    hidden = g.input("hidden", "rows_before", "states", width, dtype=g.dtype)
     return g.op("Gather", hidden, g.input("rows", "batch"))
 
 

@@ -139,8 +139,8 @@ class LoRASegments(RowSegments):
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
         layer = backbone.layer_flops(tokens)
-        pairs = self.model.adapters[k][0].values()
-        layer += sum(2.0 * tokens * (pair.A.numel() + pair.B.numel()) for pair in pairs)
+        for target, pair in self.model.adapters[k][0].items():
+            layer += 2.0 * backbone.projected(target, tokens) * (pair.A.numel() + pair.B.numel())
         start = 0.0 if k else backbone.start_flops(tokens)
         return start + self.layer_passes(k) * layer, self.model.heads[k].flops(tokens)
 
@@ -181,14 +181,14 @@ class LoRASegments(RowSegments):
         hidden = self._graph_layers(g, hidden, masks, (0 if begins else self.exits[k - 1], k), k + count)
         if count > 1:
             shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 1), g.shape(hidden, 1, 2), axis=0)
-            g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "tokens", width)
+            g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "states", width)
             hidden = g.op("Slice", hidden, g.integers(0), g.shape(mask, 0, 1), g.integers(0))
         self.graph_reading(k, g, hidden, optional=k < last)
 
 
 def _graph_streams(g, count: int, width: int) -> str:
     """All streams but the first, which has been read, of the rows that go on: (n + 1, B', T, D) -> (n B, T, D)."""
-    hidden = g.input("hidden", count + 1, "rows_before", "tokens", width, dtype=g.dtype)
+    hidden = g.input("hidden", count + 1, "rows_before", "states", width, dtype=g.dtype)
     hidden = g.op("Slice", hidden, *map(g.integers, (1, count + 1, 0)))
     hidden = g.op("Gather", hidden, g.input("rows", "batch"), axis=1)
     return g.op("Reshape", hidden, g.op("Concat", g.integers(-1), g.shape(hidden, 2, 4), axis=0))

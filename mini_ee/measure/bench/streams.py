@@ -94,7 +94,7 @@ def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
 
     @torch.inference_mode()
     def apart() -> list[torch.Tensor]:
-        return [lora.exit_logits(k, *part) for k, part in enumerate(parts)]
+        return [lora.logits_of(k, *part) for k, part in enumerate(parts)]
 
     for some, expected in zip(rows, apart()):
         torch.testing.assert_close(together()[some], expected, rtol=0, atol=1e-5)
