@@ -14,6 +14,7 @@ from mini_ee.data.tokens import Inputs
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+PROVIDERS = {None: None, "cpu": [CPU], "cuda": [CUDA]}  # of --device
 
 HIDDEN = "hidden_out"
 CARRIED = "carried_out"

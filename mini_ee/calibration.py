@@ -28,8 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mini_ee.confidence import MEASURES
-from mini_ee.rules import Policy, Rule, Threshold
+from mini_ee.rules import LIMITS, Policy, Rule, Threshold
 
 START = 0.05  # share of the rows in the strictest cut that is tested
 
@@ -338,7 +337,7 @@ def above(tau: float, measure: str) -> Rule:
     if math.isinf(tau):
         return Threshold(tau, measure)
     threshold = float(np.nextafter(np.float32(tau), np.float32(np.inf)))
-    return Threshold(threshold if threshold <= MEASURES[measure][2] else math.inf, measure)
+    return Threshold(threshold if threshold <= LIMITS[measure][1] else math.inf, measure)
 
 
 def kept(observed: Observed, sure: np.ndarray) -> float:

@@ -27,8 +27,8 @@ from mini_ee.registry import METHODS
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 """Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
-ALL_MEASURES = (*MEASURES, *STATE_MEASURES)
-
+LIMITS = {measure: tuple(limits) for measure, (_, *limits) in MEASURES.items()} | STATE_MEASURES
+"""Measure -> smallest and largest threshold that makes sense, of all of them."""
 
 NO_POLICY = (
     "the rule {} needs a model that says when to leave, this one does not; "
@@ -61,9 +61,8 @@ class Rule:
         return 0.0
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----
-    fed: tuple[
-        str, ...
-    ] = ()  # settings that such a graph takes as inputs; the first is what `graph_stop` compares with
+    # Settings that such a graph takes as inputs; the first is what `graph_stop` compares with:
+    fed: tuple[str, ...] = ()
 
     def graph_settings(self, count: int) -> dict[str, np.ndarray]:
         """Input -> its values, for `count` exits besides the last. The first is the bar: (count,) or (1,)."""
@@ -182,17 +181,16 @@ class Threshold(Rule):
     """
 
     threshold: float | tuple[float, ...] = option(help="one number, or one for each exit: --threshold=.8,.8,.9")
-    measure: str = option("max_probability", "what a threshold is on", choices=ALL_MEASURES)
+    measure: str = option("max_probability", "what a threshold is on", choices=tuple(LIMITS))
     name = "threshold"
 
     def __post_init__(self):
-        limits = {measure: limits for measure, (_, *limits) in MEASURES.items()} | STATE_MEASURES
-        if self.measure not in limits:
-            raise ValueError(f"measure must be one of {', '.join(limits)}, got {self.measure!r}")
+        if self.measure not in LIMITS:
+            raise ValueError(f"measure must be one of {', '.join(LIMITS)}, got {self.measure!r}")
         several = isinstance(self.threshold, Sequence) and not isinstance(self.threshold, str)
         value = tuple(map(float, self.threshold)) if several else float(self.threshold)
         object.__setattr__(self, "threshold", value)
-        least, most = limits[self.measure]
+        least, most = LIMITS[self.measure]
         for value in np.atleast_1d(self.threshold):
             if not (least <= value <= most or np.isinf(value)):
                 raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
@@ -284,7 +282,7 @@ class PatienceConfidence(Rule):
 
     patience: int = option(help="exits in a row that must agree, or be sure")
     threshold: float = option(help="one number")
-    measure: str = option("max_probability", "what a threshold is on", choices=ALL_MEASURES)
+    measure: str = option("max_probability", "what a threshold is on", choices=tuple(LIMITS))
     name = "patience-confidence"
 
     def __post_init__(self):

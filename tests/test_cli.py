@@ -879,6 +879,21 @@ def test_demo_ends_in_one_object_with_rows_and_a_report(capsys, tmp_path, checkp
     assert again["score"] == said["score"] and sorted(p.name for p in tmp_path.iterdir()) == ["demo"]
 
 
+def test_the_demo_on_a_decoder_wants_a_task_and_shows_a_command_that_fits(
+    capsys, tmp_path, decoder_checkpoint, checkpoint_folder
+):
+    line = refused(capsys, "demo", "--model", decoder_checkpoint, "--out", tmp_path / "demo")
+    assert f"{decoder_checkpoint}: is a decoder, the demo is of rows; name a task's folder with --task" in line
+    pairs, rows = tmp_path / "pairs", "".join(f"a good film {k}\tit was\t{k % 2}\n" for k in range(40))
+    pairs.mkdir()
+    for split in ("train", "dev"):
+        (pairs / f"{split}.tsv").write_text(f"sentence1\tsentence2\tlabel\n{rows}")
+    argv = ("demo", "--model", checkpoint_folder, "--task", pairs, "--out", tmp_path / "demo", *FAST)
+    assert main([*map(str, argv)]) == 0
+    (tried,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Try: mini-ee "))
+    assert main(shlex.split(tried.removeprefix("Try: mini-ee "))) == 0
+
+
 def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folder, task_folder):
     (tmp_path / "precious.txt").write_text("mine")
     try:

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -398,6 +400,10 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
     assert folder.name == "SST-2"
     assert (folder / "train.tsv").read_text() == "sentence\tlabel\nbad\t0\npoor\t0\ngood\t1\ngreat\t1\n"
     assert (folder / "dev.tsv").read_text() == "sentence\tlabel\nfine\t1\n"
+    shutil.rmtree(tmp_path / "made")  # several processes that start together: all find what one makes
+    with ThreadPoolExecutor(4) as pool:
+        sources = [experiments.Sources(tmp_path, tmp_path / "made") for _ in range(4)]
+        assert set(pool.map(lambda each: each.find("data", "SST-2 sentences"), sources)) == {folder}
 
 
 # ---- What is committed ----

@@ -479,13 +479,6 @@ def test_score_is_the_mean_of_the_tasks_metrics_and_accuracy_is_always_there():
     assert sts == pytest.approx({"pearson": 1, "spearman": 1, "score": 1})
 
 
-def test_the_majority_is_the_share_of_a_splits_most_frequent_class(tmp_path):
-    rows = table("sentence|label", "a|neg", "b|pos", "c|pos", "d|pos")
-    task = load_task(folder(tmp_path, "mine", train_tsv=rows, dev_tsv=PLAIN, test_tsv=table("sentence", "a")))
-    assert (task.majority("train"), task.majority("dev"), task.majority("test")) == (0.75, 0.5, None)
-    assert load_task(folder(tmp_path, "STS-B", **GLUE["STS-B"].files)).majority("train") is None
-
-
 def numbered(count: int) -> Split:
     rows = range(count)
     return Split(tuple((str(row),) for row in rows), np.array(rows), tuple(f"h{row}" for row in rows))

@@ -20,7 +20,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.multiple_choice import Asked, Benchmark, Question, Request
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.measure.figures import draw_decoder
+from mini_ee.measure.figures import draw_decoder, new_figure, save_figure
 from mini_ee.measure.texts import (
     COMPARED,
     EPSILONS,
@@ -392,6 +392,15 @@ def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_f
     found = answer_of(capsys, run_folder, "--sweep", "--measure", "entropy")
     assert found["measure"] == "entropy" and [row["epsilon"] for row in found["rows"]] == [0.5, 0.9]
     assert not {"perplexity", "accuracy"} & set(found["rows"][0])
+
+
+def test_a_name_is_no_formula(tmp_path):
+    figure, axes = new_figure()
+    axes.plot([0, 1], [0, 1], label="run $a_$")
+    axes.set(title="cost$_$", ylabel="$_$", xlabel="$_$")
+    axes.legend()
+    save_figure(figure, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
 def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tmp_path, run_folder, decoder_folder):

@@ -18,8 +18,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from mini_ee.calibration import chance_of_so_few, share_interval
-from mini_ee.confidence import MEASURES
-from mini_ee.rules import STATE_MEASURES, Rule
+from mini_ee.rules import LIMITS, Rule
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # bounds of the histogram
 
@@ -80,9 +79,7 @@ def stricter(rule: Rule) -> Rule:
     if not named:
         raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")
     (name,) = named
-    least, most = ({key: ends for key, (_, *ends) in MEASURES.items()} | STATE_MEASURES).get(
-        getattr(rule, "measure", None), (0.0, 1.0)
-    )
+    least, most = LIMITS.get(getattr(rule, "measure", None), (0.0, 1.0))
     value = getattr(rule, name)
     never = math.inf if name == "threshold" else most
     raised = tuple(_raised(each, least, most, never) for each in np.atleast_1d(value).tolist())

@@ -189,6 +189,8 @@ def check_weights(tensors: dict[str, Tensor], source: Path) -> None:
 def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, tuple[str, ...]], source: Path) -> None:
     """Give `module` (on any device, meta too) its parameters, or say what is missing, unexpected or of another shape.
 
+    Those that `names` does not have stay as they are.
+
     names: parameter -> the tensors that it is made of, stacked along the first axis. Raises ValueError.
     """
     wanted = {name: part.shape for name, part in _parts(module, names).items()}
@@ -208,7 +210,7 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
     for ours in own:
         if hasattr(holder := _holder(module, ours), "from_file"):
             own[ours] = holder.from_file(own[ours])
-    module.load_state_dict(own, strict=True, assign=True)
+    module.load_state_dict(module.state_dict() | own, strict=True, assign=True)
 
 
 def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:

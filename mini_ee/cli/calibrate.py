@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import given_options, number, positive
+from mini_ee.cli.options import given_options, number, positive, refuse
 from mini_ee.confidence import MEASURES
 
 HELP = "thresholds under which exits agree with the full model as often as epsilon; they become the run's rule"
@@ -117,9 +117,8 @@ def _rows(opened, args):
 
     if not opened.label_names:
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
-    for name in ("text", "prompt", "greedy", "texts", "new_tokens"):
-        if getattr(args, name):
-            raise WrongArguments(f"--{name.replace('_', '-')} is for a decoder's tokens; {args.run} holds a classifier")
+    why = f"is for a decoder's tokens; {args.run} holds a classifier"
+    refuse(args, ("text", "prompt", "greedy", "texts", "new_tokens"), why)
     task = open_task_of([opened], args.task)
     check_task(opened, task, args.run)
     if args.split or not trained_on(opened, task):

@@ -5,7 +5,7 @@ from pathlib import Path
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import SCHEDULES
 from mini_ee.cli.generate import add_sampling, sampling_of
-from mini_ee.cli.options import positive
+from mini_ee.cli.options import positive, refuse
 
 HELP = "several runs in one table, on one clock"
 EXAMPLE = "mini-ee compare run-a run-b"
@@ -74,9 +74,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.measure.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
     from mini_ee.training.train import check_task
 
-    for name in ("text", "temperature", "top_k", "top_p"):
-        if getattr(args, name):
-            raise WrongArguments(f"--{name.replace('_', '-')} is for decoders' runs")
+    refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders' runs")
     task = open_task_of([each.one for each in opened], args.task)
     for each in opened:
         check_task(each.one, task, each.name)
@@ -105,9 +103,7 @@ def _tokens(runs, args, say) -> dict:
     from mini_ee.measure.figures import draw_training, draw_writing
     from mini_ee.measure.tables import heads_table, writing_table
 
-    for name in ("task", "split"):
-        if getattr(args, name):
-            raise WrongArguments(f"--{name} is not for decoders' runs: they write what they were trained to write")
+    refuse(args, ("task", "split"), "is not for decoders' runs: they write what they were trained to write")
     exported = [folder for folder, run in zip(args.runs, runs) if not hasattr(run, "model")]
     if exported:
         raise WrongArguments(f"{exported[0]}: is exported already; give the run that it came from")

@@ -3,11 +3,17 @@
 import time
 from pathlib import Path
 
+from mini_ee import WrongArguments
 from mini_ee.cli.options import add_options, given_options
 
 HELP = "the main job: train exits, decide when to stop, show accuracy against measured time"
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
 ANSWER = "demo.json"
+
+EXAMPLE_OF = {  # so many texts a row
+    1: '--text "I did not expect to like it, but I did."',
+    2: '--text "I did not expect to like it, but I did." --text-b "I liked it."',
+}
 
 CURVE_POINTS = 9  # thresholds whose time is measured
 
@@ -80,7 +86,7 @@ def run(args, say) -> dict:
         f"ONNX, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
         f"{out / 'exported'}"
     )
-    say(f'Try: mini-ee classify {out / "run"} --text "I did not expect to like it, but I did."')
+    say(f"Try: mini-ee classify {out / 'run'} {EXAMPLE_OF[len(rows.texts[0])]}")
     say(f"Report: {out / 'report.md'}")
     if pictures:
         say(f"Pictures: {', '.join(str(out / name) for name in pictures)}")
@@ -99,6 +105,8 @@ def _begun(args, out: Path, given: dict) -> str:
     from mini_ee.training.train import asked, exits_of
 
     request = asked("joint", args.model, args.task, out, False, given)
+    if request.task is None:
+        raise WrongArguments(f"{request.model}: is a decoder, the demo is of rows; name a task's folder with --task")
     layers = read_config(request.model / "config.json").num_hidden_layers
     return (
         f"Training {len(exits_of(request, layers))} exits on {request.model.name} ({layers} layers) for "

@@ -6,7 +6,7 @@ import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
-from mini_ee.cli.options import positive
+from mini_ee.cli.options import positive, refuse
 from mini_ee.data.metrics import majority
 
 HELP = "accuracy, layers saved and measured speed-up of a run"
@@ -18,7 +18,11 @@ def add(sub) -> None:
     from mini_ee.cli.rules import add_retrieval, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
-    add_measuring(sub)
+    sub.add_argument("--task", metavar="DIR", help="task folder; of tokens a benchmark's: HellaSwag, ...")
+    sub.add_argument("--split", help="dev by default where there is one, else test")
+    sub.add_argument("--max-rows", type=positive, metavar="N", help="of the task, drawn with the seed")
+    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
+    add_where(sub)
     add_rule(sub)
     add_retrieval(sub)
     sub.add_argument("--sweep", action="store_true", help="also 51 thresholds; of tokens everything over epsilon")
@@ -28,25 +32,13 @@ def add(sub) -> None:
     sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of raee or of tokens: the paper's figures")
 
 
-def add_measuring(sub) -> None:
-    """What evaluate and compare take of data and clock."""
-    sub.add_argument("--task", metavar="DIR", help="task folder; of tokens a benchmark's: HellaSwag, ...")
-    sub.add_argument("--split", help="dev by default where there is one, else test")
-    sub.add_argument("--max-rows", type=positive, metavar="N", help="of the task, drawn with the seed")
-    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
-    add_where(sub)
-
-
 def run(args, say) -> dict:
     """Measure one run, and print what a reader wants to know."""
-    from mini_ee.cli.open import open_run, open_trained
-    from mini_ee.export.manifest import MANIFEST
+    from mini_ee.cli.open import open_trained
     from mini_ee.training.train import say_left_out
 
-    if (args.run / MANIFEST).is_file():
-        opened = open_trained(args.run, args)
-    else:
-        opened = open_run(args.run, args, plain=True)
+    opened = open_trained(args.run, args, plain=True)
+    if hasattr(opened, "model"):
         say_left_out(opened.model.backbone, args.run, say)
     if opened.config.get("unit") == "tokens":
         return _tokens(opened, args, say)
@@ -64,17 +56,16 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.training.train import check_task
     from mini_ee.units.recording import record
 
-    if args.text:
-        raise WrongArguments(f"--text is for a decoder's tokens; {args.run} holds a classifier")
+    refuse(args, ("text",), f"is for a decoder's tokens; {args.run} holds a classifier")
     task = open_task_of([opened], args.task)
     check_task(opened, task, args.run)
     rule = chosen_rule(args, opened)
     retrieves = rule.plans_from_texts
     if args.picture and not (args.sweep and retrieves):
         raise WrongArguments("--picture is for the --sweep of a decoder or of raee; mini-ee compare draws the others")
-    for name in ("overthinking", "hardness"):
-        if getattr(args, name) and task.regression:
-            raise WrongArguments(f"--{name} asks whether an exit is right; {task.name} is a regression, give classes")
+    if task.regression:
+        why = f"asks whether an exit is right; {task.name} is a regression, give classes"
+        refuse(args, ("overthinking", "hardness"), why)
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
     encoded = opened.encode(rows.texts)
     if encoded.truncated:
@@ -178,9 +169,7 @@ def _tokens(opened, args, say) -> dict:
 
     if not hasattr(opened, "model"):
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
-    for name in ("split", "schedule", "overthinking", "hardness"):
-        if getattr(args, name):
-            raise WrongArguments(f"--{name} is for classifiers; {args.run} holds a decoder")
+    refuse(args, ("split", "schedule", "overthinking", "hardness"), f"is for classifiers; {args.run} holds a decoder")
     if not args.sweep and (args.text or args.picture or not args.task):
         given = "--text and --picture go" if args.task else "without --task a decoder's run goes"
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))
@@ -228,9 +217,6 @@ def _over_epsilon(opened, args, say) -> dict:
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run of self-supervised")
     refuse_settings(args, "--sweep finds thresholds itself", "measure")
-    for name in ("k", "tau", "fallback_top"):
-        if getattr(args, name) is not None:
-            raise WrongArguments(f"--sweep finds thresholds itself: leave out --{name.replace('_', '-')}")
     measure = args.measure or getattr(opened.rule, "measure", "breaking_ties")
     held = None
     if args.text:

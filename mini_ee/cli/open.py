@@ -10,7 +10,7 @@ from mini_ee.data.files import read_json
 from mini_ee.data.tasks import TOY, Task
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
-from mini_ee.export.sessions import CPU, CUDA
+from mini_ee.export.sessions import PROVIDERS
 from mini_ee.training.run import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
 from mini_ee.training.train import check_device, open_task
 from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
@@ -34,17 +34,17 @@ def open_run(folder: Path, args, plain: bool = False) -> Run:
     return _scheduled(run, args, getattr(args, "schedule", None))
 
 
-def open_trained(folder: Path, args) -> Run | Runtime:
-    """A run, or an exported folder."""
+def open_trained(folder: Path, args, plain: bool = False) -> Run | Runtime:
+    """A run, or an exported folder; with `plain` also a decoder's checkpoint."""
     if not (folder / MANIFEST).is_file():
-        return open_run(folder, args)
+        return open_run(folder, args, plain)
     if getattr(args, "schedule", None):
         raise WrongArguments(f"{folder}: is exported under one schedule; export the run with another --schedule")
     if args.device not in ("cpu", "cuda"):
         raise WrongArguments(f"--device {args.device}: an exported folder runs on cpu or on cuda")
     if args.model:
         raise WrongArguments(f"--model says where the backbone of a run is now; {folder} is exported, and whole")
-    return Runtime(folder, [CPU if args.device == "cpu" else CUDA], threads=args.threads or 0)
+    return Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0)
 
 
 def _scheduled(run: Run, args, schedule: str | None) -> Run:

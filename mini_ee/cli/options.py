@@ -1,12 +1,12 @@
 """Options of the command line, made from the classes that hold the settings. No torch here."""
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import UnionType
-from typing import get_args, get_origin
 
-from mini_ee.data.options import flag_of, scalar_type
+from mini_ee import WrongArguments
+from mini_ee.data.options import flag_of, has_several, scalar_type
 
 DIGITS = 10  # of a whole number, at most
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
@@ -52,7 +52,7 @@ def add_options(parser, settings: type, defaults: dict | None = None, lacks: tup
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=told, **name)
             continue
-        many = get_origin(each.type) is tuple or _has_tuple(each.type)
+        many = has_several(each.type)
         name |= {"metavar": about["metavar"]} if "metavar" in about else {}
         if about["choices"] is not None and not many:
             parser.add_argument(flag, choices=about["choices"], help=told, **name)
@@ -65,12 +65,7 @@ def add_options(parser, settings: type, defaults: dict | None = None, lacks: tup
 def given_options(args: argparse.Namespace, *settings: type) -> dict:
     """What the command line says of the fields of these classes."""
     names = {each.name for part in settings for each in fields(part)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-
-
-def _has_tuple(annotation) -> bool:
-    return isinstance(annotation, UnionType) and any(get_origin(part) is tuple for part in get_args(annotation))
+    return {name: value for name, value in vars(args).items() if name in names}
 
 
 def _several(kind: type):
@@ -78,6 +73,13 @@ def _several(kind: type):
         return tuple(READERS.get(kind, kind)(part) for part in text.split(","))
 
     return read
+
+
+def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise WrongArguments where one of these was given. why: what stands behind its name."""
+    for name in names:
+        if getattr(args, name):
+            raise WrongArguments(f"--{name.replace('_', '-')} {why}")
 
 
 def whole_number(text: str) -> int:
@@ -136,4 +138,4 @@ def numbers(text: str) -> float | tuple[float, ...]:
     return found if len(found) > 1 else found[0]
 
 
-READERS = {int: whole_number, float: number, Path: Path}
+READERS = {int: whole_number, float: number, float | tuple[float, ...]: numbers, Path: Path}

@@ -3,43 +3,36 @@
 from dataclasses import MISSING, fields, replace
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import READERS, number, numbers, positive, whole_number
+from mini_ee.cli.options import READERS, number, positive, whole_number
 from mini_ee.data.options import flag_of
 from mini_ee.rules import NO_POLICY, RULES, Rule
 
 PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy", "q-exit")
 
-SETTINGS = tuple(dict.fromkeys(each.name for name in PLAIN for each in fields(RULES[name]) if each.metadata))
-"""Of all these rules, as the arguments have them."""
+SETTINGS = {}
+for _each in (each for name in PLAIN for each in fields(RULES[name]) if each.metadata):
+    SETTINGS.setdefault(_each.name, _each)
+"""Name, as the arguments have it -> field, of the first of these rules that has it."""
+
+
+RETRIEVAL = ("k", "tau", "fallback_top")  # of RAEE's rule
 
 
 def add_rule(parser) -> None:
     """--rule, and the settings of all rules, each once."""
     parser.add_argument("--rule", choices=PLAIN, help="instead of the run's own rule")
-    group, added = parser.add_argument_group("settings of a rule"), set()
-    for name in PLAIN:
-        for each in fields(RULES[name]):
-            if not each.metadata or each.name in added:
-                continue
-            added.add(each.name)
-            if each.name == "threshold":
-                group.add_argument("--threshold", type=numbers, default=None, help=each.metadata["help"])
-            else:
-                _add_one(group, each)
-
-
-def _add_one(group, each) -> None:
-    kind = {"type": READERS[each.type]} if each.type in READERS else {}
-    choices = {"choices": each.metadata["choices"]} if each.metadata["choices"] else {}
-    flag, usual = flag_of(each.name, each.metadata), "" if each.default is MISSING else f"; {each.default}"
-    group.add_argument(flag, dest=each.name, default=None, help=each.metadata["help"] + usual, **kind, **choices)
+    group = parser.add_argument_group("settings of a rule")
+    for name, each in SETTINGS.items():
+        about, usual = each.metadata, "" if each.default is MISSING else f"; {each.default}"
+        kind = {"type": READERS.get(each.type), "choices": about["choices"]}
+        group.add_argument(flag_of(name, about), dest=name, help=about["help"] + usual, **kind)
 
 
 def refuse_settings(args, why: str, *spared: str) -> None:
     """Raise WrongArguments where --rule was given, or a setting of a rule that is not spared."""
-    for name in ("rule", *SETTINGS):
+    for name in ("rule", *SETTINGS, *RETRIEVAL):
         if name not in spared and getattr(args, name, None) is not None:
-            raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name}")
+            raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
 
 
 def add_retrieval(parser) -> None:
@@ -58,8 +51,7 @@ def chosen_rule(args, run) -> Rule:
     run: a Run or a Runtime, with `rule`, `exits` and `config`.
     """
     given = {name: value for name in SETTINGS if (value := getattr(args, name, None)) is not None}
-    retrieval = {name: getattr(args, name, None) for name in ("k", "tau", "fallback_top")}
-    retrieval = {name: value for name, value in retrieval.items() if value is not None}
+    retrieval = {name: value for name in RETRIEVAL if (value := getattr(args, name, None)) is not None}
     name = args.rule or _named_by(given)
     try:
         if name is None:

@@ -27,7 +27,7 @@ from mini_ee.data.files import errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
-from mini_ee.export.sessions import CPU, CUDA
+from mini_ee.export.sessions import PROVIDERS
 from mini_ee.units.decoding import FILLS
 
 HELP = "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches"
@@ -98,7 +98,7 @@ def _open(args) -> Runtime:
         option = next(iter(settings)).replace("_", "-")
         raise WrongArguments(f"--{option} is for decoders; {args.exported} holds a classifier")
     if args.engine != "torch":
-        return Runtime(args.exported, _providers(args), threads=args.threads or 0, **settings)
+        return Runtime(args.exported, PROVIDERS[args.device], threads=args.threads or 0, **settings)
     import torch
 
     from mini_ee.export.torch_engine import torch_segments
@@ -106,10 +106,6 @@ def _open(args) -> Runtime:
     if args.threads:
         torch.set_num_threads(args.threads)
     return Runtime(args.exported, segments=torch_segments(args.exported, args.device or "cpu"), **settings)
-
-
-def _providers(args) -> list[str] | None:
-    return {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
 
 
 def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:

@@ -14,7 +14,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
 from mini_ee.export.serving.watch import Promise, stricter
 from mini_ee.export.serving.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
-from mini_ee.export.sessions import CPU, CUDA, share_threads
+from mini_ee.export.sessions import PROVIDERS, share_threads
 
 HELP = "an exported folder behind HTTP, rows of different requests in one batch"
 EXAMPLE = "mini-ee serve exported --shadow .05"
@@ -117,8 +117,7 @@ def _replica(args) -> Worker:
 
 
 def _worker(args) -> Worker:
-    providers = {None: None, "cpu": [CPU], "cuda": [CUDA]}[args.device]
-    runtime = Runtime(args.exported, providers, threads=args.threads or 0)
+    runtime = Runtime(args.exported, PROVIDERS[args.device], threads=args.threads or 0)
     engine = _engine(args, runtime)
     runtime.warm_up()
     return Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size)

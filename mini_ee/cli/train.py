@@ -1,6 +1,7 @@
 """`mini-ee train METHOD`: give a checkpoint exits and train them. A method's options are made from its settings."""
 
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def _add_method(sub: Parser, name: str) -> None:
     from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainOptions
 
     method = load_method(name)
-    sub.description = (method_doc(name) or "").partition("\n\n")[0]
+    sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
     add_common(sub)
     sub.add_argument(
         "--model",
@@ -57,13 +58,6 @@ def _add_method(sub: Parser, name: str) -> None:
     if "tokens" in method.units:
         about = "on a decoder, where --task is no folder" if "rows" in method.units else None
         add_options(sub.add_argument_group("tokens", about), TextOptions, usual, method.lacks)
-
-
-def method_doc(name: str) -> str | None:
-    """The docstring of a method's file."""
-    from importlib import import_module
-
-    return import_module(METHODS[name]).__doc__
 
 
 def run(args, say) -> dict:

@@ -237,10 +237,7 @@ def _reported(paths: list[Path]) -> Path:
         if found := [path for path in paths if set(names) & set(_words_of(path))]:
             paths = found
             break
-    if len(paths) > 1:
-        names = ", ".join(path.name for path in paths)
-        raise ValueError(f"{paths[0].parent}: expected one .jsonl file, found {names}; call the one to read dev.jsonl")
-    return paths[0]
+    return _only(paths, ".jsonl file", "call the one to read dev.jsonl")
 
 
 def _json_benchmark(path: Path) -> Benchmark:
@@ -328,10 +325,10 @@ def _fields(path: Path, reader) -> Iterator[list[str]]:
         raise _error(f"{path}:{reader.line_num}", "a row of CSV", str(error)) from None
 
 
-def _only(paths: list[Path]) -> Path:
+def _only(paths: list[Path], what: str = "file", advice: str = "name a folder with one of them") -> Path:
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths)
-        raise ValueError(f"{paths[0].parent}: expected one file, found {names}; name a folder with one of them")
+        raise ValueError(f"{paths[0].parent}: expected one {what}, found {names}; {advice}")
     return paths[0]
 
 

@@ -5,8 +5,11 @@ The command line's options and the checks of their values are both made from it 
 
 import math
 from dataclasses import MISSING, dataclass, field, fields
+from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import get_args, get_origin
+
+LIMITS = {"least": ("of at least", ge), "above": ("above", gt), "most": ("of at most", le), "below": ("below", lt)}
 
 
 def option(
@@ -86,9 +89,7 @@ def _fits(value, kind: type, limits) -> bool:
         or not math.isfinite(value)
     ):
         return False
-    least, above, most, below = (limits[name] for name in ("least", "above", "most", "below"))
-    inside = (least is None or value >= least) and (most is None or value <= most)
-    return inside and (above is None or value > above) and (below is None or value < below)
+    return all(inside(value, limits[name]) for name, (_, inside) in LIMITS.items() if limits[name] is not None)
 
 
 def _expected(kind: type, limits) -> str:
@@ -99,6 +100,5 @@ def _expected(kind: type, limits) -> str:
     if kind is str:
         return "text"
     what = "a whole number" if kind is int else "a number"
-    words = {"least": "of at least", "above": "above", "most": "of at most", "below": "below"}
-    bounds = [f"{word} {limits[name]:g}" for name, word in words.items() if limits[name] is not None]
+    bounds = [f"{word} {limits[name]:g}" for name, (word, _) in LIMITS.items() if limits[name] is not None]
     return " ".join([what, " and ".join(bounds)]).strip()

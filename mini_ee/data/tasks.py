@@ -95,11 +95,6 @@ class Task:
             )
         return self.splits[name]
 
-    def majority(self, split: str) -> float | None:
-        """The accuracy of always giving a split's most frequent class; None for a regression or without labels."""
-        labels = self.split(split).labels
-        return None if self.regression or labels is None else metrics.majority(labels)
-
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """The task's metrics, "accuracy" for any classification, and "score", the mean of the task's metrics.
 
@@ -208,12 +203,8 @@ def load_task(folder: str | os.PathLike) -> Task:
     glue = next((file.glue for file in files.values() if file.glue), None)
     if glue is None:
         glue = GlueTask(folder.name, _labels_of_train(folder, files.get("train")))
-    return Task(
-        glue.name,
-        glue.label_names,
-        glue.metrics,
-        {split: Split(tuple(file.texts), _numbers(file, glue)) for split, file in files.items()},
-    )
+    splits = {split: Split(tuple(file.texts), _numbers(file, glue)) for split, file in files.items()}
+    return Task(glue.name, glue.label_names, glue.metrics, splits)
 
 
 def plain_name(name: str) -> str:
@@ -249,13 +240,8 @@ def _read(path: Path, split: str, named: GlueTask | None) -> _File:
     _, header = next(rows)
     text_columns = next((names for names in _TEXT_COLUMNS if set(names) <= set(header)), None)
     if text_columns is None:
-        raise _error(
-            path,
-            1,
-            "a text column (sentence, text) or two (sentence1 and sentence2, ...)",
-            f"columns {shortened(header)}",
-            "rename the columns",
-        )
+        expected = "a text column (sentence, text) or two (sentence1 and sentence2, ...)"
+        raise _error(path, 1, expected, f"columns {shortened(header)}", "rename the columns")
     label_column = next((name for name in _LABEL_COLUMNS if name in header), None)
     for name in (name for name in (*text_columns, label_column) if header.count(name) > 1):
         raise _error(path, 1, f"one column {name}", f"{header.count(name)}", "rename or remove the others")
@@ -263,32 +249,21 @@ def _read(path: Path, split: str, named: GlueTask | None) -> _File:
         (glue for glue in GLUE if glue.columns and glue.columns[0] in header and glue.columns[1] == label_column), None
     )
     if label_column is None and not split.startswith("test"):
-        raise _error(
-            path,
-            1,
+        expected, advice = (
             f"a label column ({', '.join(_LABEL_COLUMNS)})",
-            f"columns {shortened(header)}",
             "rename the column; only test files go without",
         )
-
+        raise _error(path, 1, expected, f"columns {shortened(header)}", advice)
     text_at = [header.index(name) for name in text_columns]
     file = _File(path, glue, [], [], None if label_column is None else [])
     for line, fields in rows:
         # QQP as GLUE distributes it has a few rows cut in two by a line end, or with one question missing.
-        if (
-            glue
-            and glue.name == "QQP"
-            and (len(fields) < len(header) or not all(str(fields[at]).strip() for at in text_at))
-        ):
+        cut = len(fields) < len(header) or not all(str(fields[at]).strip() for at in text_at)
+        if cut and glue and glue.name == "QQP":
             continue
         if len(fields) != len(header):
-            raise _error(
-                path,
-                line,
-                f"{len(header)} columns",
-                f"{len(fields)}",
-                "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab",
-            )
+            advice = "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab"
+            raise _error(path, line, f"{len(header)} columns", f"{len(fields)}", advice)
         texts = tuple(fields[at] for at in text_at)
         flaw = next(filter(None, map(text_flaw, texts)), None)
         if flaw:
@@ -311,13 +286,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list]]:
     try:
         text = data.decode().removeprefix("\ufeff").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise _error(
-            path,
-            data.count(b"\n", 0, error.start) + 1,
-            "UTF-8",
-            f"byte {data[error.start]:#04x}",
-            "convert the file to UTF-8",
-        ) from None
+        line, found = data.count(b"\n", 0, error.start) + 1, f"byte {data[error.start]:#04x}"
+        raise _error(path, line, "UTF-8", found, "convert the file to UTF-8") from None
     if not text:
         raise _error(path, 1, "a header and rows", "an empty file", "fill it in or remove it")
     yield from {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix, _tsv_rows)(path, text)
@@ -340,13 +310,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
             yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
-        raise _error(
-            path,
-            line,
-            "comma-separated values",
-            str(error),
-            "close every quotation mark, and double the ones inside a text",
-        ) from None
+        advice = "close every quotation mark, and double the ones inside a text"
+        raise _error(path, line, "comma-separated values", str(error), advice) from None
 
 
 def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
@@ -362,13 +327,8 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
             header = list(row)
             yield 0, header
         if not row.keys() >= set(header):
-            raise _error(
-                path,
-                line,
-                f"the keys {shortened(header)} of the first line",
-                shortened(list(row)),
-                "write every key in each line",
-            )
+            expected = f"the keys {shortened(header)} of the first line"
+            raise _error(path, line, expected, shortened(list(row)), "write every key in each line")
         yield line, [row[name] for name in header]
 
 
@@ -380,13 +340,8 @@ def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
         )
     names = set(train.labels)
     if len(names) < 2:
-        raise _error(
-            train.path,
-            train.lines[0],
-            "at least two labels in the file",
-            f"only {shortened(train.labels[0])}",
-            "add rows with another label",
-        )
+        expected, found = "at least two labels in the file", f"only {shortened(train.labels[0])}"
+        raise _error(train.path, train.lines[0], expected, found, "add rows with another label")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name)))
 
@@ -403,15 +358,10 @@ def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:
     numbers = [index.get(label) for label in file.labels]
     if None in numbers:
         row = numbers.index(None)
-        raise _error(
-            file.path,
-            file.lines[row],
-            f"one of the labels {', '.join(glue.label_names)}",
-            shortened(file.labels[row]),
-            "correct it, or remove the label column of a test file that has no labels"
-            if glue in GLUE
-            else "correct it, or add rows with this label to the train file",
-        )
+        other = "remove the label column of a test file that has no labels"
+        other = other if glue in GLUE else "add rows with this label to the train file"
+        expected, found = f"one of the labels {', '.join(glue.label_names)}", shortened(file.labels[row])
+        raise _error(file.path, file.lines[row], expected, found, f"correct it, or {other}")
     return np.array(numbers, np.int64)
 
 

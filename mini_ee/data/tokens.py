@@ -36,12 +36,8 @@ class Inputs:
     def take(self, rows: np.ndarray) -> "Inputs":
         """The given rows (indices, a mask or a slice) at the same width T."""
         rows = np.arange(len(self))[rows]
-        return Inputs(
-            self.input_ids[rows],
-            self.attention_mask[rows],
-            self.token_type_ids[rows],
-            tuple(self.texts[row] for row in rows),
-        )
+        arrays = (each[rows] for each in (self.input_ids, self.attention_mask, self.token_type_ids))
+        return Inputs(*arrays, tuple(self.texts[row] for row in rows))
 
 
 @dataclass(frozen=True, eq=False)

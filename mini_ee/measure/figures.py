@@ -1,5 +1,6 @@
 """Pictures, and plots in text. Functions write a file or return text; the command line prints."""
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,26 +56,14 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     figure, axes = new_figure()
     exits, curve = answer["rows"], sorted(answer["curve"], key=lambda row: row["speedup"])
     axes.plot([row["speedup"] for row in curve], [row["score"] for row in curve], "o-", label="threshold, swept")
-    axes.plot(
-        [row["speedup"] for row in exits],
-        [row["score"] for row in exits],
-        "s",
-        color="0.6",
-        label="one exit for all",
-    )
-    for row in exits:
-        axes.annotate(
-            str(row["layer"]),
-            (row["speedup"], row["score"]),
-            textcoords="offset points",
-            xytext=(4, -11),
-            fontsize=8,
-            color="0.4",
-        )
+    singly = [(row["speedup"], row["score"]) for row in exits]
+    axes.plot(*zip(*singly), "s", color="0.6", label="one exit for all")
+    for row, point in zip(exits, singly):
+        beside = {"textcoords": "offset points", "xytext": (4, -11), "fontsize": 8, "color": "0.4"}
+        axes.annotate(str(row["layer"]), point, **beside)
     axes.plot(answer["speedup"], answer["score"], "*", markersize=14, color="tab:red", label="default rule")
     axes.axhline(answer["full_score"], color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")
-    axes.yaxis.label.set_parse_math(False)  # a task may have any name
     axes.legend(frameon=False)
     save_figure(figure, path)
 
@@ -100,9 +89,7 @@ def draw_curves(path: Path, answer: dict) -> None:
         axes.plot(*zip(*points), ".-", linewidth=1, color=colour, label=label if (run, how) == group[0] else None)
         axes.plot(*own, "*", markersize=12, color=colour)
     axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
-    axes.yaxis.label.set_parse_math(False)
-    for text in axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left").get_texts():
-        text.set_parse_math(False)  # a run may have any name
+    axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
     save_figure(figure, path)
 
 
@@ -150,7 +137,7 @@ def draw_training(path: Path, rows: list[dict]) -> None:
         layers = [f"layer {layer}" for layer in row["exits"]]
         for axes, key in zip(grid[2 * place :], HISTORY):
             _draw_history(axes, row["history"], key, layers)
-            axes.set_title(f"{Path(row['run']).name}: {key}", parse_math=False)
+            axes.set_title(f"{Path(row['run']).name}: {key}")
     for axes in grid[::2]:
         axes.get_legend().remove()  # the panel beside it has one
     for panels in (grid[::2], grid[1::2]):
@@ -219,13 +206,11 @@ def _shade(k: int, count: int):
     return colormaps["viridis"](0.95 * k / max(count - 1, 1))
 
 
-def _panels(count: int, columns: int = 2, height: float = 3.6):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def _panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.6):
     from matplotlib.figure import Figure
 
     lines = -(-count // columns)
-    figure = Figure(figsize=(4.6 * columns, height * lines), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
     grid = [figure.add_subplot(lines, columns, place + 1) for place in range(count)]
     for axes in grid:
         axes.spines[["top", "right"]].set_visible(False)
@@ -243,10 +228,8 @@ def draw_layers(path: Path, answer: dict) -> None:
             axes.plot(*zip(*left), "o--", markersize=4, color=line.get_color(), label=f"{name}, those that left there")
     losses.set(xlabel="layer", ylabel=f"cross-entropy on {answer['task']} {answer['split']}, in nats")
     accuracies.set(xlabel="layer", ylabel="accuracy")
-    losses.yaxis.label.set_parse_math(False)  # a task may have any name
     handles = losses.get_legend_handles_labels()
-    for text in figure.legend(*handles, frameon=False, fontsize=7, ncols=2, loc="outside upper center").get_texts():
-        text.set_parse_math(False)  # a run may have any name
+    figure.legend(*handles, frameon=False, fontsize=7, ncols=2, loc="outside upper center")
     save_figure(figure, path)
 
 
@@ -258,15 +241,9 @@ def draw_rewards(path: Path, answer: dict) -> None:
         x, y = ([row[key] for row in points] for key in ("layers_saved", "score"))
         axes.plot(x, y, "o-", label=f"{reward} reward")
         for row in points:
-            axes.annotate(
-                f"{row['alpha']:g}",
-                (row["layers_saved"], row["score"]),
-                textcoords="offset points",
-                xytext=(4, 4),
-                fontsize=8,
-            )
+            point, beside = (row["layers_saved"], row["score"]), {"textcoords": "offset points", "xytext": (4, 4)}
+            axes.annotate(f"{row['alpha']:g}", point, **beside, fontsize=8)
     axes.set(xlabel="share of the layers saved", ylabel=f"score on {answer['task']} {answer['split']}")
-    axes.yaxis.label.set_parse_math(False)
     axes.legend(title="at each alpha", frameon=False)
     save_figure(figure, path)
 
@@ -282,27 +259,24 @@ def draw_writing(path: Path, answer: dict) -> None:
         (line,) = axes.plot(*zip(*points), ".-", linewidth=1, label=label)
         axes.plot(row["layers_saved"], row["rouge_l"], "*", markersize=12, color=line.get_color())
     axes.set(xlabel="share of the layers saved", ylabel="Rouge-L against the full model's text")
-    for text in axes.legend(frameon=False, fontsize=8).get_texts():
-        text.set_parse_math(False)  # a run may have any name
+    axes.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
 
 
 def new_figure():
     """A figure of README's width, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, (axes,) = _panels(1, columns=1, width=7, height=4.2)
     return figure, axes
 
 
 def save_figure(figure, path: Path) -> None:
-    """Write it, as PNG."""
-    import io
-
+    """Write it, as PNG. Names of runs, tasks and models stand as they are, whatever is in them: $ begins no formula."""
+    for axes in figure.axes:
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            text.set_parse_math(False)
+    for legend in (*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))):
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     write_bytes(path, buffer.getvalue())
@@ -320,7 +294,6 @@ def draw_ablation(path: Path, answer: dict) -> None:
         axes.axhline(full, color="0.8", linewidth=1, zorder=0, label="full model")
         axes.set(xlabel="k, neighbours that vote", ylabel=f"{name} on {answer['task']} {answer['split']}")
         axes.set_xticks(sorted({point["k"] for point in answer["rows"]}))
-        axes.yaxis.label.set_parse_math(False)
     panels[0].legend(title="share of the datastore", frameon=False, fontsize=8)
     save_figure(figure, path)
 
@@ -354,7 +327,6 @@ def draw_suits(path: Path, answer: dict) -> None:
     said.set(
         title=f"{answer['model']}: {answer['how']}", xlabel="layer", ylabel=f"share of {unit} that", ylim=(0, 1.03)
     )
-    said.title.set_parse_math(False)  # a model may have any name
     said.legend(frameon=False)
     shares = [count / sum(answer["oracle_counts"]) for count in answer["oracle_counts"]]
     settled.bar(layers, shares, color=[_shade(k, len(layers)) for k in range(len(layers))])

@@ -135,12 +135,12 @@ def epsilon_table(answer: dict) -> str:
         "recompute_decoded_agreement": "recomputed:.3f",
         "recompute_speedup": "speed-up:.2f",
     }
-    columns |= {key: f"{key}:.2f" for key in ("perplexity",) if key in lines[0]}
-    columns |= {key: f"{answer.get('task')}:.3f" for key in ("accuracy",) if key in lines[0]}
     full = [f"{answer['full_tokens_per_second']:.0f} tokens/s"]
     if "full_perplexity" in answer:
+        columns["perplexity"] = "perplexity:.2f"
         full.append(f"perplexity {answer['full_perplexity']:.2f}")
     if "full_accuracy" in answer:
+        columns["accuracy"] = f"{answer['task']}:.3f"
         full.append(f"{answer['task']} {answer['full_accuracy']:.3f}")
     said = (
         f"Full model: {', '.join(full)}. Thresholds on {answer['measure']} from {answer['tokens_calibration']} tokens "
@@ -279,11 +279,6 @@ def heads_table(answer: dict) -> str:
         "layers": "layers:.2f",
     }
     return (
-        "\n"
-        + table(lines, columns)
-        + (
-            f"\nAgreement and entropy when training ended; end to end and layers on fresh texts, at the epsilon with "
-            f"which "
-            f"{answer['level']:.0%} of the calibration texts' tokens are the full model's."
-        )
+        f"\n{table(lines, columns)}\nAgreement and entropy when training ended; end to end and layers on fresh texts, "
+        f"at the epsilon with which {answer['level']:.0%} of the calibration texts' tokens are the full model's."
     )

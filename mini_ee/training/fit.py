@@ -110,14 +110,8 @@ class _Training:
     """A training under way: what is fixed, and its progress, which is JSON and stands in its saved state."""
 
     def __init__(self, model: nn.Module, stages: list[Stage], train, held, config: TrainConfig, saved: Saved):
-        self.model, self.stages, self.train, self.held, self.config, self.saved = (
-            model,
-            stages,
-            train,
-            held,
-            config,
-            saved,
-        )
+        self.model, self.stages, self.train, self.held = model, stages, train, held
+        self.config, self.saved = config, saved
         self.device = next(model.parameters()).device
         self.progress = {
             "settings": saved.settings,

@@ -18,23 +18,20 @@ from mini_ee.calibration import (
     kept_by_sets,
     report,
 )
-from mini_ee.confidence import MEASURES
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
-from mini_ee.rules import STATE_MEASURES, NeverExit, Patience, Policy, QExit, Rule, Threshold
+from mini_ee.rules import LIMITS, NeverExit, Patience, Policy, QExit, Rule, Threshold
 from mini_ee.training.promise import paired_p_values, rows_needed
-from mini_ee.units.recording import Record, predictions
+from mini_ee.units.recording import Record, exit_scores, predictions
 
 
-def cuts(recorded: Record) -> list[Rule]:
-    """The papers' cut, .5, and cuts at quantiles of the probabilities of leaving."""
-    chances = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
-    return [Policy(), *(Policy(float(level)) for level in quantiles(chances))]
-
-
-def q_exits(recorded: Record) -> list[Rule]:
-    """PALBERT's q, .5, and quantiles of the probabilities of having left by each exit."""
-    return [QExit(), *(QExit(float(level)) for level in quantiles(left_by(recorded)))]
+def asked(recorded: Record, rule: Rule) -> np.ndarray:
+    """(N, K - 1): what the rule compares with its knob at every exit but the last."""
+    if not rule.asks_policy:
+        return recorded.confidence(rule.measure)
+    if isinstance(rule, QExit):
+        return left_by(recorded)
+    return 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
 
 
 def left_by(recorded: Record) -> np.ndarray:
@@ -42,14 +39,20 @@ def left_by(recorded: Record) -> np.ndarray:
     return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
 
 
+def cuts(recorded: Record) -> list[Rule]:
+    """The papers' cut, .5, and cuts at quantiles of the probabilities of leaving."""
+    return [Policy(), *(Policy(float(level)) for level in quantiles(asked(recorded, Policy())))]
+
+
+def q_exits(recorded: Record) -> list[Rule]:
+    """PALBERT's q, .5, and quantiles of the probabilities of having left by each exit."""
+    return [QExit(), *(QExit(float(level)) for level in quantiles(asked(recorded, QExit())))]
+
+
 def passing(recorded: Record, rule: Policy | Threshold) -> list[Rule]:
     """The rule with other thresholds, the strictest first: such as these shares of all that it is asked would pass."""
-    if isinstance(rule, Policy):
-        values = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
-    else:
-        values = recorded.confidence(rule.measure)
-    name = "cut" if isinstance(rule, Policy) else "threshold"
-    return [replace(rule, **{name: float(level)}) for level in np.quantile(values, 1 - np.array(PASSING))]
+    levels = np.quantile(asked(recorded, rule), 1 - np.array(PASSING)).tolist()
+    return [replace(rule, **{KNOBS[rule.name]: level}) for level in levels]
 
 
 def observe(recorded: Record, measure: str = "max_probability") -> Observed:
@@ -86,12 +89,8 @@ def calibrate_record(
             f"too few to promise epsilon {epsilon} with delta {delta}: at least {2 * error.needed} {what} needed (half "
             f"of them to check), got {len(names)}; give more, or lower epsilon, or leave delta out"
         ) from None
-    result = recorded.replay(rule)
-    said = recorded.predictions
-    same = said[np.arange(len(said)), result.exit_index] == said[:, -1]
     answer = report(observed.take(drawn), observed.take(~drawn), rule, epsilon, delta)
-    answer["end_to_end"] = float(same[~drawn].mean())
-    answer["mean_layers"] = float(result.layers_run[~drawn].mean())
+    answer["mean_layers"] = float(recorded.replay(rule).layers_run[~drawn].mean())
     if sets:
         answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
     return rule, answer
@@ -143,11 +142,10 @@ Candidates = Callable[[Record], list[Rule]]
 
 def thresholds(recorded: Record, measure: str = "max_probability") -> list[Rule]:
     """Thresholds at quantiles of what the exits but the last say."""
-    _, least, most = MEASURES[measure]
     if len(recorded.segments.exits) < 2:
         return []
     levels = quantiles(recorded.confidence(measure))
-    return [Threshold(float(np.clip(level, least, most)), measure) for level in levels]
+    return [Threshold(float(level), measure) for level in np.clip(levels, *LIMITS[measure])]
 
 
 def patiences(recorded: Record) -> list[Rule]:
@@ -199,17 +197,13 @@ def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) ->
 
 def _settings(recorded: Record, rule: Rule) -> list:
     """Values of a rule's knob that let ever fewer units leave, the last one none of them."""
-    shares = np.linspace(0, 1, CURVE_POINTS)
     if rule.name == "patience":
         return list(range(1, len(recorded.segments.exits)))
-    if rule.name == "policy":
-        chances = 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
-        return np.unique([*np.quantile(chances, shares), rule.cut, 1.0]).tolist()
-    if rule.name == "q-exit":
-        return np.unique([*np.quantile(left_by(recorded), shares), rule.q, 1.0]).tolist()
-    values = [*np.quantile(recorded.confidence(rule.measure), shares), *np.atleast_1d(rule.threshold)]
-    *_, least, most = (MEASURES | STATE_MEASURES)[rule.measure]
-    return np.unique([*np.clip(values, least, most), math.inf]).tolist()
+    levels = np.quantile(asked(recorded, rule), np.linspace(0, 1, CURVE_POINTS))
+    values = [*levels, *np.atleast_1d(getattr(rule, KNOBS[rule.name]))]
+    if rule.asks_policy:
+        return np.unique([*values, 1.0]).tolist()
+    return np.unique([*np.clip(values, *LIMITS[rule.measure]), math.inf]).tolist()
 
 
 # ---- The rule that a training ends with ----
@@ -280,8 +274,8 @@ def default_rule(
         )
     recorded = recorded._replace(labels=labels)
     candidates = candidates or (patiences if task.regression else thresholds)
-    chosen = max_loss and _promised(recorded, task, labels, max_loss, confidence, candidates)
-    return chosen or _without_promise(recorded, task, labels, max_loss, confidence, candidates)
+    chosen = max_loss and _promised(recorded, task, max_loss, confidence, candidates)
+    return chosen or _without_promise(recorded, task, max_loss, confidence, candidates)
 
 
 def paired_losses(task: Task, labels: np.ndarray, said: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -297,19 +291,20 @@ def paired_losses(task: Task, labels: np.ndarray, said: np.ndarray, last: np.nda
 
 
 def _promised(
-    recorded: Record, task: Task, labels: np.ndarray, max_loss: float, confidence: float, candidates: Candidates
+    recorded: Record, task: Task, max_loss: float, confidence: float, candidates: Candidates
 ) -> Chosen | None:
     """The rule that saves most layers among those that pass the test; None where none that saves any does."""
-    proposing = np.zeros(len(labels), bool)
-    proposing[np.random.default_rng(0).permutation(len(labels))[: min(PROPOSING, len(labels) // 10)]] = True
-    replays = _replays(candidates, recorded, proposing, task, labels) if proposing.any() else []
+    rows = len(recorded.labels)
+    proposing = np.zeros(rows, bool)
+    proposing[np.random.default_rng(0).permutation(rows)[: min(PROPOSING, rows // 10)]] = True
+    replays = _replays(candidates, recorded, proposing, task) if proposing.any() else []
     if not replays:
         return None
     replays.sort(key=lambda replay: replay.layer_passes[proposing].mean())
     replays.reverse()  # of equal ones the last comes first: candidates are listed from the loosest on
     losses = np.array([replay.losses[~proposing] for replay in replays])
     p_values = paired_p_values(losses, max_loss)
-    least = _full_score(recorded, task, labels) - max_loss
+    least = exit_scores(recorded, task, recorded.labels)[-1] - max_loss
     passed = range(fixed_sequence(p_values, 1 - confidence))
     passed = [at for at in passed if replays[at].saves and replays[at].score >= least]
     if not passed:
@@ -327,44 +322,39 @@ def _promised(
 
 
 def _without_promise(
-    recorded: Record, task: Task, labels: np.ndarray, max_loss: float, confidence: float, candidates: Candidates
+    recorded: Record, task: Task, max_loss: float, confidence: float, candidates: Candidates
 ) -> Chosen:
     """The rule that saves most layers among those that lose nothing here, and how many rows would promise it.
 
     Where none loses nothing, the rows for the one that differs least from the last exit. They are enough if the rule
     loses nothing on fresh rows either; twice the rows at hand, where those were enough but for bad luck.
     """
-    replays = _replays(candidates, recorded, np.ones(len(labels), bool), task, labels)
+    rows = len(recorded.labels)
+    replays = _replays(candidates, recorded, np.ones(rows, bool), task)
     if not replays:
         exits = len(recorded.segments.exits)
         said = f"The default rule is the full model: no rule of this method can leave before the last of {exits} exits."
         return Chosen(NeverExit(), None, None, {"promised": said})
     saving = [replay for replay in replays if replay.saves]
-    harmless = [replay for replay in saving if replay.score >= _full_score(recorded, task, labels)]
+    full_score = exit_scores(recorded, task, recorded.labels)[-1]
+    harmless = [replay for replay in saving if replay.score >= full_score]
     best = min(harmless, key=lambda replay: replay.layer_passes.mean(), default=None)
     needed = None
     if saving and max_loss:
         differing = min(np.count_nonzero(replay.losses) for replay in ([best] if best else saving))
-        tested = rows_needed((differing + 1) / (len(labels) + 1), max_loss, confidence)
+        tested = rows_needed((differing + 1) / (rows + 1), max_loss, confidence)
         needed = tested + min(PROPOSING, math.ceil(tested / 9))
-        needed = needed if needed > len(labels) else 2 * len(labels)
+        needed = needed if needed > rows else 2 * rows
     return Chosen(best.rule if best else NeverExit(), None, needed)
 
 
-def _replays(
-    candidates: Candidates, recorded: Record, proposing: np.ndarray, task: Task, labels: np.ndarray
-) -> list[Replay]:
+def _replays(candidates: Candidates, recorded: Record, proposing: np.ndarray, task: Task) -> list[Replay]:
     """All rows under the rules that some of them, a mask (N,), propose."""
-    rules = candidates(recorded.take(proposing))
-    last, replays = predictions(recorded.logits[:, -1]), []
-    for rule in rules:
+    labels, last, replays = recorded.labels, predictions(recorded.logits[:, -1]), []
+    for rule in candidates(recorded.take(proposing)):
         result = recorded.replay(rule)
         passes, said = result.cost.layer_passes, predictions(result.logits)
         losses = paired_losses(task, labels, said, last)
         saves = bool(passes.mean() < recorded.segments.exits[-1])
         replays.append(Replay(rule, passes, saves, losses, task.score(said, labels)["score"]))
     return replays
-
-
-def _full_score(recorded: Record, task: Task, labels: np.ndarray) -> float:
-    return task.score(predictions(recorded.logits[:, -1]), labels)["score"]

@@ -33,6 +33,7 @@ from mini_ee.backbones.hub import (
     save_backbone,
     write_tensors,
 )
+from mini_ee.confidence import max_probability
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tasks import Task
@@ -117,12 +118,9 @@ class Run(NamedTuple):
         answers = []
         for rows in in_order(len(encoded), batch_size):
             result = early_exit(segments, self.rule, encoded.batch(rows))
-            for logits, layers in zip(result.logits, result.cost.depth.tolist()):
-                if names:
-                    odds = np.exp(logits - logits.max())
-                    answers.append(Answer(names[int(logits.argmax())], float(1 / odds.sum()), layers))
-                else:
-                    answers.append(Answer(float(logits[0]), None, layers))
+            labels = [names[best] for best in result.logits.argmax(axis=1)] if names else result.logits[:, 0].tolist()
+            sure = max_probability(result.logits).tolist() if names else [None] * len(labels)
+            answers += map(Answer, labels, sure, result.cost.depth.tolist())
         return answers
 
     def generate(
@@ -322,29 +320,11 @@ def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Modul
         model = build_model(method, unit, backbone if unit == "tokens" else backbone.without_heads(), base)
     path = folder / "model.safetensors"
     tensors = read_tensors(path, config["files"]["model.safetensors"])
-    load_strict(_Own(model), tensors, {name: (name,) for name in model.own_state()}, path)
+    load_strict(model, tensors, {name: (name,) for name in model.own_state()}, path)
     model.load_parts(folder, config["files"])
     if config["unit"] == "tokens":
         model.fold()
     return model, Tokenizer.from_folder(folder, config["max_length"])
-
-
-class _Own(nn.Module):
-    """The part of a model that a run holds, as load_strict takes a module."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.__dict__["model"] = model
-
-    def state_dict(self):
-        return self.model.own_state()
-
-    def get_submodule(self, name: str) -> nn.Module:
-        return self.model.get_submodule(name)
-
-    def load_state_dict(self, tensors, strict: bool, assign: bool):
-        device = {name: value for name, value in self.model.state_dict().items() if name not in tensors}
-        return self.model.load_state_dict(device | tensors, strict=strict, assign=assign)
 
 
 def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptModel, PromptTokenizer]:

@@ -4,6 +4,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +28,7 @@ MINILM = BertConfig(
     max_position_embeddings=512,
 )
 
-BERT_BASE = BertConfig(
-    model_type="bert",
-    vocab_size=30522,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    intermediate_size=3072,
-    max_position_embeddings=512,
-)
+BERT_BASE = replace(MINILM, hidden_size=768, num_hidden_layers=12, intermediate_size=3072)
 
 MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
 
@@ -68,14 +62,8 @@ def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: 
 def row_of(case: str, seconds: float, against: float, bar: float) -> dict:
     """A case: two medians, their ratio and its bar."""
     ratio = seconds / against
-    return {
-        "case": case,
-        "seconds": seconds,
-        "against_seconds": against,
-        "ratio": ratio,
-        "bar": bar,
-        "holds": ratio <= bar,
-    }
+    row = {"case": case, "seconds": seconds, "against_seconds": against}
+    return row | {"ratio": ratio, "bar": bar, "holds": ratio <= bar}
 
 
 def forced_out(k: int, num_exits: int) -> Threshold:
@@ -123,6 +111,12 @@ def inputs_of(config: BertConfig, batch: int, tokens: int, seed: int) -> Inputs:
     """Rows of random tokens, nothing padded."""
     ids = np.random.default_rng(seed).integers(1000, config.vocab_size, (batch, tokens))
     return Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("",),) * batch)
+
+
+def full_model(backbone: Bert, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """One pass through all layers, without heads; nothing is padded."""
+    ids, _, types = tensors_of(inputs)
+    return torch.inference_mode()(partial(backbone, ids, None, types))
 
 
 def tensors_of(inputs: Inputs) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """decode: text token by token, in seconds a token."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,18 +31,8 @@ STORIES = DecoderConfig(
     tie_word_embeddings=True,
 )
 
-LLAMA = DecoderConfig(
-    model_type="llama",
-    vocab_size=4096,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=4,
-    intermediate_size=2048,
-    max_position_embeddings=512,
-    hidden_act="silu",
-    norm_eps=1e-5,
-    tie_word_embeddings=True,
+LLAMA = replace(
+    STORIES, vocab_size=4096, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=2048
 )
 
 LOSSLESS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts must be equal, and of them those timed
@@ -118,21 +109,12 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
         hidden = decoder.embed(Tensors(torch.zeros(1, 1, dtype=torch.int64)))
         gaps = hidden.expand(1, len(behind), -1).contiguous()
     heads = [VocabularyHead(decoder, "copy") for _ in blocks]
-
+    fill_up = decoder.propagate if fill == "propagate" else decoder.run_layers
     parts = {
         "layers": lambda: [decoder.run_layers(hidden, block, 0, layer) for block in blocks],
         "head": lambda: [head(hidden[:, 0]) for head in heads],
-        "fill": lambda: (
-            decoder.propagate(gaps, gap, layer, depth)
-            if fill == "propagate"
-            else decoder.run_layers(gaps, gap, layer, depth)
-        ),
-        "eager_fill": lambda: [
-            decoder.propagate(hidden, block, layer, depth)
-            if fill == "propagate"
-            else decoder.run_layers(hidden, block, layer, depth)
-            for block in blocks[:-1]
-        ],
+        "fill": lambda: fill_up(gaps, gap, layer, depth),
+        "eager_fill": lambda: [fill_up(hidden, block, layer, depth) for block in blocks[:-1]],
         "last": lambda: decoder.lm_logits(decoder.run_layers(hidden, blocks[-1], layer, depth)),
     }
 
@@ -150,12 +132,8 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
 def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
     """Drafts after half of the layers, by the copied LM head, over full decoding; with how many texts are equal."""
     depth = decoder.config.num_hidden_layers
-    settings = {
-        "max_new_tokens": new_tokens,
-        "exit_layer": depth // 2,
-        "head": VocabularyHead(decoder, "copy"),
-        "draft": 2,
-    }
+    head = VocabularyHead(decoder, "copy")
+    settings = {"max_new_tokens": new_tokens, "exit_layer": depth // 2, "head": head, "draft": 2}
     begins = np.random.default_rng(seed).integers(3, decoder.config.vocab_size, LOSSLESS)
     prompts = [[decoder.config.bos_token_id, int(token)] for token in begins]
 

@@ -1,6 +1,6 @@
 """backbone, exit-tax and batch: one encoder, with exits and without."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from mini_ee.measure.bench.common import (
     BERT_BASE,
     forced_out,
     from_transformers,
+    full_model,
     inputs_of,
     medians,
     minilm_of,
@@ -76,12 +77,6 @@ def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
 def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar: float, seed: int) -> Iterator[dict]:
     segments = RowSegments(RowExits(backbone, exits, num_labels=2, pool="first"))
     inputs, depth = inputs_of(backbone.config, batch, 32, seed), exits[-1]
-    ids, _, types = tensors_of(inputs)
-
-    @torch.inference_mode()
-    def full_model():
-        return backbone(ids, None, types)
-
     with segments.running():
         first_exit = segments.advance(0, segments.start(inputs))
 
@@ -90,7 +85,8 @@ def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar
         return forced_out(0, len(exits)).stop(0, segments.read(0, first_exit), {})
 
     forced = [partial(early_exit, segments, forced_out(k, len(exits)), inputs) for k in range(len(exits))]
-    full, head, *times = medians([full_model, one_head, *forced], f"exit-tax {name} b{batch}")
+    runs = [full_model(backbone, inputs), one_head, *forced]
+    full, head, *times = medians(runs, f"exit-tax {name} b{batch}")
     for layer, seconds in zip(exits, times, strict=True):
         yield _tax(f"{name} b{batch} t32 e{layer}", seconds, full, layer / depth, bar) | {"head_share": head / full}
 
@@ -112,14 +108,8 @@ def _leaving_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[d
         for network in reduced.selectors:
             torch.nn.init.normal_(network[2].weight)
             torch.nn.init.zeros_(network[2].bias)
-    ids, _, types = tensors_of(inputs)
-
-    @torch.inference_mode()
-    def full_model():
-        return backbone(ids, None, types)
-
     runs = [partial(early_exit, model.segments(), NeverExit(), inputs) for model in (hashed, reduced)]
-    full, *times = medians([full_model, *runs], f"exit-tax {name} b{batch} tokens")
+    full, *times = medians([full_model(backbone, inputs), *runs], f"exit-tax {name} b{batch} tokens")
     for method, seconds, run in zip(("hashee", "tr-bert"), times, runs):
         share = float(run().cost.depth.mean()) / depth
         yield _tax(f"{name} b{batch} t32 {method}", seconds, full, share, LEAVING_BARS[batch])
@@ -132,28 +122,24 @@ def _own_heads_tax(name: str, backbone: Bert, exits: tuple[int, ...], seed: int)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         models = [build_model(load_method(method), "rows", backbone, about).eval() for method in OWN_HEADS]
-    rules = [_JudgedBy(rule, at) for rule in OWN_HEADS.values()]
+    rules = [_JudgedBy(rule, [at]) for rule in OWN_HEADS.values()]
     runs = [partial(early_exit, model.segments(), rule, inputs) for model, rule in zip(models, rules)]
-    ids, _, types = tensors_of(inputs)
-
-    @torch.inference_mode()
-    def full_model():
-        return backbone(ids, None, types)
-
-    full, plain, *others = medians([full_model, *runs], f"exit-tax {name} b1 heads")
+    full, plain, *others = medians([full_model(backbone, inputs), *runs], f"exit-tax {name} b1 heads")
     share = exits[at] / exits[-1]
     for method, seconds in zip(list(OWN_HEADS)[1:], others):
         yield _tax(f"{name} b1 t32 {method} e{exits[at]}", seconds, full, plain / full, OWN_HEADS_BAR * share)
 
 
 class _JudgedBy(Rule):
-    """All rows are judged by a rule at every exit, and leave at one of them, whatever it says."""
+    """All rows are judged by a rule at every exit, and row i leaves at exit_of_row[i], whatever it says."""
 
-    def __init__(self, rule: Rule, exit: int):
-        self.rule, self.exit, self.needs, self.asks_policy = rule, exit, rule.needs, rule.asks_policy
+    def __init__(self, rule: Rule, exit_of_row: Sequence[int]):
+        self.rule, self.exit_of_row = rule, np.asarray(exit_of_row)
+        self.needs, self.asks_policy = rule.needs, rule.asks_policy
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        return np.full_like(self.rule.stop(k, reading, memory), k == self.exit)
+        self.rule.stop(k, reading, memory)
+        return memory.setdefault("exit_of_row", self.exit_of_row) == k
 
 
 def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
@@ -161,8 +147,8 @@ def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
     backbone, exits = minilm_of(model, seed), (2, 4, 6)
     segments = RowSegments(RowExits(backbone, exits, num_labels=2))
     inputs = inputs_of(backbone.config, 32, 32, seed)
-    ids, _, types = tensors_of(inputs)
-    rule = _AtExit(np.random.default_rng(seed).permutation(np.repeat([0, 1, 2], [12, 10, 10])))
+    exit_of_row = np.random.default_rng(seed).permutation(np.repeat([0, 1, 2], [12, 10, 10]))
+    rule = _JudgedBy(Threshold(0.9), exit_of_row)
     with torch.inference_mode():
         hidden = [backbone.embed(inputs.take(slice(size))) for size in (32, 20, 10)]
         around = backbone.around(inputs)
@@ -175,15 +161,3 @@ def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
 
     own, ideal = medians([lambda: early_exit(segments, rule, inputs), layers_alone], "batch")
     yield row_of("minilm b32 t32 mixed", own, ideal, bar=1.10)
-
-
-class _AtExit(Rule):
-    """Row i leaves at exit_of_row[i]; asked, not planned, so that every head is read on the way."""
-
-    def __init__(self, exit_of_row: np.ndarray):
-        self.exit_of_row = exit_of_row
-
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        rows = memory.setdefault("row", np.arange(len(self.exit_of_row)))
-        Threshold(0.9).stop(k, reading, memory)
-        return self.exit_of_row[rows] == k

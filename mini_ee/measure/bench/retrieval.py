@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from mini_ee.backbones.bert import Bert
-from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.bench.common import BERT_BASE, inputs_of, medians, minilm_of, random_encoder, row_of, tensors_of
+from mini_ee.measure.bench.common import BERT_BASE, full_model, inputs_of, medians, minilm_of, random_encoder, row_of
 from mini_ee.methods.datastore import Datastore, exact_search
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import Retrieval
@@ -42,12 +40,6 @@ def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Itera
     bert, minilm = random_encoder(BERT_BASE, seed), minilm_of(model, seed)
     yield from _groups(minilm, seed)
     inputs = inputs_of(BERT_BASE, 1, 32, seed)
-    ids, _, types = tensors_of(inputs)
-
-    @torch.inference_mode()
-    def full_model():
-        return bert(ids, None, types)
-
     for name, embed, bar in (
         ("encoder", OwnStates(minilm, minilm.config.num_hidden_layers), 1.0),
         ("plan", OwnStates(bert, 0), 0.03),
@@ -60,7 +52,7 @@ def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Itera
             rule.embed(inputs)
             return rule.chosen(rule.datastore.search(next(turn)[None], rule.k))
 
-        own, other = medians([plan, full_model], f"retrieval {name}")
+        own, other = medians([plan, full_model(bert, inputs)], f"retrieval {name}")
         yield row_of(f"67k t32 {name}", own, other, bar)
     yield _recall(store, queries)
     del store, vectors
@@ -71,12 +63,7 @@ def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
     exits = tuple(range(1, backbone.config.num_hidden_layers + 1))
     segments, inputs = RowExits(backbone, exits, num_labels=2).segments(), inputs_of(backbone.config, 256, 32, seed)
     plan = np.random.default_rng(seed).integers(0, len(exits), len(inputs))
-    rows = [
-        Inputs(ids[None], attention[None], types[None], (text,))
-        for ids, attention, types, text in zip(
-            inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, inputs.texts
-        )
-    ]
+    rows = [inputs.take([row]) for row in range(len(inputs))]
 
     def row_by_row():
         for row, exit in zip(rows, plan):

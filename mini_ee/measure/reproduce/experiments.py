@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from mini_ee import WrongArguments, __version__
 from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_writer, write_bytes, write_json
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.measure.reproduce.measures import MEASURES, OF_ROWS
-from mini_ee.measure.reproduce.recipe import Case
+from mini_ee.measure.reproduce.recipe import Case, is_choice
 from mini_ee.training.fit import STATE
 from mini_ee.training.run import Run, load_run, training_folder
 from mini_ee.training.train import train
@@ -56,10 +57,12 @@ class Sources:
     def _sentences(self) -> Path:
         """SST-2 with whole sentences to train on, as RAEE's datastore has them: SST-5's, without its neutral ones."""
         folder = self.made / SENTENCES / "SST-2"
-        if not folder.exists():
-            rows = [
-                line.rsplit("\t", 1) for line in (self.find("data", "SST-5") / "train.tsv").read_text().splitlines()[1:]
-            ]
+        self.made.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.made / ".sentences.lock"):  # processes that start together wait for the first
+            if folder.exists():
+                return folder
+            lines = (self.find("data", "SST-5") / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+            rows = [line.rsplit("\t", 1) for line in lines]
             kept = [f"{text}\t{int(label) // 3}" for text, label in rows if label != "2"]
             with atomic_folder(folder) as partial:
                 write_bytes(partial / "train.tsv", "\n".join(["sentence\tlabel", *kept, ""]).encode())
@@ -118,7 +121,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if case.reference and case.reference != case.name:
             reference = read_json(file_of(folder, case.reference))["seeds"][str(seed)]["figures"]
         say(f"{case.name}, seed {seed}")
-        if any(_is_choice(value) for value in case.options.values()):
+        if any(is_choice(value) for value in case.options.values()):
             if "chosen" not in kept:
                 kept["chosen"] = _chosen(path, case, kept, seed, sources, say)
         run = _trained(at / "run", case.options | kept.get("chosen", {}), seed, sources)
@@ -139,10 +142,6 @@ def _trainings(path: Path, case: Case, seed: int) -> Path:
     return path.parent / "runs" / path.stem / json_sha256(case.options)[:12] / str(seed)
 
 
-def _is_choice(value) -> bool:
-    return isinstance(value, dict) and "choose" in value
-
-
 def _read(case: Case, sources: Sources):
     """The task of rows, or the text that is read beside."""
     if case.measure not in OF_ROWS:
@@ -154,7 +153,7 @@ def _read(case: Case, sources: Sources):
 def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say) -> dict:
     """The values that do best on the rows held out of train; what was tried is kept. The best is this seed's run."""
     at = _trainings(path, case, seed)
-    grid = {name: value["choose"] for name, value in case.options.items() if _is_choice(value)}
+    grid = {name: value["choose"] for name, value in case.options.items() if is_choice(value)}
     tried = kept.setdefault("tried", [])
     for values in list(product(*grid.values()))[len(tried) :]:
         chosen = dict(zip(grid, values))

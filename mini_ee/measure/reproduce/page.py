@@ -7,7 +7,7 @@ import numpy as np
 
 from mini_ee.data.metrics import spearman
 from mini_ee.measure.reproduce.experiments import read_case
-from mini_ee.measure.reproduce.recipe import Case, cases_of, sides
+from mini_ee.measure.reproduce.recipe import Case, cases_of, is_choice, sides
 from mini_ee.measure.reproduce.verdicts import (
     FAILS,
     FEW,
@@ -251,7 +251,7 @@ def _training_lines(kept: Kept) -> list[str]:
         found = kept.found[name]
         if not found["seeds"]:
             continue
-        settings = ", ".join(f"{key} {_setting(value)}" for key, value in case.options.items() if not _chosen(value))
+        settings = ", ".join(f"{key} {_setting(value)}" for key, value in case.options.items() if not is_choice(value))
         tried = "; ".join(f"{_given(each)}: {_digits(each['hold-out'])}" for each in found.get("tried", []))
         chosen = f"{_given(found['chosen'])} of ({tried})" if "chosen" in found else ""
         lines.append(_line([name, len(found["seeds"]), settings, chosen]))
@@ -260,10 +260,6 @@ def _training_lines(kept: Kept) -> list[str]:
 
 def _given(options: dict) -> str:
     return " ".join(f"{name} {value:g}" for name, value in options.items() if name != "hold-out")
-
-
-def _chosen(value) -> bool:
-    return isinstance(value, dict) and "choose" in value
 
 
 def _setting(value) -> str:

@@ -55,6 +55,11 @@ def cases_of(recipe: dict) -> dict[str, Case]:
     return found
 
 
+def is_choice(value) -> bool:
+    """Whether an option is one of several, of which the hold-out chooses."""
+    return isinstance(value, dict) and "choose" in value
+
+
 def select(recipe: dict, only: str) -> dict:
     """The recipe with one table or picture alone. Raises WrongArguments for one that it does not have."""
     tables = [table for table in recipe["tables"] if table["id"] == only]
