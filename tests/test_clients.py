@@ -10,12 +10,12 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from mini_ee import train
+from mini_ee import load_run, train
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
-from mini_ee.rules import Threshold
+from mini_ee.rules import PatienceConfidence, Threshold
 
 CLIENTS = Path(__file__).parent.parent / "export" / "clients"
 LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
@@ -48,7 +48,7 @@ def exported(tmp_path_factory):
     (curve,) = read_json(run.folder / "metrics.json")["curves"]
     values, _, layers = zip(*curve["points"])
     own, other = (float(np.float32(values[np.searchsorted(layers, mean)])) for mean in (6, 9))
-    folder = tmp_path_factory.mktemp("clients") / "exported"
+    folder = run.folder.parent / "exported"
     export(run._replace(rule=Threshold(own)), folder, web=True)
     return folder, other
 
@@ -95,6 +95,16 @@ def test_node_says_what_python_says(exported, fed):
     np.testing.assert_allclose([each["confidence"] for each in said], confidences, rtol=0, atol=ATOL)
 
 
+@in_node
+def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
+    run = load_run(exported[0].parent / "run")
+    export(run._replace(rule=PatienceConfidence(2, 0.6)), tmp_path / "exported", web=True)
+    answers = Runtime(tmp_path / "exported").run(sentences(), batch_size=1, rule=PatienceConfidence(2, 0.55))
+    command = ["node", CLIENTS / "answer.mjs", tmp_path / "exported", "--threshold", 0.55]
+    said = [json.loads(line) for line in lines_of(command, sentences())]
+    assert [(each["label"], each["layers"]) for each in said] == [(each.label, each.layers) for each in answers]
+
+
 @in_cpp
 @pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
 def test_cpp_says_what_python_says(exported, built, fed):
@@ -118,12 +128,16 @@ def test_node_refuses_what_it_cannot_answer(exported, tmp_path):
     command = ["node", str(CLIENTS / "answer.mjs"), str(tmp_path / "copy"), "--threshold", ".9"]
     done = subprocess.run(command, input="", capture_output=True, text=True)
     assert done.returncode == 2 and "export the run again with --web" in done.stderr
+    command[2] = str(tmp_path / "none such")
+    done = subprocess.run(command, input="", capture_output=True, text=True)
+    assert done.returncode == 2 and "no such file" in done.stderr and done.stderr.count("\n") == 1
 
 
 @in_cpp
 def test_cpp_refuses_what_is_no_row_of_tokens(exported, built):
-    done = subprocess.run([built, exported[0]], input="2 word 3\n", capture_output=True, text=True)
-    assert done.returncode == 1 and "expected token ids" in done.stderr
+    for line in ("2 word 3", "2 45 -", "2 45 99999999999999999999", "2 -4", ""):
+        done = subprocess.run([built, exported[0]], input=f"{line}\n", capture_output=True, text=True)
+        assert done.returncode == 1 and "expected token ids" in done.stderr
     done = subprocess.run([built, exported[0]], input="2 99999999 3\n", capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
 

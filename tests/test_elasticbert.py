@@ -36,7 +36,7 @@ def test_the_loss_is_the_unweighted_sum_and_equilibrium_changes_no_value(random_
     model = random_model()
     inputs = tensors(padded_inputs)
     with torch.no_grad():
-        plain, forked = model(*inputs), model(*inputs, lambda k, hidden: balanced(k, hidden, 4))
+        plain, forked = model(*inputs), model(*inputs, fork=lambda k, hidden: balanced(k, hidden, 4))
     for one, other in zip(plain, forked):
         assert torch.equal(one, other)
     logits = torch.stack(plain, 1).double().numpy()

@@ -852,7 +852,7 @@ def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dy
                 assert {key: expected.pop(key)["axes"] for key in settings} == settings
             for value in expected.values():
                 assert value["axes"][0] in ("batch", "rows_before")
-                assert all(axis == "tokens" for axis in value["axes"][1:2] if len(value["axes"]) == 3)
+                assert all(axis in ("tokens", "states") for axis in value["axes"][1:2] if len(value["axes"]) == 3)
         assert interface["inputs"]["attention_mask"]["axes"] == ["batch", "tokens"]
         expected = {"logits": {"dtype": "float32", "axes": ["batch", C]}}
         if name == "model":
@@ -861,7 +861,7 @@ def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dy
         else:
             expected["max_probability"] = {"dtype": "float32", "axes": ["batch"]}
         if name.startswith("segment") and name != f"segment_{EXITS[-1]}":
-            expected["hidden_out"] = {"dtype": "float32", "axes": ["batch", "tokens", 24]}
+            expected["hidden_out"] = {"dtype": "float32", "axes": ["batch", "states", 24]}
         assert interface["outputs"] == expected
 
 

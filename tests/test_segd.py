@@ -69,7 +69,7 @@ def test_a_regression_follows_its_teachers_value():
 @pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
 def test_eq4_weighs_labels_and_teacher_with_lambda(model, weight):
     taught = torch.randn(4, 2)
-    logits = model.exit_logits(1, *batch_of().inputs)
+    logits = model.logits_of(1, *batch_of().inputs)
     hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
     soft = distillation_loss(logits, taught, 10.0)
     found = exit_loss(logits, batch_of().labels, taught, Config(weight=weight, temperature=10.0))
@@ -77,7 +77,7 @@ def test_eq4_weighs_labels_and_teacher_with_lambda(model, weight):
 
 
 def test_without_a_teacher_it_is_eq3(model):
-    logits = model.exit_logits(2, *batch_of().inputs)
+    logits = model.logits_of(2, *batch_of().inputs)
     hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
     torch.testing.assert_close(exit_loss(logits, batch_of().labels, None, Config()), hard)
 
@@ -109,7 +109,7 @@ def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
         inputs = encoded.batch(np.array([row]))
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
         with torch.no_grad():
-            alone = model.exit_logits(1, *map(torch.from_numpy, arrays))
+            alone = model.logits_of(1, *map(torch.from_numpy, arrays))
         np.testing.assert_allclose(said[row], alone[0].numpy(), atol=1e-5)
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from test_decoder_export import with_policies
 
 import mini_ee.export.page as page
 import mini_ee.export.writer as writer
+import mini_ee.rules as rules
 from mini_ee import WrongArguments, load_run, train
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
@@ -238,6 +240,35 @@ def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
     browser.open(serve(tmp_path / "exported"), LOADED)
     assert_says_what_python_says(browser, tmp_path / "exported", reviews()[:10])
     assert browser.value("document.querySelector('.exits .left .why').textContent")
+
+
+class Mine(Threshold):
+    """A rule that a method brings itself: the page has no words for it."""
+
+    name = "mine"
+
+
+@in_chromium
+def test_a_rule_of_ones_own_has_its_page(browser, serve, run, tmp_path, monkeypatch):
+    monkeypatch.setitem(rules.RULES, "mine", Mine)
+    monkeypatch.setitem(page.KNOBS, "mine", "threshold")
+    test_each_rule_has_its_page(browser, serve, run, tmp_path, Mine(0.55))
+    assert "the rule mine says so" in browser.value("document.querySelector('.exits .why').textContent")
+
+
+@in_chromium
+def test_an_answer_that_comes_late_does_not_stand_under_another_text(browser, serve, exported):
+    browser.open(serve(exported), LOADED)
+    browser.value(f"""(() => {{
+        const card = document.querySelector("article"), field = card.querySelector("textarea");
+        const enter = () => field.dispatchEvent(new KeyboardEvent("keydown", {{key: "Enter", cancelable: true}}));
+        field.value = {json.dumps(reviews()[3])};
+        enter();
+        field.value = "";
+        enter();
+    }})()""")
+    time.sleep(1.5)  # longer than twelve exits take
+    assert browser.value("document.querySelector('article .verdict').textContent") == "Write a sentence first."
 
 
 @in_chromium
