@@ -1,0 +1,47 @@
+"""What a run does on a GPU, on one that is pretended (pretended.py): everything is where it is needed."""
+
+import numpy as np
+import pytest
+import torch
+from pretended import DEVICE, pretended
+from test_conformance import CASES, answers, decoded, house  # noqa: F401
+
+import mini_ee
+from mini_ee.cli.main import main
+from mini_ee.units.decoding import FILLS
+
+
+def test_the_pretended_device_refuses_what_a_gpu_refuses():
+    with pretended():
+        layer = torch.nn.Linear(3, 2).to("cuda")
+        assert layer.weight.device == layer.bias.device == DEVICE
+        given = torch.zeros(4, 3)
+        with pytest.raises(RuntimeError, match="linear: expected all tensors to be on the same device"):
+            layer(given)
+        said = layer(given.to(DEVICE))
+        said.sum().backward()
+        assert said.device == layer.weight.grad.device == torch.zeros(2, device="cuda").device == DEVICE
+        with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+            said.detach().numpy()
+        with pytest.raises(RuntimeError, match="add: expected all"):
+            said + torch.ones(2)
+        assert said.detach().cpu().numpy().shape == (4, 2) and said.cpu().device.type == "cpu"
+
+
+@pytest.mark.parametrize("method, unit", CASES)
+def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method, unit, task_folder, tmp_path):  # noqa: F811
+    with pretended():
+        house.train(method, unit, tmp_path / "run", device="cuda")
+        here, there = (mini_ee.load_run(tmp_path / "run") for _ in range(2))
+        there.model.to("cuda")
+        assert {each.device for each in there.model.parameters()} == {DEVICE}
+        if unit == "rows":
+            (expected, left), (found, left_there) = (answers(each, each.rule) for each in (here, there))
+            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(left_there, left)
+            command = ("evaluate", "--task", str(task_folder))
+        else:
+            for fill in FILLS:
+                assert decoded(there, there.rule, fill=fill) == decoded(here, here.rule, fill=fill)
+            command = ("generate", "--prompt", "the film", "--max-new-tokens", "8")
+        assert main([command[0], str(tmp_path / "run"), *command[1:], "--device", "cuda"]) == 0
