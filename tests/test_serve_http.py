@@ -242,6 +242,16 @@ def test_a_decoder_writes_the_whole_text_or_streams_its_pieces(decoder):
             assert ask(port, body, "/generate")[0] == 400
 
 
+def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decoder):
+    with serving(slowed(engine_of(decoder, room=1), 0.02)) as (worker, port):
+        body = json.dumps({"text": PROMPTS[0], "max_new_tokens": 30, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            gone.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            assert gone.recv(100).startswith(b"HTTP/1.1 200")
+        assert ask(port, {"text": PROMPTS[1], "max_new_tokens": 1}, "/generate")[0] == 200
+    assert worker.watch.requests["cancelled"] == 1 and worker.watch.requests["answered"] == 1
+
+
 # ---- Bad clients ----
 def bad_request(port, chance):
     """One of those that a server meets: what it sends is wrong, too much, too slow, or never ends."""

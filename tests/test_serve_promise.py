@@ -58,7 +58,7 @@ def test_that_test_can_fail_where_the_interval_is_that_of_68_percent():
 class World:
     """Rows whose confidence at the exit says how likely they agree: from .75 at .5 to 1 at 1."""
 
-    def __init__(self, seed, calibrated_on=0.0):
+    def __init__(self, seed):
         self.random = np.random.default_rng(seed)
 
     def agrees(self, threshold):

@@ -10,12 +10,16 @@ import threading
 import time
 from concurrent.futures import wait
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mini_ee.backbones.hub import BUILT_IN_DECODER
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.export.runtime import TokenRuntime
 from mini_ee.export.serving import Refused, Worker, engine_of
-from mini_ee.export.serving.engines import RowEngine, TextEngine
+from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import arrivals, goodput, offer
 from mini_ee.export.serving.watch import Promise, Watch
 from mini_ee.export.serving.worker import Row
@@ -200,6 +204,28 @@ def test_pieces_of_a_text_are_told_as_they_are_written(decoder):
         answer = told.result(10)
     assert "".join(text for text, _ in pieces) == answer.text
     assert len(pieces) == len(answer.tokens) and [layers for _, layers in pieces] == answer.layers
+
+
+def test_a_letter_of_several_tokens_is_told_when_it_is_whole():
+    backend = Tokenizer.from_folder(BUILT_IN_DECODER).backend
+    text = "Señor Café’s 🎬 said: “東京” 👩‍👩‍👧 naïve"
+    prompt, ids = ([*backend.encode(each, add_special_tokens=False).ids] for each in ("The film:", text))
+    runtime = SimpleNamespace(config={"stop": []}, tokenizer=SimpleNamespace(backend=backend))
+    runtime.text_after = lambda *tokens: TokenRuntime.text_after(runtime, *tokens)
+    engine, pieces = object.__new__(TextEngine), []
+    engine.runtime, row = runtime, PromptRow(prompt, prompt, len(ids), lambda text, layers: pieces.append(text))
+    for token in ids:
+        engine._write(row, token, 3)
+    assert "".join(pieces) == row.answer.text and text in row.answer.text
+    assert len(pieces) < len(ids) and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_prompt_that_the_caches_cannot_hold_is_refused(decoder, monkeypatch):
+    monkeypatch.setattr("mini_ee.export.serving.engines.CAPACITY", 12)
+    with Worker(TextEngine(decoder)) as worker:
+        with pytest.raises(ValueError, match="expected at most 12 tokens, found [2-9] and 11 to write"):
+            worker.submit("the film was", max_new_tokens=11)
+        assert len(worker.submit("the film was", max_new_tokens=4).result(10).tokens) == 4
 
 
 def test_a_text_that_nobody_waits_for_gives_its_place_back(decoder):
@@ -457,8 +483,3 @@ with Worker(engine_of(Runtime({str(runtime.folder)!r}, threads=1))) as worker:
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0 and int(found.stdout) in (1, 2, 4, 6), found.stderr
-
-
-def test_a_promise_is_watched_over_rows_alone(runtime):
-    with pytest.raises(ValueError, match="above 0 and at most 1"):
-        Promise(0)
