@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mini_ee import train
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
+from mini_ee.data.tasks import load_task
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
 from mini_ee.measure.reproduce.experiments import read_case
@@ -422,6 +424,12 @@ def test_a_page_of_nothing_yet_says_so(paper, tmp_path):
     found = load_recipe(paper)
     made = page(paper, found, read_kept(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
     assert f"Of {len(cases_of(found))} cases 0 have been run; `·` stands for the others." in made
+
+
+def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_folder, task_folder):
+    run = train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    figures, _ = measures.of_rows(run, load_task(task_folder), None)
+    assert 0 < figures["full"] <= 1 and "policy saved" not in figures
 
 
 def test_what_read_another_text_is_not_taken(tmp_path):

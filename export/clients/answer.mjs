@@ -28,12 +28,13 @@ if (asked && !session.inputNames.includes("threshold")) fail("--threshold: this 
 const whole = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
 
 function settings() {
-  if (!asked) return {};
   const { patience } = read("web.json").settings; // of a rule that counts exits too: the run's own
   const more = patience && { patience: whole(patience.values) };
   const threshold = new Float32Array(manifest.exits.length - 1).fill(Number(values.threshold)); // one for each exit
   return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: whole([-1]), ...more };
 }
+
+const given = asked ? settings() : {};
 
 /** Token ids, cut to the length that the model was trained with. */
 function encode(text) {
@@ -48,7 +49,7 @@ async function answer(text) {
   const row = (numbers) => whole(numbers, [1, ids.length]);
   const inputs = { input_ids: row(ids), attention_mask: row(ids.map(() => 1)), token_type_ids: row(ids.map(() => 0)) };
   const known = Object.entries(inputs).filter(([name]) => session.inputNames.includes(name));
-  const { label, confidence, layers } = await session.run({ ...Object.fromEntries(known), ...settings() });
+  const { label, confidence, layers } = await session.run({ ...Object.fromEntries(known), ...given });
   const name = manifest.task.label_names[Number(label.data[0])] ?? label.data[0];
   return { label: name, confidence: confidence?.data[0], layers: Number(layers.data[0]) };
 }

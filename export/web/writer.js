@@ -26,7 +26,9 @@ export class Writer {
 
   fill([text = ""]) {
     at("textarea", this.element).value = text;
-    if (text) at("form", this.element).requestSubmit();
+    if (!text) return;
+    this.stop();
+    at("form", this.element).requestSubmit();
   }
 
   /** Continue the prompt that stands in the field. */

@@ -113,7 +113,7 @@ class Backbone(nn.Module):
 
     Config: ClassVar[type]
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # of a row's tokens, that make sense
-    generates: ClassVar[bool] = False  # it writes text, token by token
+    generates: ClassVar[bool] = False  # it writes text, token by token: a cache.Writer
     reads_apart: ClassVar[bool] = False  # an encoder reads what is given; a decoder reads what it writes alone
     reads_prompt_at: ClassVar[str] = "mask"  # or "last", "first": the token through which the head to words is read
     head_architecture: ClassVar[str] = "ForMaskedLM"  # how Hugging Face ends the name of a model with the head to words
@@ -238,7 +238,7 @@ class Backbone(nn.Module):
         return replace(self.config, num_hidden_layers=len(kept))
 
     def layer_weights(self) -> dict[str, int]:
-        """What flops.layer_flops asks of one layer."""
+        """What `layer_flops` below asks of one layer."""
         weights = sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
         return {"weights": weights, "attention": self.config.head_width * self.config.num_attention_heads}
 

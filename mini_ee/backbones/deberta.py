@@ -362,7 +362,8 @@ class Deberta(Backbone):
         positions = 2 * tokens - 1
         if target in MAPS.values():
             return positions
-        return tokens + positions * (self.layers[0].shared and target in ("query", "key", "value"))
+        shared = self.layers[0].shared and self.layers[0].terms and target in ("query", "key", "value")
+        return tokens + positions if shared else tokens
 
     def start_flops(self, tokens: int) -> float:
         """With the convolution of the embeddings."""

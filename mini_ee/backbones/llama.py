@@ -56,7 +56,7 @@ class Decoder(Writer):
 
     @property
     def max_written(self) -> int:
-        """As `Backbone.max_written` says: where LongRoPE turns a longer text otherwise, keys in a cache would not."""
+        """As `Writer.max_written` says: where LongRoPE turns a longer text otherwise, keys in a cache would not."""
         return self.config.short_tokens or self.config.max_tokens
 
     @property

@@ -141,7 +141,7 @@ def _texts(opened, args):
     given = {name: value for name, value in given.items() if value}
     learned = opened.config.get("text", {})
     kind = learned.get("kind", "pieces")
-    if kind == "continue" and learned.get("new_tokens"):
+    if kind == "continue" and "text" in given and learned.get("new_tokens"):
         given.setdefault("new_tokens", learned["new_tokens"])
     try:
         options = TextOptions(kind="pieces" if kind == "copy" and "text" not in given else kind, **given)

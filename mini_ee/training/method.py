@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from mini_ee import WrongArguments
-from mini_ee.data.options import Settings
+from mini_ee.data.options import Settings, check_options
 from mini_ee.registry import METHODS
 from mini_ee.training.rule import Candidates
 
@@ -57,6 +57,8 @@ def configured(method: Method, settings: dict):
     if foreign:
         raise WrongArguments(f"no such setting: {', '.join(foreign)}; this method has {', '.join(known) or 'none'}")
     try:
-        return method.config(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
+        config = method.config(**settings)
+        check_options(config)  # of one that derives from nothing of ours, too
     except ValueError as error:
         raise WrongArguments(str(error)) from None
+    return config

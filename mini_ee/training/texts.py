@@ -170,8 +170,9 @@ def texts_to_calibrate(source: Source) -> list[Text]:
     if options.text is not None:
         found = source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
         if not found:
-            least = GIVEN + source.follow
-            raise ValueError(f"{options.text}: expected texts of {least} tokens or more, found none; give longer ones")
+            least = f"texts of {GIVEN + source.follow} tokens or more"
+            what = "sentences of 4 to 10 words" if options.kind == "copy" else least
+            raise ValueError(f"{options.text}: expected {what}, found none; give another text")
         return found
     return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or CALIBRATION_PIECES, options.greedy)
 

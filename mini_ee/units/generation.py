@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mini_ee.backbones.backbone import Around, Backbone
-from mini_ee.backbones.cache import Cache
+from mini_ee.backbones.backbone import Around
+from mini_ee.backbones.cache import Cache, Writer
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
@@ -114,7 +114,7 @@ GREEDY = Sampling()
 
 # ---- Decoding, with exits ----
 def generate(
-    decoder: Backbone,
+    decoder: Writer,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -166,21 +166,21 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
     yield from decode(segments, prompts, max_new_tokens, rule, choose, stop)
 
 
-def _check_prompts(decoder: Backbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+def _check_prompts(decoder: Writer, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """How many tokens the longest row comes to; of what is read apart none."""
     sizes = decoder.config.vocab_size, decoder.max_written
     check_ids(prompts, sizes[0])
     return check_prompts(decoder.begins_with(prompts), max_new_tokens, *sizes)
 
 
-def _seen(prompts: Sequence[Sequence[int]], decoder: Backbone) -> Tensor:
+def _seen(prompts: Sequence[Sequence[int]], decoder: Writer) -> Tensor:
     seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
     for row, prompt in enumerate(decoder.begins_with(prompts)):
         seen[row, list(prompt)] = True
     return seen
 
 
-def token_weights(decoder: Backbone) -> Weights:
+def token_weights(decoder: Writer) -> Weights:
     """How many weights a token is multiplied with."""
     config = decoder.config
     return Weights(
@@ -196,7 +196,7 @@ class TokenSegments(CachedSegments):
 
     def __init__(
         self,
-        decoder: Backbone,
+        decoder: Writer,
         exits: tuple[int, ...],
         heads: Sequence[Head],
         fill: str,
@@ -268,7 +268,7 @@ def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegme
 
 # ---- Lossless: an exit drafts, the full model verifies ----
 def generate_lossless(
-    decoder: Backbone,
+    decoder: Writer,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -363,7 +363,7 @@ def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list
 
 # ---- The text that heads learn from ----
 def generated_texts(
-    decoder: Backbone,
+    decoder: Writer,
     prompts: Sequence[Sequence[int]],
     count: int,
     new_tokens: int,

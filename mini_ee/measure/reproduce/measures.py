@@ -79,11 +79,12 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     figures |= {"default score": own["score"], "default saved": own["layers_saved"]}
     figures["default layers"] = own["mean_layers"]
     figures["default lost"] = figures["full"] - own["score"]
-    if run.model.policy is not None:
+    decides = reported.segments.exit_logits is not None
+    if decides:
         at = summary(reported.replay(Policy()), reported, task, rows.labels)
         figures |= {"policy score": at["score"], "policy saved": at["layers_saved"]}
     picked, lists = _picked(run, task, rows, reported, (chosen_on, held), reference)
-    figures |= _trained_rows(run, task, Policy() if run.model.policy is not None else run.rule)
+    figures |= _trained_rows(run, task, Policy() if decides else run.rule)
     order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
     timed += [(run.segments(), rule_from_dict(point["rule"]), encoded) for point in picked.values()]
     full, *seconds = measure_seconds(timed, order, repeats=1)
