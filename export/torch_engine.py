@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mini_ee.backbones.hub import empty_backbone, load_strict, read_tensors
+from mini_ee.backbones.hub import empty_backbone, load_strict, read_tensors, without_memory
 from mini_ee.early_exit import Segments
 from mini_ee.export.builder import SOME_ROWS
 from mini_ee.export.manifest import blaming_manifest, read_manifest
@@ -45,7 +45,7 @@ def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callab
 def _empty_model(folder: Path, manifest: dict) -> nn.Module:
     """The model that was exported, with weights yet to come; adapters of a decoder are folded into its weights."""
     config = manifest | manifest.get("base", {}) | {"rank": None}
-    with torch.device("meta"):
+    with without_memory():
         backbone = empty_backbone(manifest["backbone"], lm_head=manifest["unit"] != "rows")
         if manifest["unit"] == "tokens" and len(manifest["exits"]) == 1:  # plain, or what a method has made of one
             return TokenExits(backbone, tuple(manifest["exits"]))

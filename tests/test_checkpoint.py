@@ -64,6 +64,14 @@ def refused(folder, kind, *parts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_come_from_the_file_are_not_initialised_first(kind, monkeypatch):
+    """Without memory that is slow: torch imports a second of Python for it."""
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *args, **settings: pytest.fail("drawn"))
+    load_backbone(GOLDEN / kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_names_may_lack_the_prefix(tmp_path, kind):
     folder = shutil.copytree(GOLDEN / kind, tmp_path / "model")
     rewrite(folder, lambda tensors: {name.removeprefix(f"{kind}."): tensor for name, tensor in tensors.items()})

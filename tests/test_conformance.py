@@ -66,7 +66,7 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
     shutil.copy(decoder_checkpoint / "tokenizer.json", decoder)
     stories, draw = root / "stories.txt", random.Random(0)
     stories.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=48)) for _ in range(64)))
-    models, kept = {"rows": checkpoint_folder, "tokens": decoder}, {}
+    models, kept, steps = {"rows": checkpoint_folder, "tokens": decoder}, {}, {}
 
     def train(method, unit, out, **more):
         """As the command does, but for brevity; the model as it was before it was saved is kept."""
@@ -78,13 +78,19 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
             model, options = folder("joint", unit), {}
         options = {name: value for name, value in options.items() if name not in lacks}
         with pytest.MonkeyPatch.context() as patch:
-            saved = training.save_run
+            saved, step = training.save_run, torch.optim.AdamW.step
+            steps[out] = 0
 
             def save_run(folder, model, *others):
                 kept[folder] = model
                 saved(folder, model, *others)
 
+            def counted(*args, **settings):
+                steps[out] += 1
+                return step(*args, **settings)
+
             patch.setattr(training, "save_run", save_run)
+            patch.setattr(torch.optim.AdamW, "step", counted)
             patch.setattr("mini_ee.training.texts.HELD_STORIES", 16)
             return mini_ee.train(method, model, task, out, **options, **more)
 
@@ -100,7 +106,9 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
         return Runtime(out, threads=1)
 
     run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))
-    return SimpleNamespace(train=train, folder=folder, run=run, exported=exported, kept=kept, models=models)
+    return SimpleNamespace(
+        train=train, folder=folder, run=run, exported=exported, kept=kept, steps=steps, models=models
+    )
 
 
 def answers(run, rule, texts=TEXTS):
@@ -226,7 +234,8 @@ def test_a_run_that_is_loaded_is_the_one_that_was_saved(house, method, unit):
 @pytest.mark.parametrize(("method", "unit"), TRAINED)
 def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
     """Each process ends before a step whose predecessor was not saved: that one is made again."""
-    made, life, step = 0, math.inf, torch.optim.AdamW.step
+    whole = house.folder(method, unit)
+    made, kills, life, step = 0, 0, max(house.steps[whole] // 3, 2), torch.optim.AdamW.step
 
     def counted(self, *args, **settings):
         nonlocal made
@@ -238,8 +247,6 @@ def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house
 
     monkeypatch.setattr(fitting, "SAVE_SECONDS", math.inf)
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-    house.train(method, unit, tmp_path / "whole")
-    life, kills = max(made // 4, 2), 0
     while not (tmp_path / "run").exists():
         made = 0
         try:
@@ -247,7 +254,7 @@ def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house
         except KeyboardInterrupt:
             kills += 1
     assert kills
-    whole, run = (read_json(tmp_path / name / "config.json") for name in ("whole", "run"))
+    whole, run = (read_json(folder / "config.json") for folder in (whole, tmp_path / "run"))
     for config in (whole, run):
         del config["files"]["metrics.json"]  # it tells seconds
     assert run == whole

@@ -12,6 +12,8 @@ What mini_ee writes carries a checksum: safetensors files in their metadata, JSO
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Backbone, Layout, shortened, some_of
@@ -88,6 +91,22 @@ def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
 
 
 # ---- A backbone ----
+class _Undrawn(TorchFunctionMode):
+    """Skips the initialisation of parameters: to draw without memory is slow, and imports a second of torch first."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return None
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that are made here have parameters of the meta device: their weights are yet to come."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
 def load_backbone(folder: str | Path) -> Backbone:
     """The backbone in a Hugging Face folder, float32, in eval mode, on the CPU, with `backbone.config`.
 
@@ -115,7 +134,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     there = {part: _has(tensors, config.model_type, module) for part, module in kind.parts(config).items()}
     if required and "lm_head" in there:
         there["lm_head"] = True
-    with torch.device("meta"):  # the weights come from the file: draw none
+    with without_memory():
         backbone = kind(config, **there)
     load_strict(backbone, tensors, _name_map(backbone), folder)
     backbone.left_out = tuple(sorted(left_out))

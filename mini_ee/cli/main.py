@@ -31,11 +31,11 @@ SERVING = ("run", "serve", "evaluate", "classify")  # graphs share threads: no t
 
 
 def parser(argv: list[str]) -> Parser:
-    """The whole command line. argv: of which the method of `train` is taken."""
+    """The command line. argv: where it begins with a command, that one alone is added, and of `train` one method."""
     main = Parser("mini-ee", description="Early-exit transformers from scratch.")
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for name in COMMANDS:
+    for name in [name for name in COMMANDS if argv[:1] == [name]] or COMMANDS:
         module = import_module(f"mini_ee.cli.{name}")
         if name == "train":
             module.add(commands, argv)

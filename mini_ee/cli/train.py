@@ -13,16 +13,16 @@ EXAMPLE = "mini-ee train joint --out run"
 
 
 def add(commands, argv: list[str]) -> None:
-    """The sub-commands; only the method that is named is imported, and has its options."""
+    """The sub-commands: the method that is named first, imported for its options, or all of them by name."""
     about = f"{HELP}; `mini-ee train METHOD --help` shows a method's options"
     parser = commands.add_parser("train", help=HELP, description=about, example=EXAMPLE)
     methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser)
     asked = argv[1:] if argv[:1] == ["train"] else []
-    named = next((word for word in asked if word in METHODS), None)
-    for name in METHODS:
+    named = [name for name in METHODS if asked[:1] == [name]]
+    for name in named or METHODS:
         told = _first_line(name) if asked and not named else ""
         sub = methods.add_parser(name, help=told, example=f"mini-ee train {name} --out run")
-        if name == named:
+        if named:
             _add_method(sub, name)
 
 

@@ -9,6 +9,7 @@ what to do.
 """
 
 import csv
+import functools
 import io
 import json
 import math
@@ -105,6 +106,7 @@ class Task:
         return {**own, **extra, "score": sum(own.values()) / len(own)}
 
 
+@functools.cache
 def toy_task() -> Task:
     """The built-in review task, the same on every machine; its splits know the hardness of each row."""
     from mini_ee.data.reviews import make_reviews

@@ -31,6 +31,7 @@ from mini_ee.backbones.hub import (
     read_config,
     read_tensors,
     save_backbone,
+    without_memory,
     write_tensors,
 )
 from mini_ee.confidence import max_probability
@@ -313,7 +314,7 @@ def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Modul
     base = config | config.get("base", {})  # RAEE's: method and settings of the run that it was collected on
     method = load_method(base["method"])
     if "config" in source:
-        with torch.device("meta"):
+        with without_memory():
             model = build_model(method, unit, empty_backbone(source["config"]), base)
     else:
         backbone = _backbone_of(source, folder, backbone_folder)

@@ -22,6 +22,7 @@ from mini_ee.backbones.hub import (
     generates,
     load_backbone,
     read_config,
+    without_memory,
 )
 from mini_ee.data.files import json_sha256, read_json, sole_writer
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
@@ -313,7 +314,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     if len(exits) < 2 and "exits" not in request.method.lacks:
         raise WrongArguments(f"expected exits before the last layer, got only {exits[0]}")
     about = _about(request, exits) | {"text": request.texts.to_dict(), "rank": request.texts.rank}
-    with torch.device("meta"):  # what cannot be built is refused before texts are written
+    with without_memory():  # what cannot be built is refused before texts are written
         _built(request, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
     train, held = texts_to_learn(source)
     tokens = sum(len(text.ids) for text in train.texts)
