@@ -39,10 +39,12 @@ LONG = {"epochs": 8, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 9}  # of what is
 
 
 WITHOUT_DROPOUT = """
+import faulthandler
 import sys
 import mini_ee.units.heads
 from mini_ee.cli.main import main
 mini_ee.units.heads.HEAD_DROPOUT = 0.0
+faulthandler.dump_traceback_later(25, repeat=True)  # torchrun kills after 30 s what hangs
 sys.exit(main())
 """
 
@@ -241,7 +243,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 def test_a_killed_rank_ends_all_with_one_line(killed):
     status, (said, told), seconds, out = killed
     assert status == 1 and seconds < 60 and not said and not out.exists()
-    assert [line for line in told.splitlines() if line.startswith("mini-ee")] == [f"mini-ee train: {ranks.ENDED}"]
+    assert [line for line in told.splitlines() if line.startswith("mini-ee")] == [f"mini-ee train: {ranks.ENDED}"], told
 
 
 @pytest.fixture(scope="module")
