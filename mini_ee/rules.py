@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mini_ee import WrongArguments
 from mini_ee.confidence import GRAPH_MEASURES, MEASURES
 from mini_ee.data.options import option
 from mini_ee.registry import METHODS
@@ -34,6 +35,8 @@ NO_POLICY = (
     "the rule {} needs a model that says when to leave, this one does not; "
     "give a run of the method consistent or berxit, exported with such a rule if it is exported, or choose another rule"
 )
+
+NO_STATES = "{} is a measure of hidden states, which this model does not hand over; choose another measure"
 
 
 class Rule:
@@ -151,7 +154,7 @@ def confidence(reading, measure: str) -> np.ndarray:
     """(B,): a measure, computed here from the logits unless the engine handed it over with the reading."""
     handed_over = getattr(reading, measure, None)
     if handed_over is None and measure in STATE_MEASURES:
-        raise ValueError(f"{measure} is a measure of hidden states, which this model does not hand over")
+        raise WrongArguments(NO_STATES.format(measure))
     return MEASURES[measure][0](reading.logits) if handed_over is None else handed_over
 
 
@@ -159,7 +162,7 @@ def graph_confidence(g, reading, measure: str) -> str:
     """confidence."""
     handed_over = getattr(reading, measure, None)
     if handed_over is None and measure in STATE_MEASURES:
-        raise ValueError(f"{measure} is a measure of hidden states, which this model does not hand over")
+        raise WrongArguments(NO_STATES.format(measure))
     return GRAPH_MEASURES[measure](g, reading.logits) if handed_over is None else handed_over
 
 

@@ -1070,6 +1070,12 @@ def test_a_broken_task_file_is_one_line_that_names_it(capsys, tmp_path, run_fold
     assert "dev.tsv" in line and message in line
 
 
+def test_a_measure_of_states_is_refused_for_rows(capsys, run_folder, task_folder):
+    asked = "--task", task_folder, "--measure", "saturation", "--threshold", ".5"
+    line = refused(capsys, "evaluate", run_folder, *asked, status=2)
+    assert line.endswith("which this model does not hand over; choose another measure")
+
+
 def test_a_regression_refuses_confidence_and_takes_patience(capsys, tmp_path, checkpoint_folder):
     folder = tmp_path / "sts-b"
     folder.mkdir()
