@@ -71,6 +71,12 @@ def test_weights_that_come_from_the_file_are_not_initialised_first(kind, monkeyp
     load_backbone(GOLDEN / kind)
 
 
+def test_what_is_made_without_memory_may_be_initialised_as_it_is_made():
+    with checkpoint.without_memory():
+        weight = torch.nn.Parameter(torch.nn.init.normal_(torch.empty(3, 2)))
+    assert weight.is_meta and weight.shape == (3, 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_may_lack_the_prefix(tmp_path, kind):
     folder = shutil.copytree(GOLDEN / kind, tmp_path / "model")

@@ -235,7 +235,7 @@ def test_a_run_that_is_loaded_is_the_one_that_was_saved(house, method, unit):
 def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
     """Each process ends before a step whose predecessor was not saved: that one is made again."""
     whole = house.folder(method, unit)
-    made, kills, life, step = 0, 0, max(house.steps[whole] // 3, 2), torch.optim.AdamW.step
+    made, kills, life, step = 0, 0, max(house.steps[whole] // 4, 2), torch.optim.AdamW.step
 
     def counted(self, *args, **settings):
         nonlocal made

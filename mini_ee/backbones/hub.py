@@ -95,9 +95,10 @@ class _Undrawn(TorchFunctionMode):
     """Skips the initialisation of parameters: to draw without memory is slow, and imports a second of torch first."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":
-            return None
-        return function(*args, **(kwargs or {}))
+            return kwargs["tensor"]
+        return function(*args, **kwargs)
 
 
 @contextmanager
