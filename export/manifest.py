@@ -11,11 +11,12 @@ FORMAT_VERSION = 4  # since model.onnx
 
 MANIFEST = "manifest.json"
 
-BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "max_length": int}
+BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str}
 
 ROWS = BOTH | {
     "task": {"name": str, "texts": int, "label_names": (str,)},
     "num_labels": int,
+    "max_length": int,
     "layer_passes": [int],
     "flops": [[[float]]],
     "state_flops": [float],

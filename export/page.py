@@ -25,7 +25,6 @@ from mini_ee.export.sessions import HeldRule
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.training.rule import KNOBS, curve
 from mini_ee.training.run import Run
-from mini_ee.training.texts import encode_whole
 from mini_ee.units.generation import generated_texts
 from mini_ee.units.tokens import record_texts
 
@@ -91,7 +90,7 @@ def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
 def _of_tokens(run: Run, prompts: list[str]) -> dict:
     """What web.json says of a decoder alone."""
     config, prompts = run.model.backbone.config, prompts[:EXAMPLES]
-    ids = [encode_whole(run.tokenizer, prompt) for prompt in prompts]
+    ids = [run.tokenizer.ids_of(prompt) for prompt in prompts]
     return {
         "max_length": run.model.backbone.max_written,
         "stop": config.stop_tokens,

@@ -34,7 +34,7 @@ RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --
 
 def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
     """The tokenizer of an exported folder, which puts texts into the prompt that the model is read through, if one."""
-    tokenizer = Tokenizer.from_folder(folder, manifest["max_length"])
+    tokenizer = Tokenizer.from_folder(folder, None if manifest["unit"] == "tokens" else manifest["max_length"])
     if "prompt" not in manifest:
         return tokenizer
     return PromptTokenizer(tokenizer.backend, manifest["max_length"], Prompt.from_dict(manifest["prompt"]))
@@ -244,7 +244,6 @@ class TokenRuntime(Runtime):
         super().__init__(folder, providers, segments=segments, **settings)
         if self._model and fill == "recompute" and not self.by_segment:
             raise ValueError(f"{self.folder}: {RECOMPUTE}")
-        self.tokenizer.backend.no_truncation()
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
         about = self.folder, self.config
@@ -292,7 +291,7 @@ class TokenRuntime(Runtime):
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"expected text in UTF-8, found {text[:40]!r}") from None
-        ids = self.tokenizer.backend.encode(text).ids
+        ids = self.tokenizer.ids_of(text)
         self._check([ids], self.max_new_tokens if max_new_tokens is None else max_new_tokens)
         return ids
 

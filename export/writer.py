@@ -293,8 +293,7 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
 
     What exits say is compared where it is drawn who leaves; texts where the rule and greed decide.
     """
-    run.tokenizer.backend.no_truncation()
-    ids = [run.tokenizer.backend.encode(prompt).ids for prompt in prompts]
+    ids = [run.tokenizer.ids_of(prompt) for prompt in prompts]
     longest = max(map(len, ids))
     count = max(1, min(VERIFIED_TOKENS, served.config["max_tokens"] - longest))
     differences, equal = [], []

@@ -126,8 +126,7 @@ def each_exit(model, inputs):
 
 
 def ids_of(run, prompts=PROMPTS):
-    run.tokenizer.backend.no_truncation()
-    return [run.tokenizer.backend.encode(prompt).ids for prompt in prompts]
+    return [run.tokenizer.ids_of(prompt) for prompt in prompts]
 
 
 def texts_of(run):

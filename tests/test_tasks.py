@@ -582,6 +582,13 @@ def test_stored_truncation_and_padding_are_replaced_by_ours(tmp_path):
     assert encoded.truncated == 1
 
 
+def test_without_a_max_length_nothing_is_cut_whatever_the_file_says(tmp_path):
+    Tokenizer.from_folder(bert_folder(tmp_path), 4).save(tmp_path / "tokenizer.json")
+    tokenizer, text = Tokenizer.from_folder(tmp_path, None), "a great film " * 100
+    assert len(tokenizer.ids_of(text)) == 302 and len(tokenizer.ids_of(text, special=False)) == 300
+    assert tokenizer.encode([text]).truncated == 0
+
+
 def test_a_saved_tokenizer_gives_the_same_ids_and_leaves_no_other_file(tmp_path):
     tokenizer = Tokenizer.from_folder(bert_folder(tmp_path))
     (tmp_path / "run").mkdir()

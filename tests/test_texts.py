@@ -463,7 +463,7 @@ def test_an_exported_decoder_is_named_where_a_run_is_expected(capsys, tmp_path, 
 def test_stories_are_read_whole_whatever_a_row_may_hold(tmp_path, opened):
     stories = ["".join(np.random.default_rng(seed).choice(list("abcdefgh"), 300)) for seed in range(3)]
     (tmp_path / "text.txt").write_text("\n\n".join(stories))
-    opened.tokenizer.backend.enable_truncation(128)
+    assert json.loads((opened.folder / "config.json").read_text())["max_length"] == 128  # as runs from before have it
     options = TextOptions(text=tmp_path / "text.txt", new_tokens=200)
     assert len(Source(opened.model.backbone, opened.tokenizer, options, 3).stories()) == 3
 

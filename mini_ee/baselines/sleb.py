@@ -103,9 +103,7 @@ class ShortDecoder(TokenExits):
         """Write the short checkpoint, with the tokenizer of the one that it was made of."""
         out = folder / CHECKPOINT
         save_backbone(self.backbone, out)
-        tokenizer = Tokenizer.from_folder(backbone)
-        tokenizer.backend.no_truncation()
-        tokenizer.save(out / "tokenizer.json")
+        Tokenizer.from_folder(backbone, None).save(out / "tokenizer.json")
         return {f"{CHECKPOINT}/{path.name}": file_sha256(path) for path in sorted(out.iterdir())}
 
     def load_parts(self, folder: Path, digests: dict[str, str]) -> None:

@@ -62,7 +62,6 @@ def run(args, say) -> dict:
 
     from mini_ee.backbones.hub import BUILT_IN_DECODER
     from mini_ee.cli.open import open_run
-    from mini_ee.training.texts import encode_whole
 
     if "" in args.stop:
         raise WrongArguments("--stop: expected some text, found none")
@@ -71,7 +70,7 @@ def run(args, say) -> dict:
     opened = open_run(folder, args, plain=True)
     if opened.unit != "tokens":
         raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
-    backend, ids = opened.tokenizer.backend, encode_whole(opened.tokenizer, prompt)
+    backend, ids = opened.tokenizer.backend, opened.tokenizer.ids_of(prompt)
     most, stop = opened.model.backbone.max_written, opened.model.backbone.config.stop_tokens
     count = args.max_new_tokens or max(1, min(WRITTEN_TOKENS, most - len(ids)))
     steps, about = written_steps(opened, ids, count, args)

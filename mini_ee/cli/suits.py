@@ -80,7 +80,7 @@ def _tokens(backbone, folder: Path, args) -> tuple:
     if not backbone.has_lm_head:
         raise WrongArguments(f"{folder}: has no head to words to read its layers with; give --task DIR")
     options = TextOptions(kind="pieces", text=args.text, texts=args.texts or TEXTS)
-    texts = texts_to_read(Source(backbone, Tokenizer.from_folder(folder), options, args.seed))
+    texts = texts_to_read(Source(backbone, Tokenizer.from_folder(folder, None), options, args.seed))
     heard = hear_tokens(backbone, texts)
     source = str(args.text) if args.text else "text that it wrote itself"
     return heard, {"source": source, "texts": len(texts), "tokens": len(heard.observed.groups)}

@@ -91,19 +91,19 @@ def check_rows(texts: Sequence[str | Sequence[str]], num_texts: int) -> None:
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer that truncates to max_length and leaves padding to `Encoded.batch`."""
+    """A `tokenizers` tokenizer that truncates to max_length (None: never); `Encoded.batch` pads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, max_length: int = 128):
+    def __init__(self, backend: tokenizers.Tokenizer, max_length: int | None = 128):
         special = max(backend.num_special_tokens_to_add(pair) for pair in (False, True))
-        if max_length <= special:  # the backend would then not truncate at all, and say nothing
+        if max_length is not None and max_length <= special:  # the backend would not truncate, and say nothing
             raise ValueError(f"expected max_length above the {special} special tokens, found {max_length}")
         backend.no_padding()
-        backend.enable_truncation(max_length)
+        backend.no_truncation() if max_length is None else backend.enable_truncation(max_length)
         self.backend = backend
         self.max_length = max_length
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike, max_length: int = 128) -> "Tokenizer":
+    def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128) -> "Tokenizer":
         """From tokenizer.json, else from BERT's vocab.txt. The file's own truncation and padding are dropped.
 
         Raises: ValueError where neither is there, or the file is broken.
@@ -146,6 +146,10 @@ class Tokenizer:
                 truncated += cut
         return Encoded(ids, type_ids, rows, truncated, self.pad_token_id)
 
+    def ids_of(self, text: str, special: bool = True) -> list[int]:
+        """The token ids of one text, with the special tokens around it unless told otherwise."""
+        return self.backend.encode(text, add_special_tokens=special).ids
+
     def _shortened(self, row: tuple[str, str]) -> str:
         """Two lines of one text that fit: the second keeps what the first leaves of the tokens, and at least half."""
         parts = [self.backend.encode(text, add_special_tokens=False) for text in row]
@@ -166,7 +170,7 @@ class Tokenizer:
 
     def token_id(self, word: str) -> int | None:
         """The id of a word that is one token, else None. RoBERTa: " word", as inside a sentence."""
-        ids = self.backend.encode(word, add_special_tokens=False).ids
+        ids = self.ids_of(word, special=False)
         known = len(ids) == 1 and ids[0] not in (self._first("[UNK]", "<unk>"), None)
         return ids[0] if known else None
 

@@ -75,9 +75,9 @@ def texts_to_read(source: Source) -> list[Text]:
     if path is None:
         return texts_to_calibrate(source)
     check_reads_on(source.backbone, "no --text")
-    first = source.encode("")
+    first = source.tokenizer.ids_of("")
     length = min(PIECE, source.backbone.config.max_tokens - len(first))
-    ids = source.tokenizer.backend.encode(read_text(path), add_special_tokens=False).ids
+    ids = source.tokenizer.ids_of(read_text(path), special=False)
     if len(ids) < LEAST * length:
         wanted = f"{LEAST * length} tokens, {LEAST} pieces of {length}"
         raise WrongArguments(f"{path}: expected at least {wanted}, found {len(ids)} tokens; give a longer text")

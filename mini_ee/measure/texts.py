@@ -24,7 +24,7 @@ from mini_ee.data.texts import CALIBRATION_PROMPTS, Text, cut_text
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
-from mini_ee.training.texts import check_reads_on, encode_whole
+from mini_ee.training.texts import check_reads_on
 from mini_ee.units.decoding import FILLS, Generated
 from mini_ee.units.generation import generated_texts
 from mini_ee.units.recording import Record
@@ -78,7 +78,7 @@ def hear(run: Run, benchmark: Benchmark, batch_size: int = BATCH) -> Hearing:
     """Read every exit at every token of every option."""
     most = run.model.backbone.config.max_tokens
     questions = tqdm(benchmark.questions, desc="tokenizing", delay=2)
-    asked = [ask(question, lambda text: encode_whole(run.tokenizer, text), most) for question in questions]
+    asked = [ask(question, run.tokenizer.ids_of, most) for question in questions]
     texts = [Text(request.ids, request.start - 1) for one in asked for request in one.requests]
     recorded = record_texts(run.model, texts, batch_size, "scoring", last=False)
     whole = run.model.whole
@@ -251,7 +251,7 @@ def room(run: Run, prompts: Sequence[Sequence[int]]) -> int:
 def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], list[Text]]:
     """Table 1's prompts as tokens, and twice TEXTS texts that the full model writes from them."""
     backbone = run.model.backbone
-    prompts = [encode_whole(run.tokenizer, prompt) for prompt in CALIBRATION_PROMPTS]
+    prompts = [run.tokenizer.ids_of(prompt) for prompt in CALIBRATION_PROMPTS]
     new_tokens, stop = min(NEW_TOKENS, room(run, prompts)), backbone.config.stop_tokens
     calibration, fresh = (
         generated_texts(backbone, prompts, TEXTS, new_tokens, stop=stop, seed=seed + half * TEXTS) for half in (0, 1)
@@ -262,9 +262,9 @@ def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], lis
 def held_text(path: Path, run: Run, seed: int) -> list[Text]:
     """A text file in pieces of PIECE tokens, each after the bos token; PIECES of them at most, drawn with the seed."""
     check_reads_on(run.model.backbone, "a benchmark's folder")
-    first = encode_whole(run.tokenizer, "")
+    first = run.tokenizer.ids_of("")
     length = min(PIECE, run.model.backbone.config.max_tokens - len(first))
-    ids = run.tokenizer.backend.encode(read_text(path), add_special_tokens=False).ids
+    ids = run.tokenizer.ids_of(read_text(path), special=False)
     pieces = cut_text(ids, length, first)
     drawn = np.sort(np.random.default_rng(seed).permutation(len(pieces))[:PIECES])
     return [pieces[row] for row in drawn]

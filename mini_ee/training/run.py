@@ -138,8 +138,7 @@ class Run(NamedTuple):
         check_rows(prompts, 1)
         if not len(prompts):
             return []
-        self.tokenizer.backend.no_truncation()
-        ids = [self.tokenizer.backend.encode(prompt).ids for prompt in prompts]
+        ids = [self.tokenizer.ids_of(prompt) for prompt in prompts]
         settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
         written = gather(self.model.generate(ids, self.rule, fill=fill or self.model.fill, **settings), len(ids))
         decode = self.tokenizer.backend.decode
@@ -294,9 +293,9 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
 
 def _check_values(config: dict) -> None:
     """Raise ValueError for values that nothing else looks at before they are used."""
-    check_integer("max_length", config["max_length"])
     if config["unit"] == "tokens":
         return
+    check_integer("max_length", config["max_length"])
     names = config["task"]["label_names"]
     check_integer("texts", config["task"]["texts"], most=2)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -325,7 +324,7 @@ def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Modul
     model.load_parts(folder, config["files"])
     if config["unit"] == "tokens":
         model.fold()
-    return model, Tokenizer.from_folder(folder, config["max_length"])
+    return model, Tokenizer.from_folder(folder, None if unit == "tokens" else config["max_length"])
 
 
 def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptModel, PromptTokenizer]:
@@ -354,7 +353,7 @@ def plain_decoder(folder: str | Path) -> Run:
     model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
     about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
     about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
-    return Run(folder, about, model.eval(), Tokenizer.from_folder(folder), NeverExit())
+    return Run(folder, about, model.eval(), Tokenizer.from_folder(folder, None), NeverExit())
 
 
 def about_task(task: Task) -> dict:

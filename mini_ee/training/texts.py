@@ -48,13 +48,9 @@ class Source(NamedTuple):
     options: TextOptions
     seed: int
 
-    def encode(self, text: str) -> list[int]:
-        """A text's token ids, whole, with what the tokenizer puts before them."""
-        return encode_whole(self.tokenizer, text)
-
     def prompts(self, usual: Sequence[str]) -> list[list[int]]:
         """The prompts that were given, or the usual ones, as token ids."""
-        return [self.encode(checked_prompt(prompt, "--prompt")) for prompt in self.options.prompt or usual]
+        return [self.tokenizer.ids_of(checked_prompt(prompt, "--prompt")) for prompt in self.options.prompt or usual]
 
     def written(self, usual: Sequence[str], seed: int, count: int, greedy: bool = False) -> list[Text]:
         """What the full model writes from the prompts; greedily, each of them once."""
@@ -68,11 +64,11 @@ class Source(NamedTuple):
     def pieces(self) -> list[Text]:
         """The file in pieces, in an order drawn with the seed."""
         check_reads_on(self.backbone, "--task continue or copy")
-        first, most = self.encode(""), self.backbone.config.max_tokens
+        first, most = self.tokenizer.ids_of(""), self.backbone.config.max_tokens
         length = self.options.new_tokens or min(64, most - len(first))
         if length + len(first) > most:
             raise WrongArguments(f"--new-tokens: expected at most {most - len(first)}, got {length}")
-        ids = self.tokenizer.backend.encode(read_text(self.options.text), add_special_tokens=False).ids
+        ids = self.tokenizer.ids_of(read_text(self.options.text), special=False)
         if len(ids) < 2 * length:
             raise WrongArguments(
                 f"{self.options.text}: expected at least {2 * length} tokens, two pieces of {length}, "
@@ -85,7 +81,6 @@ class Source(NamedTuple):
     def stories(self) -> list[Text]:
         """All texts of the file, for the kind."""
         stories = read_stories(self.options.text)
-        self.tokenizer.backend.no_truncation()
         if self.options.kind == "copy":
             stop = self.backbone.config.stop_tokens
             if not stop:
@@ -113,12 +108,6 @@ def check_reads_on(backbone, instead: str) -> None:
             f"a {backbone.config.model_type} writes answers to what its encoder reads, not texts from their beginning: "
             f"give {instead}"
         )
-
-
-def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text's token ids, nothing cut, with what the tokenizer puts before them."""
-    tokenizer.backend.no_truncation()
-    return tokenizer.backend.encode(text).ids
 
 
 def checked_prompt(prompt: str, name: str) -> str:
@@ -202,7 +191,7 @@ def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
     """
     texts = held.texts
     if source.options.kind == "pieces":
-        options, prompts = source.options, map(source.encode, CALIBRATION_PROMPTS)
+        options, prompts = source.options, map(source.tokenizer.ids_of, CALIBRATION_PROMPTS)
         room = max(1, source.backbone.max_written - max(map(len, prompts)))
         fits = {  # a training that is over must not fail here
             "texts": options.texts and max(2, options.texts),

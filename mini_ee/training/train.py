@@ -308,7 +308,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     """A decoder that leaves early as it writes: what save_run takes."""
     backbone = load_backbone(request.model).to(request.common.device)
     say_left_out(backbone, request.model, say)
-    tokenizer = Tokenizer.from_folder(request.model)
+    tokenizer = Tokenizer.from_folder(request.model, None)
     source = Source(backbone, tokenizer, request.texts, request.seed)
     exits = exits_of(request, backbone.config.num_hidden_layers)
     if len(exits) < 2 and "exits" not in request.method.lacks:
