@@ -3,6 +3,7 @@
 The oracle is `Runtime.run` at batch 1. Queues are checked on engines that are written here.
 """
 
+import math
 import random
 import subprocess
 import sys
@@ -17,13 +18,15 @@ import pytest
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.export.runtime import TokenRuntime
+from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import arrivals, goodput, offer
 from mini_ee.export.serving.watch import Promise, Watch
 from mini_ee.export.serving.worker import Row
+from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
+from mini_ee.units.decoding import FILLS
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
@@ -144,6 +147,24 @@ def test_thresholds_rise_in_a_worker_whose_promise_is_broken(runtime):
     assert np.mean([each.label == other.label for each, other in zip(found, full)]) >= 0.9
 
 
+@pytest.mark.parametrize("threshold, exit", [(0.0, 0), (math.inf, 3)], ids=["early", "at full depth"])
+def test_rows_that_left_by_a_rule_say_nothing_of_the_stricter_one(runtime, threshold, exit):
+    """The first of them to be told brings another rule into force, while the others are still to be told."""
+    promise, told = Promise(1.0, 0.95, tighten=True), []
+    promise.told = lambda agrees, rule: told.append(agrees) or Threshold(0.9)
+    engine = RowEngine(runtime, Threshold(threshold), promise=promise)
+    rows = [engine.row(text) for text in SENTENCES[:3]]
+    for at in range(len(engine.queues)):
+        engine.run(at, rows)
+    assert [row.answer.exit for row in rows] == [exit] * 3 and len(told) == 1
+
+
+def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, monkeypatch):
+    monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
+    _, watch = all_at_once(RowEngine(runtime, NeverExit()), SENTENCES)
+    assert watch.drift() == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
     engine = RowEngine(runtime, Halves(), rebatch)
@@ -195,6 +216,19 @@ def test_a_text_takes_the_place_of_one_that_ended(decoder):
     assert [each.tokens for each in found] == [each.tokens for each in alone]
     assert max(sizes) == 2 and sum(sizes) == sum(len(each.tokens) for each in found)
     assert len(sizes) <= sum(sizes) / 2 + 7, "places stood empty while texts waited"
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_what_a_text_left_behind_does_not_reach_the_next_in_its_place(decoder, fill):
+    """All its tokens leave at the first exit, and wait for the layers above where the next has its prompt."""
+    engine = TextEngine(Runtime(decoder.folder, fill=fill, segments=torch_segments(decoder.folder)), room=1)
+    short, long = (engine.row(prompt, count) for prompt, count in (("the", 6), ("book and song and room", 8)))
+    for row, engine.rule in ((short, FixedExit(0)), (long, NeverExit())):
+        while row.answer is None:
+            engine.run(0, [row])
+        engine.release(row)
+    (alone,) = decoder.run(["book and song and room"], rule=NeverExit())
+    assert short.layers == [1] * 6 and long.tokens == alone.tokens
 
 
 def test_pieces_of_a_text_are_told_as_they_are_written(decoder):
@@ -274,10 +308,10 @@ class Said:
 
 
 @contextmanager
-def busy(engine, worker):
+def busy(engine, worker, width=2):
     """While a batch of one row runs: what is submitted meanwhile is in the queue before the next is chosen."""
     engine.held.clear()
-    worker.submit("x" * 2)
+    worker.submit("x" * width)
     while sum(worker.lengths().values()):
         time.sleep(0.001)
     yield
@@ -324,6 +358,18 @@ def test_the_deepest_queue_that_is_full_or_due_is_next_else_the_first():
         with Worker(engine, batch=2, max_wait=max_wait) as worker:
             wait(waiting_behind(engine, worker, [3, 2, 3, 2, 3, 2]))
         assert [name for name, _ in engine.ran[1:]] == expected
+
+
+def test_a_row_that_goes_on_may_be_held_for_company_anew(monkeypatch):
+    """Its first batch took longer than a row may be held; another row waits before the first queue."""
+    clock = [0.0]
+    monkeypatch.setattr("mini_ee.export.serving.worker.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    engine = Slow()
+    with Worker(engine, batch=2, max_wait=1) as worker:
+        with busy(engine, worker, 3):
+            clock[0] = 5.0
+            worker.submit("xx")
+    assert engine.ran == [("first", [3]), ("first", [2]), ("second", [3])]
 
 
 def test_no_row_waits_where_the_engine_is_idle():
