@@ -18,10 +18,13 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mini_ee.cli.main import main
+from mini_ee import WrongArguments
+from mini_ee.cli import serve
+from mini_ee.cli.main import main, parser
 from mini_ee.export.serving import Worker, app, engine_of, server
 from mini_ee.export.serving.watch import Promise
 from mini_ee.export.serving.worker import LATE
@@ -330,6 +333,33 @@ def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
             assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
+def test_silence_is_counted_anew_after_each_response(monkeypatch):
+    """By a clock that stands still: one timer is set at a time, and what it finds at work it leaves open."""
+    timers, closed = [], []
+
+    class Timer:
+        def __init__(self, seconds, call):
+            self.call, self.set = call, True
+            timers.append(self)
+
+        def cancel(self):
+            self.set = False
+
+    for name in ("connection_made", "on_response_complete", "connection_lost"):
+        monkeypatch.setattr(server.H11Protocol, name, lambda self, *given: None)
+    protocol = object.__new__(server.Protocol)
+    protocol.loop, protocol.cycle = SimpleNamespace(call_later=Timer), None
+    protocol.transport = SimpleNamespace(close=lambda: closed.append(len(timers)))
+    protocol.connection_made(None)
+    for complete in (False, True):
+        protocol.cycle = SimpleNamespace(response_complete=complete)
+        timers[-1].call()
+        protocol.on_response_complete()
+    assert closed == [2] and [timer.set for timer in timers] == [False, False, True]
+    protocol.connection_lost(None)
+    assert not timers[-1].set
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog, kind):
     engine = engine_of(runtime)
@@ -447,6 +477,28 @@ def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message)
     assert main(["serve", str(runtime.folder), *options]) == 2
     line = capsys.readouterr().err
     assert message in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "options", "watched"),
+    [
+        (None, ["--shadow", ".2"], (0.2, None, False)),
+        ({"epsilon": 0.9}, ["--shadow", ".2", "--tighten"], (0.2, 0.9, True)),
+        ({"epsilon": 0.9}, ["--shadow", ".2", "--epsilon", ".95"], (0.2, 0.95, False)),
+    ],
+)
+def test_the_promise_in_service_is_the_calibrations_or_as_told(runtime, monkeypatch, calibrated, options, watched):
+    monkeypatch.setattr(runtime, "config", runtime.config | {"promise": calibrated})
+    words = ["serve", str(runtime.folder), *options]
+    promise = serve._engine(parser(words).parse_args(words), runtime).promise
+    assert (promise.share, promise.epsilon, promise.tighten) == watched
+
+
+def test_what_cannot_be_tightened_is_told_before_it_serves(runtime, monkeypatch):
+    monkeypatch.setattr(runtime, "rule", FixedExit(1))
+    words = ["serve", str(runtime.folder), "--shadow", ".2", "--tighten", "--epsilon", ".9"]
+    with pytest.raises(WrongArguments, match="the rule fixed has no threshold to raise; leave out --tighten"):
+        serve._engine(parser(words).parse_args(words), runtime)
 
 
 @pytest.mark.parametrize("options", [["--shadow", ".1"], ["--tighten"], ["--epsilon", ".9"]])
