@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -650,6 +651,15 @@ def test_wrong_prompts_are_told(capsys, tmp_path, checkpoint_folder, task_folder
     base = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "out")
     assert message in refused(capsys, "train", "raee", *base, *options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_file_of_prompts_says_what_a_template_and_words_say(tmp_path, checkpoint_folder, task_folder, prompted, kind):
+    prompt, file = {"template": WORDS["template"], "words": {"0": "awful", "1": "great"}}, tmp_path / "prompts.json"
+    file.write_text(json.dumps({"encoder": {"words": prompt}}))
+    run = collect(tmp_path / "out", checkpoint_folder, task_folder, prompts=kind(file), max_train=9, **THREE)
+    assert run.config["prompt"] == load_run(prompted).config["prompt"]
+    assert run.config["settings"]["prompts"] == str(file)
 
 
 def test_words_that_are_no_pairs_are_told(capsys, tmp_path):

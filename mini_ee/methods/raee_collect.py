@@ -109,7 +109,8 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
         (unfinished / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
         config = run.config | {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
-        config["settings"]["encoder"] = source["encoder"]
+        prompts = None if how.prompts is None else str(Path(how.prompts).resolve())
+        config["settings"] |= {"encoder": source["encoder"], "prompts": prompts}
         config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
         config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
         write_json(partial / "config.json", config)
@@ -203,7 +204,7 @@ def prompt_asked(request: Request) -> Prompt:
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:
         if how.template is None:
-            return prompt_of(request.task, kind, how.prompts or PROMPTS)
+            return prompt_of(request.task, kind, Path(how.prompts or PROMPTS))
         pairs = [word.partition("=") for word in how.words]
         if not all(key.strip() and word.strip() for key, _, word in pairs):
             raise ValueError(
