@@ -16,6 +16,7 @@ from mini_ee.export import bench as exported
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import bench as serving
 from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
+from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
 from mini_ee.training.run import build_model
 from mini_ee.units.heads import VocabularyHead
@@ -178,8 +179,15 @@ def test_serve_takes_an_exported_folder_with_its_rule_and_segments(capsys, monke
     put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
     assert len(rows_of(capsys, "serve", "--model", str(runtime.folder))) == 4
     monkeypatch.setattr("mini_ee.export.serving.engines.RowEngine._by_segment", lambda self: None)
-    assert main(["bench", "serve", "--model", str(runtime.folder)]) == 1
-    assert "export the run with --segments" in capsys.readouterr().err
+    for plans in (False, True):  # in a stage of its own
+        monkeypatch.setattr(Threshold, "plans_from_texts", plans)
+        assert main(["bench", "serve", "--model", str(runtime.folder)]) == 1
+        assert "export the run with --segments" in capsys.readouterr().err
+
+
+def test_serve_refuses_a_decoder(capsys, decoder):
+    assert main(["bench", "serve", "--model", str(decoder.folder)]) == 1
+    assert "holds a decoder; this benchmark takes a classifier, or no --model" in capsys.readouterr().err
 
 
 def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):

@@ -59,7 +59,9 @@ def bench_serve(model: Path | None, seed: int, task: str | None = None) -> Itera
         exported = model is not None and (model / MANIFEST).is_file()
         path = model if exported else _drawn(model, texts, Path(folder), seed)
         runtime = Runtime(path, [CPU], threads=torch.get_num_threads())
-        if len(RowEngine(runtime).queues) == 1:
+        if runtime.config["unit"] == "tokens":
+            raise ValueError(f"{path}: holds a decoder; this benchmark takes a classifier, or no --model")
+        if len({*RowEngine(runtime).queues} - {"plan"}) == 1:
             raise ValueError(f"{path}: its rows go through one graph alone; export the run with --segments")
         rule = runtime.rule if exported else leaving(runtime, texts[:FITTED])
         for kind, burst in (("", 1), (" bursts", BURST)):
