@@ -1,6 +1,7 @@
 """mini-ee bench: every case runs, is held to its bar, and is timed warm. The ratios themselves are measured by hand."""
 
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,6 +63,20 @@ def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, mon
     cases = rows_of(capsys, "retrieval", "--large")
     assert [case for case in cases if "build" in case] == [f"{size} build" for size in ("1k", "10k", "67k", "1m")]
     assert sizes[-4:] == [1_000, 10_000, 11_000, 12_000]
+
+
+def test_the_datastores_of_before_are_gone_when_others_are_built(monkeypatch):
+    filled, held = retrieval._filled, []
+    quickly(monkeypatch)
+    put(
+        monkeypatch,
+        _groups=lambda backbone, seed: iter(()),
+        SST2_ROWS=300,
+        _filled=lambda rows, seed: held.append(weakref.ref(store := filled(rows, seed))) or store,
+        _building=lambda *_: iter([sum(store() is not None for store in held)]),
+    )
+    *_, left = retrieval.bench_retrieval(None, 0)
+    assert len(held) == 2 and left == 0
 
 
 @pytest.mark.parametrize("name", ["backbone", "exit-tax", "batch"])

@@ -55,7 +55,7 @@ def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Itera
         own, other = medians([plan, full_model(bert, inputs)], f"retrieval {name}")
         yield row_of(f"67k t32 {name}", own, other, bar)
     yield _recall(store, queries)
-    del store, vectors
+    del store, vectors, queries, rule, turn, plan  # whatever holds the rows, before there are others
     yield from _building(minilm.config.hidden_size, LARGE if large else SST2_ROWS, seed)
 
 
