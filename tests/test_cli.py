@@ -128,6 +128,23 @@ def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys
         assert not {"--k", "--alpha", "--lambda", "--template", "--shots"} & set(re.findall(r"--[a-z-]+", usage))
 
 
+@pytest.mark.parametrize("method", ["consistent", "free", "joint"])
+def test_help_tells_the_defaults_that_differ_where_something_else_leaves(
+    capsys, checkpoint_folder, decoder_checkpoint, task_folder, method
+):
+    with pytest.raises(SystemExit):
+        main(["train", method, "--help"])
+    _, _, told = capsys.readouterr().out.partition("the defaults are ")
+    about, usual = {"rows": (checkpoint_folder, task_folder), "tokens": (decoder_checkpoint, "continue")}, []
+    for unit in load_method(method).units:
+        request = asked(method, *about[unit], Path("run"), False, {})
+        parts = [(part, each) for part in (request.how, request.train) for each in fields(part)]
+        usual.append({flag_of(each.name, each.metadata): getattr(part, each.name) for part, each in parts})
+    first, second = usual
+    differ = {flag: str(value) for flag, value in second.items() if value != first[flag]}
+    assert dict(re.findall(r"(--[a-z-]+) ([^\s,]+)", told.partition("\n")[0])) == differ
+
+
 STARTS = """
 import sys
 sys.modules["torch"] = None

@@ -1,11 +1,13 @@
 """`mini-ee train METHOD`: give a checkpoint exits and train them. A method's options are made from its settings."""
 
 import time
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from mini_ee.cli.options import Parser, add_options, given_options
+from mini_ee.data.options import flag_of
 from mini_ee.registry import METHODS
 
 HELP = "give a checkpoint exits and train them"
@@ -57,7 +59,18 @@ def _add_method(sub: Parser, name: str) -> None:
     add_options(sub.add_argument_group("common"), common, usual, method.lacks)
     if "tokens" in method.units:
         about = "on a decoder, where --task is no folder" if "rows" in method.units else None
+        if about and (others := _other_defaults(method, (method.config, TrainOptions, RowOptions, TextOptions))):
+            about += f";\n{'there' if method.units[0] == 'rows' else 'else'} the defaults are {others}"
         add_options(sub.add_argument_group("tokens", about), TextOptions, usual, method.lacks)
+
+
+def _other_defaults(method, parts: tuple[type, ...]) -> str:
+    """Options whose defaults on the method's second unit are others than on the first, which the help tells of."""
+    options = {each.name: each for part in parts for each in fields(part) if each.metadata}
+    usual = {name: each.default for name, each in options.items() if name not in method.lacks}
+    told, others = (usual | method.defaults.get(unit, {}) for unit in method.units)
+    flags = {name: flag_of(name, options[name].metadata) for name in usual}
+    return ", ".join(f"{flag} {others[name]}" for name, flag in flags.items() if others[name] != told[name])
 
 
 def run(args, say) -> dict:
