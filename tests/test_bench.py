@@ -9,6 +9,7 @@ import onnx_figures
 import pytest
 import serving_figures
 
+from mini_ee.backbones.hub import BUILT_IN_MODEL
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import toy_task
@@ -77,6 +78,12 @@ def test_the_datastores_of_before_are_gone_when_others_are_built(monkeypatch):
     )
     *_, left = retrieval.bench_retrieval(None, 0)
     assert len(held) == 2 and left == 0
+
+
+def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch):
+    quickly(monkeypatch)
+    put(monkeypatch, SST2_ROWS=300, _building=lambda *_: iter(()))
+    assert "67k t32 encoder" in rows_of(capsys, "retrieval", "--model", str(BUILT_IN_MODEL))
 
 
 @pytest.mark.parametrize("name", ["backbone", "exit-tax", "batch"])

@@ -39,7 +39,7 @@ def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Itera
     """
     bert, minilm = random_encoder(BERT_BASE, seed), minilm_of(model, seed)
     yield from _groups(minilm, seed)
-    inputs = inputs_of(BERT_BASE, 1, 32, seed)
+    inputs = inputs_of(min(BERT_BASE, minilm.config, key=lambda config: config.vocab_size), 1, 32, seed)
     for name, embed, bar in (
         ("encoder", OwnStates(minilm, minilm.config.num_hidden_layers), 1.0),
         ("plan", OwnStates(bert, 0), 0.03),
