@@ -328,6 +328,16 @@ def test_every_command_has_help_with_an_example(capsys):
         assert stop.value.code == 0 and f"example:\n  mini-ee {command}" in capsys.readouterr().out
 
 
+def test_help_says_where_defaults_differ(capsys):
+    for command, words in (
+        ("demo", "the built-in 12-layer BERT, for which some defaults differ"),
+        ("calibrate", "512, of a file all"),
+    ):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "".join(words.split()) in "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+
+
 def test_the_examples_in_the_help_parse():
     commands = parser([])._subparsers._group_actions[0].choices
     methods = commands["train"]._subparsers._group_actions[0].choices

@@ -32,7 +32,7 @@ def add(sub) -> None:
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: a text; else the model writes some")
     sub.add_argument("--prompt", action="append", metavar="TEXT", help="tokens: it goes on from this; may be repeated")
     sub.add_argument("--greedy", action="store_true", help="tokens: with the likeliest ones, once from each prompt")
-    sub.add_argument("--texts", type=positive, metavar="N", help="tokens: so many texts; 512")
+    sub.add_argument("--texts", type=positive, metavar="N", help="tokens: so many texts; 512, of a file all")
     sub.add_argument("--new-tokens", type=positive, metavar="N", help="tokens: of each text; 64")
 
 

@@ -30,7 +30,8 @@ CURVE_COLUMNS = {
 def add(sub) -> None:
     from mini_ee.training.options import RowOptions, TrainOptions
 
-    sub.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint's folder; the built-in 12-layer BERT")
+    built_in = "the built-in 12-layer BERT, for which some defaults differ"
+    sub.add_argument("--model", type=Path, metavar="DIR", help=f"a checkpoint's folder; {built_in}")
     sub.add_argument("--task", metavar="DIR", help="task folder; the built-in reviews by default")
     sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there")
     add_options(sub, TrainOptions)
