@@ -20,7 +20,7 @@ from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit, joint_stage, task_loss
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
-from mini_ee.training.rule import LEVELS, thresholds
+from mini_ee.training.rule import LEVELS, cuts, thresholds
 from mini_ee.training.run import build_model, encode
 from mini_ee.units.recording import Record, record
 from mini_ee.units.rows import RowData, RowExits
@@ -291,6 +291,13 @@ def of_exits(logits, exit_logits=None):
     """A record of logits (N, K, C)."""
     exits, measures = tuple(range(1, logits.shape[1] + 1)), {} if exit_logits is None else {"exit_logit": exit_logits}
     return Record(Recorded(exits, logits, np.zeros((*logits.shape[:2], 2)), [1] * len(exits), measures), logits, 1.0)
+
+
+def test_a_policy_that_is_as_sure_as_can_be_has_cuts_too():
+    """1 / (1 + exp(800)) overflows on the way; warnings are errors here."""
+    logits = np.array([[-800.0, 0.0], [800.0, -800.0]])
+    rules = cuts(of_exits(np.zeros((2, 3, 3)), logits))
+    assert {rule.cut for rule in rules} >= {0.0, 0.5, 1.0}
 
 
 def test_the_rules_are_those_of_the_papers():

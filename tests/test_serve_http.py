@@ -145,8 +145,9 @@ def test_what_is_wrong_is_told_in_one_line(served, body, status, message):
     [("GET", "/classify", 405), ("POST", "/health", 405), ("GET", "/", 404), ("POST", "/generate", 404)],
 )
 def test_another_path_or_method_is_told(served, method, path, status):
-    found, said, _ = ask(served[1], None, path, method)
+    found, said, headers = ask(served[1], None, path, method)
     assert found == status and "found" in said["error"]
+    assert headers["allow"] == ({"GET": "POST", "POST": "GET"}[method] if status == 405 else None)
 
 
 def slowed(engine, seconds):

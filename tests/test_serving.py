@@ -434,6 +434,21 @@ def test_draining_answers_what_was_taken_and_takes_no_more():
         worker.submit("xx")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_whose_thread_has_ended_takes_no_more():
+    """Nothing in the code ends it; a MemoryError outside of a batch could."""
+    engine = Slow(0.0)
+    worker = Worker(engine)
+    worker._choose = None
+    with worker._ready:
+        worker._ready.notify()
+    worker._thread.join(5)
+    assert worker.state == "dead"
+    with pytest.raises(Refused, match="has ended, and the server must be started again"):
+        worker.submit("xxx")
+    assert worker.watch.requests["refused"] == 1
+
+
 def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(runtime, count=2000):
     """At 1.5 times what the first segment alone could do: requests are refused, given up, too late. By hand it was run
     once with 100,000."""

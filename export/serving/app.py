@@ -37,11 +37,11 @@ FAILED = "the model failed on this request; the server's log says why"
 
 
 class Told(Exception):
-    """A request that ends with a status and a reason."""
+    """A request that ends with a status and a reason. allow: the method that is taken, where another came."""
 
-    def __init__(self, status: int, reason: str):
+    def __init__(self, status: int, reason: str, allow: str | None = None):
         super().__init__(reason)
-        self.status = status
+        self.status, self.allow = status, allow
 
 
 class HungUp(Exception):
@@ -66,10 +66,10 @@ class App:
             if method is None:
                 raise Told(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
             if scope["method"] != method:
-                raise Told(405, f"{scope['path']} takes {method}, found {scope['method'][:20]}")
+                raise Told(405, f"{scope['path']} takes {method}, found {scope['method'][:20]}", allow=method)
             await handler(scope, receive, send)
         except Told as told:
-            await self._send(send, told.status, {"error": " ".join(str(told).split())})
+            await self._send(send, told.status, {"error": " ".join(str(told).split())}, allow=told.allow)
         except HungUp:
             self.worker.watch.responses["hung up"] += 1
         except Exception:
@@ -192,23 +192,27 @@ class App:
         await send(line({"error": str(error)} if error else future.result().to_dict()))
 
     # ---- Responses ----
-    async def _start(self, send: Callable, status: int, kind: bytes, length: int | None = None) -> None:
+    async def _start(self, send: Callable, status: int, kind: bytes, *about) -> None:
         self.worker.watch.responses[status] += 1
-        await send(head(status, kind, length))
+        await send(head(status, kind, *about))
 
-    async def _send(self, send: Callable, status: int, body: dict | bytes, kind: bytes = JSON) -> None:
+    async def _send(
+        self, send: Callable, status: int, body: dict | bytes, kind: bytes = JSON, allow: str | None = None
+    ) -> None:
         message = {"type": "http.response.body", "body": body} if isinstance(body, bytes) else line(body)
-        await self._start(send, status, kind, len(message["body"]))
+        await self._start(send, status, kind, len(message["body"]), allow)
         await send(message)
 
 
-def head(status: int, kind: bytes, length: int | None = None) -> dict:
-    """The message that begins a response of so many bytes; None: as many as come."""
+def head(status: int, kind: bytes, length: int | None = None, allow: str | None = None) -> dict:
+    """The message that begins a response of so many bytes; None: as many as come. allow: as Told has it."""
     headers = [(b"content-type", kind)]
     if length is not None:
         headers.append((b"content-length", str(length).encode()))
     if status == 503:
         headers.append((b"retry-after", b"1"))
+    if allow:
+        headers.append((b"allow", allow.encode()))
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 

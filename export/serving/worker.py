@@ -107,9 +107,11 @@ class Worker:
         return not self._thread.is_alive()
 
     def _check_room(self) -> None:
-        if not self._draining and self._open < self._max_open:
+        if self.state == "ready" and self._open < self._max_open:
             return
         self.watch.requests["refused"] += 1
+        if self.state == "dead":
+            raise Refused("the worker has ended, and the server must be started again; ask another")
         if self._draining:
             raise Refused("the server is shutting down; ask another")
         raise Refused(f"{self._open} requests are open, and no more may be; ask again later")

@@ -31,7 +31,7 @@ def asked(recorded: Record, rule: Rule) -> np.ndarray:
         return recorded.confidence(rule.measure)
     if isinstance(rule, QExit):
         return left_by(recorded)
-    return 1 / (1 + np.exp(-recorded.segments.exit_logits.astype(np.float64)))
+    return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
 
 
 def left_by(recorded: Record) -> np.ndarray:
