@@ -165,6 +165,13 @@ def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, monkeypat
     assert watch.drift() == pytest.approx(0.9)
 
 
+def test_of_a_decoder_too(decoder, monkeypatch):
+    last = len(decoder.exits) - 1
+    monkeypatch.setattr(decoder, "config", decoder.config | {"exit_counts": [3] + [0] * (last - 1) + [1]})
+    _, watch = all_at_once(TextEngine(decoder, NeverExit()), PROMPTS[:3])
+    assert watch.drift() == pytest.approx(0.75)
+
+
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
     engine = RowEngine(runtime, Halves(), rebatch)

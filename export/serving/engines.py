@@ -188,7 +188,7 @@ class TextEngine:
     def __init__(self, runtime: TokenRuntime, rule: Rule | None = None, room: int = BATCH):
         self.runtime, self.rule = runtime, rule or runtime.rule
         self.room = room = 1 if runtime.begins_with else room
-        self.watch = Watch(runtime.exits, None, None)
+        self.watch = Watch(runtime.exits, None, runtime.config.get("exit_counts"))
         self.capacity = min(CAPACITY, runtime.config["max_tokens"])
         self._segments = runtime.segments(room, self.capacity, rule=self.rule)
         self._free = list(range(room))
