@@ -263,7 +263,14 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert main(command) == 0  # everything is there: nothing is trained
     assert (tiny / "raee.md").read_text() == text
     assert main([*command, "--only", "Table 9"]) == 2
-    assert "expected one of Table 1; Fig. 3; found Table 9" in capsys.readouterr().err
+    assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
+
+
+def test_of_one_claim_only_what_it_compares_is_run():
+    of_paper = recipe.load_recipe("consistentee")
+    asked = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
+    methods = ("two-stage", "consistent alpha 0.1", "pabee", "berxit")  # the first is what all are measured against
+    assert set(asked) == {f"{task} {method}" for task in ("TREC", "SST-2") for method in methods}
 
 
 def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):

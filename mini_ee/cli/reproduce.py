@@ -14,7 +14,7 @@ def add(sub) -> None:
     sub.add_argument(
         "paper", choices=PAGES, help="a paper; what the shortest commands give; or a check of `mini-ee suits`"
     )
-    sub.add_argument("--only", metavar="TABLE", help='one table or figure, such as "Table 1"')
+    sub.add_argument("--only", metavar="TABLE", help='one table, figure or claim, such as "Table 1"')
     sub.add_argument("--quick", action="store_true", help="a small part, on the built-in models and data")
     sub.add_argument("--seeds", type=positive, metavar="N", help="so many seeds, from --seed on; 3, of --quick 1")
     sub.add_argument(

@@ -61,14 +61,19 @@ def is_choice(value) -> bool:
 
 
 def select(recipe: dict, only: str) -> dict:
-    """The recipe with one table or picture alone. Raises WrongArguments for one that it does not have."""
+    """The recipe with one table, picture or claim alone. Raises WrongArguments for one that it does not have.
+
+    Of a claim what it compares; the other settings that are tried before it fails are no part of it.
+    """
+    claims = {f"claim {number}": claim for number, claim in enumerate(recipe["claims"], 1)}
     tables = [table for table in recipe["tables"] if table["id"] == only]
     pictures = [picture for picture in recipe["pictures"] if picture["title"].startswith(f"{only}:")]
-    if not tables and not pictures:
+    if not tables and not pictures and only not in claims:
         there = [table["id"] for table in recipe["tables"]]
-        there += [picture["title"].partition(":")[0] for picture in recipe["pictures"]]
+        there += [picture["title"].partition(":")[0] for picture in recipe["pictures"]] + [*claims]
         raise WrongArguments(f"--only: expected one of {'; '.join(dict.fromkeys(there))}; found {only}")
-    return recipe | {"claims": [], "tables": tables, "pictures": pictures, "changed": []}
+    compared = [claims[only] | {"tried": {}}] if only in claims else []
+    return recipe | {"claims": compared, "tables": tables, "pictures": pictures, "changed": []}
 
 
 def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
