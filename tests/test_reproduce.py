@@ -253,7 +253,9 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert "3. Large: **cannot be seen here**. The paper: .7. It needs another machine." in text
     assert "**too few seeds**" in text
     assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
-    assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in (tiny / "README.md").read_text()
+    claims = (tiny / "README.md").read_text()
+    assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in claims
+    assert "Of 3 claims: " in claims and "*cannot be seen here* 1" in claims
     assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
 
     def refuse(*args, **settings):

@@ -1,5 +1,6 @@
 """A paper's page, made from its recipe and the JSON of its cases: no figure comes from anywhere else."""
 
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -292,7 +293,9 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others:
         "Claims of the four papers, each with its verdict. *Ours* is what should be larger beside what it should "
         "exceed, of the first three comparisons; the paper's page names each, and says what the numbers are."
     )
-    lines = ["# What came out", "", about, ""]
+    said = Counter(one.verdict for each in judged.values() for one in each)
+    counts = ", ".join(f"*{verdict}* {count}" for verdict, count in said.most_common())
+    lines = ["# What came out", "", f"{about} Of {said.total()} claims: {counts}.", ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
