@@ -266,6 +266,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     monkeypatch.setattr(experiments, "train", refuse)
     assert main(command) == 0  # everything is there: nothing is trained
     assert (tiny / "raee.md").read_text() == text
+    assert main([*command, "--only", ""]) == 2
     assert main([*command, "--only", "Table 9"]) == 2
     assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ def reproduce(
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
     found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
-    asked = cases_named(select(recipe, only) if only else recipe, cases_of(recipe))
+    asked = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
     folder.mkdir(parents=True, exist_ok=True)
     missing = [(case, seed) for seed in seeds for case in asked.values() if not is_kept(folder, case, seed)]
     say(f"{len(asked)} cases with {len(seeds)} seeds; {len(missing)} to run.")
