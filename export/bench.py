@@ -27,6 +27,7 @@ from mini_ee.measure.bench.common import (
     random_decoder,
     random_encoder,
     row_of,
+    three_exits,
 )
 from mini_ee.measure.bench.decoders import STORIES, generate_of_transformers
 from mini_ee.measure.evaluate import REST
@@ -53,8 +54,9 @@ def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
     stories = random_decoder(STORIES, seed)
     if model is not None and generates(read_config(model / "config.json").model_type):
         model, stories = None, load_backbone(model)
+    minilm = minilm_of(model, seed)
     cases = (
-        ("minilm", minilm_of(model, seed), (2, 4, 6), 32, (1, 8, 32)),
+        ("minilm", minilm, three_exits(minilm), 32, (1, 8, 32)),
         ("bert-base", random_encoder(BERT_BASE, seed), (3, 6, 9, 12), 128, (1,)),
     )
     for name, backbone, exits, tokens, sizes in cases:

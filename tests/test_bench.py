@@ -9,7 +9,7 @@ import onnx_figures
 import pytest
 import serving_figures
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL
+from mini_ee.backbones.hub import BUILT_IN_MODEL, save_backbone
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import toy_task
@@ -133,6 +133,16 @@ def test_a_benchmark_runs_its_cases_and_holds_each_to_its_bar(capsys, monkeypatc
     assert main(["bench", name]) == 0
     exits = [case for case in rows if name == "exit-tax" and "head_share" in rows[case]]
     assert capsys.readouterr().out.count("one head read and judged") == len(exits)
+
+
+def test_a_model_of_another_depth_has_exits_after_its_own_thirds(capsys, monkeypatch, tmp_path):
+    quickly(monkeypatch)
+    put(monkeypatch, _own_heads_tax=lambda *_: iter(()))
+    save_backbone(common.random_encoder(replace(common.MINILM, vocab_size=90, num_hidden_layers=3), 0), tmp_path / "m")
+    rows = rows_of(capsys, "exit-tax", "--model", str(tmp_path / "m"))
+    assert {"minilm b1 t32 e1", "minilm b32 t32 e2", "minilm b32 t32 e3"} <= rows.keys()
+    with pytest.raises(ValueError, match="three layers or more, or no --model; found 2"):
+        common.three_exits(common.random_encoder(replace(common.MINILM, num_hidden_layers=2), 0))
 
 
 @pytest.mark.parametrize("method", encoders.OWN_HEADS)

@@ -142,6 +142,13 @@ def test_cpp_refuses_what_is_no_row_of_tokens(exported, built):
     assert done.returncode == 1 and not done.stdout
 
 
+@in_cpp
+@pytest.mark.parametrize("threshold", ["abc", "", "NaN", ".9x"])
+def test_cpp_refuses_a_threshold_that_is_no_number(exported, built, threshold):
+    done = subprocess.run([built, exported[0], threshold], input="2 3\n", capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"expected a threshold, found: {threshold}\n")
+
+
 @in_node
 @pytest.mark.parametrize("threshold", ["abc", "", "NaN"])
 def test_a_threshold_that_is_no_number_is_told_in_one_line(exported, threshold):

@@ -1,18 +1,12 @@
 // Answers rows of token ids from an exported folder: answer DIR [threshold] < ids.txt, a row a line: "101 1037 2204 102".
 // Says of each row the label's index, the layers that ran and the confidence. Built as README.md says.
 #include <onnxruntime_cxx_api.h>
+#include <cstdlib>
 #include <iostream>
 #include <sstream>
 #include <string>
 #include <vector>
 static Ort::AllocatorWithDefaultOptions allocator;
-
-// The names of the inputs that must be fed.
-static std::vector<std::string> input_names(const Ort::Session& session) {
-  std::vector<std::string> names;
-  for (size_t i = 0; i < session.GetInputCount(); i++) names.push_back(session.GetInputNameAllocated(i, allocator).get());
-  return names;
-}
 
 // How many thresholds the graph takes, one for each exit but the last; 0 where its rule has none.
 static size_t count_thresholds(const Ort::Session& session) {
@@ -25,8 +19,13 @@ int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("usage: answer DIR [threshold] < ids.txt");
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
   Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), Ort::SessionOptions());
-  const auto named = input_names(session);
-  std::vector<float> thresholds(argc > 2 ? count_thresholds(session) : 0, argc > 2 ? std::stof(argv[2]) : 0);
+  std::vector<std::string> named;  // the inputs that must be fed
+  for (size_t i = 0; i < session.GetInputCount(); i++) named.push_back(session.GetInputNameAllocated(i, allocator).get());
+  char* end = nullptr;
+  const float given = argc > 2 ? std::strtof(argv[2], &end) : 0;
+  std::vector<float> thresholds(argc > 2 ? count_thresholds(session) : 0, given);
+  if (end && (end == argv[2] || *end || given != given))
+    throw std::invalid_argument(std::string("expected a threshold, found: ") + argv[2]);
   if (argc > 2 && thresholds.empty()) throw std::invalid_argument("the rule of this graph has no threshold");
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   const char* outputs[] = {"label", "layers", "confidence"};

@@ -27,13 +27,13 @@ from mini_ee.export.serving.load import BURST, Answered, arrivals, goodput, offe
 from mini_ee.export.serving.worker import Worker
 from mini_ee.export.sessions import CPU
 from mini_ee.export.writer import export
-from mini_ee.measure.bench.common import minilm_of, row_of
+from mini_ee.measure.bench.common import minilm_of, row_of, three_exits
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.run import Run
 from mini_ee.units.recording import record
 from mini_ee.units.rows import RowExits
 
-EXITS, LEAVE = (2, 4, 6), (0.6, 0.3)  # which share of all rows leaves at the first exits: half of the layers are saved
+LEAVE = (0.6, 0.3)  # which share of all rows leaves at the first two of three exits: half of the layers are saved
 
 LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 1.8, 2.1)  # of the whole graph's saturation
 
@@ -73,7 +73,7 @@ def _drawn(model: Path | None, texts: list, folder: Path, seed: int) -> Path:
     backbone = minilm_of(model, seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        exits = RowExits(backbone, EXITS, num_labels=2, pool="first").eval()
+        exits = RowExits(backbone, three_exits(backbone), num_labels=2, pool="first").eval()
     task = {"name": "sentences", "label_names": ["negative", "positive"], "metrics": ["accuracy"], "texts": 1}
     config = {"method": "joint", "unit": "rows", "num_labels": 2, "settings": {}, "task": task}
     tokenizer = Tokenizer.from_folder(model or BUILT_IN_MODEL)

@@ -17,6 +17,7 @@ from mini_ee.backbones.hub import generates, load_backbone, read_config, save_ba
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.tokens import Inputs
 from mini_ee.rules import Threshold
+from mini_ee.units.rows import even_exits
 
 MINILM = BertConfig(
     model_type="bert",
@@ -78,6 +79,13 @@ def minilm_of(model: Path | None, seed: int) -> Bert:
     return load_backbone(model) if model else random_encoder(MINILM, seed)
 
 
+def three_exits(backbone: Bert) -> tuple[int, ...]:
+    """After each third of the layers; 2, 4 and 6 of MiniLM. Raises ValueError for fewer than three layers."""
+    if (layers := backbone.config.num_hidden_layers) < 3:
+        raise ValueError(f"this benchmark takes an encoder of three layers or more, or no --model; found {layers}")
+    return even_exits(layers, 3)
+
+
 def random_encoder(config: BertConfig, seed: int) -> Bert:
     """One without heads, in eval mode."""
     with torch.random.fork_rng():
@@ -109,7 +117,7 @@ def from_transformers(kind: str, backbone: Bert | Decoder):
 
 def inputs_of(config: BertConfig, batch: int, tokens: int, seed: int) -> Inputs:
     """Rows of random tokens, nothing padded."""
-    ids = np.random.default_rng(seed).integers(1000, config.vocab_size, (batch, tokens))
+    ids = np.random.default_rng(seed).integers(config.vocab_size // 2, config.vocab_size, (batch, tokens))
     return Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("",),) * batch)
 
 
