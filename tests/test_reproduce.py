@@ -19,7 +19,16 @@ from mini_ee.data.tasks import load_task
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
 from mini_ee.measure.reproduce.experiments import read_case
-from mini_ee.measure.reproduce.page import OTHERS, Kept, _claim_lines, claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.page import (
+    OTHERS,
+    Kept,
+    _claim_lines,
+    _training_lines,
+    claims_page,
+    judge,
+    page,
+    read_kept,
+)
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
 from mini_ee.training.method import load_method
@@ -269,6 +278,23 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert main([*command, "--only", ""]) == 2
     assert main([*command, "--only", "Table 9"]) == 2
     assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
+
+
+def test_settings_that_most_cases_share_are_said_once():
+    shared = {"task": "TREC", "exits": [2, 4]}
+    options = {"a": {"lr": {"choose": [1, 2]}}, "b": {"task": "SST-2"}, "c": {"rank": 8}}
+    cases = {name: Case(name, "rows", shared | own) for name, own in options.items()}
+    del cases["c"].options["exits"]
+    kept = Kept(cases, {name: {"seeds": {"0": {}}} for name in cases})
+    assert _training_lines(kept) == [
+        "Where a case does not say otherwise: task TREC, exits 2,4.",
+        "",
+        "| case | seeds | settings | chosen on the hold-out, of |",
+        "|---|---|---|---|",
+        "| a | 1 |  |  |",
+        "| b | 1 | task SST-2 |  |",
+        "| c | 1 | exits not given, rank 8 |  |",
+    ]
 
 
 def test_of_one_claim_only_what_it_compares_is_run():

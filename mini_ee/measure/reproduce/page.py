@@ -246,17 +246,27 @@ def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
 
 
 def _training_lines(kept: Kept) -> list[str]:
-    """Every case's settings; of a choice what the hold-out said."""
-    lines = _head(["case", "seeds", "settings", "chosen on the hold-out, of"])
-    for name, case in kept.cases.items():
+    """The settings that most cases share, then every case's others; of a choice what the hold-out said."""
+    run = {name: case for name, case in kept.cases.items() if kept.found[name]["seeds"]}
+    given = {name: {k: _setting(v) for k, v in case.options.items() if not is_choice(v)} for name, case in run.items()}
+    often = Counter(setting for each in given.values() for setting in each.items())
+    shared = {key: value for (key, value), cases in often.items() if len(run) > 2 and 2 * cases > len(run)}
+    lines = []
+    if shared:
+        lines += [f"Where a case does not say otherwise: {_listed(shared)}.", ""]
+    lines += _head(["case", "seeds", "settings", "chosen on the hold-out, of"])
+    for name, case in run.items():
         found = kept.found[name]
-        if not found["seeds"]:
-            continue
-        settings = ", ".join(f"{key} {_setting(value)}" for key, value in case.options.items() if not is_choice(value))
+        settings = {key: "not given" for key in shared if key not in case.options} | given[name]
+        own = _listed({key: value for key, value in settings.items() if shared.get(key) != value})
         tried = "; ".join(f"{_given(each)}: {_digits(each['hold-out'])}" for each in found.get("tried", []))
         chosen = f"{_given(found['chosen'])} of ({tried})" if "chosen" in found else ""
-        lines.append(_line([name, len(found["seeds"]), settings, chosen]))
+        lines.append(_line([name, len(found["seeds"]), own, chosen]))
     return lines
+
+
+def _listed(settings: dict[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
 def _given(options: dict) -> str:
