@@ -595,6 +595,16 @@ def test_a_file_where_a_folder_is_to_be_made_is_told(capsys, run_folder, tmp_pat
     assert f"{tmp_path / 'file'}: expected a folder, found a file; name another" in line
 
 
+def test_a_sweep_of_one_exit_is_refused(capsys, tmp_path, task_folder, run_folder):
+    model = load_run(run_folder).config["backbone"]["folder"]
+    given = ("--model", model, "--task", task_folder, "--exits", 3, *FAST, "--out", tmp_path / "run")
+    answer(capsys, "train", "joint", *given)
+    answer(capsys, "export", tmp_path / "run", "--out", tmp_path / "exported")
+    for folder in (tmp_path / "run", tmp_path / "exported"):
+        line = refused(capsys, "evaluate", folder, "--task", task_folder, "--sweep")
+        assert line.endswith(f"--sweep chooses between exits; {folder} has one, after layer 3")
+
+
 def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
     said = answer(capsys, "compare", run_folder, run_folder, "--task", task_folder)
     assert len(said["rows"]) == 2 and said["split"] == "dev"

@@ -57,6 +57,8 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.units.recording import record
 
     refuse(args, ("text",), f"is for a decoder's tokens; {args.run} holds a classifier")
+    if len(opened.exits) == 1:
+        refuse(args, ("sweep",), f"chooses between exits; {args.run} has one, after layer {opened.exits[0]}")
     task = open_task_of([opened], args.task)
     check_task(opened, task, args.run)
     rule = chosen_rule(args, opened)
