@@ -297,6 +297,21 @@ def test_settings_that_most_cases_share_are_said_once():
     ]
 
 
+def test_a_case_that_takes_long_has_fewer_seeds_than_are_asked_for(tiny, monkeypatch):
+    (experiment,) = TINY["experiments"]
+    both = experiment["axes"]["method"].items()
+    apart = [
+        experiment | {"axes": {"method": {name: options}}, "seeds": 1 if name == "two-stage" else None}
+        for name, options in both
+    ]
+    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": apart}))
+    ran = []
+    monkeypatch.setattr(run, "is_kept", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(run, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    assert run.reproduce("raee", out=tiny, seeds=range(4, 6), say=str)["ran"] == 3
+    assert ran == [("reviews joint", 4), ("reviews two-stage", 4), ("reviews joint", 5)]
+
+
 def test_of_one_claim_only_what_it_compares_is_run():
     of_paper = recipe.load_recipe("consistentee")
     asked = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))

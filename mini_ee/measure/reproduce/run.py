@@ -37,8 +37,9 @@ def reproduce(
     found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
     asked = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [(case, seed) for seed in seeds for case in asked.values() if not is_kept(folder, case, seed)]
-    say(f"{len(asked)} cases with {len(seeds)} seeds; {len(missing)} to run.")
+    wanted = [(case, seed) for seed in seeds for case in asked.values() if seed in seeds[: case.seeds]]
+    missing = [(case, seed) for case, seed in wanted if not is_kept(folder, case, seed)]
+    say(f"{len(asked)} cases, {len(wanted)} with their seeds; {len(missing)} to run.")
     left, before, pages = missing, None, out / ".pages.lock"
     while left != before:
         before, left = left, []
