@@ -15,7 +15,7 @@ import pytest
 from mini_ee import train
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
-from mini_ee.data.tasks import load_task
+from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.measure import evaluate
 from mini_ee.measure.reproduce import experiments, measures, recipe, run
 from mini_ee.measure.reproduce.experiments import read_case
@@ -226,6 +226,22 @@ def test_a_case_that_no_experiment_makes_is_named():
     claims = [{"text": "", "paper": "", "compare": [{"more": "nothing", "than": 1, "figure": "full"}]}]
     with pytest.raises(ValueError, match="no experiment makes nothing"):
         cases_named(TINY | {"claims": claims}, cases_of(TINY))
+
+
+# ---- Measures ----
+
+
+def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch):
+    lora = train("lora-exits", out=tmp_path / "run", exits=(4, 12), max_train=32, epochs=1)
+    ran = []
+    monkeypatch.setattr(measures, "medians", lambda ways, name, **how: ran.append([way() for way in ways]) or [2.0] * 5)
+    figures, _ = measures.of_streams(lora, toy_task(), None)
+    ways = ("SGMV", "loop over adapters", "one by one", "no adapters", "full model")
+    assert figures == {f"{way}, {count} rows": 2000.0 for count in (1, 2, 4, 8) for way in ways}
+    for count, (together, _, one_by_one, _, full) in zip((1, 2, 4, 8), ran):
+        assert len(together.logits) == count
+        np.testing.assert_allclose(together.logits, one_by_one.logits, atol=1e-4)
+        np.testing.assert_allclose(together.logits, full.logits, atol=1e-4)
 
 
 # ---- From a recipe to its page ----

@@ -45,8 +45,8 @@ def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
         inputs, case = inputs_of(BERT_BASE, batch, tokens, seed), f"bert-base b{batch} t{tokens}"
         side_by_side = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
         one_by_one = partial(early_exit, lora.segments(restart(4)), NeverExit(), inputs)
-        bare, over_adapters = partial(_bare_streams, lora, inputs), partial(_over_adapters, side_by_side)
-        own, loop, floor, adapters = medians([side_by_side, one_by_one, bare, over_adapters], f"sgmv {case}")
+        bare, looped = partial(bare_streams, lora, inputs), partial(over_adapters, side_by_side)
+        own, loop, floor, adapters = medians([side_by_side, one_by_one, bare, looped], f"sgmv {case}")
         yield row_of(f"{case} loop", own, loop, bar=bar or 1.0)
         yield row_of(f"{case} adapters", own, adapters, bar=1.03)
         yield row_of(f"{case} backbone", own, floor, bar=1.08)
@@ -73,7 +73,7 @@ def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
     yield row_of("bert-base memory", own, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
 
 
-def _over_adapters(run: Callable) -> None:
+def over_adapters(run: Callable) -> None:
     """A run in which SGMV is the loop over segments."""
     lora_exits.sgmv = sgmv_loop
     try:
@@ -102,11 +102,12 @@ def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
 
 
 @torch.inference_mode()
-def _bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
+def bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
     """The rows that all streams are, through the layers that each needs, without adapters."""
     hidden, around = lora.backbone.embed(inputs).repeat(len(lora.exits), 1, 1), lora.backbone.around(inputs)
-    for start, stop in zip(lora.starts, lora.exits):
-        hidden = lora.backbone.run_layers(hidden, around, start, stop)[len(inputs) :]
+    for k, (start, stop) in enumerate(zip(lora.starts, lora.exits)):
+        streams = around.repeat(len(lora.exits) - k)
+        hidden = lora.backbone.run_layers(hidden, streams, start, stop)[len(inputs) :]
 
 
 def _operator(case: str, rank: int, lengths: list[int], seed: int) -> dict:

@@ -5,6 +5,7 @@ otherwise.
 """
 
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from mini_ee.baselines.adainfer import right_of, svm
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import early_exit
+from mini_ee.measure.bench.common import medians
+from mini_ee.measure.bench.streams import bare_streams, over_adapters
 from mini_ee.measure.compare import compare_tokens, rules_of
 from mini_ee.measure.evaluate import (
     LOSSES,
@@ -43,6 +47,7 @@ from mini_ee.training.train import split_rows
 from mini_ee.units.generation import Sampling
 from mini_ee.units.prompts import PromptModel
 from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
+from mini_ee.units.streams import parallel, restart
 from mini_ee.units.tokens import record_texts
 
 BATCH = 32
@@ -52,6 +57,7 @@ LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 PRUNED, PRUNED_ROWS = 0.6, 256  # the share of layers that SLEB takes in RAEE's Table 8, and rows of its search
 SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
+STREAMED, STREAMED_SECONDS = (1, 2, 4, 8), 4.0  # rows whose streams are timed; at least, for each count
 
 Measured = tuple[dict[str, float], dict[str, list[float]]]
 
@@ -189,6 +195,31 @@ def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
         "agreement": measured.agreement,
         "full": exit_scores(there, task, reported.labels)[-1],
     }, {}
+
+
+# ---- LoRAExit's streams ----
+
+
+def of_streams(run: Run, task: Task, reference: dict | None) -> Measured:
+    """Milliseconds until all exits of a few rows have answered: side by side, with SGMV and with a loop over the
+    adapters, one after the other, and without adapters; and of the model without exits.
+    """
+    K, figures = len(run.exits), {}
+    _, rows = rows_of(task, None, STREAMED[-1], run.config["seed"])
+    side_by_side, one_by_one = (run.model.segments(schedule(K)) for schedule in (parallel, restart))
+    for count in STREAMED:
+        inputs = run.encode(rows.texts).batch(slice(count))
+        together = partial(early_exit, side_by_side, NeverExit(), inputs)
+        ways = {
+            "SGMV": together,
+            "loop over adapters": partial(over_adapters, together),
+            "one by one": partial(early_exit, one_by_one, NeverExit(), inputs),
+            "no adapters": partial(bare_streams, run.model, inputs),
+            "full model": partial(early_exit, run.whole_model(), NeverExit(), inputs),
+        }
+        for way, seconds in zip(ways, medians([*ways.values()], f"{count} rows", seconds_a_case=STREAMED_SECONDS)):
+            figures[f"{way}, {count} rows"] = seconds * 1e3
+    return figures, {}
 
 
 # ---- RAEE ----
@@ -345,9 +376,10 @@ def of_writing(run: Run, text: Path | None, reference: dict | None) -> Measured:
     return figures, lists
 
 
-OF_ROWS = ("rows", "prompts", "compared through prompts", "suits")  # read a task; others a text, or nothing
+OF_ROWS = ("rows", "streams", "prompts", "compared through prompts", "suits")  # read a task; others a text, or nothing
 MEASURES = {
     "rows": of_rows,
+    "streams": of_streams,
     "prompts": of_retrieval,
     "compared through prompts": of_compared,
     "suits": of_suits,
