@@ -535,6 +535,21 @@ def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(p
     assert found["mean_layers"] == pytest.approx(left.layers_run.mean())
 
 
+def test_the_judge_may_take_the_reward_that_is_learned(padded_inputs):
+    """Eq. 4, enumerated: the price of a layer falls with the memorized layer."""
+    model, how = policy_model(), Config(alpha=0.2, selection="learned")
+    found = held_out(model, states_of(model, padded_inputs), how)
+    left = early_exit(model.segments(), Policy(), padded_inputs)
+    logits, expected = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1), []
+    for row, k in enumerate(left.exit_index):
+        right = [bool(said.argmax() == LABELS[row]) for said in logits[row]]
+        first = min((at for at in range(len(EXITS)) if all(right[at:])), default=len(EXITS) - 1)
+        p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
+        expected.append(np.log(p[LABELS[row]]) - 0.2 * (1 - EXITS[first] / EXITS[-1]) * EXITS[k])
+    assert found["score"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert found["score"] > held_out(model, states_of(model, padded_inputs), Config(alpha=0.2))["score"]
+
+
 def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_judge(monkeypatch):
     """Eq. 4 alone would pay for it: M becomes L, and depth costs nothing more."""
     model, how = policy_model(), Config(alpha=0.2)

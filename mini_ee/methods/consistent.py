@@ -19,7 +19,8 @@ Deviations from the paper, and what it leaves open:
 3. Where exits are fewer than layers, t and M count layers all the same.
 4. "Until convergence": after every policy epoch and task step, held-out units leave where p > .5, and the mean of Eq. 3
    over them says whether it is kept; rounds end with the first that does not improve. Not the mean of Eq. 4: its M is
-   that of the weights of the moment, so that a row which the last exit unlearns would be worth more than before.
+   that of the weights of the moment, so that a row which the last exit unlearns would be worth more than before
+   (`--selection learned` takes it all the same).
 5. Rates and epochs, of which the paper says nothing: Eq. 1 has those that all methods share here; policies, which are
    small and begin anew, learn faster and longer than what they read.
 6. Heads and policies may read the mean over tokens, and do by default; the paper's read the first (`pool`).
@@ -59,6 +60,8 @@ ESTIMATORS = ("reinforce", "exact")
 
 TARGETS = ("label", "hard")
 
+SELECTIONS = ("vanilla", "learned")
+
 REWARDS_BATCH = 64
 
 
@@ -77,6 +80,7 @@ class Config(Settings):
     task_epochs: int = option(1, "of a task step", least=1)
     task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)
     target: str = option("label", "y: the label, or what the last exit says (hard)", choices=TARGETS)
+    selection: str = option("vanilla", "held-out reward that says what is kept: Eq. 3, or --reward", choices=SELECTIONS)
 
 
 # ---- The model: internal classifiers and policies on one pooled state ----
@@ -246,11 +250,11 @@ def rewards_of_all(model: nn.Module, data: States, how: Config) -> Tensor:
 
 @torch.no_grad()
 def held_out(model: nn.Module, held: States, how: Config) -> dict[str, float]:
-    """Of units that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3
-    as `score`, and the mean depth in layers.
+    """Of units that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3,
+    or of the reward that is learned, as `score`, and the mean depth in layers.
     """
     device = next(model.parameters()).device
-    rewards = rewards_of_all(model, held, replace(how, reward="vanilla"))
+    rewards = rewards_of_all(model, held, how if how.selection == "learned" else replace(how, reward="vanilla"))
     depths = torch.tensor(model.exits, dtype=torch.float32).expand(len(rewards), -1)
     exit_logits = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)]).cpu()
     return {
