@@ -18,6 +18,7 @@ from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.measure.reproduce import measures
+from mini_ee.methods.datastore import exact_search
 from mini_ee.methods.raee import Retrieval, controls
 from mini_ee.training.run import load_run, training_folder
 from mini_ee.training.train import split_rows
@@ -329,6 +330,32 @@ def test_evaluate_prints_the_controls_beside_the_figure(capsys, own, task_folder
     printed = capsys.readouterr().out
     for line in ("kNN label vote", "best single layer", "random layers", "oracle", "full model"):
         assert line in printed
+
+
+def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, own, task_folder, task):
+    given = ("evaluate", own, "--task", task_folder, "--neighbours", 2)
+    said, opened = answer(capsys, *given)["neighbours"], load_run(own)
+    store, rows = opened.rule.datastore, task.split(task.default_split)
+    inputs = opened.encode(rows.texts[:2]).batch(slice(None))
+    queries = np.asarray(opened.rule.embed(inputs))
+    near = exact_search(store.embeddings, queries / np.linalg.norm(queries, axis=1, keepdims=True), 3)
+    plan = opened.rule.plan(inputs)
+    assert [each["text"] for each in said] == [" / ".join(text) for text in rows.texts[:2]]
+    assert [each["layer"] for each in said] == [opened.exits[k] for k in plan]
+    for each, stored, distances in zip(said, near.rows, near.distances):
+        assert [one["text"] for one in each["neighbours"]] == [" / ".join(store.texts[row]) for row in stored]
+        assert [one["label"] for one in each["neighbours"]] == [task.label_names[store.labels[row]] for row in stored]
+        assert [one["weight"] for one in each["neighbours"]] == pytest.approx(list(distances[0] / distances), rel=1e-4)
+        for one, row in zip(each["neighbours"], stored):
+            passing = store.values[row] >= 0.5
+            best = store.values[row] >= sorted(store.values[row])[-3]
+            votes = passing if passing.any() else best & (store.values[row] > 0)
+            assert one["votes"] == [layer for layer, vote in zip(opened.exits, votes) if vote]
+    assert called(*given) == 0
+    printed = capsys.readouterr().out
+    assert f"leaves after {said[0]['layer']} layers. Its neighbours vote:" in printed
+    assert printed.count("\n    1.00 for ") == 2
+    assert "--neighbours is for a run of raee" in refused(capsys, "evaluate", base, *given[2:])
 
 
 def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folder):

@@ -27,6 +27,7 @@ def add(sub) -> None:
     add_retrieval(sub)
     sub.add_argument("--sweep", action="store_true", help="also 51 thresholds; of tokens everything over epsilon")
     sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
+    sub.add_argument("--neighbours", type=positive, metavar="N", help="raee: also what the store has nearest to N rows")
     sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens, --sweep: also perplexity of this text")
     sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of raee or of tokens: the paper's figures")
@@ -65,6 +66,8 @@ def _rows(opened, args, say) -> dict:
     retrieves = rule.plans_from_texts
     if args.picture and not (args.sweep and retrieves):
         raise WrongArguments("--picture is for the --sweep of a decoder or of raee; mini-ee compare draws the others")
+    if not retrieves:
+        refuse(args, ("neighbours",), f"is for a run of raee; {args.run} has no datastore")
     if task.regression:
         why = f"asks whether an exit is right; {task.name} is a regression, give classes"
         refuse(args, ("overthinking", "hardness"), why)
@@ -88,6 +91,9 @@ def _rows(opened, args, say) -> dict:
         recorded = record(opened.segments(), encoded, args.batch_size, whole=opened.whole_model())
         given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
         answer |= _controls(given, args, answer, say)
+    if args.neighbours:
+        few = opened.encode(rows.texts[: args.neighbours])
+        answer["neighbours"] = _neighbours(rule, few, rows, task.label_names, args.batch_size, say)
     if answer["always"] is not None:
         say(f"It always says {answer['always']}.")
     if not task.regression:
@@ -144,6 +150,20 @@ def _hardness(opened, task, rows, encoded, args, say) -> dict:
     return found
 
 
+def _neighbours(rule, encoded, rows, names: list[str], batch_size: int, say) -> list[dict]:
+    from mini_ee.methods.raee import retrieved
+
+    found = []
+    for text, label, each in zip(rows.texts, rows.labels, retrieved(rule, encoded, batch_size)):
+        found.append({"text": " / ".join(text), "label": names[label]} | each)
+        say(f"{found[-1]['text']}\n    {names[label]}; leaves after {each['layer']} layers. Its neighbours vote:")
+        for near in each["neighbours"]:
+            near |= {"text": " / ".join(near["text"]), "label": names[near["label"]]}
+            layers = ",".join(map(str, near["votes"])) or "nowhere"
+            say(f"    {near['weight']:.2f} for {layers}: {near['text']} ({near['label']})")
+    return found
+
+
 def _controls(given: tuple, args, answer: dict, say) -> dict:
     """RAEE's figure needs others beside it, without which it says nothing. given: what `controls` takes."""
     from mini_ee.measure.figures import draw_ablation
@@ -171,7 +191,8 @@ def _tokens(opened, args, say) -> dict:
 
     if not hasattr(opened, "model"):
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
-    refuse(args, ("split", "schedule", "overthinking", "hardness"), f"is for classifiers; {args.run} holds a decoder")
+    of_rows = ("split", "schedule", "overthinking", "hardness", "neighbours")
+    refuse(args, of_rows, f"is for classifiers; {args.run} holds a decoder")
     if not args.sweep and (args.text or args.picture or not args.task):
         given = "--text and --picture go" if args.task else "without --task a decoder's run goes"
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))

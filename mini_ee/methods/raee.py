@@ -328,6 +328,35 @@ def ablation(
     return points
 
 
+def retrieved(rule: Retrieval, encoded: Encoded, batch_size: int) -> list[dict]:
+    """What the datastore has nearest to each row, and where that makes it leave: Tables 9 and 10, one dict a row.
+
+    layer: where the row leaves. neighbours, nearest first: text, label, weight by Eq. 5, and the layers of Eq. 4 that
+    it votes for.
+    """
+    store, queries = rule.datastore, _queries(rule, encoded, batch_size)[0]
+    near, exits = store.search(queries, rule.k), np.array(store.exits)
+    weights = neighbour_weights(near.distances)
+    votes = passing_values(store.values[near.rows], rule.tau, rule.fallback_top)
+    if not rule.include_embeddings:
+        votes[:, :, exits == 0] = 0
+    return [
+        {
+            "layer": int(exits[left]),
+            "neighbours": [
+                {
+                    "text": store.texts[row],
+                    "label": int(store.labels[row]),
+                    "weight": float(weight),
+                    "votes": exits[vote > 0].tolist(),
+                }
+                for row, weight, vote in zip(*each)
+            ],
+        }
+        for left, *each in zip(rule.chosen(near), near.rows, weights, votes)
+    ]
+
+
 def _queries(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:
     """The embeddings of all rows, (N, D), and what a plan costs for a row in the mean."""
     queries, flops = np.empty((len(encoded), rule.datastore.dimension), np.float32), 0.0
