@@ -57,6 +57,7 @@ LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 PRUNED, PRUNED_ROWS = 0.6, 256  # the share of layers that SLEB takes in RAEE's Table 8, and rows of its search
 SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
+SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAMED, STREAMED_SECONDS = (1, 2, 4, 8), 4.0  # rows whose streams are timed; at least, for each count
 
 Measured = tuple[dict[str, float], dict[str, list[float]]]
@@ -359,9 +360,9 @@ def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) 
 # ---- Writing ----
 
 
-def of_writing(run: Run, text: Path | None, reference: dict | None) -> Measured:
+def of_writing(run: Run, text: Path | None, reference: dict | None, sampling: Sampling = Sampling()) -> Measured:
     """A decoder's tokens under the method's own rules: Rouge-L against the full model's text, over layers saved."""
-    found = compare_tokens([run], None, None, Sampling(), True, run.config["seed"])
+    found = compare_tokens([run], None, None, sampling, True, run.config["seed"])
     full, *own = found["rows"]
     figures, lists = {"full against references": full["rouge_l_reference"]}, {}
     for row in own:
@@ -386,4 +387,5 @@ MEASURES = {
     "tokens": of_tokens,
     "tokens over epsilon": of_tokens_over_epsilon,
     "writing": of_writing,
+    "writing, sampled": partial(of_writing, sampling=SAMPLING),
 }
