@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.measure.reproduce import measures
 from mini_ee.methods.datastore import exact_search
-from mini_ee.methods.raee import Retrieval, controls
+from mini_ee.methods.raee import Retrieval, controls, profile_distances
 from mini_ee.training.run import load_run, training_folder
 from mini_ee.training.train import split_rows
 from mini_ee.units.prompts import draw_shots
@@ -330,6 +331,23 @@ def test_evaluate_prints_the_controls_beside_the_figure(capsys, own, task_folder
     printed = capsys.readouterr().out
     for line in ("kNN label vote", "best single layer", "random layers", "oracle", "full model"):
         assert line in printed
+
+
+def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
+    opened, rows = load_run(own), task.split(task.default_split)
+    encoded, store = opened.encode(rows.texts), opened.rule.datastore
+    recorded = record(opened.segments(), encoded, 8)
+    found = profile_distances(opened.rule, recorded, encoded, rows.labels, 8)
+    apart = []
+    for row, label in enumerate(rows.labels):
+        p = torch.from_numpy(recorded.logits[row]).double().softmax(1).numpy()
+        values = np.where(p.argmax(1) == label, p[:, label], 0)
+        near = store.search(opened.rule.embed(encoded.batch([row])), 3).rows[0]
+        apart.append(np.abs(np.mean([store.values[each] for each in near], axis=0) - values).mean())
+    assert found["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
+    far = replace(opened.rule, k=len(store))  # all rows are neighbours, and those by lot are a sample of them
+    assert profile_distances(far, recorded, encoded, rows.labels, 8)["neighbours"] != found["neighbours"]
+    assert found["by lot"] > 0
 
 
 def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, own, task_folder, task):

@@ -328,6 +328,19 @@ def ablation(
     return points
 
 
+def profile_distances(
+    rule: Retrieval, recorded: Record, encoded: Encoded, labels: np.ndarray, batch_size: int, seed: int = 0
+) -> dict[str, float]:
+    """Fig. 2 as numbers: how far the values of N rows lie from the mean of their neighbours', and from that of as many
+    rows drawn by lot: the mean of |v - p| over rows and layers. recorded: what every exit says of the N rows.
+    """
+    own, store = exit_values(recorded.logits, labels), rule.datastore
+    near = store.search(_queries(rule, encoded, batch_size)[0], rule.k).rows
+    lot = np.random.default_rng(seed).integers(len(store), size=near.shape)
+    distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, lot))
+    return dict(zip(("neighbours", "by lot"), map(float, distances)))
+
+
 def retrieved(rule: Retrieval, encoded: Encoded, batch_size: int) -> list[dict]:
     """What the datastore has nearest to each row, and where that makes it leave: Tables 9 and 10, one dict a row.
 

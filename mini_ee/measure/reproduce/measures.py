@@ -37,7 +37,7 @@ from mini_ee.measure.evaluate import (
 from mini_ee.measure.probes import hear_rows, rows_to_read
 from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
-from mini_ee.methods.raee import ablation, controls
+from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.rules import NeverExit, Policy, rule_from_dict
 from mini_ee.training.fit import task_loss
@@ -257,6 +257,8 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
             names.append(f"store {point['database']}")
         for name in names:
             figures |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
+    for name, distance in profile_distances(run.rule, recorded, encoded, rows.labels, BATCH, seed).items():
+        figures[f"profile distance, {name}"] = distance
     order = timed_batches(encoded, 1)
     full, early = measure_seconds(
         [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
