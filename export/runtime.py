@@ -1,4 +1,4 @@
-"""Serve an exported folder with numpy and ONNX Runtime only.
+"""Serve an exported folder without torch: with numpy, ONNX Runtime and tokenizers; one of RAEE with hnswlib too.
 
     Runtime(folder).run(["A warm and funny film."])
     [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
@@ -45,11 +45,10 @@ def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 
     if "encoder" not in manifest:
         return rule_from_dict(manifest["rule"])
     from mini_ee.methods.datastore import Datastore
-    from mini_ee.methods.raee import Retrieval
 
     encoder = OrtEncoder(folder, manifest, provider, threads)
-    settings = {key: value for key, value in manifest["rule"].items() if key != "name"}
-    return Retrieval(**settings).with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
+    store = Datastore.load(folder / "datastore", encoder.name)
+    return rule_from_dict(manifest["rule"]).with_datastore(store, encoder)
 
 
 class Answer(NamedTuple):
@@ -183,8 +182,8 @@ class Runtime:
         answers: list[Answer | None] = [None] * len(texts)
         encoded = self.encode(texts)
         order = list(batches(encoded, batch_size))
+        begin = time.perf_counter()  # what a batch waits for its plan is its own time
         for rows, (inputs, planned) in zip(order, _planned(rule, map(encoded.batch, order))):
-            begin = time.perf_counter()
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
             said = self.answers(
@@ -192,6 +191,7 @@ class Runtime:
             )
             for row, answer in zip(rows, said):
                 answers[row] = answer
+            begin = time.perf_counter()
         return answers
 
     def answers(

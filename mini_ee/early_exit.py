@@ -31,7 +31,7 @@ class Reading(NamedTuple):
     entropy: np.ndarray | None = None
     normalised_entropy: np.ndarray | None = None
     breaking_ties_logits: np.ndarray | None = None
-    prediction: np.ndarray | None = None  # (N,), index of the largest logit
+    prediction: np.ndarray | None = None  # (N,), index of the largest logit; of a regression the number
     spent: np.ndarray | None = None  # (N, 2), where tokens leave within a unit: layers of a mean token, and operations
 
 
@@ -307,7 +307,9 @@ class Recorded(Segments):
         return self.measures.get("exit_logit")
 
     def start(self, inputs) -> "RecordedRows":
-        """inputs: anything whose length is the number of recorded units."""
+        """inputs: anything whose length is the number of recorded units. Raises ValueError for another length."""
+        if len(inputs) != len(self.logits):
+            raise ValueError(f"expected {len(self.logits)} units, as were recorded, got {len(inputs)}")
         return RecordedRows(np.arange(len(inputs)))
 
     def advance(self, k: int, state: "RecordedRows") -> "RecordedRows":

@@ -33,7 +33,8 @@ LIMITS = {measure: tuple(limits) for measure, (_, *limits) in MEASURES.items()} 
 
 NO_POLICY = (
     "the rule {} needs a model that says when to leave, this one does not; "
-    "give a run of the method consistent or berxit, exported with such a rule if it is exported, or choose another rule"
+    "give a run of a method with policies, such as consistent, berxit, palbert or cat, exported with such a rule if it "
+    "is exported, or choose another rule"
 )
 
 NO_STATES = "{} is a measure of hidden states, which this model does not hand over; choose another measure"
@@ -51,6 +52,8 @@ class Rule:
         return None
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        if self.needs is not None:
+            raise NotImplementedError(f"{type(self).__name__} has no stop(k, reading, memory)")
         return np.zeros(len(reading.logits), bool)
 
     def check(self, num_exits: int) -> None:

@@ -595,6 +595,16 @@ def test_a_file_where_a_folder_is_to_be_made_is_told(capsys, run_folder, tmp_pat
     assert f"{tmp_path / 'file'}: expected a folder, found a file; name another" in line
 
 
+@pytest.mark.parametrize("module", ["nowhere.doubt", "mini_ee.methods.doubt"])
+def test_a_method_whose_file_python_does_not_find_is_one_line_and_hides_no_other(capsys, monkeypatch, module):
+    monkeypatch.setitem(METHODS, "doubt", module)
+    line = refused(capsys, "train", "doubt", "--out", "run")
+    assert f"the method doubt is in {module}, which Python does not find; run python -m mini_ee" in line
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help"])
+    assert left.value.code == 0 and "RAEE: the neighbours of a row" in capsys.readouterr().out
+
+
 def test_a_sweep_of_one_exit_is_refused(capsys, tmp_path, task_folder, run_folder):
     model = load_run(run_folder).config["backbone"]["folder"]
     given = ("--model", model, "--task", task_folder, "--exits", 3, *FAST, "--out", tmp_path / "run")

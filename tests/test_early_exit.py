@@ -532,6 +532,11 @@ def test_read_every_exit_gives_all_logits_and_what_each_exit_costs(case):
     np.testing.assert_array_equal(flops[:, :, 0].sum(axis=1) + flops[:, -1, 1], never.cost.flops)
 
 
+def test_a_record_is_replayed_on_all_of_its_units(case):
+    with pytest.raises(ValueError, match=f"expected {B} units, as were recorded, got {B - 1}"):
+        loop.early_exit(recorded_case(case).segments, NeverExit(), range(B - 1))
+
+
 @each_rule
 @pytest.mark.parametrize("name", ["torch first", "torch mean", "numpy"])
 def test_a_record_replayed_equals_the_loop_on_the_model_cost_and_all(cases, name, rule):

@@ -376,6 +376,26 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
     assert "--neighbours is for a run of raee" in refused(capsys, "evaluate", base, *given[2:])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"layer": 99}, "the layer must be from 0 to 3, got 99"), ({"encoder": "none"}, "no sentence")],
+)
+def test_wrong_queries_are_told_before_anything_is_trained(
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, wrong, message
+):
+    monkeypatch.setattr(collecting, "fit", lambda *given: pytest.fail("trained"))
+    given = {"shots": 2, "template": "{text} it was {mask}", "words": ("0=bad", "1=good", "2=fine")} | wrong
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        collect(tmp_path / "raee", checkpoint_folder, task_folder, **given)
+
+
+def test_a_collected_run_expects_no_exits_of_its_bases_rule(tmp_path, base, task_folder):
+    copy = shutil.copytree(base, tmp_path / "base")
+    assert called("calibrate", copy, "--task", task_folder, "--epsilon", 0.5) == 0
+    assert "exit_counts" in read_json(copy / "config.json")
+    assert "exit_counts" not in collect(tmp_path / "raee", copy, task_folder, **THREE).config
+
+
 def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folder):
     said = answer(
         capsys, "evaluate", own, "--task", task_folder, "--k", 1, "--tau", "0", "--fallback-top", 2, "--batch-size", 8

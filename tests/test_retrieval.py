@@ -37,6 +37,7 @@ from mini_ee.methods.raee import (
     neighbour_weights,
     passing_values,
     plan_ahead,
+    retrieved,
     shuffled_plan,
 )
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
@@ -931,6 +932,17 @@ def test_layer_0_is_an_exit_only_where_it_is_asked_for():
     assert store.values[0, 0] == np.float32(0.99)
     with pytest.raises(ValueError, match="include_embeddings needs values of layer 0"):
         bound(filled(), include_embeddings=True)
+
+
+def test_the_votes_that_are_shown_are_those_that_count_where_layer_0_is_no_exit():
+    """Layer 0 alone is sure enough: without it the neighbour falls back to its best right exits."""
+    store = Datastore(ENCODER, 8, (0, 1, 2))
+    store.add(embedding_of("row")[None], [[0.95, 0.6, 0.7]], [0], [("row",)])
+    rule = bound(store, fallback_top=3)
+    inputs = Inputs(*3 * [np.ones((1, 2), np.int64)], (("row",),))
+    (found,) = retrieved(rule, Encoded([np.ones(2, int)], [np.zeros(2, int)], (("row",),), 0, 0), 1)
+    assert found["layer"] == store.exits[rule.plan(inputs)[0]] == 2
+    assert found["neighbours"][0]["votes"] == [1, 2]
 
 
 def test_the_rules_settings_stand_in_json_and_its_datastore_does_not():

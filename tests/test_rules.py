@@ -17,6 +17,7 @@ from mini_ee.rules import (
     PatienceConfidence,
     Policy,
     QExit,
+    Rule,
     Threshold,
     rule_from_dict,
 )
@@ -332,6 +333,15 @@ def test_reading_a_rule_leaves_the_config_as_it_was():
     config = Threshold(0.5).to_dict()
     rule_from_dict(config)
     assert config == Threshold(0.5).to_dict()
+
+
+def test_a_rule_that_neither_plans_nor_stops_is_told():
+    class Stops(Rule):
+        def stops(self, k, reading, memory):
+            return np.ones(2, bool)
+
+    with pytest.raises(NotImplementedError, match=r"Stops has no stop\(k, reading, memory\)"):
+        Stops().stop(0, Reading(np.zeros((2, 3))), {})
 
 
 def test_a_list_or_integers_from_json_become_a_tuple_of_floats():

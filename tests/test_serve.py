@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
-from mini_ee.rules import Threshold
+from mini_ee.rules import FixedExit, Threshold
 from mini_ee.training.run import Run
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
@@ -79,6 +81,19 @@ def test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(serve
     assert len({each["layers"] for each in found}) > 1
     keys = {"line", "label", "confidence", "exit", "layers", "milliseconds"}
     assert all(set(each) == keys and 0 < each["confidence"] <= 1 for each in found)
+
+
+def test_the_time_of_a_batch_has_the_wait_for_its_plan_in_it(served):
+    @dataclass(frozen=True)
+    class Slow(FixedExit):
+        plans_from_texts = True
+
+        def plan(self, inputs):
+            time.sleep(0.2)
+            return super().plan(inputs)
+
+    (answer,) = Runtime(served[0]).run(["the film was good"], rule=Slow(0))
+    assert answer.milliseconds >= 200
 
 
 def test_that_test_can_fail_where_rows_of_a_batch_change_places(served, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def run(args, say) -> dict:
 
     import mini_ee
     from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
-    from mini_ee.measure.evaluate import evaluate, rows_of
+    from mini_ee.measure.evaluate import evaluate, read_rows, rows_of
     from mini_ee.training.options import RowOptions, TrainOptions
     from mini_ee.training.run import versions
     from mini_ee.training.train import open_task
@@ -66,15 +66,15 @@ def run(args, say) -> dict:
         if encoded.truncated:
             say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
-        measured = evaluate(trained, trained.rule, task, rows.labels, encoded, batch_size, CURVE_POINTS)
+        recorded = read_rows(trained, encoded, rows.labels, batch_size)
+        measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, CURVE_POINTS)
         answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
-        answer["promised"] = read_json(trained.folder / "metrics.json")["promised"]
-        answer["curve"] = answer.pop("rows")
+        answer |= {"promised": read_json(trained.folder / "metrics.json")["promised"], "curve": answer.pop("rows")}
         answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
         answer["rows"] = _exit_rows(segments, encoded, answer)
         answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded)
         if rows.hardness:
-            answer["hardness"] = _hardness_rows(trained, task, rows, encoded, batch_size)
+            answer["hardness"] = _hardness_rows(recorded.replay(trained.rule), task, rows)
         verified = mini_ee.export(trained, folder / "exported", texts=rows.texts, seed=seed)["verified"]
         say(text := _report(answer, task.regression))
         pictures = _pictures(folder, answer)
@@ -156,14 +156,12 @@ def _latency_speedup(segments, rule, encoded) -> float:
     return float(full / early)
 
 
-def _hardness_rows(run, task, data, encoded, batch_size: int) -> list[dict]:
+def _hardness_rows(result, task, data) -> list[dict]:
     """The built-in task knows how hard each sentence was made: where each kind leaves, and how often it is right."""
     import numpy as np
 
-    from mini_ee.units.recording import predictions, record
+    from mini_ee.units.recording import predictions
 
-    recorded = record(run.segments(), encoded, batch_size)
-    result = recorded.replay(run.rule)
     kinds = np.array(data.hardness)
     rows = []
     for kind in dict.fromkeys(data.hardness):

@@ -52,10 +52,9 @@ def run(args, say) -> dict:
 def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
     from mini_ee.cli.rules import chosen_rule
-    from mini_ee.measure.evaluate import evaluate, rows_of
+    from mini_ee.measure.evaluate import evaluate, read_rows, rows_of
     from mini_ee.measure.tables import exits_table, score_name, sweep_table
     from mini_ee.training.train import check_task
-    from mini_ee.units.recording import record
 
     refuse(args, ("text",), f"is for a decoder's tokens; {args.run} holds a classifier")
     if len(opened.exits) == 1:
@@ -76,7 +75,9 @@ def _rows(opened, args, say) -> dict:
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts cut to {opened.tokenizer.max_length} tokens")
     sweep = SWEEP_POINTS if args.sweep and not retrieves else 0
-    answer = evaluate(opened, rule, task, rows.labels, encoded, args.batch_size, sweep)
+    rule.check(len(opened.exits))
+    recorded = read_rows(opened, encoded, rows.labels, args.batch_size)
+    answer = evaluate(opened, rule, recorded, task, encoded, args.batch_size, sweep)
     answer = {"method": opened.config["method"], "split": split} | schedule_of(opened) | answer
     if "schedule" in answer:
         say(f"Exits whose streams start together: {answer['schedule']}")
@@ -84,11 +85,10 @@ def _rows(opened, args, say) -> dict:
     if sweep:
         say(sweep_table(answer["rows"], score_name(task.metrics)))
     if args.overthinking:
-        answer["overthinking"] = _overthinking(opened, task, rows, encoded, args, say)
+        answer["overthinking"] = _overthinking(recorded, task, rows, say)
     if args.hardness:
-        answer["hardness"] = _hardness(opened, task, rows, encoded, args, say)
+        answer["hardness"] = _hardness(recorded, opened, task, rows, args.batch_size, say)
     if retrieves:
-        recorded = record(opened.segments(), encoded, args.batch_size, whole=opened.whole_model())
         given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
         answer |= _controls(given, args, answer, say)
     if args.neighbours:
@@ -110,11 +110,10 @@ def _rows(opened, args, say) -> dict:
     return answer
 
 
-def _overthinking(opened, task, rows, encoded, args, say) -> dict:
+def _overthinking(recorded, task, rows, say) -> dict:
     from mini_ee.measure.evaluate import overthinking
-    from mini_ee.units.recording import record
 
-    found = overthinking(record(opened.segments(), encoded, args.batch_size), task, rows)
+    found = overthinking(recorded, task, rows)
     for row in found["rows"]:
         exits = ", ".join(
             f"{each['layer']}: {each['label']} {each['confidence']:.3f} ({each['entropy']:.3f} nats)"
@@ -128,11 +127,11 @@ def _overthinking(opened, task, rows, encoded, args, say) -> dict:
     return found
 
 
-def _hardness(opened, task, rows, encoded, args, say) -> dict:
+def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
     from mini_ee.measure.evaluate import hardness, hardness_in_training
     from mini_ee.measure.tables import table
 
-    found = hardness(opened, rows, encoded, args.batch_size)
+    found = hardness(recorded, rows)
     say(
         f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
         f"the loss under Eq. 1: {found['spearman_loss']:.2f}."
@@ -140,7 +139,7 @@ def _hardness(opened, task, rows, encoded, args, say) -> dict:
     if "known" in found:
         lines = [{"kind": kind, "mean": mean} for kind, mean in found["known"].items()]
         say(table(lines, {"kind": "hardness", "mean": "memorized layer:.2f"}))
-    found["held_out"] = held = hardness_in_training(opened, task, args.batch_size)
+    found["held_out"] = held = hardness_in_training(opened, task, batch_size)
     if held:
         pairs = (f"with {name} {value:.2f}" for name, value in held["spearman"].items())
         say(

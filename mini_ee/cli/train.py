@@ -29,8 +29,12 @@ def add(commands, argv: list[str]) -> None:
 
 
 def _first_line(name: str) -> str:
-    """What a method's file begins with; the file is not imported."""
-    return Path(find_spec(METHODS[name]).origin).read_text(encoding="utf-8").partition("\n")[0].strip('"')
+    """What a method's file begins with; the file is not imported. Nothing of one that Python does not find."""
+    try:
+        file = find_spec(METHODS[name]).origin
+    except (ModuleNotFoundError, AttributeError):
+        return ""
+    return Path(file).read_text(encoding="utf-8").partition("\n")[0].strip('"')
 
 
 def _add_method(sub: Parser, name: str) -> None:

@@ -129,16 +129,20 @@ def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> t
     return split, rows if max_rows is None else subset(rows, max_rows, seed)
 
 
-def evaluate(one, rule: Rule, task: Task, labels: np.ndarray, encoded: Encoded, batch_size: int, sweep: int) -> dict:
+def read_rows(one, encoded: Encoded, labels: np.ndarray, batch_size: int) -> Record:
+    """What every exit of a Run or a Runtime says of rows with labels, and what its model costs without early exits."""
+    return record(one.segments(), encoded, batch_size, "reading", one.whole_model())._replace(labels=labels)
+
+
+def evaluate(one, rule: Rule, recorded: Record, task: Task, encoded: Encoded, batch_size: int, sweep: int) -> dict:
     """Accuracy, layers and measured speed-up of one rule on some rows.
 
     one: a Run or a Runtime, which gives `segments` and, for NeverExit, the `whole_model` that the speed-up is measured
-    against. With `sweep` above 0 also `rows`: the same of a curve of so many thresholds.
+    against. recorded: as `read_rows` gives it. With `sweep` above 0 also `rows`: the same of a curve of so many
+    thresholds.
     """
-    segments, whole = one.segments(), one.whole_model()
-    rule.check(len(segments.exits))
+    segments, whole, labels = one.segments(), one.whole_model(), recorded.labels
     rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
-    recorded = record(segments, encoded, batch_size, "reading", whole)
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
@@ -247,9 +251,8 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     }
 
 
-def hardness(one, rows: Split, encoded: Encoded, batch_size: int) -> dict:
+def hardness(recorded: Record, rows: Split) -> dict:
     """ConsistentEE's memorized layer of rows with classes, and its correlation with their loss."""
-    recorded = record(one.segments(), encoded, batch_size)
     memorized, losses = hardness_of(recorded.logits, rows.labels, recorded.segments.exits)
     found = {
         "memorized_layer": memorized.tolist(),

@@ -77,7 +77,7 @@ class Config(Settings):
     alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
     targets: tuple[str, ...] = option(
         ("query", "value"),
-        "projections with adapters, of query, key, value, attention_output, up, down, gate, pos_proj, pos_q_proj",
+        f"projections with adapters, of {', '.join(TARGETS)}",
         choices=tuple(TARGETS),
     )
 

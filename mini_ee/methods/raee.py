@@ -8,6 +8,16 @@ Datastore         those values beside an hnswlib index of the rows' embeddings; 
 Retrieval         Algorithm 3.2 as a rule: embed, retrieve, Eq. 4 to 6, and the exit is known before the model runs
 knn_labels, ...   the controls that stand beside every figure of RAEE
 
+Deviations from the paper, and what it leaves open:
+1. Probabilities are over classes, or over the label words of a prompt as in the paper's Fig. 2; line 8 of Algorithm 3.1
+   takes them over the vocabulary.
+2. A neighbour none of whose exits reaches tau votes for its three best right ones (`fallback_top` 3), as the authors'
+   code has it; 0 is Eq. 4 as it is printed, where it does not vote.
+3. Queries are the model's own embeddings of a row's tokens, their mean (`layer` 0), unless `encoder` names a sentence
+   encoder; the paper has both ways.
+4. The distance of Eq. 5, which the paper does not name, is the squared L2 distance of vectors of length 1.
+5. A model read through a prompt may be fine-tuned on a few rows first (`shots`); the paper's is not.
+
 No torch here: the runtime without torch retrieves with this file. The embedder is a callable, Inputs -> (B, D).
 """
 
@@ -36,8 +46,7 @@ KS, SHARES, WITHOUT = (2, 4, 8, 12, 16, 20), (0.2, 0.5, 1.0), "w/o"  # Tables 3,
 def exit_values(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """(N, K, C) logits of every exit, (N,) right classes -> values (N, K) float32, lines 8 to 11 of Algorithm 3.1.
 
-    p_i^j, the probability of the right class, where exit j predicts it; 0 where the exit is wrong. Logits are over
-    classes or label words: the paper's line takes the softmax over the vocabulary, its Fig. 2 over label words.
+    p_i^j, the probability of the right class, where exit j predicts it; 0 where the exit is wrong.
     """
     num_classes = logits.shape[2]
     if len(labels) != len(logits) or not np.isin(labels, range(num_classes)).all():
@@ -65,7 +74,7 @@ def full_model_is_right(values: np.ndarray) -> np.ndarray:
 
 # Algorithm 3.2: choose
 def neighbour_weights(distances: np.ndarray) -> np.ndarray:
-    """Eq. 5, P(v_i | x) = min_j distance(v_j, x) / distance(v_i, x): distances (B, k) -> (B, k) float64.
+    """Eq. 5, P(v_i | x) = min_j distance(v_j, x) / distance(v_i, x): squared distances (B, k) -> (B, k) float64.
 
     The nearest weighs 1. In the limit of distance 0: neighbours at distance 0 weigh 1, the rest 0.
     """
@@ -162,10 +171,15 @@ class Retrieval(Rule):
 
     def chosen(self, neighbours: Neighbours) -> np.ndarray:
         """Eq. 4 to 6 on neighbours of the datastore: exit index (B,)."""
+        values = self.values_of(neighbours)
+        return chosen_exit(exit_distribution(values, neighbours.distances, self.tau, self.fallback_top))
+
+    def values_of(self, neighbours: Neighbours) -> np.ndarray:
+        """(B, k, K); layer 0 counts where it may be an exit."""
         values = self.datastore.values[neighbours.rows]
         if self.datastore.exits[0] == 0 and not self.include_embeddings:
             values[:, :, 0] = 0
-        return chosen_exit(exit_distribution(values, neighbours.distances, self.tau, self.fallback_top))
+        return values
 
     def check(self, num_exits: int) -> None:
         if self.datastore is not None and len(self.datastore.exits) != num_exits:
@@ -350,9 +364,7 @@ def retrieved(rule: Retrieval, encoded: Encoded, batch_size: int) -> list[dict]:
     store, queries = rule.datastore, _queries(rule, encoded, batch_size)[0]
     near, exits = store.search(queries, rule.k), np.array(store.exits)
     weights = neighbour_weights(near.distances)
-    votes = passing_values(store.values[near.rows], rule.tau, rule.fallback_top)
-    if not rule.include_embeddings:
-        votes[:, :, exits == 0] = 0
+    votes = passing_values(rule.values_of(near), rule.tau, rule.fallback_top)
     return [
         {
             "layer": int(exits[left]),

@@ -21,6 +21,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.methods.datastore import Collected, build
 from mini_ee.methods.encoders import open_encoder
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
+from mini_ee.methods.shards import Shards
 from mini_ee.rules import NeverExit
 from mini_ee.training import ranks
 from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
@@ -50,6 +51,8 @@ def collect_run(request: Request, say) -> Run:
             base = request.model
             _refuse_state(unfinished)
         else:
+            open_encoder(_source(how), load_backbone(request.model))  # what is wrong is told before anything is trained
+            Shards(1, how.shards, m=2, ef_construction=1, ef=1)
             base = prompt_run(request, rule)
         if ranks.rank() == 0:
             run = load_run(base)
@@ -88,7 +91,7 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
         rows = subset(rows, request.common.max_train, request.seed)
     encoded, device = run.encode(rows.texts), request.common.device
     model = run.model.to(device)
-    source = {"layer": how.layer, "encoder": None if how.encoder is None else str(Path(how.encoder).resolve())}
+    source = _source(how)
     embed, begin = open_encoder(source, model.backbone), time.perf_counter()
     values = collect(run.segments(), encoded, rows.labels, COLLECTING, progress="collecting")
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -108,12 +111,18 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
         copy_folder(run.folder, partial, without=("datastore",))
         (unfinished / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
-        config = run.config | {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
+        config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
+        config |= {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
         prompts = None if how.prompts is None else str(Path(how.prompts).resolve())
         config["settings"] |= {"encoder": source["encoder"], "prompts": prompts}
         config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
         config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
         write_json(partial / "config.json", config)
+
+
+def _source(how) -> dict:
+    """Where queries come from, as open_encoder takes it."""
+    return {"layer": how.layer, "encoder": None if how.encoder is None else str(Path(how.encoder).resolve())}
 
 
 def untrained_rows(run: Run, task: Task) -> Split:

@@ -37,17 +37,25 @@ class Method:
     defaults: dict[str, dict] = field(default_factory=dict)
     """unit -> its own defaults of whatever option; under "built-in" those of the first, for a built-in model."""
     lacks: tuple[str, ...] = ()  # options of every training that make no sense for this one
-    train: Callable | None = None  # (Request) -> Run: a training of its own kind (RAEE's collection)
+    train: Callable | None = None  # (Request, say) -> Run: a training of its own kind (RAEE's collection)
     search: Callable | None = None
     """In place of a recipe: (model, train, held, config) changes the model; returns records as of epochs."""
     default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
 
 
 def load_method(name: str) -> Method:
-    """The method of a name. Raises WrongArguments where there is none."""
+    """The method of a name. Raises WrongArguments where there is none, and where Python does not find its file."""
     if name not in METHODS:
         raise WrongArguments(f"the method must be one of {', '.join(METHODS)}, got {name!r}")
-    return import_module(METHODS[name]).METHOD
+    try:
+        return import_module(METHODS[name]).METHOD
+    except ModuleNotFoundError as error:
+        if not METHODS[name].startswith(error.name):
+            raise
+        raise WrongArguments(
+            f"the method {name} is in {METHODS[name]}, which Python does not find; "
+            f"run python -m mini_ee in the folder that holds it, or name that folder in PYTHONPATH"
+        ) from None
 
 
 def configured(method: Method, settings: dict):
