@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -342,11 +341,9 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
     for row, label in enumerate(rows.labels):
         p = torch.from_numpy(recorded.logits[row]).double().softmax(1).numpy()
         values = np.where(p.argmax(1) == label, p[:, label], 0)
-        near = store.search(opened.rule.embed(encoded.batch([row])), 3).rows[0]
+        near = store.search(opened.rule.embed(encoded.batch([row])), 8).rows[0]
         apart.append(np.abs(np.mean([store.values[each] for each in near], axis=0) - values).mean())
     assert found["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
-    far = replace(opened.rule, k=len(store))  # all rows are neighbours, and those by lot are a sample of them
-    assert profile_distances(far, recorded, encoded, rows.labels, 8)["neighbours"] != found["neighbours"]
     assert found["by lot"] > 0
 
 

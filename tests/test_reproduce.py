@@ -77,6 +77,7 @@ TINY = {
         {
             "text": "Two",
             "paper": ".6",
+            "control": True,
             "compare": [{"more": "reviews joint", "than": "reviews two-stage", "figure": "full"}],
         },
         {"text": "Large", "paper": ".7", "unseen": "It needs another machine."},
@@ -282,7 +283,9 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
     claims = (tiny / "README.md").read_text()
     assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in claims
-    assert "Of 3 claims: " in claims and "*cannot be seen here* 1" in claims
+    assert "Of 2 claims of the papers: " in claims and "*cannot be seen here* 1" in claims
+    assert "Of 1 controls of ours: *too few seeds* 1." in claims and "| *control:* Two |" in claims
+    assert "2. Two: **too few seeds**. Our control: .6." in text
     assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
 
     def refuse(*args, **settings):
@@ -530,7 +533,7 @@ def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
     claims = [{"text": "Both", "paper": "-", "compare": compare}]
     text = page("raee", TINY | {"claims": claims}, read_kept(tmp_path, TINY), tmp_path, "command")
     assert (
-        "1. Both: **runs are missing**. The paper: -.\n   - reviews joint, full, .750, .500: +0.250 (3 seeds), holds\n"
+        "1. Both: **runs are missing**. The paper: -.\n   - reviews joint, full: ours .750, wanted .500: +0.250 (3 seeds), holds\n"
         in text
     )
 

@@ -38,6 +38,7 @@ from mini_ee.training.method import Method
 from mini_ee.units.recording import Record, record, summary
 
 LOTS = 10  # drawn for the random layers
+DRAWN = 8  # neighbours in Fig. 2
 
 KS, SHARES, WITHOUT = (2, 4, 8, 12, 16, 20), (0.2, 0.5, 1.0), "w/o"  # Tables 3, 4 and 2
 
@@ -345,11 +346,11 @@ def ablation(
 def profile_distances(
     rule: Retrieval, recorded: Record, encoded: Encoded, labels: np.ndarray, batch_size: int, seed: int = 0
 ) -> dict[str, float]:
-    """Fig. 2 as numbers: how far the values of N rows lie from the mean of their neighbours', and from that of as many
-    rows drawn by lot: the mean of |v - p| over rows and layers. recorded: what every exit says of the N rows.
+    """Fig. 2 as numbers: how far the values of N rows lie from the mean of their DRAWN neighbours', and from that of as
+    many rows drawn by lot: the mean of |v - p| over rows and layers. recorded: what every exit says of the N rows.
     """
     own, store = exit_values(recorded.logits, labels), rule.datastore
-    near = store.search(_queries(rule, encoded, batch_size)[0], rule.k).rows
+    near = store.search(_queries(rule, encoded, batch_size)[0], DRAWN).rows
     lot = np.random.default_rng(seed).integers(len(store), size=near.shape)
     distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, lot))
     return dict(zip(("neighbours", "by lot"), map(float, distances)))

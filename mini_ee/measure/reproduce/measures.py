@@ -55,8 +55,8 @@ HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn wit
 ROUNDED = 1e-5  # more than what is lost of a reference's score where it is kept, and less than a row
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
-PRUNED, PRUNED_ROWS = 0.6, 256  # the share of layers that SLEB takes in RAEE's Table 8, and rows of its search
-SAVED = (10, 20, 30)  # percent of the layers, at which writing is compared
+PRUNED, PRUNED_ROWS = 1 / 3, 256  # layers that SLEB removes, so that it runs as many as RAEE; and rows of its search
+SAVED = (10, 20, 30, 50, 60)  # percent of the layers, at which writing is compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAMED, STREAMED_SECONDS = (1, 2, 4, 8), 4.0  # rows whose streams are timed; at least, for each count
 

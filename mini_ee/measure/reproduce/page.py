@@ -95,7 +95,8 @@ def _side(kept: Kept, compare: dict, side: str) -> dict[str, float] | None:
 
 def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
     claim, comparisons, verdict = judged
-    lines = [f"{number}. {claim['text']}: **{verdict}**. The paper: {claim['paper']}."]
+    whose = "Our control" if claim.get("control") else "The paper"
+    lines = [f"{number}. {claim['text']}: **{verdict}**. {whose}: {claim['paper']}."]
     if "unseen" in claim:
         return [f"{lines[0]} {claim['unseen']}"]
     for each, said in zip(claim["compare"], comparisons):
@@ -122,7 +123,7 @@ def _names(compare: dict) -> tuple[str, str]:
     """How both sides are called: the case, the figure, or both; a number has no name."""
     more, than = (sides(compare, side) for side in ("more", "than"))
     if not than:
-        return f"{_case_name(more)}, {more[0][1]}, ", ""
+        return f"{_case_name(more)}, {more[0][1]}: ours ", "wanted "
     if [case for case, _ in more] == [case for case, _ in than]:
         return f"{_case_name(more)}: {more[0][1]} ", f"{than[0][1]} "
     figures = [more[0][1], than[0][1]]
@@ -300,12 +301,13 @@ OTHERS = """## Other pages
 def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others: str) -> str:
     """All papers' claims in one table, for results/README.md. others: what stands behind it."""
     about = (
-        "Claims of the four papers, each with its verdict. *Ours* is what should be larger beside what it should "
-        "exceed, of the first three comparisons; the paper's page names each, and says what the numbers are."
+        "Claims of the four papers, each with its verdict, and controls of ours. The column *ours* shows the first "
+        "three comparisons; of each the first number should be the larger. The paper's page names them all."
     )
-    said = Counter(one.verdict for each in judged.values() for one in each)
-    counts = ", ".join(f"*{verdict}* {count}" for verdict, count in said.most_common())
-    lines = ["# What came out", "", f"{about} Of {said.total()} claims: {counts}.", ""]
+    every = [one for each in judged.values() for one in each]
+    lines = ["# What came out", "", f"{about} {_counted('claims of the papers', every, False)}", ""]
+    if controls := _counted("controls of ours", every, True):
+        lines += [controls, ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
@@ -316,5 +318,13 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others:
             ]
             ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
-            lines.append(_line([link, number, one.claim["text"], one.verdict, ours, one.claim["paper"]]))
+            text = f"{'*control:* ' if one.claim.get('control') else ''}{one.claim['text']}"
+            lines.append(_line([link, number, text, one.verdict, ours, one.claim["paper"]]))
     return "\n".join([*lines, "", RULE, "", others]).rstrip() + "\n"
+
+
+def _counted(what: str, judged: list[Judged], control: bool) -> str:
+    """How many there are of each verdict; nothing where there are none."""
+    said = Counter(one.verdict for one in judged if bool(one.claim.get("control")) == control)
+    counts = ", ".join(f"*{verdict}* {count}" for verdict, count in said.most_common())
+    return f"Of {said.total()} {what}: {counts}." if said else ""

@@ -20,11 +20,12 @@ T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.
 RULE = (
     f"A verdict is computed. Each comparison is paired over seeds, three at least: the mean of the differences, and "
     f"Student's t interval at {LEVEL:.0%}. The claim **holds** where the whole interval lies above what is claimed, "
-    f"**does not hold** where it lies below; else it **cannot be seen here**, as is what needs other hardware. A claim "
-    f"needs all of its comparisons, unless it says how many. It is judged early where those that are missing could "
-    f"not change the verdict; else **runs are missing**. Where other settings are to be tried, it fails only once they "
-    f"have been run. One comparison that lies below is enough: of n equal ones one does so by chance in up to "
-    f"2.5 n % of draws. The spread is over seeds; the test rows are the same."
+    f"**does not hold** where it lies below. Otherwise it **cannot be seen here**; nor can one that needs other "
+    f"hardware. A claim needs all of its comparisons, unless it says how many, so that it fails as soon as one lies "
+    f"below. Where two sides are equal, that happens by chance in 2.5 % of the comparisons. A claim is judged early "
+    f"where missing runs could not change the verdict; else **runs are missing**. Where other settings are to be "
+    f"tried, it fails only once they have been run. Intervals cover the seeds; they do not cover the choice of test "
+    f"rows. A control is a claim of ours that the paper does not make."
 )
 
 
