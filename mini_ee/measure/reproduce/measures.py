@@ -93,7 +93,8 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     picked, lists = _picked(run, task, rows, reported, (chosen_on, held), reference)
     figures |= _trained_rows(run, task, Policy() if decides else run.rule)
     order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
-    timed += [(run.segments(), rule_from_dict(point["rule"]), encoded) for point in picked.values()]
+    for point in picked.values():
+        timed.append((whole if _is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
     full, *seconds = measure_seconds(timed, order, repeats=1)
     for (name, point), each in zip(picked.items(), seconds):
         figures[f"score {name}"] = point["score"]
@@ -128,7 +129,8 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
 
     def there(point: dict) -> dict:
         rule = rule_from_dict(point["rule"])
-        return {"rule": point["rule"]} | summary(reported.replay(rule), reported, task, rows.labels)
+        found = {"rule": point["rule"]} | summary(reported.replay(rule), reported, task, rows.labels)
+        return found | ({"flops_ratio": 1.0} if _is_full(found) else {})
 
     never = next(point for point in points if point["rule"]["name"] == "never")
     picked = {}
@@ -146,6 +148,11 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
         "curve operations": [point["flops_ratio"] for point in offered],
     }
     return picked, lists
+
+
+def _is_full(point: dict) -> bool:
+    """Whether nobody leaves: then the model without exits runs, and no stream of an earlier exit."""
+    return point["rule"]["name"] == "never" and not point["layers_saved"]
 
 
 def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
