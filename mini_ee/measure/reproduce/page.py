@@ -200,7 +200,7 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     if done < total:
         lines += [f"Of {total} cases {done} have been run; `{NOT_RUN}` stands for the others. The command goes on.", ""]
     if judged:
-        lines += ["## Claims", ""]
+        lines += ["## Claims", "", *([recipe["names"], ""] if "names" in recipe else [])]
         for number, each in enumerate(judged, 1):
             lines += _claim_lines(number, each, kept)
         lines += ["", RULE, ""]
