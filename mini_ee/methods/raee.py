@@ -1,6 +1,6 @@
 """RAEE: the neighbours of a row in a datastore say after which layer it leaves.
 
-Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for Efficient Inference, ICLR 2026,
+Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for Efficient Inference, 2024,
 arXiv:2405.15198.
 
 collect           Algorithm 3.1: how sure each exit is of the right answer, for rows whose label is known
