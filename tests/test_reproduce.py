@@ -41,6 +41,8 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".827": ("loraexit", "TREC mean two-stage", "score after 2"),
     ".904": ("loraexit", "TREC mean sweet", "score after 2"),
     ".912": ("loraexit", "TREC mean joint", "score after 2"),
+    ".922": ("loraexit", "TREC more rows mean segd", "score after 2"),
+    ".933": ("loraexit", "TREC more rows mean sweet", "score after 2"),
     ".876": ("loraexit", "TREC first segd", "score after 2"),
     ".914": ("loraexit", "TREC first sweet", "score after 2"),
     ".204": ("shortest", "self-supervised on stories260K", "saved at .9"),
@@ -286,7 +288,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in claims
     assert "Of 2 claims of the papers: " in claims and "*cannot be seen here* 1" in claims
     assert "Of 1 controls of ours: *too few seeds* 1." in claims and "| *control:* Two |" in claims
-    assert "2. Two: **too few seeds**. Our control: .6." in text
+    assert "2. Two: **too few seeds**. A control of ours; the paper: .6." in text
     assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
 
     def refuse(*args, **settings):

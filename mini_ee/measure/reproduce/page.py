@@ -95,7 +95,7 @@ def _side(kept: Kept, compare: dict, side: str) -> dict[str, float] | None:
 
 def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
     claim, comparisons, verdict = judged
-    whose = "Our control" if claim.get("control") else "The paper"
+    whose = "A control of ours; the paper" if claim.get("control") else "The paper"
     lines = [f"{number}. {claim['text']}: **{verdict}**. {whose}: {claim['paper']}."]
     if "unseen" in claim:
         return [f"{lines[0]} {claim['unseen']}"]
