@@ -535,7 +535,7 @@ def test_the_layers_go_without_which_the_label_words_of_rows_are_missed_least():
 
     kept = list(range(7))
     with torch.inference_mode():
-        for _ in range(4):  # .6 of 7
+        for _ in range(2):  # a third of 7
             others = [[layer for layer in kept if layer != gone] for gone in kept[1:-1]]
             kept = min(others, key=missed)
         assert measures._kept_through_prompt(run, encoded.batch(slice(None)), labels) == kept
