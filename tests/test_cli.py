@@ -926,6 +926,13 @@ def test_demo_ends_in_one_object_with_rows_and_a_report(capsys, tmp_path, checkp
     assert again["score"] == said["score"] and sorted(p.name for p in tmp_path.iterdir()) == ["demo"]
 
 
+def test_the_demo_on_the_built_in_reviews_says_where_each_kind_of_sentence_leaves(capsys, tmp_path, checkpoint_folder):
+    said = answer(capsys, "demo", "--model", checkpoint_folder, "--out", tmp_path / "demo", "--max-train", 60, *FAST)
+    rows = toy_task().split("dev").hardness
+    assert {each["hardness"]: each["count"] for each in said["hardness"]} == {kind: rows.count(kind) for kind in rows}
+    assert np.sum([each["exit_counts"] for each in said["hardness"]], axis=0).tolist() == said["exit_counts"]
+
+
 def test_the_demo_on_a_decoder_wants_a_task_and_shows_a_command_that_fits(
     capsys, tmp_path, decoder_checkpoint, checkpoint_folder
 ):

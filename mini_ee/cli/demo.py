@@ -74,7 +74,7 @@ def run(args, say) -> dict:
         answer["rows"] = _exit_rows(segments, encoded, answer)
         answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded)
         if rows.hardness:
-            answer["hardness"] = _hardness_rows(recorded.replay(trained.rule), task, rows)
+            answer["hardness"] = _hardness_rows(recorded.replay(trained.rule), task, rows, len(trained.exits))
         verified = mini_ee.export(trained, folder / "exported", texts=rows.texts, seed=seed)["verified"]
         say(text := _report(answer, task.regression))
         pictures = _pictures(folder, answer)
@@ -156,7 +156,7 @@ def _latency_speedup(segments, rule, encoded) -> float:
     return float(full / early)
 
 
-def _hardness_rows(result, task, data) -> list[dict]:
+def _hardness_rows(result, task, data, exits: int) -> list[dict]:
     """The built-in task knows how hard each sentence was made: where each kind leaves, and how often it is right."""
     import numpy as np
 
@@ -172,7 +172,7 @@ def _hardness_rows(result, task, data) -> list[dict]:
                 "count": int(chosen.sum()),
                 **task.score(predictions(result.logits[chosen]), data.labels[chosen]),
                 "mean_layers": float(result.layers_run[chosen].mean()),
-                "exit_counts": np.bincount(result.exit_index[chosen], minlength=len(run.model.exits)).tolist(),
+                "exit_counts": np.bincount(result.exit_index[chosen], minlength=exits).tolist(),
             }
         )
     return sorted(rows, key=lambda row: row["mean_layers"])
