@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import mini_ee
+import mini_ee.measure.evaluate as evaluating
 import mini_ee.methods.raee_collect as collecting
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
@@ -384,6 +386,20 @@ def test_wrong_queries_are_told_before_anything_is_trained(
     given = {"shots": 2, "template": "{text} it was {mask}", "words": ("0=bad", "1=good", "2=fine")} | wrong
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         collect(tmp_path / "raee", checkpoint_folder, task_folder, **given)
+
+
+def test_a_missing_index_is_told_before_a_row_is_read(tmp_path, monkeypatch, base, task_folder):
+    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    monkeypatch.setattr(collecting, "collect", lambda *given, **how: pytest.fail("read"))
+    with pytest.raises(ValueError, match="a datastore needs hnswlib"):
+        collect(tmp_path / "raee", base, task_folder, **THREE)
+
+
+def test_all_that_evaluate_says_of_rows_comes_from_reading_them_once(capsys, monkeypatch, own, task_folder):
+    read = []
+    monkeypatch.setattr(evaluating, "record", lambda *given: read.append(given) or record(*given))
+    said = answer(capsys, "evaluate", own, "--task", task_folder, "--overthinking")
+    assert len(read) == 1 and {"overthinking", "controls"} <= said.keys()
 
 
 def test_a_collected_run_expects_no_exits_of_its_bases_rule(tmp_path, base, task_folder):

@@ -46,13 +46,13 @@ def collect_run(request: Request, say) -> Run:
     rule = Retrieval(how.k, how.tau, how.fallback_top, how.include_embeddings)
     _check_given(request)
     unfinished = training_folder(request.out)
+    Shards(1, how.shards, m=2, ef_construction=1, ef=1)  # that hnswlib is missing is told before anything is read
     with nullcontext() if ranks.rank() else sole_writer(unfinished):
         if is_run(request.model):
             base = request.model
             _refuse_state(unfinished)
         else:
             open_encoder(_source(how), load_backbone(request.model))  # what is wrong is told before anything is trained
-            Shards(1, how.shards, m=2, ef_construction=1, ef=1)
             base = prompt_run(request, rule)
         if ranks.rank() == 0:
             run = load_run(base)
