@@ -504,6 +504,25 @@ def test_adainfer_reads_the_same_model_through_the_same_prompt(tuned, task):
     assert found["SLEB layers"] == 2 and found["RAEE index megabytes"] > 0
 
 
+def test_calm_through_a_prompt_runs_as_many_layers_as_sleb_on_rows_that_it_may_see(tuned, task):
+    run = load_run(tuned)
+    found, _ = measures.of_compared(run, task, None)
+
+    def left(split):
+        said = [list(p_of_label_words(run.model.backbone, run.tokenizer, ids)) for ids in run.encode(split.texts).ids]
+        return said, np.array([[abs(p[0] - p[1]) for p in each[:-1]] for each in said])
+
+    def depth(gaps, gap):
+        return np.where((gaps >= gap).any(axis=1), (gaps >= gap).argmax(axis=1), 2) + 1
+
+    _, seen = left(collecting.untrained_rows(run, task))
+    said, gaps = left(task.split("dev"))
+    gap = min(np.percentile(seen, range(101)), key=lambda gap: abs(depth(seen, gap).mean() - 2))
+    layers = depth(gaps, gap)
+    right = [each[at - 1].argmax() == label for each, at, label in zip(said, layers, task.split("dev").labels)]
+    assert found["CALM layers"] == layers.mean() and found["CALM"] == pytest.approx(np.mean(right))
+
+
 def test_with_shots_the_backbone_is_the_runs_own_and_its_shots_are_not_in_the_datastore(tuned, checkpoint_folder, task):
     run, train = load_run(tuned), task.split("train")
     shots, held, rest = draw_shots(train, 2, 4, seed=5)

@@ -31,6 +31,7 @@ from mini_ee.measure.reproduce.page import (
 )
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
+from mini_ee.measure.texts import EPSILONS
 from mini_ee.rules import NeverExit
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
@@ -423,6 +424,17 @@ def test_writing_says_nothing_of_shares_that_its_curve_does_not_reach(monkeypatc
     figures, _ = measures.of_writing(SimpleNamespace(config={"seed": 0}), None, None)
     assert figures["Rouge-L at 10% saved"] == pytest.approx(0.8) and figures["Rouge-L at 20% saved"] == 0.6
     assert "Rouge-L at 30% saved" not in figures
+
+
+def test_the_promise_of_epsilon_is_that_of_the_worst_head_that_decides_a_token(monkeypatch):
+    row = dict.fromkeys(("end_to_end", "layers_saved", "decoded_agreement", "speedup", "decoded_layers"), 0.5)
+    rows = [row | {"agreement": [0.9, None, 0.8], "exit_counts": [1, 0, 1, 2]} for _ in EPSILONS]
+    rows[-1] = rows[-1] | {"agreement": [None] * 3}
+    monkeypatch.setattr(measures, "of_tokens", lambda *_: ({}, {}))
+    monkeypatch.setattr(measures, "sweep", lambda *_: {"rows": rows})
+    figures, _ = measures.of_tokens_over_epsilon(SimpleNamespace(config={"seed": 0}, exits=(1, 2, 3, 4)), None, None)
+    assert figures["least agreement of a head at epsilon .5"] == 0.8 and figures["leave after 4 at epsilon .5"] == 0.5
+    assert "least agreement of a head at epsilon .99" not in figures
 
 
 @pytest.mark.parametrize(("held", "ran"), [("reviews joint", 0), ("reviews two-stage", 1)])

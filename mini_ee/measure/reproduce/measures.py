@@ -39,7 +39,7 @@ from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
-from mini_ee.rules import NeverExit, Policy, rule_from_dict
+from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.fit import task_loss
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
@@ -274,8 +274,8 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
 
 
 def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
-    """What RAEE is compared with on its own model, through the same prompt: AdaInfer and SLEB; and what each costs to
-    build, in seconds. Labelled rows come from where RAEE's store has its own.
+    """What RAEE is compared with on its own model, through the same prompt: AdaInfer, CALM and SLEB; and what it costs
+    to build each, in seconds. Labelled rows come from where RAEE's store has its own.
     """
     seed, model = run.config["seed"], run.model
     _, rows = rows_of(task, None, None, seed)
@@ -293,12 +293,15 @@ def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
     pruning = time.perf_counter() - begin
     pruned = PromptModel(sleb.kept_layers(model.backbone, kept), run.tokenizer, (len(kept),)).eval()
     short = record(pruned.segments(), encoded, BATCH, "reading")
+    gaps = summary(recorded.replay(_gap_for(fitted, len(kept))), recorded, task, rows.labels)
     sizes = {path.name: path.stat().st_size / 1e6 for path in (run.folder / "datastore").iterdir()}
     return {
         "full": exit_scores(recorded, task, rows.labels)[-1],
         "AdaInfer": left_early["score"],
         "AdaInfer layers": left_early["mean_layers"],
         "AdaInfer seconds": fitting,
+        "CALM": gaps["score"],
+        "CALM layers": gaps["mean_layers"],
         "SLEB": exit_scores(short, task, rows.labels)[-1],
         "SLEB layers": float(len(kept)),
         "SLEB seconds": pruning,
@@ -306,6 +309,14 @@ def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
         "RAEE index megabytes": sizes.pop("index.hnsw"),
         "RAEE values megabytes": sum(sizes.values()),
     }, {}
+
+
+def _gap_for(seen: Record, layers: int) -> Threshold:
+    """CALM for an answer of one token: the gap between the two likeliest label words at which these rows run so many
+    layers in the mean, or the nearest to it; tried are percentiles of what they have.
+    """
+    rules = [Threshold(float(gap), MEASURE) for gap in np.quantile(seen.confidence(MEASURE), np.linspace(0, 1, 101))]
+    return min(rules, key=lambda rule: abs(seen.replay(rule).layers_run.mean() - layers))
 
 
 @torch.inference_mode()
@@ -340,8 +351,9 @@ def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
         lists |= {f"{key} after {layer}": [point[key][k] for point in history] for key in ("agreement", "entropy")}
     _, calibration, fresh = written_texts(run, run.config["seed"])
     recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, fresh)]
-    for found in at_equal_agreement(*recorded, (MEASURE,)):
-        figures[f"saved at {found['level']:g}".replace("0.", ".")] = found["layers_saved"]
+    for found in at_equal_agreement(*recorded, (MEASURE, "max_probability", "entropy")):
+        by = "" if found["measure"] == MEASURE else f", {found['measure'].replace('_', ' ')}"
+        figures[f"saved at {found['level']:g}{by}".replace("0.", ".")] = found["layers_saved"]
     return figures, lists
 
 
@@ -357,6 +369,8 @@ def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) 
     for epsilon, row in zip(EPSILONS, found["rows"]):
         at = f"at epsilon {epsilon:g}".replace("0.", ".")
         figures |= {f"end to end {at}": row["end_to_end"], f"saved {at}": row["layers_saved"]}
+        if decided := [share for share in row["agreement"] if share is not None]:
+            figures[f"least agreement of a head {at}"] = min(decided)
         figures |= {f"decoded agreement {at}": row["decoded_agreement"], f"speed-up {at}": row["speedup"]}
         figures[f"decoded saved {at}"] = 1 - row["decoded_layers"] / run.exits[-1]
         shares = np.array(row["exit_counts"]) / sum(row["exit_counts"])
