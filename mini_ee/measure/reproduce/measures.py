@@ -369,8 +369,8 @@ def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) 
     for epsilon, row in zip(EPSILONS, found["rows"]):
         at = f"at epsilon {epsilon:g}".replace("0.", ".")
         figures |= {f"end to end {at}": row["end_to_end"], f"saved {at}": row["layers_saved"]}
-        if decided := [share for share in row["agreement"] if share is not None]:
-            figures[f"least agreement of a head {at}"] = min(decided)
+        heads = zip(run.exits, row["agreement"])
+        figures |= {f"head {layer} {at}": share for layer, share in heads if share is not None}
         figures |= {f"decoded agreement {at}": row["decoded_agreement"], f"speed-up {at}": row["speedup"]}
         figures[f"decoded saved {at}"] = 1 - row["decoded_layers"] / run.exits[-1]
         shares = np.array(row["exit_counts"]) / sum(row["exit_counts"])
