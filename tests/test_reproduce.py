@@ -17,7 +17,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.measure import evaluate
-from mini_ee.measure.reproduce import experiments, measures, recipe, run
+from mini_ee.measure.reproduce import experiments, measures, pictures, recipe, run
 from mini_ee.measure.reproduce.experiments import read_case
 from mini_ee.measure.reproduce.page import (
     OTHERS,
@@ -536,6 +536,22 @@ def test_what_read_another_text_is_not_taken(tmp_path):
     made = read_case(tmp_path, case) | {"seeds": {"0": {"figures": {}}}}
     experiments.file_of(tmp_path, "writes").write_text(json.dumps(made))
     assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
+
+
+@pytest.mark.parametrize("name", ["joint", "a decoder of some length, heads from scratch, lambda .95"])
+def test_a_pictures_legend_stands_within_it(tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    lists = {"x": [0.0, 1.0], "y": [0.5, 0.7]}
+    series = {f"{name} {number}": {"case": "one", "x": "x", "y": "y"} for number in range(4)}
+    kept = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
+    pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, kept)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    inside = legend.get_window_extent()
+    assert 0 <= inside.x0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
 
 
 def test_the_table_of_claims_says_what_the_json_says():

@@ -33,8 +33,18 @@ def draw(path: Path, picture: dict, kept: Kept) -> None:
     if all("over" in series and "x" not in series for series in picture["series"].values()):
         ticks = sorted({float(value) for series in picture["series"].values() for value in series["over"]})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
-    figure.legend(frameon=False, fontsize=10, ncols=3, loc="outside lower center")
+    _legend(figure)
     save_figure(figure, path)
+
+
+def _legend(figure) -> None:
+    """Below, in as many columns as the figure has room for."""
+    for columns in (3, 2, 1):
+        legend = figure.legend(frameon=False, fontsize=10, ncols=columns, loc="outside lower center")
+        figure.draw_without_rendering()
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def colour_of(name: str, number: int):
