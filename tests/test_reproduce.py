@@ -49,6 +49,7 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".204": ("shortest", "self-supervised on stories260K", "saved at .9"),
     ".154": ("self-supervised", "stories260K scratch .95 soft", "saved at .9"),
     ".190": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
+    ".867": ("self-supervised", "built-in copy 0 soft", "decoded agreement at epsilon .8"),
     ".652": ("raee", "TREC encoder fallback 3", "score"),
     ".589": ("raee", "TREC encoder fallback 3", "random layers"),
     ".610": ("raee", "TREC encoder fallback 3", "full"),
