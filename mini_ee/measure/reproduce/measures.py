@@ -274,8 +274,8 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
 
 
 def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
-    """What RAEE is compared with on its own model, through the same prompt: AdaInfer, CALM and SLEB; and what it costs
-    to build each, in seconds. Labelled rows come from where RAEE's store has its own.
+    """What RAEE is compared with on its own model, through the same prompt: AdaInfer, CALM and SLEB; and the seconds
+    that building takes, where anything is built. Labelled rows come from where RAEE's store has its own.
     """
     seed, model = run.config["seed"], run.model
     _, rows = rows_of(task, None, None, seed)
