@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 from contextlib import ExitStack, suppress
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -151,22 +150,33 @@ def _read(case: Case, sources: Sources):
 
 
 def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say) -> dict:
-    """The values that do best on the rows held out of train; what was tried is kept. The best is this seed's run."""
+    """The value that does best on the rows held out of train; what was tried is kept. The best is this seed's run."""
     at = _trainings(path, case, seed)
-    grid = {name: value["choose"] for name, value in case.options.items() if is_choice(value)}
+    ((name, choice),) = ((name, value) for name, value in case.options.items() if is_choice(value))
     tried = kept.setdefault("tried", [])
-    for values in list(product(*grid.values()))[len(tried) :]:
-        chosen = dict(zip(grid, values))
-        run = _trained(at / f"try-{len(tried)}", case.options | chosen, seed, sources)
+    while value := next_to_try(choice["choose"], {each[name]: each["hold-out"] for each in tried}):
+        run = _trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
         metrics = read_json(run.folder / "metrics.json")
         scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
-        tried.append(chosen | {"hold-out": _short(float(np.mean(scores)))})
-        say(f"  {chosen}: {tried[-1]['hold-out']:.3f} on the hold-out, the mean of all exits")
+        tried.append({name: value, "hold-out": _short(float(np.mean(scores)))})
+        say(f"  {name} {value}: {tried[-1]['hold-out']:.3f} on the hold-out, the mean of all exits")
         write_json(path, kept)
     best = max(range(len(tried)), key=lambda number: tried[number]["hold-out"])
     if (at / f"try-{best}").exists() and not (at / "run").exists():
         (at / f"try-{best}").rename(at / "run")
-    return {name: tried[best][name] for name in grid}
+    return {name: tried[best][name]}
+
+
+def next_to_try(values: list[float], scores: dict[float, float]) -> float | None:
+    """Of the recipe's values the first without a score; then, while the best is the largest or the smallest, one beyond
+    it, by the factor between it and its neighbour.
+    """
+    if left := [value for value in values if value not in scores]:
+        return left[0]
+    best, tried = max(scores, key=scores.get), sorted(scores)
+    if best in (tried[0], tried[-1]):
+        return _short(best**2 / (tried[1] if best == tried[0] else tried[-2]))
+    return None
 
 
 def _trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:

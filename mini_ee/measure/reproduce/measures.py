@@ -23,8 +23,6 @@ from mini_ee.measure.bench.streams import bare_streams, over_adapters
 from mini_ee.measure.compare import compare_tokens, rules_of
 from mini_ee.measure.evaluate import (
     LOSSES,
-    RANGES,
-    best_within,
     by_exit,
     curve,
     hardness_in_training,
@@ -56,6 +54,7 @@ ROUNDED = 1e-5  # more than what is lost of a reference's score where it is kept
 LISTED = 24  # points of a curve that are kept
 MEASURE = "breaking_ties"
 PRUNED, PRUNED_ROWS = 1 / 3, 256  # layers that SLEB removes, so that it runs as many as RAEE; and rows of its search
+SHARES = {"at a third": 1 / 3, "at two thirds": 2 / 3}  # of the full model's operations, at which scores are compared
 SAVED = (10, 20, 30, 50, 60)  # percent of the layers, at which writing is compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAMED, STREAMED_SECONDS = (1, 2, 4, 8), 4.0  # rows whose streams are timed; at least, for each count
@@ -97,11 +96,19 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
         timed.append((whole if _is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
     full, *seconds = measure_seconds(timed, order, repeats=1)
     for (name, point), each in zip(picked.items(), seconds):
-        figures[f"score {name}"] = point["score"]
-        if name in ("at no loss", "at one point"):
-            figures[f"saved {name}"], figures[f"operations {name}"] = point["layers_saved"], point["flops_ratio"]
-            figures[f"speed-up {name}"] = float(full / each)
-    return figures, lists
+        figures |= {f"score {name}": point["score"], f"saved {name}": point["layers_saved"]}
+        figures |= {f"operations {name}": point["flops_ratio"], f"speed-up {name}": float(full / each)}
+    return figures | _at_equal_operations(lists), lists
+
+
+def _at_equal_operations(lists: dict[str, list[float]]) -> dict[str, float]:
+    """The curve's score at a share of the full model's operations, between the points beside it; none outside it."""
+    operations, scores = (np.array(lists[f"curve {name}"]) for name in ("operations", "score"))
+    order = np.argsort(operations, kind="stable")
+    within = {name: share for name, share in SHARES.items() if operations.min() <= share <= operations.max()}
+    return {
+        f"score {name}": float(np.interp(share, operations[order], scores[order])) for name, share in within.items()
+    }
 
 
 def _exits(run: Run, task: Task, rows: Split, reported: Record) -> dict[str, float]:
@@ -123,7 +130,7 @@ def _training(run: Run) -> dict[str, float]:
 
 
 def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, reference: dict) -> tuple[dict, dict]:
-    """The points of the reported split whose rules the hold-out chose, and the curve of all that it offers."""
+    """The points of the reported split whose rules the hold-out chose, and the curve of some that it offers."""
     chosen_on, split = held
     points = curve(chosen_on, rules_of(run, chosen_on._replace(labels=split.labels), task), task, split.labels)
 
@@ -138,9 +145,6 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
         found = most_saved(points, reference["hold-out full"] - loss - ROUNDED)
         if found or not never["layers_saved"]:  # where tokens leave, there is no rule under which nothing is saved
             picked[f"at {name.replace('_', ' ')}"] = there(found or never)
-    for name, share in RANGES.items():
-        if found := best_within(points, share):
-            picked[f"in the {name.replace('_', ' ')}"] = there(found)
     offered = [there(point) for point in points[:: max(1, len(points) // LISTED)]]
     lists = {
         "curve saved": [point["layers_saved"] for point in offered],

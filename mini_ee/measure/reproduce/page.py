@@ -73,7 +73,7 @@ def judge(claim: dict, kept: Kept) -> Judged:
             comparisons.append(NOTHING if run >= LEAST_SEEDS else None)
             continue
         more, than = ([values[seed] if values is not None else each["than"] for seed in seeds] for values in both)
-        said = compared(more, than, each.get("by", 0.0))
+        said = compared(more, than, each.get("by", 0.0), each.get("exact", False))
         comparisons.append(said._replace(verdict=UNSEEN) if said.seeds < LEAST_SEEDS <= run else said)
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
@@ -114,7 +114,7 @@ def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
         found = {name: list(kept.values(name, tried["figure"]).values()) for name in tried["cases"]}
         means = {name: float(np.mean(values)) for name, values in found.items() if values}
         if len(means) > 1:
-            best = max(means, key=means.get)
+            best = (min if tried.get("least") else max)(means, key=means.get)
             lines.append(f"   - of {len(means)} settings the best is {best}: {tried['figure']} {_digits(means[best])}")
     return lines
 
@@ -155,9 +155,8 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
         cells = []
         for column in columns.values():
             case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
-            values = list(kept.values(case, figure).values())
-            empty = NONE if kept.found[case]["seeds"] else NOT_RUN
-            cells.append(_cell(values, table.get("digits", 3)) if values else empty)
+            values, seeds = list(kept.values(case, figure).values()), len(kept.found[case]["seeds"])
+            cells.append(_cell(values, table.get("digits", 3), seeds) if values else NONE if seeds else NOT_RUN)
         rows.append([name, *cells])
     lines = [f"**{table['id']}: {table['title']}**", ""]
     if all(cell == NOT_RUN for _, *cells in rows for cell in cells):
@@ -172,10 +171,12 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
     return [*lines, ""]
 
 
-def _cell(values: list[float], digits: int) -> str:
-    """Mean and range over seeds; the mean alone where they print the same."""
+def _cell(values: list[float], digits: int, seeds: int) -> str:
+    """Mean and range over seeds; the mean alone where they print the same; and how many have it, where not all do."""
     mean, least, most = (_digits(float(value), digits) for value in (np.mean(values), min(values), max(values)))
-    return mean if least == most else f"{mean} ({least} to {most})"
+    about = [f"{least} to {most}"] if least != most else []
+    about += [f"{len(values)} of {seeds} seeds"] if len(values) < seeds else []
+    return f"{mean} ({'; '.join(about)})" if about else mean
 
 
 def _head(names: list[str]) -> list[str]:
@@ -204,7 +205,7 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
         for number, each in enumerate(judged, 1):
             lines += _claim_lines(number, each, kept)
         lines += ["", RULE, ""]
-    about = "Ours: the mean over seeds and, in brackets, the range where they differ."
+    about = "Ours: the mean over seeds and, in brackets, the range where they differ, and how many have it, if not all."
     lines += ["## Tables and figures", "", about, ""]
     for table in recipe["tables"]:
         lines += _table_lines(table, kept)
@@ -240,8 +241,8 @@ def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
     """Figures that an earlier page had, what stands in their place, and why."""
     lines = _head(["figure", "then", "now", "why"])
     for each in changed:
-        values = list(kept.values(each["case"], each["figure"]).values())
-        now = _cell(values, each.get("digits", 3)) if values else NOT_RUN
+        values, seeds = list(kept.values(each["case"], each["figure"]).values()), len(kept.found[each["case"]]["seeds"])
+        now = _cell(values, each.get("digits", 3), seeds) if values else NOT_RUN
         lines.append(_line([each["text"], each["then"], now, each["why"]]))
     return lines
 
@@ -302,7 +303,8 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others:
     """All papers' claims in one table, for results/README.md. others: what stands behind it."""
     about = (
         "Claims of the four papers, each with its verdict, and controls of ours. The column *ours* shows the first "
-        "three comparisons; of each the first number should be the larger. The paper's page names them all."
+        "three comparisons; of each the first number should be the larger, by a margin where the paper's page, which "
+        "names them all, says so."
     )
     every = [one for each in judged.values() for one in each]
     lines = ["# What came out", "", f"{about} {_counted('claims of the papers', every, False)}", ""]

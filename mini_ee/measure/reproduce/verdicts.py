@@ -25,7 +25,8 @@ RULE = (
     f"below. Where two sides are equal, that happens by chance in 2.5 % of the comparisons. A claim is judged early "
     f"where missing runs could not change the verdict; else **runs are missing**. Where other settings are to be "
     f"tried, it fails only once they have been run. Intervals cover the seeds; they do not cover the choice of test "
-    f"rows. A control is a claim of ours that the paper does not make."
+    f"rows: where every seed gives the same two figures, nothing but these rows was drawn, and what is compared "
+    f"cannot be seen, unless it is counted, as bytes are. A control is a claim of ours that the paper does not make."
 )
 
 
@@ -41,8 +42,8 @@ class Compared(NamedTuple):
     verdict: str
 
 
-def compared(more: list[float], than: list[float], by: float = 0.0) -> Compared:
-    """Both sides by seed, paired: does the first have more than the second by `by`?"""
+def compared(more: list[float], than: list[float], by: float = 0.0, exact: bool = False) -> Compared:
+    """Both sides by seed, paired: does the first have more than the second by `by`? exact: of counts, as of bytes."""
     differences = np.subtract(more, than)
     mean, seeds = float(differences.mean()), len(differences)
     if seeds < LEAST_SEEDS:
@@ -50,6 +51,8 @@ def compared(more: list[float], than: list[float], by: float = 0.0) -> Compared:
     half = T[min(seeds - 1, max(T))] * float(differences.std(ddof=1)) / seeds**0.5
     low, high = mean - half, mean + half
     verdict = HOLDS if low > by else FAILS if high < by else UNSEEN
+    if len(set(zip(more, than))) == 1 and not exact:
+        verdict = UNSEEN
     return Compared(float(np.mean(more)), float(np.mean(than)), mean, low, high, seeds, verdict)
 
 
