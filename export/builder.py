@@ -171,7 +171,13 @@ class Builder:
         return self._parameters[id(parameter)]
 
     def _array(self, value: Tensor) -> np.ndarray:
-        return value.detach().float().cpu().numpy().astype(self.dtype)
+        array = value.detach().float().cpu().numpy()
+        largest = np.finfo(self.dtype).max
+        if np.isfinite(array).all() and (abs(array) > largest).any():
+            raise ValueError(
+                f"a weight of {abs(array).max():g} is too large for {self.dtype} ({largest:g}); use float32"
+            )
+        return array.astype(self.dtype)
 
     # ---- Torch's own modules, which have no twin of theirs ----
     def apply(self, module: nn.Module, x: str) -> str:

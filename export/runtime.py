@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches, check_rows, in_order
@@ -199,6 +200,7 @@ class Runtime:
     ) -> list[Answer]:
         """Of rows that left with these logits (N, C)."""
         names = self.label_names
+        check_finite(logits)
         confidences = max_probability(logits).tolist() if names else [None] * len(logits)
         labels = [names[best] for best in logits.argmax(axis=1)] if names else logits[:, 0].tolist()
         return list(map(Answer, labels, confidences, exit_index, layers, milliseconds, logits))
@@ -346,5 +348,8 @@ class TokenRuntime(Runtime):
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
         sizes = self.config["vocab_size"], self.config["max_tokens"]
         check_ids(prompts, sizes[0])
+        longest = max(map(len, prompts))
+        if self.begins_with is not None and longest > sizes[1]:
+            raise ValueError(f"expected a prompt of at most {sizes[1]} tokens, got {longest}: shorten it")
         written = prompts if self.begins_with is None else [self.begins_with]
         return check_prompts(written, max_new_tokens, *sizes)

@@ -26,6 +26,7 @@ import torch
 from onnx import helper
 from torch import nn
 
+from mini_ee import WrongArguments
 from mini_ee.backbones.hub import tensor_places, write_tensors
 from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
@@ -39,7 +40,7 @@ from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU
 from mini_ee.methods.raee import Retrieval
-from mini_ee.rules import NeverExit, Rule
+from mini_ee.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.training.run import Run, versions
 from mini_ee.units.decoding import FILLS, DecoderSegments, decode, gather, greedy
 from mini_ee.units.generation import token_segments, token_weights
@@ -81,7 +82,8 @@ def export(
     float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
     it does not hold, for servers that take rows together again after each exit, and to recompute caches.
     web: a page that shows the model in a browser, see page.py.
-    Raises FileExistsError where `out` is there, ValueError where a weight is NaN or infinite, where a graph cannot hold
+    Raises FileExistsError where `out` is there, WrongArguments where the rule reads hidden states and graphs by segment
+    are asked for, ValueError where a weight is NaN or infinite, where a graph cannot hold
     the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is no folder.
     """
     for name, parameter in run.model.named_parameters():
@@ -91,6 +93,11 @@ def export(
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
     source = TokenGraphs(run.model) if tokens else run.segments()
     run.rule.check(len(run.exits))
+    if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
+        raise WrongArguments(
+            f"graphs by segment hand over no hidden states to take the {run.rule.measure} from: export without them or "
+            f"under another measure"
+        )
     if web:
         check_page(run)
     own = run.rule.to_dict() == run.config.get("rule")

@@ -96,3 +96,12 @@ def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
     for number, is_first in ((0, True), (1, False)):
         (found,) = session.run(None, {"x": values.numpy(), "first": np.array(is_first)})
         np.testing.assert_allclose(found, maps[number](values).detach(), rtol=0, atol=0.02)
+
+
+def test_a_weight_that_float16_does_not_hold_is_told():
+    module = nn.Linear(2, 2)
+    with torch.no_grad():
+        module.weight[0, 1] = -7e4
+    Builder(parameters_of(module)).linear("x", module)
+    with pytest.raises(ValueError, match="a weight of 70000 is too large for float16 .65504.; use float32"):
+        Builder(parameters_of(module), np.float16).linear("x", module)

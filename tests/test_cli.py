@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.early_exit import read_every_exit
-from mini_ee.measure.evaluate import curve, over_seeds, rows_of
+from mini_ee.measure.evaluate import curve, hardness_in_training, over_seeds, rows_of
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.method import load_method
@@ -832,6 +832,12 @@ def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(capsys, run_f
     config["files"]["metrics.json"] = file_sha256(copy / "metrics.json")
     write_json(copy / "config.json", config)
     assert answer(capsys, "evaluate", copy, "--task", task_folder, "--hardness")["hardness"]["held_out"] is None
+
+
+def test_of_a_task_without_train_nothing_is_said_of_the_rows_held_out(run_folder, task_folder):
+    task = load_task(task_folder)
+    without = replace(task, splits={"dev": task.split("dev")})
+    assert hardness_in_training(load_run(run_folder), without, 8) is None
 
 
 def hardness(trained, rows):

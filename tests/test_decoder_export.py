@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 import mini_ee.backbones.cache as cache_module
 import mini_ee.export.writer as writer
+from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer
@@ -637,6 +638,13 @@ def test_a_provider_that_is_not_there_and_an_unknown_fill_are_told(case):
 
 
 # Exporting
+
+
+def test_graphs_by_segment_are_refused_under_a_rule_that_reads_hidden_states(tmp_path):
+    opened = with_heads(load_backbone(GOLDEN / "llama"), rule=Threshold(0.9, "saturation"))
+    with pytest.raises(WrongArguments, match="hand over no hidden states to take the saturation from"):
+        opened.export(tmp_path / "exported", segments=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_weight_that_is_no_number_is_told_and_leaves_no_folder(tmp_path):

@@ -959,6 +959,11 @@ def precisions(tmp_path_factory, wide_run):
     return root
 
 
+def test_what_is_no_number_is_no_answer(exported):
+    with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity"):
+        Runtime(exported).answers(np.array([[0.5, np.nan]]), [0], [1.0], [1.0])
+
+
 def test_float16_halves_the_folder_and_its_logits_are_near(precisions, wide_run):
     weights = load_file(precisions / "float16" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {np.dtype(np.float16)}

@@ -156,7 +156,9 @@ def test_rouge_l_equals_f_of_precision_and_recall_of_the_longest_common_subseque
         ("police killed the gunman", "police kill the gunman", 0.75),  # no stemming; Lin 2004, section 3.1
         ("the gunman police killed", "police killed the gunman", 0.5),
         ("", "a word", 0.0),
-        ("...", "...", 0.0),
+        ("...", "!!!", 0.0),
+        ("...", "...", 1.0),  # as is a text in letters that rouge-score does not know
+        ("\u0434\u0430", "\u0434\u0430", 1.0),
         ("a b c d", "a", 2 * 0.25 / 1.25),
     ],
 )

@@ -208,6 +208,14 @@ def test_a_long_context_is_cut_behind_the_bos_token():
     assert asked.cut and asked.requests == [([0, *map(ord, "fgh x")], 4)]
 
 
+def test_a_tokenizer_that_ends_texts_puts_nothing_before_a_cut_context():
+    def ended(text):
+        return [*map(ord, text), 1]
+
+    asked = ask(Question(("abcdefgh",), (" x",), 0, 0), ended, 6)
+    assert asked.cut and asked.requests == [([*map(ord, "fgh x"), 1], 3)]
+
+
 def test_an_option_that_leaves_no_room_for_a_context_is_an_error():
     with pytest.raises(ValueError, match="an option of 4 tokens leaves no room for its context in a model of 5"):
         ask(Question(("abc",), (" xyz",), 0, 0), characters, 5)

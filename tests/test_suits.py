@@ -20,7 +20,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.tasks import load_task
 from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.measure.probes import PENALTY, Heard, hear_rows, hear_tokens, layer_states, neighbours, probe
+from mini_ee.measure.probes import PENALTY, Costs, Heard, hear_rows, hear_tokens, layer_states, neighbours, probe
 from mini_ee.rules import Threshold
 from mini_ee.training.run import encode
 
@@ -32,6 +32,7 @@ ONE = Observed(
     np.arange(4),
 )
 """Four rows, three layers. One stands at layer 1, though layer 2 differs: what is sure leaves all the same."""
+FREE = Costs(0.0, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +59,18 @@ def test_settled_is_the_first_layer_behind_the_last_difference():
 
 def test_layers_and_heads_are_counted_as_by_hand():
     """At .7 the rows leave after layers 1, 2, 2 and 3, through as many heads, and all agree there."""
-    found = suits.kept(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), 0.5)
+    found = suits.kept(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
-    found = suits.kept(ONE, Threshold((0.6, 0.6, -math.inf)), (1, 2, 3), 0.5)  # the third leaves after layer 1, wrongly
+    wrong = Threshold((0.6, 0.6, -math.inf))  # the third leaves after layer 1, wrongly
+    found = suits.kept(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
+    found = suits.kept(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before, and its cost is never saved
+    assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (6 + 7 / 4 + 0.5 * 7 / 4) / 9.5))
 
 
 def test_an_exit_that_is_not_there_costs_its_layers_but_no_head():
     """Exits after layers 2 and 3 alone, at .7: leaving after 3, 2, 2 and 3 layers through 2, 1, 1 and 2 heads."""
-    found = suits.kept(suits.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), 1.0)
+    found = suits.kept(suits.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0))
     assert found == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
 
 
@@ -92,36 +96,36 @@ def test_nobody_leaves_where_nothing_agrees_and_all_where_all_does():
     observed = drawn(15, 4)  # one of them is more than 5 %
     never, always = (observed._replace(agrees=np.full_like(observed.agrees, value)) for value in (False, True))
     assert suits.threshold_at(never).threshold[:-1] == (math.inf,) * 3
-    assert suits.kept(always, suits.threshold_at(always), (1, 2, 3, 4), 0.0).saved == 0.75
+    assert suits.kept(always, suits.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
 
 
-@pytest.mark.parametrize("head_layers", [0.0, 0.3])
-def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head_layers):
-    observed = drawn(300, 5, 1)
+@pytest.mark.parametrize("head", [0.0, 0.3])
+def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head):
+    observed, costs = drawn(300, 5, 1), Costs(head, 0.0)
 
     def net(exits):
         some = suits.at_exits(observed, exits)
-        return suits.kept(some, suits.threshold_at(some), exits, head_layers).net_saved
+        return suits.kept(some, suits.threshold_at(some), exits, costs).net_saved
 
     choices = [(*some, 5) for count in range(1, 5) for some in itertools.combinations(range(1, 5), count)]
-    few, saved = suits.few_exits(observed, head_layers)
+    few, saved = suits.few_exits(observed, costs)
     assert saved == pytest.approx(net(few)) and saved >= max(map(net, choices)) - 0.03
 
 
 def test_a_head_that_costs_more_than_it_saves_is_left_out():
     observed = drawn(300, 5, 1)
-    assert len(suits.few_exits(observed, 0.0)[0]) > 1
-    assert suits.few_exits(observed, 50.0) == ((5,), 0.0)
-    none = suits.estimate((observed, observed), (5,), 50.0, 0)
+    assert len(suits.few_exits(observed, FREE)[0]) > 1
+    assert suits.few_exits(observed, Costs(50.0, 0.0)) == ((5,), 0.0)
+    none = suits.estimate((observed, observed), (5,), Costs(50.0, 0.0), 0)
     assert none["kept"] == 1 and none["net_saved"] == none["saved"] == none["high"] == 0
 
 
 def test_each_half_is_measured_at_the_threshold_of_the_other():
     halves, exits = (drawn(80, 4, 1), drawn(60, 4, 2)), (1, 3, 4)
-    found, both = suits.estimate(halves, exits, 0.2, 0), []
+    found, both = suits.estimate(halves, exits, Costs(0.2, 0.0), 0), []
     for taken, fresh in (halves, halves[::-1]):
         some = [Observed(each.confidence[:, [0, 2]], each.agrees[:, [0, 2]], each.groups) for each in (taken, fresh)]
-        both.append(suits.kept(some[1], suits.threshold_at(some[0]), exits, 0.2))
+        both.append(suits.kept(some[1], suits.threshold_at(some[0]), exits, Costs(0.2, 0.0)))
     assert (found["kept"], found["saved"], found["net_saved"]) == pytest.approx(np.mean(both, axis=0))
     assert both[0] != both[1]
 
@@ -131,14 +135,14 @@ def test_texts_are_drawn_whole():
     one = drawn(100, 4)
     many = Observed(*(np.repeat(each, 20, axis=0) for each in one))
     apart = many._replace(groups=np.arange(2000))
-    wide, same, narrow = (suits.estimate((each, each), (1, 2, 3, 4), 0.0, 0) for each in (one, many, apart))
+    wide, same, narrow = (suits.estimate((each, each), (1, 2, 3, 4), FREE, 0) for each in (one, many, apart))
     assert same.pop("exits") == wide.pop("exits") and same == pytest.approx(wide)
     assert narrow["high"] - narrow["low"] < (wide["high"] - wide["low"]) / 2
     assert wide["low"] <= wide["saved"] <= wide["high"]
 
 
 def test_the_answer_depends_on_the_seed_alone_and_is_json():
-    heard = Heard("linear probe", drawn(200, 4), 0.1, [0.5, 0.6, 0.7, 0.7], 0.5)
+    heard = Heard("linear probe", drawn(200, 4), Costs(0.1, 0.0), [0.5, 0.6, 0.7, 0.7], 0.5)
     found, again, other = (suits.suitability(heard, seed) for seed in (0, 0, 1))
     assert found == again != other and json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["agreement"] == [*heard.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
@@ -154,6 +158,7 @@ def about(net, low, oracle, settle=4, accuracy=0.9):
     return {
         "layers": 4,
         "head_layers": 0.0,
+        "start_layers": 0.0,
         "settle_layer": settle,
         "few_exits": few,
         "oracle_net_saved": oracle,
@@ -242,7 +247,7 @@ def test_the_lens_reads_every_layer_through_the_models_own_head():
     attended = [at + 1 for text in texts for at in range(text.start, len(text.ids))]
     c, width = decoder.config, 24
     layer = width * (c.head_width * (4 + 2 * 2)) + width * width + 3 * width * 48 + 2 * width * np.mean(attended)
-    assert heard.head_layers == pytest.approx(60 * width / layer)
+    assert heard.costs.head == pytest.approx(60 * width / layer)
 
 
 def planted(count, idle):
@@ -315,7 +320,18 @@ def words_text(tmp_path_factory):
 
 
 KEYS = {"model", "unit", "how", "source", "layers", "agreement", "settle_layer", "oracle_counts", "oracle_saved"}
-KEYS |= {"oracle_net_saved", "head_layers", "estimate", "few_exits", "advice", "seconds", "seed", "threads", "versions"}
+KEYS |= {
+    "oracle_net_saved",
+    "head_layers",
+    "start_layers",
+    "estimate",
+    "few_exits",
+    "advice",
+    "seconds",
+    "seed",
+    "threads",
+    "versions",
+}
 NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "net_low", "net_high"}
 
 

@@ -21,6 +21,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
+from mini_ee.measure.probes import hear_rows
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import FixedExit, NeverExit, Threshold
@@ -148,6 +149,16 @@ def test_the_encoder_runs_once_and_what_is_skipped_makes_no_keys_of_it(t5_folder
     assert early_exit(model.segments(), rule, inputs).layers_run.tolist() == [2, 1, 3]
     assert ran == [("EncoderLayer", 3)] * 2 + [("Layer", rows) for rows in (3, 2, 1)]
     assert made == [(0, 3), (1, 2), (2, 1)]
+
+
+def test_whether_exits_pay_is_asked_with_the_encoder_that_runs_before_them(t5_folder):
+    backbone, own = load_backbone(t5_folder), Tokenizer.from_folder(t5_folder)
+    rows = own.encode(["the film was good", "the meal was bad"] * 8)
+    labels = np.array([0, 1] * 8)
+    heard = hear_rows(backbone, rows, labels, 2, 0)
+    segments = RowExits(backbone, (1, 2, 3), 2, "first").segments()
+    (first, _), (layer, _) = (segments.flops(k, rows.batch(slice(1))) for k in (0, 1))
+    assert heard.costs.start == pytest.approx((first - layer) / layer) and heard.costs.start > 1
 
 
 def test_the_start_is_charged_to_the_first_exit():

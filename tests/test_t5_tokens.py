@@ -1,11 +1,12 @@
 """T5 token by token: the encoder reads the prompt once, tokens leave the decoder early; caches change nothing."""
 
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS
+from conftest import WORDS, random_decoder
 from test_raee_run import answer, refused
 from test_t5 import GOLDEN, KINDS, assert_close, golden
 from test_t5_run import ENGINES, t5_folder  # noqa: F401
@@ -17,7 +18,9 @@ from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer, Pairs
 from mini_ee.baselines.sleb import next_token_losses
+from mini_ee.cli.main import main
 from mini_ee.data.texts import Text
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
@@ -320,6 +323,17 @@ def test_a_method_of_tokens_is_trained_calibrated_and_writes(t5_folder, tmp_path
     answer(capsys, "calibrate", tmp_path / "run", "--epsilon", 0.5, "--texts", 24)
 
 
+def test_a_prompt_takes_no_room_from_the_answer(t5_folder, capsys, monkeypatch):  # noqa: F811
+    """The encoder reads it: 500 of 512 tokens leave as many to write as one does."""
+    backbone, tokenizer = load_backbone(t5_folder), Tokenizer.from_folder(t5_folder)
+    long = " ".join(["film"] * 100)
+    assert backbone.room([tokenizer.ids_of(long), [5]]) == 511 and random_decoder("llama", 2).room([[5], [6, 7]]) == 38
+    monkeypatch.setattr("mini_ee.cli.generate.WRITTEN_TOKENS", 500)
+    monkeypatch.setattr(type(backbone.config), "stop_tokens", ())
+    said = answer(capsys, "generate", t5_folder, "--prompt", long)
+    assert said["prompt_tokens"] > 100 and len(said["tokens"]) == 500
+
+
 def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
     t5_folder,  # noqa: F811
     stories,
@@ -420,8 +434,16 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
         texts = ["the film was good", "a very very dull song", "the film"] * 2
         with Worker(engine_of(runtime)) as worker:
             served = [each.result(60) for each in [worker.submit(text, max_new_tokens=6) for text in texts]]
-            with pytest.raises(ValueError, match="expected a prompt of at most 512 tokens, found [0-9]{3}"):
+            with pytest.raises(ValueError, match="expected a prompt of at most 512 tokens"):
                 worker.submit("film " * 600)  # attention over what is read apart grows with its square
+        (tmp_path / "long").write_text("the film\n" + "film " * 600 + "\na song\n")
+        for engine in engines:
+            files = (tmp_path / "long", "--out", tmp_path / engine, "--max-new-tokens", 2, "--engine", engine)
+            assert main(["run", str(tmp_path / "out"), *map(str, files)]) == 1
+            assert "line 2: expected a prompt of at most 512 tokens" in capsys.readouterr().err
+            lines = [json.loads(line) for line in (tmp_path / engine).read_text().splitlines()]
+            assert [("error" in line) for line in lines] == [False, True, False]
+            assert "expected a prompt of at most 512 tokens" in lines[1]["error"]
         alone = [runtime.run([text], max_new_tokens=6)[0] for text in texts]
         assert [(each.tokens, each.layers) for each in served] == [(each.tokens, each.layers) for each in alone]
         with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):

@@ -223,7 +223,7 @@ def test_qqp_alone_skips_rows_that_were_cut(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "columns", ["sentence1|sentence2", "premise|hypothesis", "question|sentence", "question1|question2"]
+    "columns", ["sentence1|sentence2", "premise|hypothesis", "question|sentence", "question1|question2", "text|text_b"]
 )
 def test_a_plain_task_finds_its_pair_of_texts_by_name(columns, tmp_path):
     rows = table(f"label|id|{columns}", "b|1|A a|B b", "a|2|C|D")
@@ -295,6 +295,23 @@ def test_a_column_that_is_there_twice_is_not_chosen_from(tmp_path, header):
         ValueError, match="train.tsv:1: expected one column (label|sentence), found 2; rename or remove"
     ):
         load_task(tmp_path)
+
+
+@pytest.mark.parametrize("columns, others", [("sentence", ["sentence2"]), ("text", ["hypothesis", "question"])])
+def test_a_second_text_that_goes_with_none_is_not_dropped(columns, others, tmp_path):
+    rows = table("|".join([columns, *others, "label"]), "|".join(["A", *others, "x"]), "|".join(["B", *others, "y"]))
+    with pytest.raises(ValueError, match=f"train.tsv:1: expected {columns} alone, or two that go together .*, found"):
+        load_task(folder(tmp_path, "mine", train_tsv=rows))
+
+
+def test_labels_that_differ_in_form_alone_are_one(tmp_path):
+    rows = table("sentence|label", "a|1", "b| 1", "c|2 ")
+    assert load_task(folder(tmp_path, "mine", train_tsv=rows)).label_names == ("1", "2")
+    lines = [{"text": "a", "label": 1}, {"text": "b", "label": 1.0}, {"text": "c", "label": 0.5}]
+    task = load_task(folder(tmp_path, "other", train_jsonl="\n".join(map(json.dumps, lines))))
+    assert task.label_names == ("0.5", "1") and task.split("train").labels.tolist() == [1, 1, 0]
+    with pytest.raises(ValueError, match="train.jsonl:1: expected a label in label, found nan; fill it in"):
+        load_task(folder(tmp_path, "third", train_jsonl='{"text": "a", "label": NaN}'))
 
 
 def test_a_score_that_float32_does_not_hold_is_no_number(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from test_t5_run import unigram
 
 import mini_ee.baselines.calm as calm
 import mini_ee.measure.compare as measure_compare
@@ -149,6 +150,13 @@ def test_a_copy_gives_a_sentence_and_asks_for_it_again(decoder_folder, folder):
     assert given == ["A cat sat down.\n", "The dog ran off again.\n"]
     for each, sentence in zip(found, given):
         assert backend.decode(each.ids[each.start + 1 : -1]) == sentence.strip() and each.ids[-1] == 0
+
+
+def test_a_copy_by_a_tokenizer_that_ends_texts_asks_for_the_whole_sentence_and_ends_once():
+    backend = unigram()
+    (found,) = copies(backend, ["the film was good."], 1, (3, 5))
+    pieces = [backend.id_to_token(token) for token in found.ids]
+    assert pieces[: found.start + 1] == pieces[found.start + 1 : -1] and pieces.count("</s>") == 1
 
 
 # ---- Commands ----

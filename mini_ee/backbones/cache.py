@@ -63,6 +63,10 @@ class Writer(Backbone):
         """The tokens that stand before what is written to each of the prompts."""
         return prompts
 
+    def room(self, prompts: Sequence[Sequence[int]]) -> int:
+        """How many tokens can be written to the longest of the prompts."""
+        return self.max_written - max(map(len, self.begins_with(prompts)))
+
     def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
         """Put what is read apart into the cache."""
 

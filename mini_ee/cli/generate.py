@@ -71,8 +71,8 @@ def run(args, say) -> dict:
     if opened.unit != "tokens":
         raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
     backend, ids = opened.tokenizer.backend, opened.tokenizer.ids_of(prompt)
-    most, stop = opened.model.backbone.max_written, opened.model.backbone.config.stop_tokens
-    count = args.max_new_tokens or max(1, min(WRITTEN_TOKENS, most - len(ids)))
+    backbone = opened.model.backbone
+    stop, count = backbone.config.stop_tokens, args.max_new_tokens or max(1, min(WRITTEN_TOKENS, backbone.room([ids])))
     steps, about = written_steps(opened, ids, count, args)
     write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))
     colours = colours_of(opened.exits) if args.show_exits else {}

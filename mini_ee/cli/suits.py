@@ -122,12 +122,13 @@ def _tell(answer: dict, say) -> None:
     say(f"{answer['model']} by {answer['how']}, {size}: {answer['source']}")
     say(table([dict(zip(columns, values)) for values in zip(*columns.values())], headings))
     every, few, settle, layers = (answer[key] for key in ("estimate", "few_exits", "settle_layer", "layers"))
-    level = every["agreement"]
+    level, start = every["agreement"], answer["start_layers"]
+    begins = f" What comes before the first layer, as an encoder, costs {start:.2g}." if start >= 0.1 else ""
     before = f"Layer {settle} of {layers} is the first" if settle < layers else "There is no layer"
     say(
         f"{before} from which on {level:g} of the {unit} agree with the last. A head costs as much as "
-        f"{answer['head_layers']:.2g} layers. An oracle would save {answer['oracle_saved']:.1%} of the layers, net of "
-        f"heads {answer['oracle_net_saved']:.1%} of the operations."
+        f"{answer['head_layers']:.2g} layers.{begins} An oracle would save {answer['oracle_saved']:.1%} of the layers, "
+        f"net of heads {answer['oracle_net_saved']:.1%} of the operations."
     )
     for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
         if len(each["exits"]) > 1:

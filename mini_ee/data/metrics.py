@@ -85,7 +85,8 @@ def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """Rouge-L (Lin 2004): F of the longest common subsequence of words, in [0, 1]; 0.0 where there is none.
+    """Rouge-L (Lin 2004): F of the longest common subsequence of words, in [0, 1]; 0.0 where there is none, but 1.0 of
+    a text with itself.
 
     Precision is its share of the text, recall its share of the reference; both count alike. Words are runs of letters
     and digits in lower case, without stemming, as in the package rouge-score.
@@ -93,6 +94,8 @@ def rouge_l(text: str, reference: str) -> float:
     >>> rouge_l("The cat sat.", "the cat was fat")
     0.5714285714285714
     """
+    if text == reference:
+        return 1.0
     words, others = (re.findall("[a-z0-9]+", each.lower()) for each in (text, reference))
     row = [0] * (len(others) + 1)  # of the words so far, against each beginning of the reference
     for word in words:

@@ -105,9 +105,9 @@ class Benchmark:
 def ask(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: int) -> Asked:
     """Token ids of a question for a model that reads max_tokens: with as many shots as fit.
 
-    encode: a text's tokens, with what the tokenizer puts before a text (the bos token). An option's tokens are those in
-    which context and option together differ from the context alone. What does not fit even without shots is cut at the
-    beginning of the context, behind the bos token.
+    encode: a text's tokens, with what the tokenizer puts before a text (the bos token) or behind it (T5's end). An
+    option's tokens are those in which context and option together differ from the context alone. What does not fit even
+    without shots is cut at the beginning of the context, behind the bos token.
     """
     for shots in range(len(question.shots), -1, -1):
         before = question.introduction + "".join(question.shots[:shots])
@@ -115,7 +115,14 @@ def ask(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: 
         fits = all(len(encode(whole)) <= max_tokens for _, whole in pairs)
         if fits or not shots:
             requests = [_request(encode(context), encode(whole)) for context, whole in pairs]
-            return Asked([_cut(request, encode(""), max_tokens) for request in requests], shots, not fits)
+            return Asked(
+                [_cut(request, _begins(request, encode("")), max_tokens) for request in requests], shots, not fits
+            )
+
+
+def _begins(request: Request, empty: Sequence[int]) -> Sequence[int]:
+    """What the tokenizer puts before a text: of an empty one's tokens those that the request begins with."""
+    return empty if request.ids[: len(empty)] == list(empty) else ()
 
 
 def _request(context: Sequence[int], whole: Sequence[int]) -> Request:

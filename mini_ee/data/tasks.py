@@ -153,6 +153,7 @@ _TEXT_COLUMNS = (
     ("question", "sentence"),
     ("question", "passage"),
     ("#1 String", "#2 String"),
+    ("text", "text_b"),
     ("sentence",),
     ("text",),
 )
@@ -244,6 +245,10 @@ def _read(path: Path, split: str, named: GlueTask | None) -> _File:
     if text_columns is None:
         expected = "a text column (sentence, text) or two (sentence1 and sentence2, ...)"
         raise _error(path, 1, expected, f"columns {shortened(header)}", "rename the columns")
+    others = sorted({name for names in _TEXT_COLUMNS for name in names} & set(header) - set(text_columns))
+    if others and len(text_columns) == 1:
+        expected = f"{text_columns[0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"
+        raise _error(path, 1, expected, f"{text_columns[0]} and {' and '.join(others)}", "rename or remove columns")
     label_column = next((name for name in _LABEL_COLUMNS if name in header), None)
     for name in (name for name in (*text_columns, label_column) if header.count(name) > 1):
         raise _error(path, 1, f"one column {name}", f"{header.count(name)}", "rename or remove the others")
@@ -273,13 +278,23 @@ def _read(path: Path, split: str, named: GlueTask | None) -> _File:
         file.lines.append(line)
         file.texts.append(texts)
         if label_column is not None:
-            label = fields[header.index(label_column)]
-            if not isinstance(label, (str, int, float)) or label == "":
-                raise _error(path, line, f"a label in {label_column}", shortened(label), "fill it in")
-            file.labels.append(json.dumps(label) if isinstance(label, bool) else str(label))
+            label = _label(fields[header.index(label_column)])
+            if label is None:
+                found = shortened(fields[header.index(label_column)])
+                raise _error(path, line, f"a label in {label_column}", found, "fill it in")
+            file.labels.append(label)
     if not file.texts:
         raise _error(path, 1, "rows below the header", "none", "add rows or remove the file")
     return file
+
+
+def _label(value) -> str | None:
+    """A label as text: without blanks around it, JSON's 1.0 as 1, true as true. None of what is no label."""
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
+    return str(value).strip() or None if isinstance(value, str | int) else None
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list]]:

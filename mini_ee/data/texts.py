@@ -80,6 +80,7 @@ def copies(tokenizer: Backend, stories: Sequence[str], end: int, words: tuple[in
     for sentence in map(str.strip, sentences):
         given = f"{sentence}\n"
         encoding = tokenizer.encode(given + sentence)
-        start = sum(stop <= len(given) for _, stop in encoding.offsets) - 1
-        texts.append(Text([*encoding.ids, end], start))
+        ids, last = encoding.ids, max(at for at, special in enumerate(encoding.special_tokens_mask) if not special)
+        start = sum(stop <= len(given) for _, stop in encoding.offsets[: last + 1]) - 1
+        texts.append(Text([*ids[: last + 1], end], start))
     return texts

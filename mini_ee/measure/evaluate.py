@@ -272,8 +272,10 @@ def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
         return None
     metrics = read_json(path)
     wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
+    if not trained_on(run, task):
+        return None
     _, held = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
-    if metrics.get("rows_held") != len(held) or not trained_on(run, task):
+    if metrics.get("rows_held") != len(held):
         return None
     right = np.ones((len(wrong), len(held)), bool)
     for epoch, rows in enumerate(wrong):

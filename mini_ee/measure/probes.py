@@ -42,12 +42,19 @@ PENALTY = 0.1  # of .001 to 1 near the best for MiniLM on TREC and SST-2 and ber
 LOGITS_AT_ONCE = 2**25
 
 
+class Costs(NamedTuple):
+    """What is computed beside the layers, in layers, by operations."""
+
+    head: float  # one head
+    start: float  # what comes before the first layer, as a T5's encoder
+
+
 class Heard(NamedTuple):
     """What the layers but the last say of N units, and what it costs to ask one."""
 
     how: str
     observed: Observed
-    head_layers: float  # what one head costs, in layers, by operations
+    costs: Costs
     accuracy: list[float] | None = None  # of each layer, the last too
     majority: float | None = None  # the share of the most frequent label
 
@@ -91,7 +98,7 @@ def hear_tokens(backbone: Backbone, texts: list[Text]) -> Heard:
     recorded = record_texts(Lens(backbone).eval(), texts, batch)
     head = 2.0 * token_weights(backbone).head
     layer = (recorded.full_flops - head) / backbone.config.num_hidden_layers
-    return Heard("logit lens", observe(recorded), head / layer)
+    return Heard("logit lens", observe(recorded), Costs(head / layer, 0.0))
 
 
 # ---- Rows ----
@@ -155,7 +162,8 @@ def hear_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, c
     observed = Observed(confidence, likeliest[:, :-1] == likeliest[:, -1:], np.arange(len(asked)))
     tokens, width = float(np.mean([len(ids) for ids in encoded.ids])), states.shape[2]
     head = 2 * width * classes + tokens * width
-    heard = Heard(how, observed, head / backbone.layer_flops(tokens))
+    layer = backbone.layer_flops(tokens)
+    heard = Heard(how, observed, Costs(head / layer, backbone.start_flops(tokens) / layer))
     if labels is None:
         return heard
     right = likeliest == labels[asked][:, None]

@@ -21,7 +21,7 @@ import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.calibration import Observed, end_to_end, exit_indices
-from mini_ee.measure.probes import LEAST, Heard
+from mini_ee.measure.probes import LEAST, Costs, Heard
 from mini_ee.rules import Threshold
 
 LEVEL = 0.95  # of agreement with the last layer
@@ -67,11 +67,11 @@ class Kept(NamedTuple):
     net_saved: float
 
 
-def kept(observed: Observed, rule: Threshold, exits: tuple[int, ...], head_layers: float) -> Kept:
+def kept(observed: Observed, rule: Threshold, exits: tuple[int, ...], costs: Costs) -> Kept:
     """exits: the layers that the columns of `observed` belong to, and the last."""
     left = exit_indices(observed, rule)
     layers, read, last = np.array(exits)[left].mean(), (left + 1).mean(), exits[-1]
-    net = 1 - (layers + head_layers * read) / (last + head_layers)
+    net = 1 - (costs.start + layers + costs.head * read) / (costs.start + last + costs.head)
     return Kept(end_to_end(observed, rule), float(1 - layers / last), float(net))
 
 
@@ -81,7 +81,7 @@ def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
     return Observed(observed.confidence[:, before], observed.agrees[:, before], observed.groups)
 
 
-def estimate(halves: Sequence[Observed], exits: tuple[int, ...], head_layers: float, seed: int) -> dict:
+def estimate(halves: Sequence[Observed], exits: tuple[int, ...], costs: Costs, seed: int) -> dict:
     """What exits after these layers save: the threshold from one half, seen on the other; both ways, the mean.
 
     kept: how many do agree there. The 95 % intervals are percentiles of a bootstrap over the texts or rows of a half.
@@ -95,7 +95,7 @@ def estimate(halves: Sequence[Observed], exits: tuple[int, ...], head_layers: fl
 
     def once(one: Observed, other: Observed) -> Kept:
         ways = ((one, other), (other, one))
-        both = [kept(fresh, threshold_at(taken), exits, head_layers) for taken, fresh in ways]
+        both = [kept(fresh, threshold_at(taken), exits, costs) for taken, fresh in ways]
         return Kept(*np.mean(both, axis=0).tolist())
 
     found, drawn = once(*halves), []
@@ -113,13 +113,13 @@ def _members(observed: Observed) -> list[np.ndarray]:
     return np.split(order, np.flatnonzero(np.diff(observed.groups[order])) + 1)
 
 
-def few_exits(taken: Observed, head_layers: float) -> tuple[tuple[int, ...], float]:
+def few_exits(taken: Observed, costs: Costs) -> tuple[tuple[int, ...], float]:
     """(the layers that are worth a head, and the last; what they save net): each in turn the one that saves most."""
     last, chosen, best = taken.agrees.shape[1] + 1, (), 0.0
 
     def net(exits: tuple[int, ...]) -> float:
         some = at_exits(taken, exits)
-        return kept(some, threshold_at(some), exits, head_layers).net_saved
+        return kept(some, threshold_at(some), exits, costs).net_saved
 
     while others := [layer for layer in range(1, last) if layer not in chosen]:
         tried = {exits: net(exits) for exits in (tuple(sorted((*chosen, layer, last))) for layer in others)}
@@ -148,7 +148,7 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
     stays = settled[:, None] <= np.array(every[:-1])
     first = np.isin(observed.groups, np.random.default_rng(seed).permutation(names)[: len(names) // 2])
     halves = observed.take(first), observed.take(~first)
-    few, _ = few_exits(halves[0], heard.head_layers)
+    few, _ = few_exits(halves[0], heard.costs)
     answer = {
         "how": heard.how,
         "layers": layers,
@@ -156,10 +156,11 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
         "settle_layer": max((layer for layer in every if agreement[layer - 1] < LEVEL), default=0) + 1,
         "oracle_counts": np.bincount(settled, minlength=layers + 1)[1:].tolist(),
         "oracle_saved": float(1 - settled.mean() / layers),
-        "oracle_net_saved": few_exits(Observed(stays * 1.0, stays, observed.groups), heard.head_layers)[1],
-        "head_layers": heard.head_layers,
-        "estimate": estimate(halves, every, heard.head_layers, seed),
-        "few_exits": estimate(halves, few, heard.head_layers, seed),
+        "oracle_net_saved": few_exits(Observed(stays * 1.0, stays, observed.groups), heard.costs)[1],
+        "head_layers": heard.costs.head,
+        "start_layers": heard.costs.start,
+        "estimate": estimate(halves, every, heard.costs, seed),
+        "few_exits": estimate(halves, few, heard.costs, seed),
     }
     if heard.accuracy is not None:
         answer |= {"accuracy": heard.accuracy, "majority": heard.majority}
@@ -168,7 +169,7 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
 
 def advice(answer: dict, count: int) -> str:
     """One sentence, with the cut-offs that it goes by. count: of the rows that an accuracy is of."""
-    layers, h, settle, few = (answer[key] for key in ("layers", "head_layers", "settle_layer", "few_exits"))
+    layers, settle, few = (answer[key] for key in ("layers", "settle_layer", "few_exits"))
     if "accuracy" in answer:
         most, error = max(answer["accuracy"]), math.sqrt(answer["majority"] * (1 - answer["majority"]) / count)
         if most < answer["majority"] + CHANCE * error:
@@ -183,7 +184,8 @@ def advice(answer: dict, count: int) -> str:
             f"({few['net_low']:.0%} to {few['net_high']:.0%}) of the operations, heads counted, "
             f"where {few['kept']:.1%} agree with the last layer"
         )
-    cut, oracle = 1 - (settle + h) / (layers + h), answer["oracle_net_saved"]
+    beside = answer["head_layers"] + answer["start_layers"]
+    cut, oracle = 1 - (settle + beside) / (layers + beside), answer["oracle_net_saved"]
     if cut > 0 and cut >= few["net_saved"]:
         return (
             f"Cut it rather than let it exit: from layer {settle} of {layers} on every layer agrees with the last for "

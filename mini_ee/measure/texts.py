@@ -157,7 +157,7 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
             row |= hearing.accuracy(hearing.recorded.replay(rule).exit_index)
         rows.append(row)
     ways = [(rule, fill) for fill in FILLS for rule in rules]
-    new_tokens = min(DECODED, room(run, prompts))
+    new_tokens = min(DECODED, run.model.backbone.room(prompts))
     full, *decoded = timed_decoding([(NeverExit(), FILLS[0]), *ways], model, prompts, new_tokens)
     decoded = [each | {"speedup": full["seconds"] / each["seconds"]} for each in decoded]
     for row, propagated, recomputed in zip(rows, decoded, decoded[len(rows) :]):
@@ -243,16 +243,11 @@ def timed_decoding(
 # ---- Texts to measure on ----
 
 
-def room(run: Run, prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens that the context has room for behind the longest prompt."""
-    return run.model.backbone.max_written - max(map(len, prompts))
-
-
 def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], list[Text]]:
     """Table 1's prompts as tokens, and twice TEXTS texts that the full model writes from them."""
     backbone = run.model.backbone
     prompts = [run.tokenizer.ids_of(prompt) for prompt in CALIBRATION_PROMPTS]
-    new_tokens, stop = min(NEW_TOKENS, room(run, prompts)), backbone.config.stop_tokens
+    new_tokens, stop = min(NEW_TOKENS, backbone.room(prompts)), backbone.config.stop_tokens
     calibration, fresh = (
         generated_texts(backbone, prompts, TEXTS, new_tokens, stop=stop, seed=seed + half * TEXTS) for half in (0, 1)
     )

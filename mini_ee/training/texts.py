@@ -55,8 +55,7 @@ class Source(NamedTuple):
     def written(self, usual: Sequence[str], seed: int, count: int, greedy: bool = False) -> list[Text]:
         """What the full model writes from the prompts; greedily, each of them once."""
         prompts = self.prompts(usual)
-        room = self.backbone.max_written - max(map(len, prompts))
-        new_tokens = self.options.new_tokens or max(1, min(64, room))
+        new_tokens = self.options.new_tokens or max(1, min(64, self.backbone.room(prompts)))
         count = len(prompts) if greedy else count
         settings = {"greedy": greedy, "stop": self.backbone.config.stop_tokens, "seed": self.seed + seed}
         return generated_texts(self.backbone, prompts, count, new_tokens, **settings)
@@ -191,8 +190,8 @@ def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
     """
     texts = held.texts
     if source.options.kind == "pieces":
-        options, prompts = source.options, map(source.tokenizer.ids_of, CALIBRATION_PROMPTS)
-        room = max(1, source.backbone.max_written - max(map(len, prompts)))
+        options, prompts = source.options, [*map(source.tokenizer.ids_of, CALIBRATION_PROMPTS)]
+        room = max(1, source.backbone.room(prompts))
         fits = {  # a training that is over must not fail here
             "texts": options.texts and max(2, options.texts),
             "new_tokens": options.new_tokens and min(options.new_tokens, room),

@@ -32,7 +32,7 @@ from mini_ee.measure.evaluate import (
     rows_of,
     timed_batches,
 )
-from mini_ee.measure.probes import hear_rows, rows_to_read
+from mini_ee.measure.probes import Costs, hear_rows, rows_to_read
 from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.methods.raee import ablation, controls, profile_distances
@@ -197,7 +197,7 @@ def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
     chosen_on, there = (record(run.segments(), run.encode(some.texts), BATCH, "reading") for some in (held, reported))
     observed = observe(there)
     rule = threshold_at(observe(chosen_on))
-    measured = kept(observed, rule, run.exits, 0.0)
+    measured = kept(observed, rule, run.exits, Costs(0.0, 0.0))
     return {
         "estimate": said["estimate"]["saved"],
         "estimate, low": said["estimate"]["low"],
