@@ -33,6 +33,7 @@ from mini_ee.measure.reproduce.page import (
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
 from mini_ee.measure.texts import EPSILONS
+from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
@@ -592,6 +593,14 @@ def test_a_pictures_legend_stands_within_it(tmp_path, monkeypatch, name):
     (legend,) = figure.legends
     inside = legend.get_window_extent()
     assert 0 <= inside.x0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
+
+
+def test_twenty_methods_have_colours_of_their_own_the_first_ten_the_strong_ones():
+    pytest.importorskip("matplotlib")
+    colours = [pictures.colour_of(name, 0) for name in METHODS]
+    assert len(set(colours[:20])) == 20
+    strength = [max(colour) - min(colour) for colour in colours[:4]]
+    assert min(strength) > 0.4  # the four papers' methods: no pale ones
 
 
 def test_the_table_of_claims_says_what_the_json_says():

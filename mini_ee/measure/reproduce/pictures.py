@@ -23,13 +23,18 @@ def draw(path: Path, picture: dict, kept: Kept) -> None:
         x, mean, low, high = points
         colour = colour_of(name, number)
         style = "o" if picture.get("points") else "o-" if len(x) <= 12 else "-"
-        axes.plot(x, mean, style, markersize=4, linewidth=1.6, color=colour, label=name)
+        of_a_paper = METHODS.get(name, "").startswith("mini_ee.methods.")
+        look = {"linewidth": 2.6, "zorder": 3} if of_a_paper else {"linewidth": 1.6}
+        axes.plot(x, mean, style, markersize=4, color=colour, label=name, **look)
         if style != "o":
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         drawn += 1
     if not drawn:
         return
     axes.set(xlabel=picture["x"], ylabel=picture["y"])
+    if picture.get("scale") == "log":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     if all("over" in series and "x" not in series for series in picture["series"].values()):
         ticks = sorted({float(value) for series in picture["series"].values() for value in series["over"]})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
@@ -48,12 +53,13 @@ def _legend(figure) -> None:
 
 
 def colour_of(name: str, number: int):
-    """The colour of a method, the same everywhere; of any other series that of its place."""
+    """The colour of a method, the same everywhere, strong ones first; of any other series that of its place."""
     from matplotlib import colormaps
 
     names = list(METHODS)
     if name in names:
-        return colormaps["tab20"].colors[names.index(name) % 20]
+        tens, place = divmod(names.index(name), 10)
+        return colormaps["tab20"].colors[2 * place + tens % 2]
     return colormaps["Dark2"].colors[number % 8]
 
 
