@@ -83,7 +83,7 @@ def export(
     it does not hold, for servers that take rows together again after each exit, and to recompute caches.
     web: a page that shows the model in a browser, see page.py.
     Raises FileExistsError where `out` is there, WrongArguments where the rule reads hidden states and graphs by segment
-    are asked for, ValueError where a weight is NaN or infinite, where a graph cannot hold
+    are asked for, ValueError where a weight is NaN, infinite or too large for the precision, where a graph cannot hold
     the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is no folder.
     """
     for name, parameter in run.model.named_parameters():
