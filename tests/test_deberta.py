@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from conftest import all_schedules
 from safetensors.torch import load_file, save_file
 
+import mini_ee
 import mini_ee.backbones.deberta as deberta
 import mini_ee.backbones.deberta_config as deberta_config
 from mini_ee.backbones.backbone import Tensors
@@ -26,6 +27,7 @@ from mini_ee.cli.main import main
 from mini_ee.early_exit import read_every_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import NeverExit
@@ -748,30 +750,22 @@ def test_peft_computes_what_we_compute(kind, targets, change, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["joint", "lora-exits"])
 def test_it_is_trained_exported_and_run_as_any_other(kind, method, checkpoint_folder, task_folder, tmp_path, capsys):
-    folder, targets = tmp_path / "checkpoint", ["--targets", "query,value,pos_proj,pos_q_proj"]
+    folder = tmp_path / "checkpoint"
     save_backbone(random_deberta(kind, vocab_size=64), folder)
     shutil.copy(checkpoint_folder / "tokenizer.json", folder)
-    more = targets if method == "lora-exits" and kind == "deberta" else []
-    options = [
-        "--model",
-        folder,
-        "--task",
-        task_folder,
-        "--epochs",
-        2,
-        "--exits",
-        "1,3",
-        "--out",
-        tmp_path / "run",
-        *more,
-    ]
+    more = {"targets": OWN_TABLES} if method == "lora-exits" and kind == "deberta" else {}
     with torch.enable_grad():
-        assert main(["train", method, *map(str, options)]) == 0, capsys.readouterr().err
+        trained = mini_ee.train(method, folder, task_folder, tmp_path / "run", epochs=2, exits=(1, 3), **more)
+    texts = ["the film was good", "a very very dull song"]
+    inputs, loaded = trained.encode(texts).batch(slice(None)), load_run(tmp_path / "run")
+    said, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))
+    assert np.array_equal(found, said)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["verified"]
     assert said["max_logit_difference"] < ENGINES and said["exit_agreement"] == 1
-    texts = ["the film was good", "a very very dull song"]
-    expected = [(each.label, each.layers) for each in load_run(tmp_path / "run").classify(texts)]
+    expected = [(each.label, each.layers) for each in loaded.classify(texts)]
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
-    assert [(each.label, load_run(tmp_path / "run").exits[each.exit]) for each in answers] == expected
+    assert [(each.label, loaded.exits[each.exit]) for each in answers] == expected
+    again = read_every_exit(torch_segments(tmp_path / "out", "cpu"), inputs)[0]
+    np.testing.assert_allclose(again, found, rtol=0, atol=TOLERANCE)

@@ -227,8 +227,8 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
             raise ValueError(f"{source}: {name} must hold floating-point numbers, found {tensors[name].dtype}")
     # torch.cat copies: the parameters are no views of the file.
     own = {ours: torch.cat([tensors[name].float() for name in theirs]) for ours, theirs in names.items()}
-    for ours in own:
-        if hasattr(holder := _holder(module, ours), "from_file"):
+    for ours, theirs in names.items():
+        if theirs != (ours,) and hasattr(holder := _holder(module, ours), "from_file"):  # a file of ours has our order
             own[ours] = holder.from_file(own[ours])
     module.load_state_dict(module.state_dict() | own, strict=True, assign=True)
 
