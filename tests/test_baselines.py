@@ -9,7 +9,7 @@ from conftest import random_decoder
 
 import mini_ee.baselines.right_tool as right_tool_module
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.berxit import Certainty, alternating_loss, true_certainty
+from mini_ee.baselines.berxit import alternating_loss, true_certainty
 from mini_ee.baselines.fastbert import self_distillation_loss
 from mini_ee.baselines.right_tool import calibrate_heads, fit_temperature
 from mini_ee.baselines.sweet import separate_loss
@@ -20,6 +20,7 @@ from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit, joint_stage, task_loss
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import LEVELS, cuts, thresholds
 from mini_ee.training.run import build_model, encode
 from mini_ee.units.recording import Record, record
@@ -157,7 +158,7 @@ def berxit_model(random_model, num_labels=3):
     source = random_model(num_labels=num_labels)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = RowExits(source.backbone, source.exits, num_labels, policy=Certainty).eval()
+        model = RowExits(source.backbone, source.exits, num_labels, policy=OneForAll).eval()
         model.heads = source.heads
         torch.nn.init.normal_(model.policy.linear.weight, std=0.5)
     return model
@@ -194,7 +195,7 @@ def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, wo
         seen.append(batch.step)
         return alternating_loss(model, batch)
 
-    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2, policy=Certainty)
+    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2, policy=OneForAll)
     (stage,) = stages("berxit", model)
     assert stage.loss is alternating_loss
     fit(model, [stage._replace(loss=watched)], *words, FAST, Saved(tmp_path, {}))
@@ -222,7 +223,7 @@ def test_a_row_leaves_where_the_certainty_is_above_the_cut_alone_as_in_a_batch(n
 
 def test_berxit_needs_two_exits(checkpoint_folder):
     with pytest.raises(ValueError, match="at least two exits to choose from, got 1"):
-        RowExits(load_backbone(checkpoint_folder), (3,), 2, policy=Certainty)
+        RowExits(load_backbone(checkpoint_folder), (3,), 2, policy=OneForAll)
 
 
 # SWEET

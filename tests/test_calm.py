@@ -11,7 +11,7 @@ import torch
 
 import mini_ee.baselines.calm as calm
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.calm import MEASURES, Classifier, agreement, calibrate_texts, held_loss, p_value, promised_rule
+from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_loss, p_value, promised_rule
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text
 from mini_ee.export.row_segments import CPU
@@ -22,6 +22,7 @@ from mini_ee.rules import FixedExit, NeverExit, PatienceConfidence, Policy, Thre
 from mini_ee.training.fit import Saved, fit
 from mini_ee.training.method import NoConfig
 from mini_ee.training.options import TrainConfig
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import PASSING, passing
 from mini_ee.units.decoding import decode, gather
 from mini_ee.units.generation import generate, token_segments
@@ -38,7 +39,7 @@ def model_of(kind="llama", exits=(1, 2, 3)):
     """Heads and classifier drawn wide, so that exits differ and tokens leave at all of them."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = TokenExits(load_backbone(GOLDEN / kind), exits, policy=Classifier)
+        model = TokenExits(load_backbone(GOLDEN / kind), exits, policy=OneForAll)
         with torch.no_grad():
             for head in model.heads:
                 head.linear.weight.normal_(std=0.3)
@@ -224,7 +225,7 @@ def test_agreement_is_that_of_the_likeliest_tokens():
 def test_of_rows_the_classifier_reads_the_pooled_state_and_learns_where_classes_agree(random_model, padded_inputs):
     """One linear map for all exits; its target is the last exit's class, whatever the label."""
     backbone = random_model().backbone
-    model = RowExits(backbone, (1, 2, 4, 6), 3, policy=Classifier).eval()
+    model = RowExits(backbone, (1, 2, 4, 6), 3, policy=OneForAll).eval()
     model.heads = random_model().heads
     ids, mask, types, _ = vars(padded_inputs).values()
     inputs = [torch.from_numpy(each) for each in (ids, mask, types)]

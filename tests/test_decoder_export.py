@@ -27,7 +27,6 @@ from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer
 from mini_ee.backbones.llama_layer import RMSNorm
-from mini_ee.baselines.calm import Classifier
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
@@ -40,6 +39,7 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import export
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, load_run, save_run
 from mini_ee.units.decoding import FILLS, decode, gather
@@ -254,7 +254,7 @@ def test_every_activation_is_exported(activation, tmp_path):
     assert manifest["verified"]["max_logit_difference"] < ATOL
 
 
-POLICIES = {"consistent": PolicyNetworks, "calm": Classifier}
+POLICIES = {"consistent": PolicyNetworks, "calm": OneForAll}
 
 
 def with_policies(method):

@@ -11,12 +11,12 @@ from conftest import random_decoder
 import mini_ee
 import mini_ee.units.heads as heads
 from mini_ee.backbones.backbone import padding_mask
-from mini_ee.baselines.berxit import Certainty
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.training.policies import OneForAll
 from mini_ee.units.heads import HEAD_DROPOUT, ExitHead, pooled
 from mini_ee.units.rows import RowExits, check_exits, even_exits
 
@@ -88,7 +88,7 @@ def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_al
 def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use(padded_inputs):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = RowExits(random_decoder("llama", 3).without_heads(), (1, 2, 3), 3, policy=Certainty).eval()
+        model = RowExits(random_decoder("llama", 3).without_heads(), (1, 2, 3), 3, policy=OneForAll).eval()
         for head in model.heads:
             torch.nn.init.normal_(head.norm.weight)
     inputs = [

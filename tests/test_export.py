@@ -35,7 +35,6 @@ import mini_ee.units.rows as rows_module
 from mini_ee.backbones.bert import Bert, BertConfig, Embeddings
 from mini_ee.backbones.hub import load_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder
-from mini_ee.baselines.berxit import Certainty
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.cli.main import main
 from mini_ee.confidence import max_probability
@@ -56,6 +55,7 @@ from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.run import Run, versions
 from mini_ee.units.prompts import PromptModel
 from mini_ee.units.rows import RowExits, RowSegments
@@ -504,7 +504,7 @@ def test_a_cascade_of_models_says_what_torch_says(tmp_path, kind):
     assert manifest["layer_passes"] == list(EXITS)
 
 
-POLICIES = {"joint": None, "consistent": PolicyNetworks, "berxit": Certainty}
+POLICIES = {"joint": None, "consistent": PolicyNetworks, "berxit": OneForAll}
 
 
 @pytest.mark.parametrize("method", POLICIES)
@@ -532,7 +532,7 @@ def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_hav
     assert ("backbone.layers.0.down.weight" in kept) == (kind == "llama")
 
 
-@pytest.mark.parametrize("policy", [PolicyNetworks, Certainty])
+@pytest.mark.parametrize("policy", [PolicyNetworks, OneForAll])
 def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, policy):
     model = RowExits(make_model().backbone, EXITS, C, policy=policy).eval()
     generator = torch.Generator().manual_seed(4)

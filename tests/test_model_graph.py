@@ -15,7 +15,6 @@ from test_builder import where_weights_stand
 from torch import nn
 
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.baselines.berxit import Certainty
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.baselines.palbert import Ponder, PonderExits
 from mini_ee.data.prompts import Prompt
@@ -28,6 +27,7 @@ from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, QExit, Rule, Threshold
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import left_by
 from mini_ee.units.prompts import PromptModel
 from mini_ee.units.recording import Record
@@ -63,7 +63,7 @@ MODELS = {
     "a number": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, 1),
     "policy": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, C, policy=PolicyNetworks),
     "ponder": lambda: PonderExits(backbone_of("bert").without_heads(), EXITS, C, policy=Ponder),
-    "certainty": lambda: RowExits(backbone_of("gemma").without_heads(), EXITS, C, policy=Certainty),
+    "certainty": lambda: RowExits(backbone_of("gemma").without_heads(), EXITS, C, policy=OneForAll),
     "lora": lambda: LoRAExits(backbone_of("bert").without_heads(), EXITS, C, rank=2),
     "cascade": lambda: MultiModel(backbone_of("bert").without_heads(), EXITS, C),
     "prompt": lambda: prompt_model("bert"),

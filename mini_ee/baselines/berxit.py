@@ -8,27 +8,9 @@ from torch import Tensor, nn
 
 from mini_ee.training.fit import Batch, joint_stage, task_loss
 from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import cuts
 from mini_ee.training.texts import policy_rule
-
-
-class Certainty(nn.Module):
-    """One module for all exits: a linear map of the state to how certain the head may be."""
-
-    def __init__(self, width: int, exits: tuple[int, ...]):
-        super().__init__()
-        if len(exits) < 2:
-            raise ValueError(f"BERxiT needs at least two exits to choose from, got {len(exits)}")
-        self.linear = nn.Linear(width, 1)
-        self.flops = 2.0 * width  # of one exit_logit
-
-    def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of the certainty, (...), of a state (..., D) of whichever exit."""
-        return self.linear(state)[..., 0]
-
-    def graph_exit_logit(self, g, k: int, state: str) -> str:
-        """exit_logit of states (B, D)."""
-        return g.op("Squeeze", g.linear(state, self.linear), g.integers(1))
 
 
 def alternating_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -53,7 +35,7 @@ def true_certainty(logits: Tensor, labels: Tensor) -> Tensor:
 METHOD = Method(
     NoConfig,
     lambda model, how: [joint_stage(model, name="alternating", loss=alternating_loss)],
-    policy=Certainty,
+    policy=OneForAll,
     candidates=cuts,
     default_rule=policy_rule,
 )

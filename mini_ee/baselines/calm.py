@@ -27,6 +27,7 @@ from mini_ee.data.metrics import rouge_l
 from mini_ee.rules import NeverExit, Policy, Rule, Threshold
 from mini_ee.training.fit import Batch, Stage, joint_stage
 from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import Chosen, cuts, passing
 from mini_ee.training.texts import Source
 from mini_ee.units.rows import States
@@ -41,25 +42,6 @@ MEASURES = {
 TOLERANCE, DELTA = 0.3, 0.05  # of the rules that a training ends with
 PROPOSING = 5  # one in so many held-out texts proposes the rules that the others test
 CLASSIFIER = {"epochs": 3, "head_lr": 3e-3, "warmup": 0.0}
-
-
-class Classifier(nn.Module):
-    """One linear map of the state, for all exits."""
-
-    def __init__(self, width: int, exits: tuple[int, ...]):
-        super().__init__()
-        if len(exits) < 2:
-            raise ValueError(f"CALM needs at least two exits to choose from, got {len(exits)}")
-        self.linear = nn.Linear(width, 1)
-        self.flops = 2.0 * width  # of one exit_logit
-
-    def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of the chance that exit k agrees with the last: (..., D) -> (...). No gradient into the state."""
-        return self.linear(state.detach())[..., 0]
-
-    def graph_exit_logit(self, g, k: int, state: str) -> str:
-        """exit_logit of states (B, D)."""
-        return g.op("Squeeze", g.linear(state, self.linear), g.integers(1))
 
 
 def recipe(model: nn.Module, how: NoConfig) -> list[Stage]:
@@ -177,7 +159,7 @@ METHOD = Method(
     NoConfig,
     recipe,
     units=("tokens", "rows"),
-    policy=Classifier,
+    policy=OneForAll,
     candidates=cuts,
     default_rule=promised_rule,
     classes_only=True,

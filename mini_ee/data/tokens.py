@@ -28,11 +28,6 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.texts)
 
-    @property
-    def padded(self) -> bool:
-        """Whether a row is shorter than T."""
-        return np.count_nonzero(self.attention_mask) < self.attention_mask.size  # all() is slower after a model ran
-
     def take(self, rows: np.ndarray) -> "Inputs":
         """The given rows (indices, a mask or a slice) at the same width T."""
         rows = np.arange(len(self))[rows]

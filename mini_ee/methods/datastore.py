@@ -131,14 +131,14 @@ class Datastore:
         gone = set(rows.tolist())
         self.texts = [text for row, text in enumerate(self.texts) if row not in gone]
 
-    def take(self, rows: np.ndarray, threads: int = 1) -> "Datastore":
+    def take(self, rows: np.ndarray) -> "Datastore":
         """A new datastore with the given rows (indices, a mask or a slice), in the given order."""
         rows = np.arange(len(self))[rows]
         parameters = {name: getattr(self._shards, name) for name in ("m", "ef_construction", "ef")}
         parameters["shards"] = self.shards
         part = type(self)(self.encoder, self.dimension, self.exits, **parameters)
         texts = [self.texts[row] for row in rows]
-        part.add(self.embeddings[rows], self.values[rows], self.labels[rows], texts, threads)
+        part.add(self.embeddings[rows], self.values[rows], self.labels[rows], texts)
         return part
 
     def search(self, embeddings: np.ndarray, k: int) -> Neighbours:

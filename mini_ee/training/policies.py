@@ -1,10 +1,29 @@
-"""What policies that learn from rewards have in common: the network, and the baseline of REINFORCE."""
+"""What policies of several methods have in common: their networks, and the baseline of REINFORCE."""
 
 import math
 
 from torch import Tensor, nn
 
 POLICY_WIDTH = 32  # of the hidden layer of a policy network
+
+
+class OneForAll(nn.Module):
+    """One linear map of the state, for all exits: BERxiT's learning-to-exit module, CALM's classifier."""
+
+    def __init__(self, width: int, exits: tuple[int, ...]):
+        super().__init__()
+        if len(exits) < 2:
+            raise ValueError(f"a policy needs at least two exits to choose from, got {len(exits)}")
+        self.linear = nn.Linear(width, 1)
+        self.flops = 2.0 * width  # of one exit_logit
+
+    def exit_logit(self, k: int, state: Tensor) -> Tensor:
+        """The logit of the chance that exit k is right, or agrees with the last: (..., D) -> (...)."""
+        return self.linear(state)[..., 0]
+
+    def graph_exit_logit(self, g, k: int, state: str) -> str:
+        """exit_logit of states (B, D)."""
+        return g.op("Squeeze", g.linear(state, self.linear), g.integers(1))
 
 
 def policy_network(width: int, chance: float) -> nn.Sequential:
