@@ -223,9 +223,9 @@ def _prompt(row: str | Sequence[str]) -> str:
 class TokenRuntime(Runtime):
     """An exported decoder, checked and ready to write; Runtime(folder) makes it.
 
-    fill: "propagate" or "recompute", see generation.py. max_new_tokens: where `run` is not told. segments: (fill,
-    number of rows, capacity in tokens) -> the segments of another engine, instead of ONNX Runtime's. Other arguments
-    and errors as of Runtime.
+    fill: "propagate" or "recompute", see generation.py; by default as the model learned. max_new_tokens: where `run` is
+    not told; by default NEW_TOKENS, at most half of the context. segments: (fill, number of rows, capacity in
+    tokens) -> the segments of another engine, instead of ONNX Runtime's. Other arguments and errors as of Runtime.
     """
 
     num_texts = 1
@@ -235,15 +235,18 @@ class TokenRuntime(Runtime):
         folder: str | Path,
         providers: Sequence[str] | None = None,
         *,
-        fill: str = "propagate",
-        max_new_tokens: int = NEW_TOKENS,
+        fill: str | None = None,
+        max_new_tokens: int | None = None,
         segments: Callable[[str, int, int], DecoderSegments] | None = None,
         **settings,
     ):
+        fill = fill or self.config.get("fill", FILLS[0])
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
-        self.fill, self.max_new_tokens, self._model, self._prompts = fill, max_new_tokens, None, None
+        self.fill, self._model, self._prompts = fill, None, None
         super().__init__(folder, providers, segments=segments, **settings)
+        usual = min(NEW_TOKENS, max(1, self.config["max_tokens"] // 2))
+        self.max_new_tokens = usual if max_new_tokens is None else max_new_tokens
         if self._model and fill == "recompute" and not self.by_segment:
             raise ValueError(f"{self.folder}: {RECOMPUTE}")
 

@@ -205,6 +205,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
 
     def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+        self._memory = memory  # kept alive: a binding does not hold what is bound
         for graph in (*self._segments, *self._fills):
             graph.lay_under(memory)
 

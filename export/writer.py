@@ -80,7 +80,8 @@ def export(
     texts: real rows of one sentence or two, by default built-in ones, of a decoder prompts; VERIFIED_TEXTS of them show
     that every exit says what torch says, in batches of one and of many, and that a decoder writes the same. precision:
     float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
-    it does not hold, for servers that take rows together again after each exit, and to recompute caches.
+    it does not hold, for servers that take rows together again after each exit, and to recompute caches; a decoder that
+    learned to recompute them (FREE) has them anyway.
     web: a page that shows the model in a browser, see page.py.
     Raises FileExistsError where `out` is there, WrongArguments where the rule reads hidden states and graphs by segment
     are asked for, ValueError where a weight is NaN, infinite or too large for the precision, where a graph cannot hold
@@ -93,6 +94,7 @@ def export(
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
     source = TokenGraphs(run.model) if tokens else run.segments()
     run.rule.check(len(run.exits))
+    segments = segments or tokens and run.model.fill == "recompute"
     if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
         raise WrongArguments(
             f"graphs by segment hand over no hidden states to take the {run.rule.measure} from: export without them or "
@@ -161,7 +163,6 @@ def write_graphs(
     return {
         "opset": OPSET,
         "precision": precision,
-        "model": type(model).__name__,
         "backbone": model.backbone.config.to_dict(),
         "exits": list(model.exits),
         "rule": rule.to_dict(),

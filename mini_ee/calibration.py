@@ -35,6 +35,7 @@ START = 0.05  # share of the rows in the strictest cut that is tested
 RESAMPLES = 1000
 
 ROUNDING = 1e-9  # of counts that are whole numbers but for it
+LEAST = 1e-9  # of delta, and of 1 - epsilon: below it the sums round
 A_SET = "a calibration set is a quarter of the rows or texts"
 
 
@@ -106,10 +107,8 @@ def _from_here_on(values: np.ndarray) -> np.ndarray:
     return values[::-1].cumsum()[::-1]
 
 
-def intervals(
-    observed: Observed, epsilon: float, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
-) -> np.ndarray:
-    """How far chance moves the paper's tau: percentile bootstrap over groups, (K - 1, 2) lower and upper ends."""
+def intervals(observed: Observed, epsilon: float, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How far chance moves the paper's tau, at 95 %: percentile bootstrap over groups, (K - 1, 2) ends."""
     random = np.random.default_rng(seed)
     names, group = np.unique(observed.groups, return_inverse=True)
     order = np.argsort(observed.confidence, axis=0, kind="stable")
@@ -119,8 +118,7 @@ def intervals(
         for k, column in enumerate(order.T):
             rows = column[times[column] > 0]
             drawn[k] = _tau(observed.confidence[rows, k], observed.agrees[rows, k], times[rows], epsilon)
-    ends = [(1 - level) / 2, (1 + level) / 2]
-    return np.quantile(taus, ends, axis=0, method="inverted_cdf").T  # between 1 and inf there is no middle
+    return np.quantile(taus, [0.025, 0.975], axis=0, method="inverted_cdf").T  # between 1 and inf there is no middle
 
 
 # ---- The rule with confidence delta ----
@@ -249,10 +247,12 @@ def check_promise(epsilon: float, delta: float | None) -> None:
         raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
     if delta is None:
         return
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be above 0 and below 1, got {delta}")
-    if epsilon == 1:
-        raise ValueError("epsilon 1 cannot be promised for fresh rows from any number of rows; take .99, or no delta")
+    if not LEAST <= delta < 1:
+        raise ValueError(f"delta must be at least {LEAST} and below 1, got {delta}")
+    if epsilon > 1 - LEAST:
+        raise ValueError(
+            f"epsilon {epsilon} cannot be promised for fresh rows: too many are needed; take .99, or no delta"
+        )
 
 
 def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:

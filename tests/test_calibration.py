@@ -367,18 +367,19 @@ def test_an_epsilon_outside_its_range_is_an_error(epsilon):
         calibrate(observed, epsilon)
 
 
-@pytest.mark.parametrize("delta", [0, 1, -1, math.nan])
+@pytest.mark.parametrize("delta", [0, 5e-324, 1, -1, math.nan])
 def test_a_delta_outside_its_range_is_an_error(delta):
     observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
-    with pytest.raises(ValueError, match="delta must be above 0 and below 1"):
+    with pytest.raises(ValueError, match="delta must be at least 1e-09 and below 1"):
         calibrate(observed, 0.5, delta)
 
 
 def test_epsilon_one_can_be_kept_on_the_calibration_set_but_not_promised():
     observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
     assert calibrate(observed, 1.0).threshold[0] == 1.0
-    with pytest.raises(ValueError, match="epsilon 1 cannot be promised"):
-        calibrate(observed, 1.0, DELTA)
+    for epsilon in (1.0, 1 - 1e-16):
+        with pytest.raises(ValueError, match="cannot be promised for fresh rows"):
+            calibrate(observed, epsilon, DELTA)
 
 
 def test_nothing_to_calibrate_is_an_error():

@@ -301,7 +301,7 @@ def test_a_run_holds_its_decoder_as_a_checkpoint(trained, decoder_checkpoint, ca
 
 
 def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
-    mini_ee.export(trained, tmp_path / "exported", segments=True)
+    mini_ee.export(trained, tmp_path / "exported")
     ids = [trained.tokenizer.backend.encode(prompt).ids for prompt in ("the film was", "dull")]
     engine = torch_segments(tmp_path / "exported")
     for rule in (Threshold(0.02, "breaking_ties"), trained.rule):
@@ -310,6 +310,14 @@ def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
             for segments in (None, engine):
                 runtime = Runtime(tmp_path / "exported", threads=1, fill=fill, segments=segments)
                 assert gather(runtime.generate(ids, max_new_tokens=8, rule=rule), 2) == expected
+    assert Runtime(tmp_path / "exported").fill == "recompute"  # as the run does
+
+
+def test_its_tokens_are_no_rows_for_a_datastore(trained, task_folder, tmp_path, capsys):
+    argv = ("train", "raee", "--model", trained.folder, "--task", task_folder, "--out", tmp_path / "raee")
+    assert main([*map(str, argv)]) == 2
+    assert "holds a decoder, whose tokens have no labels; give a classifier's run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_shortest_commands_are_asked_for(tmp_path):

@@ -163,7 +163,8 @@ def test_an_encoder_is_refused(capsys, checkpoint_folder):
     "argv, said",
     [
         (("--prompt", "a", "--temperature", "-1"), "temperature must be 0 (greedy) or at least"),
-        (("--prompt", "a", "--top-p", "0"), "top_p must be from 1e-06 to 1"),
+        (("--prompt", "a", "--temperature", "1", "--top-p", "0"), "top_p must be from 1e-06 to 1"),
+        (("--prompt", "a", "--top-k", "3"), "--top-k draws: give a --temperature above 0"),
         (("--prompt", "a", "--repetition-penalty", "0"), "repetition_penalty must be from 1e-06"),
         (("--prompt", "a", "--stop", ""), "--stop: expected some text"),
         (("--prompt", "a", "--prompt-file", "b"), "not allowed with"),

@@ -324,7 +324,7 @@ def test_a_wrong_row_of_mmlu_is_named(mmlu):
 @pytest.mark.parametrize("name", ["hellaswag.jsonl", "tinystories.txt"])
 def test_a_file_that_is_not_utf8_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"abc\xff")
-    with pytest.raises(ValueError, match=f"{name}: expected text in UTF-8, found byte 0xff"):
+    with pytest.raises(ValueError, match=f"{name}: expected text in UTF-8, found invalid start byte at byte"):
         load_benchmark(tmp_path)
 
 

@@ -206,6 +206,14 @@ def test_an_output_that_is_no_file_is_told_before_a_row_is_answered(
     assert f"{message}; name a file" in capsys.readouterr().err
 
 
+def test_the_answers_do_not_take_the_place_of_what_is_read(served, tmp_path, capsys):
+    source = lines_of(tmp_path, "the film was good")
+    before = source.read_bytes()
+    assert main(["run", str(served[0]), str(source), "--out", str(source)]) == 2
+    assert "is the file that is read; name another" in capsys.readouterr().err
+    assert source.read_bytes() == before
+
+
 def test_an_exported_folder_runs_on_the_devices_that_onnx_runtime_knows(served, capsys):
     assert main(["classify", str(served[0]), "--text", "the film was good", "--device", "cuda:1"]) == 2
     assert "an exported folder runs on cpu or on cuda" in capsys.readouterr().err

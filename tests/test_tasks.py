@@ -310,8 +310,12 @@ def test_labels_that_differ_in_form_alone_are_one(tmp_path):
     lines = [{"text": "a", "label": 1}, {"text": "b", "label": 1.0}, {"text": "c", "label": 0.5}]
     task = load_task(folder(tmp_path, "other", train_jsonl="\n".join(map(json.dumps, lines))))
     assert task.label_names == ("0.5", "1") and task.split("train").labels.tolist() == [1, 1, 0]
-    with pytest.raises(ValueError, match="train.jsonl:1: expected a label in label, found nan; fill it in"):
-        load_task(folder(tmp_path, "third", train_jsonl='{"text": "a", "label": NaN}'))
+    for name, found in (("NaN", "nan"), ("Infinity", "inf")):
+        with pytest.raises(ValueError, match=f"train.jsonl:1: expected a label in label, found {found}; fill it in"):
+            load_task(folder(tmp_path, name, train_jsonl=f'{{"text": "a", "label": {name}}}'))
+    assert (
+        load_task(folder(tmp_path, "long", train_tsv=table("sentence|label", "a|1", "b|" + "9" * 5000))).num_labels == 2
+    )
 
 
 def test_a_score_that_float32_does_not_hold_is_no_number(tmp_path):
@@ -375,7 +379,11 @@ ERRORS = {
     ),
     "blank line": (
         {"train_tsv": table("sentence|label", "", "a|b")},
-        "train.tsv:2: expected 2 columns, found 1; ",
+        "train.tsv:2: expected 2 columns, found a blank line; remove it",
+    ),
+    "blank line of CSV": (
+        {"train_csv": "text,label\na,x\n\nb,y\n"},
+        "train.csv:3: expected 2 columns, found a blank line; remove it",
     ),
     "empty text": (
         {"train_tsv": PLAIN + " \u2028 \tpos\n"},
@@ -388,6 +396,13 @@ ERRORS = {
     "label unknown": (
         {"train_tsv": PLAIN, "dev_tsv": PLAIN + "hm\tmeh\n"},
         "dev.tsv:4: expected one of the labels neg, pos, found 'meh'; correct it, or add rows with this",
+    ),
+    "one label of many unknown": (
+        {
+            "train_tsv": table("sentence|label", *(f"a|{k}" for k in range(20))),
+            "dev_tsv": table("sentence|label", "a|20"),
+        },
+        "dev.tsv:2: expected one of the labels 0, 1, 2, 3, 4, 5, 6, 7, ..., found '20'; correct it",
     ),
     "one label": (
         {"train_tsv": table("sentence|label", "a|b")},

@@ -464,7 +464,7 @@ def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that
     [
         (("--epsilon", "0"), "epsilon must be above 0 and at most 1, got 0.0"),
         (("--epsilon", "1.1"), "epsilon must be above 0 and at most 1, got 1.1"),
-        (("--epsilon", ".9", "--delta", "1"), "delta must be above 0 and below 1"),
+        (("--epsilon", ".9", "--delta", "1"), "delta must be at least 1e-09 and below 1"),
         (("--epsilon", ".9", "--texts", "1"), "expected at least 2 rows or texts, some to calibrate on"),
         (("--epsilon", ".9", "--prompt", ""), "expected a prompt, found no text"),
         (("--epsilon", ".9", "--prompt", "a" * 50), "expected at most 48 tokens"),

@@ -46,6 +46,8 @@ def run(args, say) -> dict:
     opened = open_run(args.run, args)
     if opened.rule.plans_from_texts:
         raise WrongArguments(f"{args.run}: leaves where its datastore says; calibrate the run that it was collected on")
+    if len(opened.exits) == 1:
+        raise WrongArguments(f"{args.run}: has one exit, where all leave: there is nothing to calibrate")
     tokens = opened.unit == "tokens"
     recorded, about = (_texts if tokens else _rows)(opened, args)
     rule, answer, promise = _calibrated(args, recorded, tokens)

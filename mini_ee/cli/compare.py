@@ -99,7 +99,7 @@ def _rows(opened, args, say) -> dict:
 
 
 def _tokens(runs, args, say) -> dict:
-    from mini_ee.measure.compare import compare_tokens
+    from mini_ee.measure.compare import compare_tokens, have_history
     from mini_ee.measure.figures import draw_training, draw_writing
     from mini_ee.measure.tables import heads_table, writing_table
 
@@ -107,8 +107,8 @@ def _tokens(runs, args, say) -> dict:
     exported = [folder for folder, run in zip(args.runs, runs) if not hasattr(run, "model")]
     if exported:
         raise WrongArguments(f"{exported[0]}: is exported already; give the run that it came from")
-    if args.picture and not args.sweep and any(run.model.rank for run in runs):
-        raise WrongArguments("--picture of fine-tuned decoders draws what they save and lose: give --sweep too")
+    if args.picture and not args.sweep and not have_history(runs):
+        raise WrongArguments("--picture of these decoders draws what they save and lose: give --sweep too")
     texts = args.text and str(args.text)
     answer = compare_tokens(runs, texts, args.max_rows, sampling_of(args), args.sweep, args.seed)
     say(writing_table(answer["rows"], args.sweep))

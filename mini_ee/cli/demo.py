@@ -58,9 +58,9 @@ def run(args, say) -> dict:
     given = given_options(args, TrainOptions, RowOptions) | {"seed": seed}
     with atomic_folder(out, replace=True) as folder:
         say(_begun(args, out, given))
-        trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
         task = open_task(args.task)
         split, rows = rows_of(task, None, None, seed)
+        trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
         batch_size = trained.config["training"]["batch_size"]
         segments, encoded = trained.segments(), trained.encode(rows.texts)
         if encoded.truncated:

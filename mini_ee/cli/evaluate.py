@@ -75,7 +75,6 @@ def _rows(opened, args, say) -> dict:
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts cut to {opened.tokenizer.max_length} tokens")
     sweep = SWEEP_POINTS if args.sweep and not retrieves else 0
-    rule.check(len(opened.exits))
     recorded = read_rows(opened, encoded, rows.labels, args.batch_size)
     answer = evaluate(opened, rule, recorded, task, encoded, args.batch_size, sweep)
     answer = {"method": opened.config["method"], "split": split} | schedule_of(opened) | answer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
-from mini_ee.cli.options import number, positive
+from mini_ee.cli.options import number, positive, refuse
 from mini_ee.units.decoding import FILLS, Step
 
 HELP = "text from a decoder, as it comes"
@@ -49,6 +49,8 @@ def sampling_of(args, **more):
     """The Sampling that the arguments ask for."""
     from mini_ee.units.generation import Sampling
 
+    if args.temperature == 0:
+        refuse(args, ("top_k", "top_p"), "draws: give a --temperature above 0")
     try:
         return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)
     except ValueError as error:

@@ -73,7 +73,7 @@ def answer_of(args) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command, of this process or as given; returns the exit status."""
-    quiet = os.environ.get("RANK", "0") != "0"  # of the processes that torchrun starts the first speaks
+    quiet = os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ  # of torchrun's the first speaks
     for name in ("stdout", "stderr"):  # closed, `>&-`: print(file=None) would write to the other
         if quiet or getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))

@@ -43,8 +43,12 @@ def add(sub) -> None:
     sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="onnx by default")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
     decoder = sub.add_argument_group("a decoder", "lines are prompts; it writes the likeliest text")
-    decoder.add_argument("--max-new-tokens", type=positive, metavar="N", help="after each prompt; 100")
-    decoder.add_argument("--fill", choices=FILLS, help="caches of layers that tokens skipped; propagate")
+    decoder.add_argument(
+        "--max-new-tokens", type=positive, metavar="N", help="after each prompt; 100, at most half of the context"
+    )
+    decoder.add_argument(
+        "--fill", choices=FILLS, help="caches of layers that tokens skipped; as it learned, most propagate"
+    )
 
 
 def run(args) -> dict:
@@ -52,6 +56,8 @@ def run(args) -> dict:
     and passed over; the command ends with status 1 then."""
     if args.json and args.out is None:
         raise WrongArguments("--json prints one object on standard output: give the answers a file with --out")
+    if args.file and args.out and args.out.is_file() and args.file.exists() and args.out.samefile(args.file):
+        raise WrongArguments(f"--out {args.out}: is the file that is read; name another")
     served = _open(args)
     rows = failed = counted = layers = 0
     begin = time.perf_counter()

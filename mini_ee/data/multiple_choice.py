@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.data.files import check_regular
+from mini_ee.data.files import read_text
 from mini_ee.data.tasks import text_flaw
 from mini_ee.data.texts import END
 
@@ -266,7 +266,7 @@ def _json_benchmark(path: Path) -> Benchmark:
 
 def _json_rows(path: Path) -> list[tuple[str, dict]]:
     """("file:line", row) of every line. A line feed, nothing else, ends a line."""
-    rows, text = [], _read(path).rstrip("\r\n")
+    rows, text = [], read_text(path).rstrip("\r\n")
     if not text:
         raise _error(str(path), "a JSON object in each line", "an empty file")
     for number, line in enumerate(text.split("\n"), start=1):
@@ -287,7 +287,7 @@ def _json_rows(path: Path) -> list[tuple[str, dict]]:
 def _lambada(paths: list[Path]) -> Benchmark:
     """A passage in each line."""
     path = _only(paths)
-    rows = _read(path).rstrip("\r\n").split("\n")
+    rows = read_text(path).rstrip("\r\n").split("\n")
     asked = [_last_word(f"{path}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
     questions = tuple(Question(*asking, source) for source, asking in enumerate(asked))
     split = "validation" if set(VALIDATION) & set(_words_of(path)) else "test"
@@ -313,7 +313,7 @@ def _mmlu_rows(path: Path) -> list[tuple[str, int]]:
     rows = []
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; MMLU has a dev file of answered questions for each test file")
-    reader = csv.reader(io.StringIO(_read(path), newline=""))
+    reader = csv.reader(io.StringIO(read_text(path), newline=""))
     for fields in _fields(path, reader):
         if len(fields) != 6 or fields[5] not in tuple(LETTERS):
             raise _error(f"{path}:{reader.line_num}", "a question, four options and a letter A to D", fields)
@@ -352,7 +352,7 @@ def _tinystories(paths: list[Path]) -> Benchmark:
 
 def held_out_stories(path: Path) -> list[str]:
     """The stories that lie whole in the last tenth of a file: what the built-in decoder was not trained on."""
-    text = _read(path)
+    text = read_text(path)
     cut = len(text) * 9 // 10
     seen, held = text[:cut].split(END)[:-1], text[cut:].split(END)[1:-1]
     known = set(map(str.strip, seen))
@@ -362,14 +362,6 @@ def held_out_stories(path: Path) -> list[str]:
 READERS = {"test/*_test.csv": _mmlu, "tinystories*.txt": _tinystories, "lambada*.txt": _lambada}
 
 EXPECTED = f"a .jsonl file ({'; '.join(', '.join(layout.types) for layout in LAYOUTS)}) or {' or '.join(READERS)}"
-
-
-def _read(path: Path) -> str:
-    check_regular(path)
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _error(str(path), "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
 
 
 def _texts(where: str, key: str, values: list) -> tuple[str, ...]:

@@ -158,6 +158,8 @@ _TEXT_COLUMNS = (
     ("text",),
 )
 
+SHOWN = 8  # labels that an error names
+
 _LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
 
 _SPLITS = {
@@ -270,7 +272,8 @@ def _read(path: Path, split: str, named: GlueTask | None) -> _File:
             continue
         if len(fields) != len(header):
             advice = "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab"
-            raise _error(path, line, f"{len(header)} columns", f"{len(fields)}", advice)
+            advice, found = (advice, f"{len(fields)}") if any(fields) else ("remove it", "a blank line")
+            raise _error(path, line, f"{len(header)} columns", found, advice)
         texts = tuple(fields[at] for at in text_at)
         flaw = next(filter(None, map(text_flaw, texts)), None)
         if flaw:
@@ -293,7 +296,7 @@ def _label(value) -> str | None:
     if isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, float):
-        return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
+        return str(int(value) if value.is_integer() else value) if math.isfinite(value) else None
     return str(value).strip() or None if isinstance(value, str | int) else None
 
 
@@ -359,7 +362,7 @@ def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
     if len(names) < 2:
         expected, found = "at least two labels in the file", f"only {shortened(train.labels[0])}"
         raise _error(train.path, train.lines[0], expected, found, "add rows with another label")
-    numeric = all(name.removeprefix("-").isdecimal() for name in names)
+    numeric = all(name.removeprefix("-").isdecimal() and len(name) < 20 for name in names)
     return tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name)))
 
 
@@ -377,7 +380,8 @@ def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:
         row = numbers.index(None)
         other = "remove the label column of a test file that has no labels"
         other = other if glue in GLUE else "add rows with this label to the train file"
-        expected, found = f"one of the labels {', '.join(glue.label_names)}", shortened(file.labels[row])
+        names = glue.label_names[:SHOWN] + ("...",) * (len(glue.label_names) > SHOWN)
+        expected, found = f"one of the labels {', '.join(names)}", shortened(file.labels[row])
         raise _error(file.path, file.lines[row], expected, found, f"correct it, or {other}")
     return np.array(numbers, np.int64)
 

@@ -54,7 +54,7 @@ class Compared(NamedTuple):
 def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool) -> dict:
     """Each under its own rule, all timed in turns; with `swept` also the curve of each, and what it saves at no and
     little loss: rules are then chosen on the rows held out in training, or `chosen_on` says where else, and a loss is
-    counted from the best full model of all that are compared there.
+    counted from the best full model of all whose rules are chosen on the same rows (other seeds hold out others).
     """
     told, timed = [], []
     for name, one, how in compared:
@@ -113,10 +113,11 @@ def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_si
 
     The rule is chosen on rows held out in training where the run knows them, else on these; returns what to time.
     """
-    chosen_on = []
+    chosen_on, these = [], []
     for one, (row, recorded, _) in zip(ones, told):
         held = None if one.rule.plans_from_texts else _held_out(one, task)
         row["chosen_on"] = "reported rows" if held is None else "hold-out"
+        these.append(held and held.sha256())
         if held is None:
             chosen_on.append((recorded, labels))
         else:
@@ -125,13 +126,13 @@ def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_si
         curve(each, rules_of(one, each._replace(labels=some), task), task, some)
         for one, (each, some) in zip(ones, chosen_on)
     ]
-    best: dict[str, float] = {}  # full model's score, by the rows that rules are chosen on
-    for (row, *_), some in zip(told, points):
+    best: dict[str | None, float] = {}  # full model's score, by the rows that rules are chosen on
+    for rows, some in zip(these, points):
         full = [point["score"] for point in some if point["rule"]["name"] == "never"]
-        best[row["chosen_on"]] = max([best.get(row["chosen_on"], -1.0), *full])
+        best[rows] = max([best.get(rows, -1.0), *full])
     timed = []
-    for (row, recorded, (segments, encoded)), some in zip(told, points):
-        picks = {name: most_saved(some, best[row["chosen_on"]] - loss - 1e-9) for name, loss in LOSSES.items()}
+    for (row, recorded, (segments, encoded)), rows, some in zip(told, these, points):
+        picks = {name: most_saved(some, best[rows] - loss - 1e-9) for name, loss in LOSSES.items()}
         picks |= {name: best_within(some, share) for name, share in RANGES.items()}
         for name, found in picks.items():
             row[name] = {}
@@ -185,7 +186,7 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
 
 def _cases(run: Run, texts: str | None, count: int, sampling, seed: int):
     """Texts that the run was not trained on, and how it writes behind what they give."""
-    about = run.config["text"] | ({"text": texts} if texts else {})
+    about = run.config["text"] | ({"text": texts, "prompt": None} if texts else {})
     kept = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
     options = TextOptions(**kept, prompt=about["prompt"] and tuple(about["prompt"]))
     source = Source(run.model.backbone, run.tokenizer, options, run.config["seed"])
@@ -201,11 +202,20 @@ def _timed(model: TokenExits, texts, rule: dict, settings: dict, seed: int):
     return lambda: model.write(few, rule_from_dict(rule), batch_size=1, seed=seed, **settings | {"stop": ()})
 
 
+def _on_one_decoder(runs: Sequence[Run]) -> bool:
+    """Whether all have exits, on the same decoder, that was not fine-tuned."""
+    same = len({run.config["backbone"]["sha256"] for run in runs}) == 1
+    return same and not any(run.model.rank or len(run.exits) == 1 for run in runs)
+
+
+def have_history(runs: Sequence[Run]) -> bool:
+    """Whether Fig. 1 of self-supervised exits can be drawn of them."""
+    return _on_one_decoder(runs) and all(read_json(run.folder / "metrics.json").get("history") for run in runs)
+
+
 def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
-    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; of runs on different decoders, of those
-    that fine-tuned theirs, and of one without exits nothing."""
-    plain = any(run.model.rank or len(run.exits) == 1 for run in runs)
-    if len({run.config["backbone"]["sha256"] for run in runs}) > 1 or plain:
+    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; nothing of runs that cannot be compared."""
+    if not _on_one_decoder(runs):
         return []
     _, calibration, fresh = written_texts(runs[0], seed)
     rows = []

@@ -183,17 +183,21 @@ def _one_answer(said: np.ndarray, task: Task) -> str | None:
 def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
     """Runs that nothing but their seeds tells apart, taken together: mean, least and most of what `compare` says.
 
-    configs: those of the runs, as training/run.py writes them; exported folders know no seed and stand alone.
+    configs: those of the runs, as training/run.py writes them; exported folders, which know no seed, and runs whose
+    rule `mini-ee calibrate` wrote stand alone.
     """
-    groups: dict[str, list[dict]] = {}
+    groups: dict[str, dict[int, dict]] = {}
     for row, config in zip(rows, configs):
-        if "seed" in config:
-            same = {name: config.get(name) for name in ("method", "exits", "pool", "head", "task")}
+        if "seed" in config and "exit_counts" not in config:
+            same = {
+                name: config.get(name) for name in ("method", "exits", "pool", "head", "task", "max_length", "prompt")
+            }
             begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
             same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
             same |= {"settings": config.get("settings"), "schedule": row.get("schedule")}
-            groups.setdefault(json.dumps(same, sort_keys=True), []).append(row | {"seed": config["seed"]})
-    return [_together(group) for group in groups.values() if len({row["seed"] for row in group}) > 1]
+            group = groups.setdefault(json.dumps(same, sort_keys=True), {})
+            group.setdefault(config["seed"], row | {"seed": config["seed"]})
+    return [_together([*group.values()]) for group in groups.values() if len(group) > 1]
 
 
 def _together(rows: list[dict]) -> dict:

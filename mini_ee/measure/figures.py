@@ -40,8 +40,8 @@ def check_picture(path: Path | None) -> None:
         return
     if not can_draw():
         raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise WrongArguments(f"--picture: expected a file in a folder that is there, found {path}")
+    if path.suffix != ".png" or path.is_dir() or not path.absolute().parent.is_dir():
+        raise WrongArguments(f"--picture: expected a file NAME.png in a folder that is there, found {path}")
 
 
 def draw_compared(path: Path, answer: dict, swept: bool) -> None:

@@ -57,6 +57,8 @@ def collect_run(request: Request, say) -> Run:
         if ranks.rank() == 0:
             run = load_run(base)
             say_left_out(run.model.backbone, request.model, say)
+            if run.unit == "tokens":
+                raise WrongArguments(f"{base}: holds a decoder, whose tokens have no labels; give a classifier's run")
             check_task(run, request.task, base)
             if not run.label_names:
                 raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")

@@ -63,7 +63,7 @@ class TextOptions(Settings):
     text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
     prompt: tuple[str, ...] | None = option(None, "it goes on from this", metavar="TEXT")
     greedy: bool = option(False, "with its likeliest tokens, once from each prompt")
-    texts: int | None = option(None, "how many; 1024 pieces or 1500 stories, of a file all", least=1, metavar="N")
+    texts: int | None = option(None, "how many; 1024 pieces, of a file all; of stories 1500", least=1, metavar="N")
     new_tokens: int | None = option(None, "of each text; 64, behind the beginning of a story 40", least=1, metavar="N")
     rank: int | None = option(8, "of the adapters with which the decoder is fine-tuned", least=1)
     kind: str = "continue"

@@ -152,16 +152,13 @@ class LoRASegments(RowSegments):
     def in_one_graph(self) -> "LoRASegments":
         return self.model.segments(restart(len(self.exits)))
 
-    def graph_start(self, g) -> None:
-        return None
+    def graph_advance(self, k: int, g, embedded: str) -> str:
+        return embedded
 
-    def graph_advance(self, k: int, g, hidden: None) -> None:
-        return None
-
-    def graph_read(self, k: int, g, hidden: str | None) -> str:
-        if hidden is None:
-            hidden = self._graph_layers(g, self.model.backbone.graph_embed(g), graph_mask(g), (0, k), k + 1)
-        return super().graph_read(k, g, hidden)
+    def graph_read(self, k: int, g, state: "str | _Stream") -> str:
+        if not isinstance(state, _Stream):  # the embedded rows, where the stream of exit k begins
+            state = _Stream(self._graph_layers(g, state, graph_mask(g), (0, k), k + 1))
+        return super().graph_read(k, g, state.hidden)
 
     def _graph_layers(self, g, hidden: str, mask: str, at: tuple[int, int], stop: int) -> str:
         """The streams k .. stop - 1 from layer `start` to exit k; at: (start, k)."""
@@ -183,7 +180,13 @@ class LoRASegments(RowSegments):
             shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 1), g.shape(hidden, 1, 2), axis=0)
             g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "states", width)
             hidden = g.op("Slice", hidden, g.integers(0), g.shape(mask, 0, 1), g.integers(0))
-        self.graph_reading(k, g, hidden, optional=k < last)
+        self.graph_reading(k, g, _Stream(hidden), optional=k < last)
+
+
+class _Stream(NamedTuple):
+    """The name of what a stream has come to at its exit, (B, T, D)."""
+
+    hidden: str
 
 
 def _graph_streams(g, count: int, width: int) -> str:

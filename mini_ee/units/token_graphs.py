@@ -39,6 +39,7 @@ class TokenGraphs(Segments):
         apart = {"begins_with": backbone.begins_with([()])[0]} if backbone.reads_apart else {}
         return apart | {
             "unit": "tokens",
+            "fill": self.model.fill,
             "vocab_size": config.vocab_size,
             "max_tokens": self.model.backbone.max_written,
             "stop": config.stop_tokens,
