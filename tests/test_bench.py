@@ -238,6 +238,11 @@ def test_sentences_and_pictures_are_for_the_benchmark_that_serves(capsys):
         assert "--task and --picture are for serve" in capsys.readouterr().err
 
 
+def test_sgmv_takes_no_model(capsys):
+    assert main(["bench", "sgmv", "--model", "nowhere"]) == 2
+    assert "--model: sgmv times adapters of a random BERT-base; leave it out" in capsys.readouterr().err
+
+
 def test_the_page_of_onnx_is_made_of_the_figures_that_are_kept():
     figures = json.loads(onnx_figures.FIGURES.read_text())
     assert onnx_figures.page(figures) == onnx_figures.PAGE.read_text(), "python tests/onnx_figures.py --page"

@@ -669,7 +669,7 @@ def hold_out_curve(folder, task):
     """(score, operations, rule) of every candidate on the rows that the run held out, and the full model's score."""
     run = load_run(folder)
     _, held = holdout(task.split("train"), run.config["seed"])
-    recorded = record(run.segments(), run.encode(held.texts), 32)
+    recorded = record(run.segments(), run.encode(held.texts), 32, whole=run.whole_model())
     points = curve(recorded, [NeverExit(), *thresholds(recorded)], task, held.labels)
     return points, points[0]["score"]
 
@@ -701,14 +701,21 @@ def test_compare_picks_rules_on_the_hold_out_and_counts_a_loss_from_the_best_ful
                 assert all(row[name][key] == replayed[key] for key in ("score", "mean_layers", "exit_counts"))
 
 
+@pytest.mark.parametrize("method", ["joint", "lora-exits"])
 def test_low_and_high_range_are_the_best_scores_for_a_third_and_two_thirds_of_the_operations_on_the_hold_out(
-    capsys, run_folder, task_folder
+    capsys, run_folder, task_folder, tmp_path, method
 ):
-    (row,) = answer(capsys, "compare", run_folder, "--task", task_folder, "--sweep")["rows"]
-    points, _ = hold_out_curve(run_folder, load_task(task_folder))
+    """Of the full model's operations: a LoRA run that never leaves does not run its streams, but that model."""
+    folder, model = tmp_path / "run", load_run(run_folder).config["backbone"]["folder"]
+    assert main(["train", method, *map(str, ("--model", model, "--task", task_folder, *FAST, "--out", folder))]) == 0
+    capsys.readouterr()
+    (row,) = answer(capsys, "compare", folder, "--task", task_folder, "--sweep")["rows"]
+    points, _ = hold_out_curve(folder, load_task(task_folder))
     for name, share in (("low_range", 1 / 3), ("high_range", 2 / 3)):
         within = [point for point in points if point["flops_ratio"] <= share]
         assert row[name].get("rule") == max(within, key=lambda point: point["score"], default={}).get("rule")
+    (never,) = (point for point in row["curve"] if point["rule"]["name"] == "never")
+    assert never["flops_ratio"] == 1 and len(row["curve"]) == len(points)  # its rules are those of the hold-out
 
 
 @pytest.mark.parametrize(
@@ -780,6 +787,7 @@ def test_runs_that_shots_made_of_one_backbone_are_taken_together():
         [config | {"settings": each} for config, each in zip(configs, settings)],
         [configs[0], configs[1] | {"max_length": 6}],
         [configs[0], configs[1] | {"exit_counts": [3]}],
+        [configs[0], configs[1] | {"base": {"method": "sweet"}}],
     ):
         assert over_seeds([row] * len(others), others) == []
 

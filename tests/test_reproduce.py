@@ -35,6 +35,7 @@ from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
 from mini_ee.measure.texts import EPSILONS
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit
+from mini_ee.training.fit import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 
@@ -515,6 +516,65 @@ def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
     assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "is not there; give --sources a folder with weights/ and data/" in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "raee.md"])
+def test_a_file_of_anothers_stays(tiny, capsys, name):
+    tiny.mkdir()
+    (tiny / name).write_text("# My notes\n")
+    assert main(["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]) == 2
+    assert f"{name}: is no page of `mini-ee reproduce`; name another folder with --out" in capsys.readouterr().err
+    assert [path.name for path in tiny.iterdir()] == [name] and (tiny / name).read_text() == "# My notes\n"
+
+
+def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_same_call(tiny, monkeypatch, capsys):
+    made = []
+
+    def measured(run, task, reference):
+        made.append(reference)
+        about = {"full": 0.5, "hold-out full": len(made) / 10}  # as many right of the test, others of the hold-out
+        return about | ({"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}), {}
+
+    monkeypatch.setattr(
+        experiments, "_trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
+    )
+    monkeypatch.setattr(experiments, "_chosen", lambda *about: {})
+    monkeypatch.setitem(experiments.MEASURES, "rows", measured)
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    assert main(command) == 0 and len(made) == 2
+    experiments.file_of(tiny / "raee", "reviews joint").unlink()
+    capsys.readouterr()
+    assert main(command) == 0 and json.loads(capsys.readouterr().out)["ran"] == 2
+    assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
+
+
+def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_path, monkeypatch):
+    tried = []
+
+    def train(folder, options, seed, sources):
+        tried.append((options["lr"], seed))
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        if options["lr"] == 4.0:
+            raise Diverged("the loss became nan")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [1 / options["lr"]]}))
+        return SimpleNamespace(config={}, folder=folder)
+
+    monkeypatch.setattr(experiments, "_trained", train)
+    monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({}, {}))
+    case = Case("a", "rows", {"task": "reviews", "lr": {"choose": [2.0, 4.0, 1.0]}})
+    sources = experiments.Sources(tmp_path, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run_case(tmp_path, case, 0, sources, print)
+    monkeypatch.setattr(
+        experiments, "next_to_try", lambda values, scores: next((v for v in values if v not in scores), 0)
+    )
+    experiments.run_case(tmp_path, case, 1, sources, print)
+    assert tried == [(2.0, 0), (4.0, 0), (2.0, 1), (4.0, 1), (1.0, 1), (1.0, 1)]
+    kept = read_json(tmp_path / "a.json")
+    assert kept["tried"][1] == {"lr": 4.0, "hold-out": 0.0} and kept["chosen"] == {"lr": 1.0}
 
 
 def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):

@@ -22,9 +22,9 @@ from mini_ee.cli.main import main
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text, continuations, copies, read_stories
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.rules import rule_from_dict
+from mini_ee.rules import Policy, rule_from_dict
 from mini_ee.training.options import TextOptions
-from mini_ee.training.run import load_run
+from mini_ee.training.run import load_run, write_rule
 from mini_ee.training.texts import Source
 from mini_ee.units.tokens import TextData, TokenExits
 
@@ -208,6 +208,15 @@ def test_compare_measures_every_rule_against_the_full_model(runs, capsys, tmp_pa
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_calibrated_rule_of_the_same_name_stands_beside_it_too(runs, capsys, tmp_path):
+    shutil.copytree(runs / "consistent", tmp_path / "run")
+    write_rule(tmp_path / "run", Policy(0.25), None, [1, 1, 1])
+    status, answer = ask(capsys, "compare", tmp_path / "run", "--max-rows", 1)
+    assert status == 0
+    cuts = {row["measure"]: row["rule"].get("cut") for row in answer["rows"]}
+    assert cuts == {"full model": None, "policy": 0.5, "policy, calibrated": 0.25}
+
+
 def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, monkeypatch):
     pairs = []
     monkeypatch.setattr(measure_texts, "rouge_l", lambda *pair: (pairs.append(pair), rouge_l(*pair))[1])
@@ -356,6 +365,7 @@ def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, t
         ((runs / "calm", "--task", "SST-2"), "--task is not for decoders' runs", 2),
         ((runs / "calm", "--temperature", 1, "--top-p", 2), "top_p must be from 1e-06 to 1, got 2.0", 2),
         ((runs / "calm", "--model", tmp_path), "config.json", 2),
+        ((runs / "calm", "--batch-size", 4), "--batch-size is for rows; decoders' runs are timed text by text", 2),
         ((runs / "calm", "--picture", tmp_path / "a.png"), "draws what they save and lose: give --sweep too", 2),
     ):
         status, line = ask(capsys, "compare", *argv)

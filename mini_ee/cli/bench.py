@@ -43,6 +43,8 @@ def run(args, say) -> dict:
         raise WrongArguments(f"--large is for retrieval, which builds a datastore; {args.name} has no larger case")
     if (args.task or args.picture) and "serve" not in names:
         raise WrongArguments(f"--task and --picture are for serve, which takes sentences; {args.name} takes none")
+    if args.model and names == ["sgmv"]:
+        raise WrongArguments("--model: sgmv times adapters of a random BERT-base; leave it out")
     if args.alone and {"onnx", "serve"} & set(names):
         share_threads(torch.get_num_threads())
     rows = []

@@ -9,6 +9,7 @@ from mini_ee.cli.options import positive, refuse
 
 HELP = "several runs in one table, on one clock"
 EXAMPLE = "mini-ee compare run-a run-b"
+BATCH_SIZE = 32
 
 
 def add(sub) -> None:
@@ -16,7 +17,7 @@ def add(sub) -> None:
     sub.add_argument("--task", metavar="DIR", help="task folder; may be left out for runs on the built-in reviews")
     sub.add_argument("--split", help="dev by default where there is one, else test")
     sub.add_argument("--max-rows", type=positive, metavar="N", help="rows of the task, or texts that are written; 100")
-    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
+    sub.add_argument("--batch-size", type=positive, help="of rows; 32 by default, 1 shows latency")
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the runs' backbone is now, if it moved")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     sub.add_argument("--schedule", type=_schedules, metavar="S", help="LoRA exits under each: restart,parallel")
@@ -81,8 +82,9 @@ def _rows(opened, args, say) -> dict:
     if args.picture and task.regression and not args.sweep:
         raise WrongArguments("--picture shows the cross-entropy of exits, which a regression has not; give --sweep too")
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
-    found = compare_rows(opened, task, rows, args.batch_size, args.sweep)
-    answer = {"task": task.name, "split": split, "batch_size": args.batch_size} | found
+    batch_size = args.batch_size or BATCH_SIZE
+    found = compare_rows(opened, task, rows, batch_size, args.sweep)
+    answer = {"task": task.name, "split": split, "batch_size": batch_size} | found
     for row, each in zip(answer["rows"], opened):
         row |= schedule_of(each.one)
     say(compare_table(answer["rows"], score_name(task.metrics)))
@@ -104,6 +106,7 @@ def _tokens(runs, args, say) -> dict:
     from mini_ee.measure.tables import heads_table, writing_table
 
     refuse(args, ("task", "split"), "is not for decoders' runs: they write what they were trained to write")
+    refuse(args, ("batch_size",), "is for rows; decoders' runs are timed text by text")
     exported = [folder for folder, run in zip(args.runs, runs) if not hasattr(run, "model")]
     if exported:
         raise WrongArguments(f"{exported[0]}: is exported already; give the run that it came from")

@@ -194,6 +194,8 @@ def _tokens(opened, args, say) -> dict:
     if not args.sweep and (args.text or args.picture or not args.task):
         given = "--text and --picture go" if args.task else "without --task a decoder's run goes"
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))
+    if not args.task:
+        refuse(args, ("max_rows",), "is for the rows of a benchmark: give --task too")
     about = {"method": opened.config["method"], "run": str(args.run)}
     if args.sweep:
         return about | _over_epsilon(opened, args, say)

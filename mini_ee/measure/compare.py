@@ -15,8 +15,10 @@ from mini_ee.measure.evaluate import (
     best_within,
     by_exit,
     curve,
+    is_full,
     measure_seconds,
     most_saved,
+    replayed,
     timed_batches,
 )
 from mini_ee.measure.texts import (
@@ -64,11 +66,9 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
         row = {"run": name, "how": how} | _row(one, recorded, rule, task, rows.labels)
         row["rows_truncated"] = encoded.truncated
         timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
-        if swept:
-            row["curve"] = curve(recorded, rules_of(one, recorded, task), task, rows.labels)
-        told.append((row, recorded, (segments, encoded)))
+        told.append((row, recorded, encoded))
     if swept:
-        timed += _picked([one for _, one, _ in compared], told, task, rows.labels, batch_size)
+        timed += _swept([one for _, one, _ in compared], told, task, rows.labels, batch_size)
     order = timed_batches(timed[0][2][2], batch_size)
     for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
         row[key] = float(seconds)
@@ -108,38 +108,36 @@ def rules_of(one, recorded: Record, task: Task) -> list:
     return [NeverExit(), *candidates(recorded)]
 
 
-def _picked(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_size: int) -> list:
-    """What each run saves at no and little loss, and its best for a share of the operations, put into its row.
+def _swept(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_size: int) -> list:
+    """The curve of each run, what it saves at no and little loss, and its best for a share of the operations, put into
+    its row. Rules are chosen on rows held out in training where the run knows them, else on these.
 
-    The rule is chosen on rows held out in training where the run knows them, else on these; returns what to time.
+    Returns what to time.
     """
-    chosen_on, these = [], []
+    points, these = [], []
     for one, (row, recorded, _) in zip(ones, told):
         held = None if one.rule.plans_from_texts else _held_out(one, task)
         row["chosen_on"] = "reported rows" if held is None else "hold-out"
         these.append(held and held.sha256())
-        if held is None:
-            chosen_on.append((recorded, labels))
-        else:
-            chosen_on.append((record(one.segments(), one.encode(held.texts), batch_size, "hold-out"), held.labels))
-    points = [
-        curve(each, rules_of(one, each._replace(labels=some), task), task, some)
-        for one, (each, some) in zip(ones, chosen_on)
-    ]
+        some = labels if held is None else held.labels
+        if held is not None:
+            recorded = record(one.segments(), one.encode(held.texts), batch_size, "hold-out", one.whole_model())
+        points.append(curve(recorded, rules_of(one, recorded._replace(labels=some), task), task, some))
     best: dict[str | None, float] = {}  # full model's score, by the rows that rules are chosen on
     for rows, some in zip(these, points):
         full = [point["score"] for point in some if point["rule"]["name"] == "never"]
         best[rows] = max([best.get(rows, -1.0), *full])
     timed = []
-    for (row, recorded, (segments, encoded)), rows, some in zip(told, these, points):
+    for one, (row, recorded, encoded), rows, some in zip(ones, told, these, points):
+        there = [replayed(point, recorded, task, labels) for point in some]
+        row["curve"] = sorted(there, key=lambda point: -point["mean_layers"])
         picks = {name: most_saved(some, best[rows] - loss - 1e-9) for name, loss in LOSSES.items()}
         picks |= {name: best_within(some, share) for name, share in RANGES.items()}
         for name, found in picks.items():
-            row[name] = {}
+            row[name] = replayed(found, recorded, task, labels) if found else {}
             if found:
-                rule = rule_from_dict(found["rule"])
-                row[name] = {"rule": found["rule"]} | summary(recorded.replay(rule), recorded, task, labels)
-                timed.append((row[name], "seconds", (segments, rule, encoded)))
+                segments = one.whole_model() if is_full(row[name]) else one.segments()
+                timed.append((row[name], "seconds", (segments, rule_from_dict(found["rule"]), encoded)))
     return timed
 
 
@@ -169,7 +167,8 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
         metrics = read_json(run.folder / "metrics.json")
         own = metrics.get("own", {})
         if run.rule.to_dict() not in own.values():  # `mini-ee calibrate` wrote it
-            own = {run.rule.name: run.rule.to_dict()} | own
+            name = run.rule.name if run.rule.name not in own else f"{run.rule.name}, calibrated"
+            own = {name: run.rule.to_dict()} | own
         for measure, rule in {"full model": NeverExit().to_dict(), **own}.items():
             others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
             model = run.model.whole if measure == "full model" else run.model

@@ -19,7 +19,7 @@ from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.consistent import forgetting_events, hardness_correlations, hardness_of
-from mini_ee.rules import NeverExit, Patience, Rule, Threshold
+from mini_ee.rules import NeverExit, Patience, Rule, Threshold, rule_from_dict
 from mini_ee.training.train import split_rows, trained_on
 from mini_ee.units.recording import Record, exit_scores, plan_rows, predictions, record, summary
 
@@ -34,6 +34,8 @@ REST = 0.005  # seconds
 OVERTHOUGHT = 10  # rows that are shown
 
 LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
+
+SAME = ("method", "base", "exits", "pool", "head", "task", "max_length", "prompt")  # in runs of several seeds
 
 RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operations; LoRAExit, Table 7, has two
 
@@ -68,6 +70,18 @@ def curve(recorded: Record, rules: list[Rule], task: Task, labels: np.ndarray) -
     """Score, depth and operations under each rule, from many layers to few."""
     points = [{"rule": rule.to_dict(), **summary(recorded.replay(rule), recorded, task, labels)} for rule in rules]
     return sorted(points, key=lambda point: -point["mean_layers"])
+
+
+def is_full(point: dict) -> bool:
+    """Whether nobody leaves: then the model without exits runs, and no stream of an earlier exit."""
+    return point["rule"]["name"] == "never" and not point["layers_saved"]
+
+
+def replayed(point: dict, recorded: Record, task: Task, labels: np.ndarray) -> dict:
+    """What the rule of a curve's point makes of other rows."""
+    result = recorded.replay(rule_from_dict(point["rule"]))
+    found = {"rule": point["rule"]} | summary(result, recorded, task, labels)
+    return found | ({"flops_ratio": 1.0} if is_full(found) else {})
 
 
 def most_saved(points: list[dict], least_score: float) -> dict | None:
@@ -189,9 +203,7 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
     groups: dict[str, dict[int, dict]] = {}
     for row, config in zip(rows, configs):
         if "seed" in config and "exit_counts" not in config:
-            same = {
-                name: config.get(name) for name in ("method", "exits", "pool", "head", "task", "max_length", "prompt")
-            }
+            same = {name: config.get(name) for name in SAME}
             begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
             same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
             same |= {"settings": config.get("settings"), "schedule": row.get("schedule")}

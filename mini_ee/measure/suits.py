@@ -81,8 +81,9 @@ def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
     return Observed(observed.confidence[:, before], observed.agrees[:, before], observed.groups)
 
 
-def estimate(halves: Sequence[Observed], exits: tuple[int, ...], costs: Costs, seed: int) -> dict:
-    """What exits after these layers save: the threshold from one half, seen on the other; both ways, the mean.
+def estimate(halves: Sequence[Observed], exits: tuple[int, ...], costs: Costs, seed: int, both: bool = True) -> dict:
+    """What exits after these layers save: the threshold from the first half, seen on the second; and the other way, the
+    mean of both, where the first did not choose the exits.
 
     kept: how many do agree there. The 95 % intervals are percentiles of a bootstrap over the texts or rows of a half.
     """
@@ -94,9 +95,9 @@ def estimate(halves: Sequence[Observed], exits: tuple[int, ...], costs: Costs, s
     members = [_members(half) for half in halves]
 
     def once(one: Observed, other: Observed) -> Kept:
-        ways = ((one, other), (other, one))
-        both = [kept(fresh, threshold_at(taken), exits, costs) for taken, fresh in ways]
-        return Kept(*np.mean(both, axis=0).tolist())
+        ways = ((one, other), (other, one)) if both else ((one, other),)
+        found = [kept(fresh, threshold_at(taken), exits, costs) for taken, fresh in ways]
+        return Kept(*np.mean(found, axis=0).tolist())
 
     found, drawn = once(*halves), []
     for _ in range(RESAMPLES):
@@ -160,7 +161,7 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
         "head_layers": heard.costs.head,
         "start_layers": heard.costs.start,
         "estimate": estimate(halves, every, heard.costs, seed),
-        "few_exits": estimate(halves, few, heard.costs, seed),
+        "few_exits": estimate(halves, few, heard.costs, seed, both=False),
     }
     if heard.accuracy is not None:
         answer |= {"accuracy": heard.accuracy, "majority": heard.majority}

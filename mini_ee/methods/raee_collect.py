@@ -116,7 +116,7 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
         config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
         config |= {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
         prompts = None if how.prompts is None else str(Path(how.prompts).resolve())
-        config["settings"] |= {"encoder": source["encoder"], "prompts": prompts}
+        config["settings"] |= {"encoder": source["encoder"], "prompts": prompts, "max_train": request.common.max_train}
         config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
         config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
         write_json(partial / "config.json", config)

@@ -66,6 +66,10 @@ class NothingToResume(FileNotFoundError):
     """--resume without a training state."""
 
 
+class Diverged(ValueError):
+    """The loss, or what the exits say, became no numbers."""
+
+
 class Saved(NamedTuple):
     """Where the state of a training stands until the caller removes it, and what it was started with (JSON)."""
 
@@ -281,7 +285,7 @@ class _Training:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         loss = ranks.average(parameters, loss, len(batch.labels))
         if not torch.isfinite(loss):
-            raise ValueError(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+            raise Diverged(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
         nn.utils.clip_grad_norm_(parameters, config.clip)
         optimizer.step()
         return loss.item()

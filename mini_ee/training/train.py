@@ -28,7 +28,7 @@ from mini_ee.data.files import json_sha256, read_json, sole_writer
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.training import ranks
-from mini_ee.training.fit import STATE, Fitted, NothingToResume, Saved, fit
+from mini_ee.training.fit import STATE, Diverged, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, curves, default_rule
@@ -275,7 +275,7 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
     recorded = record(model.segments(), held.encoded, request.train.batch_size, whole=model.segments().whole())
     if not np.isfinite(recorded.logits).all():
-        raise ValueError("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
+        raise Diverged("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
     promise = {"max_loss": common.max_loss, "confidence": common.confidence}
     chosen = default_rule(recorded, task, held.labels, **promise, candidates=request.method.candidates)
     metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, held.labels)

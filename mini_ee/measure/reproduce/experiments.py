@@ -23,7 +23,7 @@ from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_write
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.measure.reproduce.measures import MEASURES, OF_ROWS
 from mini_ee.measure.reproduce.recipe import Case, is_choice
-from mini_ee.training.fit import STATE
+from mini_ee.training.fit import STATE, Diverged
 from mini_ee.training.run import Run, load_run, training_folder
 from mini_ee.training.train import train
 
@@ -68,6 +68,16 @@ class Sources:
                 shutil.copy(self.find("data", "SST-2") / "dev.tsv", partial / "dev.tsv")
         return folder
 
+    def check(self, case: Case) -> None:
+        """Raise WrongArguments where one of a case's models, tasks or texts is not there."""
+        for options in (case.options, case.options.get("base", {})):
+            named = {name: value for name, value in options.items() if value != SENTENCES}
+            self.options(named)
+            if named != options:
+                self.find("data", "SST-2"), self.find("data", "SST-5")
+        if case.reads:
+            self.find("data", case.reads)
+
     def options(self, options: dict) -> dict:
         """Options with folders in place of names."""
         named = dict(options)
@@ -98,7 +108,10 @@ def is_kept(folder: Path, case: Case, seed: int) -> bool:
     if made is None or case.reference in (None, case.name) or not (path := file_of(folder, case.reference)).exists():
         return made is not None
     now = read_json(path)["seeds"].get(str(seed))
-    return now is None or now["figures"]["full"] == made["figures"].get("reference", now["figures"]["full"])
+    if now is None:
+        return True
+    counted = {"full": "reference", "hold-out full": "reference hold-out"}
+    return all(made["figures"].get(name, found := now["figures"].get(of)) == found for of, name in counted.items())
 
 
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
@@ -115,6 +128,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             raise Held(case.name) from None
         kept = read_case(folder, case)
         if is_kept(folder, case, seed):
+            shutil.rmtree(at, ignore_errors=True)  # a kill came before
             return
         reference = None
         if case.reference and case.reference != case.name:
@@ -153,11 +167,16 @@ def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say
     """The value that does best on the rows held out of train; what was tried is kept. The best is this seed's run."""
     at = _trainings(path, case, seed)
     ((name, choice),) = ((name, value) for name, value in case.options.items() if is_choice(value))
-    tried = kept.setdefault("tried", [])
+    if kept.get("tried with seed") != seed:  # another one holds out other rows
+        kept |= {"tried": [], "tried with seed": seed}
+    tried = kept["tried"]
     while value := next_to_try(choice["choose"], {each[name]: each["hold-out"] for each in tried}):
-        run = _trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
-        metrics = read_json(run.folder / "metrics.json")
-        scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
+        try:
+            run = _trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
+            metrics = read_json(run.folder / "metrics.json")
+            scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
+        except Diverged:
+            scores = [0.0]
         tried.append({name: value, "hold-out": _short(float(np.mean(scores)))})
         say(f"  {name} {value}: {tried[-1]['hold-out']:.3f} on the hold-out, the mean of all exits")
         write_json(path, kept)

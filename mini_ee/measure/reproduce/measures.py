@@ -26,9 +26,11 @@ from mini_ee.measure.evaluate import (
     by_exit,
     curve,
     hardness_in_training,
+    is_full,
     measure_seconds,
     most_saved,
     overthinking,
+    replayed,
     rows_of,
     timed_batches,
 )
@@ -80,7 +82,7 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     figures["hold-out full"] = exit_scores(chosen_on, task, held.labels)[-1]
     figures["majority"] = float(np.bincount(rows.labels.astype(int)).max() / len(rows))
     reference = reference or figures
-    figures["reference"] = reference["full"]
+    figures |= {"reference": reference["full"], "reference hold-out": reference["hold-out full"]}
     own = summary(reported.replay(run.rule), reported, task, rows.labels)
     figures |= {"default score": own["score"], "default saved": own["layers_saved"]}
     figures["default layers"] = own["mean_layers"]
@@ -93,7 +95,7 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     figures |= _trained_rows(run, task, Policy() if decides else run.rule)
     order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
     for point in picked.values():
-        timed.append((whole if _is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
+        timed.append((whole if is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
     full, *seconds = measure_seconds(timed, order, repeats=1)
     for (name, point), each in zip(picked.items(), seconds):
         figures |= {f"score {name}": point["score"], f"saved {name}": point["layers_saved"]}
@@ -133,12 +135,7 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
     """The points of the reported split whose rules the hold-out chose, and the curve of some that it offers."""
     chosen_on, split = held
     points = curve(chosen_on, rules_of(run, chosen_on._replace(labels=split.labels), task), task, split.labels)
-
-    def there(point: dict) -> dict:
-        rule = rule_from_dict(point["rule"])
-        found = {"rule": point["rule"]} | summary(reported.replay(rule), reported, task, rows.labels)
-        return found | ({"flops_ratio": 1.0} if _is_full(found) else {})
-
+    there = partial(replayed, recorded=reported, task=task, labels=rows.labels)
     never = next(point for point in points if point["rule"]["name"] == "never")
     picked = {}
     for name, loss in LOSSES.items():
@@ -152,11 +149,6 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
         "curve operations": [point["flops_ratio"] for point in offered],
     }
     return picked, lists
-
-
-def _is_full(point: dict) -> bool:
-    """Whether nobody leaves: then the model without exits runs, and no stream of an earlier exit."""
-    return point["rule"]["name"] == "never" and not point["layers_saved"]
 
 
 def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:

@@ -283,6 +283,8 @@ def _setting(value) -> str:
     return "built-in" if value is None else str(value)
 
 
+CLAIMS = "# What came out"  # the head of results/README.md
+
 OTHERS = """## Other pages
 
 | | what it shows |
@@ -307,7 +309,7 @@ def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others:
         "names them all, says so."
     )
     every = [one for each in judged.values() for one in each]
-    lines = ["# What came out", "", f"{about} {_counted('claims of the papers', every, False)}", ""]
+    lines = [CLAIMS, "", f"{about} {_counted('claims of the papers', every, False)}", ""]
     if controls := _counted("controls of ours", every, True):
         lines += [controls, ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])

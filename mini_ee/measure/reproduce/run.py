@@ -7,10 +7,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
 from mini_ee.measure.figures import can_draw
 from mini_ee.measure.reproduce.experiments import Held, Sources, is_kept, run_case
-from mini_ee.measure.reproduce.page import OTHERS, claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.page import CLAIMS, OTHERS, claims_page, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
 
@@ -29,22 +30,30 @@ def reproduce(
 
     seeds: all cases are run with the first before the second is begun. What is kept of an earlier call, of a killed one
     too, is not run again; what another process is running is left to it, so that several calls share the work. Raises
-    WrongArguments for a model or a task that is not there.
+    WrongArguments, before anything is run, for a model or a task that is not there, and where another file has a page's
+    name.
     """
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
     found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
     asked = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
-    folder.mkdir(parents=True, exist_ok=True)
+    for path, heading in ((out / "README.md", CLAIMS), (out / f"{paper}.md", f"# {recipe['title']}")):
+        if path.exists() and not path.read_text(encoding="utf-8").startswith(heading):
+            raise WrongArguments(f"{path}: is no page of `mini-ee reproduce`; name another folder with --out")
     wanted = [(case, seed) for seed in seeds for case in asked.values() if seed in seeds[: case.seeds]]
     missing = [(case, seed) for case, seed in wanted if not is_kept(folder, case, seed)]
+    for case, _ in missing:
+        found.check(case)
+    folder.mkdir(parents=True, exist_ok=True)
     say(f"{len(asked)} cases, {len(wanted)} with their seeds; {len(missing)} to run.")
-    left, before, pages = missing, None, out / ".pages.lock"
+    left, before, ran, pages = wanted, None, 0, out / ".pages.lock"
     while left != before:
         before, left = left, []
         for case, seed in before:
             reference = asked.get(case.reference, case)
+            if is_kept(folder, case, seed):
+                continue
             try:
                 if reference != case and not is_kept(folder, reference, seed):
                     raise Held(reference.name)
@@ -52,6 +61,7 @@ def reproduce(
             except Held:
                 left.append((case, seed))
                 continue
+            ran += 1
             with FileLock(pages):
                 write_page(paper, recipe, out, quick)
     if left:
@@ -63,7 +73,7 @@ def reproduce(
     return {
         "paper": paper,
         "page": str(path),
-        "ran": len(missing) - len(left),
+        "ran": ran,
         "wall_seconds": time.perf_counter() - begin,
     }
 
