@@ -335,7 +335,7 @@ def _kept_through_prompt(run: Run, inputs: Inputs, labels: torch.Tensor) -> list
 
 
 def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
-    """Heads on a decoder: how they learned, and what they save at equal agreement with the full model on fresh text."""
+    """Heads on a decoder: how they learned, and what they save on fresh text at equal agreement on calibration text."""
     metrics, exits = read_json(run.folder / "metrics.json"), run.exits
     figures = {f"agreement after {layer}": value for layer, value in zip(exits, metrics["agreement"])}
     figures |= {f"entropy after {layer}": value for layer, value in zip(exits, metrics["entropy"])}
