@@ -163,9 +163,9 @@ class Runtime:
         """Tokenize texts of one sentence or two."""
         return self.tokenizer.encode(texts)
 
-    def check(self, row: str | Sequence[str]) -> None:
-        """Raise ValueError for a row that cannot be answered."""
-        self.encode([row])
+    def check(self, row: str | Sequence[str]) -> bool:
+        """Whether a row is cut to max_length. Raises ValueError for one that cannot be answered."""
+        return self.encode([row]).truncated > 0
 
     def warm_up(self) -> None:
         """Run a sentence to each exit: the first run of a graph is slower."""
@@ -300,9 +300,10 @@ class TokenRuntime(Runtime):
         self._check([ids], self.max_new_tokens if max_new_tokens is None else max_new_tokens)
         return ids
 
-    def check(self, row: str | Sequence[str]) -> None:
-        """Raise ValueError for a prompt that cannot be continued."""
+    def check(self, row: str | Sequence[str]) -> bool:
+        """False: a prompt is never cut. Raises ValueError for one that cannot be continued."""
         self.encode(_prompt(row))
+        return False
 
     def warm_up(self) -> None:
         """Write two tokens: the first run of a session is slower."""

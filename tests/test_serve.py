@@ -285,6 +285,13 @@ def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
     assert summary["engine"] == "onnxruntime" and summary["provider"] == "CPUExecutionProvider"
 
 
+def test_texts_that_are_cut_are_counted(served, tmp_path, capsys):
+    source = lines_of(tmp_path, "the film was good", "the film was good " * 20)
+    assert main(["run", *map(str, (served[0], source, "--out", tmp_path / "out", "--json"))]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["rows_truncated"] == 1 and "1 of 2 texts cut to 30 tokens" in said.err
+
+
 def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):
     folder = shutil.copytree(served[0], tmp_path / "edited")
     manifest = read_json(folder / "manifest.json")

@@ -74,6 +74,11 @@ def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(
     assert watch.rows[last] == (watch.left[runtime.exits[-1]] if rebatch else 0)
 
 
+def test_a_rule_for_other_exits_is_refused(runtime):
+    with pytest.raises(ValueError, match="expected one threshold or"):
+        RowEngine(runtime, Threshold((0.9,) * 9))
+
+
 def test_rows_of_different_requests_stand_in_one_batch_after_an_exit(runtime):
     """Half of a batch of four leaves: two batches of survivors are one."""
     engine, texts = RowEngine(runtime, RULES["threshold"]), SENTENCES * 8

@@ -509,6 +509,10 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
     name, *options = command
     line = refused(capsys, name, out, *options)
     assert "its backbone was in" in line and "say where with --model" in line
+    with pytest.MonkeyPatch.context() as patch:  # a built-in one is looked for where it is now
+        patch.setattr("mini_ee.training.run.BUILT_IN_DECODER", moved)
+        assert main([name, str(out), *options]) == 0
+        capsys.readouterr()
     assert main([name, str(out), *options, "--model", str(moved)]) == 0
     capsys.readouterr()
     other = decoder_in(tmp_path / "other", seed=1)

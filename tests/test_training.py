@@ -170,6 +170,31 @@ def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_
             train(tmp_path / "run", checkpoint_folder, task_folder, "two-stage", resume=True)
 
 
+def test_the_seconds_of_an_epoch_do_not_hold_what_is_written(tmp_path, checkpoint_folder, task_folder, monkeypatch):
+    now, write = [0.0], fitting._Training._write_state
+
+    def slow(self, *args):
+        now[0] += 100.0
+        write(self, *args)
+
+    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(fitting.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(fitting._Training, "_write_state", slow)
+    train(tmp_path / "run", checkpoint_folder, task_folder)
+    assert now[0] > 100 and {each["seconds"] for each in read_json(tmp_path / "run" / "metrics.json")["epochs"]} == {
+        0.0
+    }
+
+
+def test_a_run_beside_the_state_of_its_training_is_over(tmp_path, checkpoint_folder, task_folder, unfinished):
+    state = unfinished.read_bytes()
+    train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(state)  # a kill between the last two steps
+    with pytest.raises(FileExistsError, match="run: is there already; this training is over: remove .*run.training"):
+        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
+
+
 def test_the_resume_test_can_fail(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     """Planted bug: the random state is not put back, so dropout differs."""
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
@@ -191,10 +216,15 @@ def unfinished(tmp_path, checkpoint_folder, task_folder, monkeypatch):
 
 def test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_folder, task_folder, unfinished):
     save_file(read_tensors(unfinished), unfinished)
-    with pytest.raises(ValueError, match="state.safetensors: damaged: the checksum that was written with it is gone$"):
+    with pytest.raises(
+        ValueError,
+        match="state.safetensors: damaged: the checksum that was written with it is gone; remove .*training and",
+    ):
         train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
     unfinished.write_bytes(unfinished.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="state.safetensors: truncated or damaged"):
+    with pytest.raises(
+        ValueError, match="state.safetensors: truncated or damaged .*; remove .*training and begin anew$"
+    ):
         train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
 
 

@@ -62,6 +62,7 @@ class RowEngine:
     ):
         self.runtime, self.promise = runtime, promise
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
+        self.rule.check(len(runtime.exits))
         self.watch = Watch(runtime.exits, promise, runtime.config.get("exit_counts"))
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)
@@ -187,6 +188,7 @@ class TextEngine:
 
     def __init__(self, runtime: TokenRuntime, rule: Rule | None = None, room: int = BATCH):
         self.runtime, self.rule = runtime, rule or runtime.rule
+        self.rule.check(len(runtime.exits))
         self.room = room = 1 if runtime.begins_with else room
         self.watch = Watch(runtime.exits, None, runtime.config.get("exit_counts"))
         self.capacity = min(CAPACITY, runtime.config["max_tokens"])

@@ -59,13 +59,15 @@ def run(args) -> dict:
     if args.file and args.out and args.out.is_file() and args.file.exists() and args.out.samefile(args.file):
         raise WrongArguments(f"--out {args.out}: is the file that is read; name another")
     served = _open(args)
-    rows = failed = counted = layers = 0
+    rows = failed = counted = layers = truncated = 0
     begin = time.perf_counter()
     progress = {"unit": "row", "delay": 2, "file": sys.stderr, "disable": None}  # none where no terminal would show it
     with _input(args.file) as source, _output(args.out) as sink, tqdm(**progress) as bar:
         numbered = enumerate(source, start=1)
         while lines := list(islice(numbered, args.batch_size)):
-            for answer in _answers(served, lines, args.batch_size):
+            answers, cut = _answers(served, lines, args.batch_size)
+            truncated += cut
+            for answer in answers:
                 rows += 1
                 if "error" in answer:
                     failed += 1
@@ -76,10 +78,13 @@ def run(args) -> dict:
                 sink.write(json.dumps(answer) + "\n")
             sink.flush()
             bar.update(len(lines))
+    if truncated:
+        print(f"mini-ee run: {truncated} of {rows} texts cut to {served.tokenizer.max_length} tokens", file=sys.stderr)
     return {
         "export": str(args.exported),
         "rows": rows,
         "failed": failed,
+        "rows_truncated": truncated,
         "mean_layers": layers / counted if counted else None,
         "seconds": time.perf_counter() - begin,
         "engine": served.engine,
@@ -114,19 +119,20 @@ def _open(args) -> Runtime:
     return Runtime(args.exported, segments=torch_segments(args.exported, args.device or "cpu"), **settings)
 
 
-def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> Iterator[dict]:
-    """One batch of numbered lines -> answers in their order."""
-    rows, errors = {}, {}
+def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> tuple[list[dict], int]:
+    """One batch of numbered lines -> answers in their order, and how many were cut."""
+    rows, errors, cut = {}, {}, 0
     for number, line in lines:
         try:
             row = row_of_line(line, runtime.num_texts)
-            runtime.check(row)
+            cut += runtime.check(row)
             rows[number] = row
         except ValueError as error:
             errors[number] = str(error).removeprefix("row 0: ")
     answers = dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
-    for number, _ in lines:
-        yield {"line": number, **({"error": errors[number]} if number in errors else answers[number].to_dict())}
+    said = {number: {"error": text} for number, text in errors.items()}
+    said |= {number: answer.to_dict() for number, answer in answers.items()}
+    return [{"line": number, **said[number]} for number, _ in lines], cut
 
 
 @contextmanager

@@ -147,7 +147,11 @@ class _Training:
         path = self.saved.folder / STATE
         if not path.exists():
             raise NothingToResume(f"{path.parent}: no unfinished training here; start without --resume")
-        tensors = read_tensors(path, signed=True)
+        try:
+            tensors = read_tensors(path, signed=True)
+        except ValueError as error:
+            found = str(error).removesuffix("; fetch or write it again")
+            raise ValueError(f"{found}; remove {path.parent} and begin anew") from None
         progress = json.loads(bytes(tensors.pop("progress").tolist()))
         settings = self.saved.settings
         differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
@@ -205,16 +209,15 @@ class _Training:
                 if time.monotonic() - last_save > SAVE_SECONDS and progress["step"] < (epoch + 1) * per_epoch:
                     progress["seconds"] = time.perf_counter() - begin
                     self._write_state(optimizer, best)
-                    last_save = time.monotonic()
+                    begin, last_save = time.perf_counter() - progress["seconds"], time.monotonic()
             ranks.as_first(self._own_state().values())
             if scores is None or self._says_more(stage):
                 scores = self.held.scores(self.model, config.batch_size)
             better = self._judge(stage, epoch, held, scores, begin)
-            begin = time.perf_counter()
             if better:
                 best = self._learned(stage)
             self._write_state(optimizer, best)
-            last_save = time.monotonic()
+            begin, last_save = time.perf_counter(), time.monotonic()  # what is written is no training
         self.model.load_state_dict(self.model.state_dict() | best)
         if stage.finish:
             stage.finish(self.model, self.held)

@@ -23,6 +23,8 @@ from torch import nn
 from mini_ee import WrongArguments, __version__
 from mini_ee.backbones.backbone import check_integer, shortened
 from mini_ee.backbones.hub import (
+    BUILT_IN_DECODER,
+    BUILT_IN_MODEL,
     backbone_sha256,
     check_generates,
     empty_backbone,
@@ -337,7 +339,11 @@ def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptM
 
 def _backbone_of(source: dict, run: Path, folder: str | Path | None):
     """The backbone that a run was made with, or an error: adapters and values fit one backbone only."""
-    folder = Path(folder or run / source["folder"])  # an absolute path stands for itself
+    there = Path(folder or run / source["folder"])  # an absolute path stands for itself
+    if folder is None and not there.is_dir():  # a built-in one is in this installation, too
+        own = (each for each in (BUILT_IN_MODEL, BUILT_IN_DECODER) if each.is_dir())
+        there = next((each for each in own if backbone_sha256(each) == source["sha256"]), there)
+    folder = there
     if not folder.is_dir():
         raise FileNotFoundError(f"{run}: its backbone was in {folder}, nothing is there; say where with --model")
     if backbone_sha256(folder) != source["sha256"]:

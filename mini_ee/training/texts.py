@@ -138,6 +138,8 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
         return TextData(pieces[held:], True), TextData(pieces[:held], True)
     count = options.texts or 1500
     if options.text is None:
+        if count < HELD_STORIES:
+            raise WrongArguments(f"--texts: expected at least {HELD_STORIES}, got {count}")
         found = source.own_stories(count + HELD_STORIES, 0)
     else:
         found = source.stories()

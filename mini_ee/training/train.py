@@ -84,12 +84,14 @@ def train(
 
 
 def _trained(request: Request, say: Callable[[str], None]) -> Run:
+    state_folder = training_folder(request.out)
     if request.out.exists():
-        raise FileExistsError(f"{request.out}: is there already; name another folder or remove it")
+        done = request.resume and is_run(request.out) and (state_folder / STATE).exists()
+        advice = f"this training is over: remove {state_folder}" if done else "name another folder or remove it"
+        raise FileExistsError(f"{request.out}: is there already; {advice}")
     ranks.wait()  # until all have looked
     if request.method.train is not None:
         return request.method.train(request, say)
-    state_folder = training_folder(request.out)
     unfinished = (state_folder / STATE).exists()
     if unfinished and not request.resume:
         raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
