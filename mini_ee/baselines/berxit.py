@@ -1,5 +1,7 @@
 """BERxiT: the last exit and all exits learn in turns; a learning-to-exit module says how certain an exit may be.
 
+The module is one linear map for all exits, OneForAll of training/policies.py.
+
 Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021.
 """
 

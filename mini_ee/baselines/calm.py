@@ -5,7 +5,8 @@ certain a token is:
 
     gap          softmax response: the largest probability minus the second; the rule Threshold on breaking_ties
     saturation   cosine of the state with the one at the exit before; the rule Threshold on saturation
-    classifier   one linear map for all exits, which predicts that the exit agrees with the last; the rule Policy
+    classifier   one linear map for all exits, which predicts that the exit agrees with the last (OneForAll of
+                 training/policies.py); the rule Policy
 
 and its calibration, one threshold that keeps a promise on whole texts (Learn then Test: Angelopoulos et al. 2021).
 

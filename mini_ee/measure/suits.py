@@ -82,8 +82,9 @@ def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
 
 
 def estimate(halves: Sequence[Observed], exits: tuple[int, ...], costs: Costs, seed: int, both: bool = True) -> dict:
-    """What exits after these layers save: the threshold from the first half, seen on the second; and the other way, the
-    mean of both, where the first did not choose the exits.
+    """What exits after these layers save: the threshold from the first half, seen on the second.
+
+    both: the other way as well, and the mean; not where the first half chose the exits.
 
     kept: how many do agree there. The 95 % intervals are percentiles of a bootstrap over the texts or rows of a half.
     """

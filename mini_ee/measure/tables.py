@@ -189,7 +189,7 @@ def losses_table(rows: list[dict]) -> str:
             line[name] = said.format(**point) if point else "-"
         lines.append(line | {"chosen_on": row["chosen_on"]})
     headings = {"run": "run", "how": "method", "full": "full"} | LOSS_HEADINGS | {"chosen_on": "rules chosen on"}
-    about = "A loss is counted from the best full model of all, on the same rows that rules are chosen on."
+    about = "A loss is counted from the best full model of all whose rules are chosen on the same rows."
     return f"\n{table(lines, headings)}\n{about}"
 
 
