@@ -288,7 +288,8 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     )
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json", "--threads", "1"]
     assert main(command) == 0
-    assert json.loads(capsys.readouterr().out)["ran"] == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ran"] == 2 and "1 of 2 are there.\n" in said.err and "2 of 2 are there.\n" in said.err
     assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
     text, kept = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
     figures = kept["seeds"]["0"]["figures"]

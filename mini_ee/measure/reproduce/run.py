@@ -64,18 +64,14 @@ def reproduce(
             ran += 1
             with FileLock(pages):
                 write_page(paper, recipe, out, quick)
+            say(f"{sum(is_kept(folder, *each) for each in wanted)} of {len(wanted)} are there.")
     if left:
         say(f"{len(left)} are left to other processes, which are running them or what they are compared with.")
     with FileLock(pages):
         path = write_page(paper, recipe, out, quick)
         write_claims(out, quick)
     say(f"Page: {path}")
-    return {
-        "paper": paper,
-        "page": str(path),
-        "ran": ran,
-        "wall_seconds": time.perf_counter() - begin,
-    }
+    return {"paper": paper, "page": str(path), "ran": ran, "wall_seconds": time.perf_counter() - begin}
 
 
 def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
