@@ -335,6 +335,14 @@ def test_every_method_builds_a_model_whose_stages_all_learn_something(method, ch
         ("consistent", {"temperature": 2.0}, "has no option temperature"),
         ("pabee", {"alpha": 2.0, "k": 3}, "has no option alpha, k; see"),
         ("lora-exits", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ("lora-exits", {"distill": "vanilla", "weight": 0.5}, "--lambda: counts for nothing with --distill vanilla"),
+        ("lora-exits", {"distill": "vanilla", "temperature": 2.0}, "--temperature: counts for nothing with --distill"),
+        ("lora-exits", {"distill": "vanilla", "t_squared": True}, "--t-squared: counts for nothing"),
+        (
+            "consistent",
+            {"estimator": "exact", "trajectories": 4},
+            "--trajectories: counts for nothing with --estimator",
+        ),
         ("consistent", {"alpha": -1.0}, "alpha must be"),
         ("joint", {"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
         ("joint", {"exits": (2, 1, 3)}, "exits must ascend .* end at the last layer, 3, got 2,1,3"),
@@ -349,6 +357,16 @@ def test_options_of_another_method_and_wrong_ones_are_refused(
     with pytest.raises(WrongArguments, match=message):
         mini_ee.train(name, checkpoint_folder, task_folder, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name, options", [("layerskip", {"curriculum": "gradual", "rotation": 2}), ("free", {"alpha": 0, "match": "last"})]
+)
+def test_a_decoders_option_that_would_be_passed_over_is_refused(name, options, tmp_path, decoder_checkpoint):
+    *others, idle = options
+    asked(name, decoder_checkpoint, None, tmp_path / "run", False, {other: options[other] for other in others})
+    with pytest.raises(WrongArguments, match=f"--{idle}: counts for nothing with --{others[0]} {options[others[0]]}; "):
+        asked(name, decoder_checkpoint, None, tmp_path / "run", False, options)
 
 
 def test_where_no_exits_are_named_they_are_the_methods_own(tmp_path, checkpoint_folder, task_folder):

@@ -49,7 +49,9 @@ class Config(Settings):
     ramp: str = option("constant", "S: how the dropout grows over time", choices=RAMPS)
     scale: float = option(1.0, "e_scale, of the losses of the exits below the last", least=0)
     curriculum: str = option("rotational", "C: which exits learn at a step", choices=CURRICULA)
-    rotation: int | None = option(None, "R; else one exit below the last learns at a time", least=1)
+    rotation: int | None = option(
+        None, "R; else one exit below the last learns at a time", least=1, idle=("curriculum", "gradual")
+    )
 
 
 # ---- The equations ----

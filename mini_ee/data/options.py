@@ -4,6 +4,7 @@ The command line's options and the checks of their values are both made from it 
 """
 
 import math
+from collections.abc import Container
 from dataclasses import MISSING, dataclass, field, fields
 from operator import ge, gt, le, lt
 from types import NoneType, UnionType
@@ -26,7 +27,8 @@ def option(
     """A field of a settings class.
 
     help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above, below:
-    ones that are not. about: `flag`, where the option is not named like the field, and `metavar`.
+    ones that are not. about: `flag`, where the option is not named like the field, `metavar`, and `idle`, (another
+    field, the value under which nothing reads this one).
     """
     limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={"help": help} | limits | about)
@@ -66,6 +68,17 @@ def check_options(settings) -> None:
         for one in value if several else (value,):
             if not _fits(one, scalar_type(each.type), limits):
                 raise ValueError(f"{each.name}{flag} must be {expected}, got {one!r}")
+
+
+def idle_option(settings, named: Container[str]) -> str | None:
+    """A line about an option that was named, and that nothing reads under another one's value; None where all count."""
+    about = {each.name: each.metadata for each in fields(settings)}
+    for name, metadata in about.items():
+        other, value = metadata.get("idle", (None, None))
+        if other and name in named and getattr(settings, other) == value:
+            under = f"{flag_of(other, about[other])} {value}"
+            return f"{flag_of(name, metadata)}: counts for nothing with {under}; leave it out"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,7 @@ from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits
 from mini_ee.units.streams import LoRASegments, restart
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
+UNTAUGHT = ("distill", "vanilla")  # under which what distillation reads counts for nothing
 
 TEACHER_BATCH = 64
 
@@ -70,9 +71,13 @@ class Config(Settings):
     """The method's own settings. Raises ValueError on a value that makes no sense."""
 
     distill: str = option("segd", "what teaches an exit: nothing, the last exit or the next one", choices=DISTILL)
-    temperature: float = option(2.0, "T of Eq. 5; the paper tries 2, 10 and 20", above=0)
-    weight: float = option(0.95, "share of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1)
-    t_squared: bool = option(False, "multiply the distillation loss by T squared, which the paper does not")
+    temperature: float = option(2.0, "T of Eq. 5; the paper tries 2, 10 and 20", above=0, idle=UNTAUGHT)
+    weight: float = option(
+        0.95, "share of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, idle=UNTAUGHT
+    )
+    t_squared: bool = option(
+        False, "multiply the distillation loss by T squared, which the paper does not", idle=UNTAUGHT
+    )
     rank: int = option(8, "of the adapters", least=1)
     alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
     targets: tuple[str, ...] = option(

@@ -25,6 +25,7 @@ from mini_ee.backbones.hub import (
     without_memory,
 )
 from mini_ee.data.files import json_sha256, read_json, sole_writer
+from mini_ee.data.options import idle_option
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.training import ranks
@@ -134,7 +135,10 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     own = {key: given[key] for key in own_names & given.keys()}
     named = frozenset(key for key, value in options.items() if value is not None)
     texts = made[2] if unit == "tokens" else None
-    request = Request(name, method, unit, model, None, out, configured(method, own), *made[:2], texts, resume, named)
+    how = configured(method, own)
+    if idle := idle_option(how, named):
+        raise WrongArguments(idle)
+    request = Request(name, method, unit, model, None, out, how, *made[:2], texts, resume, named)
     check_device(request.common.device)
     if unit == "tokens":
         if texts.kind == "pieces" != method.defaults.get(unit, {}).get("kind"):
