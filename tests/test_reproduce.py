@@ -26,6 +26,7 @@ from mini_ee.measure.reproduce.page import (
     _claim_lines,
     _training_lines,
     claims_page,
+    in_short,
     judge,
     page,
     read_kept,
@@ -69,6 +70,7 @@ TINY = {
     "title": "Tiny",
     "source": "nobody",
     "about": "A recipe of this test.",
+    "short": ["Of rows, {reviews joint | full} and {reviews two-stage | full} are right."],
     "differs": ["Everything."],
     "next": ["More rows."],
     "experiments": [
@@ -665,12 +667,14 @@ def test_twenty_methods_have_colours_of_their_own_the_first_ten_the_strong_ones(
 
 
 def test_the_table_of_claims_says_what_the_json_says():
-    judged, titles = {}, {}
+    judged, titles, shorts = {}, {}, {}
     for paper in PAPERS:
         found = load_recipe(paper)
         kept = read_kept(RESULTS / paper, found)
         judged[paper], titles[paper] = [judge(claim, kept) for claim in found["claims"]], found["title"]
-    assert claims_page(judged, titles, OTHERS) == (RESULTS / "README.md").read_text()
+        shorts[paper] = in_short(found, kept)
+        assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
+    assert claims_page(judged, titles, shorts, OTHERS) == (RESULTS / "README.md").read_text()
 
 
 def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
@@ -711,6 +715,7 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
 
     first = made()
     assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
+    assert "\nOf rows, .500 and .600 are right.\n" in first
     path = experiments.file_of(folder, "reviews two-stage")
     path.write_text(path.read_text().replace("0.6", "0.7"))
     assert made() != first and "| two-stage | .700 | .250 |" in made()

@@ -1,5 +1,6 @@
 """A paper's page, made from its recipe and the JSON of its cases: no figure comes from anywhere else."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -197,6 +198,8 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     total = len(kept.cases)
     done = sum(bool(each["seeds"]) for each in kept.found.values())
     lines = [f"# {recipe['title']}", "", f"*{recipe['source']}.* {recipe['about']}", ""]
+    for each in in_short(recipe, kept):
+        lines += [each, ""]
     lines += [f"Made by `{command}` from the JSON files in {paper}/.", ""]
     if done < total:
         lines += [f"Of {total} cases {done} have been run; `{NOT_RUN}` stands for the others. The command goes on.", ""]
@@ -226,6 +229,16 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
             f"commits {about['commit']}."
         ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def in_short(recipe: dict, kept: Kept) -> list[str]:
+    """What came out, in a few sentences: a figure's mean over seeds stands where they have {case | figure}."""
+
+    def mean(named: re.Match) -> str:
+        values = [*kept.values(*named.groups()).values()]
+        return _digits(float(np.mean(values))) if values else NOT_RUN
+
+    return [re.sub(r"\{(.+?) \| (.+?)\}", mean, each) for each in recipe.get("short", [])]
 
 
 def _rank_lines(ranks: dict, kept: Kept) -> list[str]:
@@ -301,15 +314,20 @@ OTHERS = """## Other pages
 """
 
 
-def claims_page(judged: dict[str, list[Judged]], titles: dict[str, str], others: str) -> str:
-    """All papers' claims in one table, for results/README.md. others: what stands behind it."""
+def claims_page(
+    judged: dict[str, list[Judged]], titles: dict[str, str], shorts: dict[str, list[str]], others: str
+) -> str:
+    """What came out in short, and all papers' claims in one table: results/README.md. others: what stands behind."""
     about = (
         "Claims of the four papers, each with its verdict, and controls of ours. The column *ours* shows the first "
         "three comparisons; of each the first number should be the larger, by a margin where the paper's page, which "
         "names them all, says so."
     )
     every = [one for each in judged.values() for one in each]
-    lines = [CLAIMS, "", f"{about} {_counted('claims of the papers', every, False)}", ""]
+    lines = [CLAIMS, ""]
+    for paper, short in shorts.items():
+        lines += [f"**[{titles[paper]}]({paper}.md).** {' '.join(short)}", ""] if short else []
+    lines += [f"{about} {_counted('claims of the papers', every, False)}", ""]
     if controls := _counted("controls of ours", every, True):
         lines += [controls, ""]
     lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])

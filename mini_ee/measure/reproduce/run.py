@@ -11,7 +11,7 @@ from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
 from mini_ee.measure.figures import can_draw
 from mini_ee.measure.reproduce.experiments import Held, Sources, is_kept, run_case
-from mini_ee.measure.reproduce.page import CLAIMS, OTHERS, claims_page, judge, page, read_kept
+from mini_ee.measure.reproduce.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
 
@@ -86,10 +86,11 @@ def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
 
 
 def write_claims(out: Path, quick: bool) -> None:
-    """OUT/README.md: the claims of all papers that have a page there in one table."""
-    judged, titles = {}, {}
+    """OUT/README.md: what came out in short, and the claims of all papers that have a page there in one table."""
+    judged, titles, shorts = {}, {}, {}
     for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
         recipe = load_recipe(paper, quick)
         kept = read_kept(out / paper, recipe)
         judged[paper], titles[paper] = [judge(claim, kept) for claim in recipe["claims"]], recipe["title"]
-    write_bytes(out / "README.md", claims_page(judged, titles, "" if quick else OTHERS).encode())
+        shorts[paper] = in_short(recipe, kept)
+    write_bytes(out / "README.md", claims_page(judged, titles, shorts, "" if quick else OTHERS).encode())
