@@ -130,6 +130,23 @@ def test_each_half_is_measured_at_the_threshold_of_the_other():
     assert both[0] != both[1]
 
 
+def test_the_few_exits_are_chosen_on_half_of_the_texts_and_judged_on_the_others(monkeypatch):
+    """Four tokens a text. Chosen where they are judged, exits would look better than they are on texts to come."""
+    observed, costs, asked = drawn(240, 5)._replace(groups=np.repeat(np.arange(60), 4)), Costs(0.1, 0.0), []
+    choose = suits.few_exits
+    monkeypatch.setattr(suits, "few_exits", lambda taken, costs: asked.append(taken) or choose(taken, costs))
+    said, taken = suits.suitability(Heard("logit lens", observed, costs))["few_exits"], asked[0]
+    first = np.isin(observed.groups, taken.groups)
+    np.testing.assert_array_equal(taken.confidence, observed.confidence[first])
+    assert len(np.unique(taken.groups)) == 30
+    exits, _ = choose(taken, costs)
+    some, others = (suits.at_exits(observed.take(half), exits) for half in (first, ~first))
+    judged = suits.kept(others, suits.threshold_at(some), exits, costs)
+    assert tuple(said["exits"]) == exits and len(exits) > 1
+    assert (said["kept"], said["saved"], said["net_saved"]) == pytest.approx(judged)
+    assert judged.net_saved != suits.kept(some, suits.threshold_at(others), exits, costs).net_saved
+
+
 def test_texts_are_drawn_whole():
     """Twenty equal tokens a text say no more than one of them does: the interval stays as wide."""
     one = drawn(100, 4)
@@ -291,6 +308,15 @@ def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labell
     assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
 
 
+def test_probes_are_held_against_the_most_frequent_label_of_the_rows_that_they_are_asked(checkpoint_folder, words_task):
+    backbone, rows = load_backbone(checkpoint_folder), load_task(words_task).split("train")
+    encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
+    labels = (np.arange(len(rows)) % 3 == 0).astype(np.int64)
+    taught, asked = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
+    of_taught, of_asked = ((labels[half] == 0).mean() for half in (taught, asked))
+    assert hear_rows(backbone, encoded, labels, 2, 0).majority == of_asked != of_taught
+
+
 # ---- The command ----
 
 
@@ -359,6 +385,8 @@ def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path):
 def test_a_decoder_reads_a_file_and_rows(capsys, decoder_checkpoint, words_task, words_text):
     found = answer(capsys, "suits", decoder_checkpoint, "--text", words_text, "--texts", 45)
     assert found["source"] == str(words_text) and found["texts"] == 45 and found["how"] == "logit lens"
+    others = answer(capsys, "suits", decoder_checkpoint, "--text", words_text, "--texts", 45, "--seed", 1)
+    assert others["agreement"] != found["agreement"]  # pieces are drawn, not the file's first
     found = answer(capsys, "suits", decoder_checkpoint, "--task", words_task)
     assert found["unit"] == "rows" and found["how"] == "linear probe" and len(found["accuracy"]) == 3
 
