@@ -17,9 +17,10 @@ import mini_ee.early_exit as loop
 from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.bert import Around
 from mini_ee.confidence import MEASURES
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.units.recording import plan_rows, record
 from mini_ee.units.rows import RowSegments, RowState
 
 EXITS = (1, 2, 4, 6)
@@ -544,6 +545,22 @@ def test_a_record_replayed_equals_the_loop_on_the_model_cost_and_all(cases, name
     assert_same(replayed, real.logits, real.exit_index)
     np.testing.assert_array_equal(replayed.cost.flops, real.cost.flops)
     np.testing.assert_array_equal(replayed.cost.layer_passes, real.cost.layer_passes)
+
+
+def test_costs_of_rows_are_means_over_rows_though_the_last_batch_is_smaller(random_model, padded_inputs):
+    """The operations of the full model, and those of a plan, here one a token with its padding."""
+
+    class OneAToken(FixedExit):
+        def plan_flops(self, inputs):
+            return inputs.input_ids.shape[1]
+
+    ids = [row[: mask.sum()] for row, mask in zip(padded_inputs.input_ids, padded_inputs.attention_mask)]
+    encoded = Encoded(ids, [np.zeros_like(row) for row in ids], padded_inputs.texts, 0, 0)
+    recorded = record(random_model().segments(), encoded, 4)
+    assert recorded.full_flops == pytest.approx(recorded.replay(NeverExit()).cost.flops.mean())
+    short, long = np.split(np.sort([len(row) for row in ids]), [4])
+    planned = plan_rows(OneAToken(1), encoded, 4)
+    assert len(short) > len(long) and planned.cost == pytest.approx((4 * short.max() + 3 * long.max()) / B)
 
 
 @pytest.mark.parametrize("rule", ["max_probability", "planned", "never"])

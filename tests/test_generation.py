@@ -4,9 +4,12 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.backbones.llama as llama_module
 import mini_ee.units.generation as generation
@@ -15,7 +18,7 @@ from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.units.decoding import FILLS, gather
-from mini_ee.units.generation import GREEDY, Sampling, generate, generate_lossless
+from mini_ee.units.generation import GREEDY, Sampling, TokenSegments, generate, generate_lossless
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
@@ -356,6 +359,25 @@ def test_what_no_token_asks_for_is_never_computed(monkeypatch, fill):
     found = with_exits(model, prompts, FixedExit(0), fill)
     assert all(text.layers_run == [1] * 12 for text in found)
     assert ran == [0] * 13  # the prompt through all layers, then the first alone
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi"])
+@torch.inference_mode()
+def test_a_tokens_operations_equal_what_torch_counts(kind):
+    """A token that reads itself and those before it: its layers up to an exit, and the exit's head."""
+    model, prompts, _ = golden(kind)
+    exits = (1, 3)
+    segments = TokenSegments(model, exits, [model.lm_logits], "propagate", 1, len(prompts[0]))
+    inputs = segments.prefill(segments.begin(prompts[:1]))
+    state, counted = segments.start(inputs), []
+    for k in range(len(exits)):
+        for step in (segments.advance, segments.read_logits):
+            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+                found = step(k, state)
+            state = found if step == segments.advance else state
+            counted.append(counter.get_total_flops())
+    expected = np.concatenate([np.hstack(segments.flops(k, inputs)) for k in range(len(exits))])
+    np.testing.assert_array_equal(counted, expected)
 
 
 @pytest.mark.parametrize("fill", FILLS)
