@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from test_suits import FREE, write_task
 
 from mini_ee import train
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
-from mini_ee.data.tasks import load_task, toy_task
-from mini_ee.measure import evaluate
+from mini_ee.data.tasks import holdout, load_task, toy_task
+from mini_ee.measure import evaluate, suits
 from mini_ee.measure.reproduce import experiments, measures, pictures, recipe, run
 from mini_ee.measure.reproduce.experiments import read_case
 from mini_ee.measure.reproduce.page import (
@@ -35,10 +37,13 @@ from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, c
 from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
 from mini_ee.measure.texts import EPSILONS
 from mini_ee.registry import METHODS
-from mini_ee.rules import NeverExit
+from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.fit import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
+from mini_ee.training.rule import observe, thresholds
+from mini_ee.training.train import split_rows
+from mini_ee.units.recording import exit_scores, record, summary
 
 RESULTS = Path(__file__).parent.parent / "results"
 README_FIGURES = {  # as printed -> page, case, figure
@@ -211,6 +216,19 @@ def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(hav
     judged = judge(claim, kept)
     assert judged.verdict == verdict
     assert len(_claim_lines(1, judged, kept)) == 1 + bool(having)
+
+
+def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
+    """A case that takes long has fewer seeds than the one beside it."""
+    values = {"long": {"0": 0.5, "1": 0.6}, "short": {"2": 0.1, "1": 0.2, "0": 0.4}, "other": dict.fromkeys("012", 0.3)}
+    found = {
+        name: {"seeds": {seed: {"figures": {"x": x}} for seed, x in each.items()}} for name, each in values.items()
+    }
+    kept = Kept({name: Case(name, "rows", {}) for name in values}, found)
+    for more in (["long", "short"], ["short", "long"]):
+        compare = {"more": more, "than": "other", "figure": "x"}
+        (said,) = judge({"text": "", "paper": "", "compare": [compare]}, kept).comparisons
+        assert (said.seeds, said.more, said.than) == (2, pytest.approx((0.45 + 0.4) / 2), pytest.approx(0.3))
 
 
 # ---- Recipes ----
@@ -550,6 +568,8 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
     capsys.readouterr()
     assert main(command) == 0 and json.loads(capsys.readouterr().out)["ran"] == 2
     assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
+    assert main([*command[:-2], "2", "--json"]) == 0  # the second seed is counted from the reference's second
+    assert made[5]["hold-out full"] == 0.5
 
 
 def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_path, monkeypatch):
@@ -620,6 +640,58 @@ def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_fol
     run = train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
     figures, _ = measures.of_rows(run, load_task(task_folder), None)
     assert 0 < figures["full"] <= 1 and "policy saved" not in figures
+
+
+def draw_weights(run):
+    """So that exits say different things."""
+    torch.manual_seed(0)
+    for name, parameter in run.model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.3)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_the_reported_split(
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, own
+):
+    """A loss is counted from the full model's own score on those rows, or from that of another model."""
+    task, given = load_task(task_folder), {"exits": (1, 2, 3), "max_train": 30, "epochs": 1}
+    run = train("joint", checkpoint_folder, task_folder, tmp_path / "run", **given)
+    draw_weights(run)
+    (fitted, _), every, dev = split_rows(task, 0, 30), task.split("train"), task.split("dev")
+    others = every.take(np.array([text not in fitted.texts for text in every.texts]))
+    on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
+    points = evaluate.curve(on_others, [NeverExit(), *thresholds(on_others)], task, others.labels)
+    full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
+    least = full if own else max(point["score"] for point in points)
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: [1.0] * len(runs))
+    figures, _ = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
+    assert figures["hold-out full"] == full != there == figures["full"]
+    assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
+    for name, loss in (("no loss", 0.0), ("one point", 0.01)):
+        good = [point for point in points if point["score"] >= least - loss - measures.ROUNDED]
+        rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
+        said = summary(on_dev.replay(rule), on_dev, task, dev.labels)
+        assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (said["score"], said["layers_saved"])
+    losses = [each["loss"] for each in evaluate.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
+    assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
+
+
+def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_of_the_hold_out(
+    tmp_path, checkpoint_folder
+):
+    folder = write_task(tmp_path / "words")
+    run = train("joint", checkpoint_folder, folder, tmp_path / "run", exits=(1, 2, 3), max_train=30, epochs=1)
+    draw_weights(run)
+    task = load_task(folder)
+    figures, _ = measures.of_suits(run, task, None)
+    (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
+    some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
+    found = [
+        suits.kept(observe(there), suits.threshold_at(observe(on)), (1, 2, 3), FREE) for on in (some, others, there)
+    ]
+    assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
+    assert len({each.saved for each in found}) == 3
+    assert figures["full"] == exit_scores(there, task, dev.labels)[-1]
 
 
 @pytest.mark.parametrize("method", ["multi-model", "lora-exits"])
