@@ -33,7 +33,7 @@ from mini_ee.cli.rules import SETTINGS
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
-from mini_ee.data.tasks import holdout, load_task, toy_task
+from mini_ee.data.tasks import holdout, load_task, subset, toy_task
 from mini_ee.early_exit import read_every_exit
 from mini_ee.measure.evaluate import curve, hardness_in_training, over_seeds, rows_of
 from mini_ee.registry import METHODS
@@ -831,16 +831,22 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
 
 
-def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(capsys, run_folder, task_folder, tmp_path):
+@pytest.mark.parametrize("max_train", [None, 45])  # which holds out a ninth of so many
+def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(
+    capsys, run_folder, task_folder, tmp_path, max_train
+):
     copy = shutil.copytree(run_folder, tmp_path / "run")
     metrics, config = read_json(copy / "metrics.json"), read_json(copy / "config.json")
+    _, held = holdout(load_task(task_folder).split("train"), config["seed"])
+    if max_train:
+        held = subset(held, max_train // 9, config["seed"])
+        metrics["rows_held"], config["training"]["max_train"] = len(held), max_train
     epoch = metrics["epochs"][0]
     wrong = [[0, 1], [2], [1, 3], [0, 1, 3]]  # each of the four is forgotten once
     write_json(copy / "metrics.json", metrics | {"epochs": [epoch | {"wrong": rows} for rows in wrong]})
     config["files"]["metrics.json"] = file_sha256(copy / "metrics.json")
     write_json(copy / "config.json", config)
     found = answer(capsys, "evaluate", copy, "--task", task_folder, "--hardness")["hardness"]["held_out"]
-    _, held = holdout(load_task(task_folder).split("train"), config["seed"])
     memorized, losses = hardness(load_run(copy), held)
     events = [1, 1, 1, 1] + [0] * (len(held) - 4)
     assert (found["rows"], found["epochs"], found["forgotten"]) == (len(held), 4, 4)
