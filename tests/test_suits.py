@@ -308,13 +308,18 @@ def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labell
     assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
 
 
-def test_probes_are_held_against_the_most_frequent_label_of_the_rows_that_they_are_asked(checkpoint_folder, words_task):
+def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_of_the_other(
+    checkpoint_folder, words_task
+):
     backbone, rows = load_backbone(checkpoint_folder), load_task(words_task).split("train")
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
     labels = (np.arange(len(rows)) % 3 == 0).astype(np.int64)
     taught, asked = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
     of_taught, of_asked = ((labels[half] == 0).mean() for half in (taught, asked))
-    assert hear_rows(backbone, encoded, labels, 2, 0).majority == of_asked != of_taught
+    heard, states = hear_rows(backbone, encoded, labels, 2, 0), layer_states(backbone, encoded)
+    assert heard.majority == of_asked != of_taught
+    said = [probe(states[taught, k], states[asked, k], labels[taught], 2).argmax(axis=1) for k in range(3)]
+    assert heard.accuracy == [(each == labels[asked]).mean() for each in said]
 
 
 # ---- The command ----

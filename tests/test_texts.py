@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ from mini_ee.training.options import TextOptions
 from mini_ee.training.rule import Chosen, observe
 from mini_ee.training.run import load_run, save_run
 from mini_ee.training.texts import Source, texts_to_learn, texts_to_test
-from mini_ee.units.decoding import gather
+from mini_ee.units.decoding import Generated, gather
 from mini_ee.units.generation import generate, generated_texts
 from mini_ee.units.tokens import TokenExits, record_texts
 
@@ -291,6 +292,42 @@ def test_speed_is_a_ratio_of_seconds_measured_here(swept):
     for row in (*answer["rows"], *recomputed):
         assert row["tokens_per_second"] == pytest.approx(6 * len(CALIBRATION_PROMPTS) / row["seconds"])
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / answer["full_tokens_per_second"])
+
+
+def test_a_row_says_what_propagate_took_and_what_recompute_took_under_its_name(opened, monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(measure_texts, name, value)
+    time = {"seconds": 1.0, "tokens_per_second": 1.0}
+    monkeypatch.setattr(measure_texts, "timed_decoding", lambda ways, *_: [time | {"way": way} for way in ways])
+    for row in sweep(opened, "breaking_ties")["rows"]:
+        rule, fill = row["way"]
+        assert list(rule.threshold[:-1]) == [float(tau) for tau in row["thresholds"]] and fill == "propagate"
+        assert row["recompute"]["way"] == (rule, "recompute")
+
+
+def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
+    ways, wrote, write = [(FixedExit(0), "recompute"), (NeverExit(), "propagate")], [], opened.model.write
+
+    def written(texts, rule, fill, **how):
+        wrote.append((rule, fill))
+        return write(texts, rule, fill=fill, **how)
+
+    monkeypatch.setattr(opened.model, "write", written)
+    timed_decoding(ways, opened.model, [[0, 65]], 2)
+    assert wrote == ways * (1 + measure_texts.REPEATS)  # in turns
+
+
+def test_of_written_texts_the_median_of_the_rounds_that_are_warm_is_their_time(monkeypatch):
+    clock, rounds = [0.0], iter([50.0, *range(1, 1 + measure_texts.REPEATS)])
+
+    def written():
+        clock[0] += next(rounds)
+        return [Generated([5, 6, 7], [1, 1, 1]), Generated([5], [3])]
+
+    monkeypatch.setattr(measure_texts, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    point = {}
+    measure_texts.measure_speed([(point, written)])
+    assert point == {"tokens_per_second": 4 / np.mean([1, measure_texts.REPEATS])}
 
 
 def test_without_exits_the_text_is_wholly_the_full_models(opened):

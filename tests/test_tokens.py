@@ -24,6 +24,7 @@ from mini_ee.training.fit import Saved, fit
 from mini_ee.training.method import load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import build_model
+from mini_ee.units.generation import Sampling
 from mini_ee.units.recording import Record
 from mini_ee.units.tokens import NO_LABEL, TextData, TokenExits, record_texts
 
@@ -290,6 +291,13 @@ def test_a_rule_replayed_is_the_rule_while_decoding_where_skipped_layers_are_rec
         found = record_texts(model, whole, last=False).replay(rule)
         assert found.layers_run.tolist() == [layers for each in written for layers in each.layers_run], rule
         assert found.logits[:, 1].all()  # what was written is the likeliest token of the exit
+
+
+def test_texts_that_are_sampled_from_one_prompt_in_several_batches_differ():
+    how = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0)}
+    written = model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **how)
+    assert len({tuple(each.tokens) for each in written}) == 3
+    assert written == model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **how)
 
 
 def test_a_rule_that_asks_for_a_policy_needs_one():
