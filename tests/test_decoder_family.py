@@ -258,6 +258,10 @@ def test_each_row_turns_by_its_own_length_whatever_the_batch():
         assert_close(whole[row, real], model(ids[row, real][None])[0], 1e-5)
     short = model(ids[:1, :5])
     assert (whole[0, :5] - short[0]).abs().max() > 1e-2  # from the first token on
+    for length in (5, 6):  # the longest that turns by the short factors, and the shortest that does not
+        beside = torch.ones_like(ids[:2])
+        beside[1, length:] = 0
+        assert_close(model(ids[[0, 0]], beside)[1, :length], model(ids[:1, :length])[0], 1e-5)
 
 
 def test_what_would_turn_anew_is_not_written():
