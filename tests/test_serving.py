@@ -88,6 +88,26 @@ def test_rows_of_different_requests_stand_in_one_batch_after_an_exit(runtime):
     assert watch.batches["2"] < watch.batches["1"]
 
 
+def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
+    seen, mixed = [], (4, 1, 5)  # of two batches of three
+
+    class Keeps(Rule):
+        needs = "logits"
+
+        def stop(self, k, reading, memory):
+            seen.append(memory.get("said"))
+            memory["said"] = reading.logits
+            return np.zeros(len(reading.logits), bool)
+
+    engine = RowEngine(runtime, Keeps())
+    rows = [engine.row(text) for text in SENTENCES[:6]]
+    engine.run(0, rows[:3])
+    engine.run(0, rows[3:])
+    engine.run(1, [rows[at] for at in mixed])
+    alone = [runtime.run([SENTENCES[at]], rule=FixedExit(0))[0].logits for at in mixed]
+    np.testing.assert_allclose(seen[-1], alone, atol=1e-5)
+
+
 @pytest.mark.parametrize("bug", ["other rows", "lost memory"])
 def test_that_test_can_fail(runtime, monkeypatch, bug):
     segments = type(runtime.segments().by_segment(NeverExit()))
@@ -258,12 +278,16 @@ def test_a_letter_of_several_tokens_is_told_when_it_is_whole():
     prompt, ids = ([*backend.encode(each, add_special_tokens=False).ids] for each in ("The film:", text))
     runtime = SimpleNamespace(config={"stop": []}, tokenizer=SimpleNamespace(backend=backend))
     runtime.text_after = lambda *tokens: TokenRuntime.text_after(runtime, *tokens)
-    engine, pieces = object.__new__(TextEngine), []
-    engine.runtime, row = runtime, PromptRow(prompt, prompt, len(ids), lambda text, layers: pieces.append(text))
-    for token in ids:
-        engine._write(row, token, 3)
-    assert "".join(pieces) == row.answer.text and text in row.answer.text
-    assert len(pieces) < len(ids) and not any("\ufffd" in piece for piece in pieces)
+    engine = object.__new__(TextEngine)
+    engine.runtime = runtime
+    for count in range(1, len(ids) + 1):
+        pieces = []
+        row = PromptRow(prompt, prompt, count, lambda text, layers, pieces=pieces: pieces.append(text))
+        for token in ids[:count]:
+            engine._write(row, token, 3)
+        assert "".join(pieces) == row.answer.text  # that ends within a letter, too: then by what there is of it
+        assert not any("\ufffd" in piece for piece in pieces[:-1])
+    assert text in row.answer.text and len(pieces) < len(ids) and "\ufffd" not in pieces[-1]
 
 
 def test_a_prompt_that_the_caches_cannot_hold_is_refused(decoder, monkeypatch):
