@@ -161,7 +161,7 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
         raise WrongArguments(f"these runs learned different things, {found}: compare like with like")
     rows, timed = [], []
     for run in runs:
-        some, settings = _cases(run, texts, count or TESTED_TEXTS, sampling, seed)
+        some, settings = _cases(run, texts, count or TESTED_TEXTS, sampling)
         references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in some]
         full = decoded(run, run.model.whole.write(some, NeverExit(), seed=seed, **settings))
         metrics = read_json(run.folder / "metrics.json")
@@ -183,7 +183,7 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
     return answer | {"heads": _heads(runs, seed), "level": LEVEL}
 
 
-def _cases(run: Run, texts: str | None, count: int, sampling, seed: int):
+def _cases(run: Run, texts: str | None, count: int, sampling):
     """Texts that the run was not trained on, and how it writes behind what they give."""
     about = run.config["text"] | ({"text": texts, "prompt": None} if texts else {})
     kept = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
