@@ -172,6 +172,15 @@ def together(port, bodies, path="/classify"):
     return found
 
 
+def test_a_server_that_takes_no_more_is_unwell_and_says_why(runtime):
+    with serving(engine_of(runtime)) as (worker, port):
+        assert worker.drain(10)
+        status, found, headers = ask(port, None, "/health", "GET")
+        assert (status, found["status"], headers["retry-after"]) == (503, "drained", "1")
+        status, found, _ = ask(port, {"text": "the film"})
+        assert (status, found) == (503, {"error": "the server is shutting down; ask another"})
+
+
 def test_a_full_queue_is_503_with_the_reason(runtime):
     with serving(slowed(engine_of(runtime, rule=FixedExit(0)), 0.05), max_open=2, batch=1) as (worker, port):
         found = together(port, [{"text": "the film"}] * 12)
