@@ -265,6 +265,15 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
     assert worker.watch.requests["cancelled"] == 1 and worker.watch.requests["answered"] == 1
 
 
+def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder, caplog):
+    with serving(slowed(engine_of(decoder), 0.05)) as (worker, port):
+        body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 500}
+        status, said, _ = ask(port, body, "/generate")
+    *pieces, last = map(json.loads, said.splitlines())
+    assert status == 200 and 0 < len(pieces) < 30 and last == {"error": LATE} and not caplog.text
+    assert worker.watch.requests["late"] == 1
+
+
 # ---- Bad clients ----
 def bad_request(port, chance):
     """One of those that a server meets: what it sends is wrong, too much, too slow, or never ends."""
