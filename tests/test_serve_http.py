@@ -262,7 +262,8 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
             gone.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             assert gone.recv(100).startswith(b"HTTP/1.1 200")
         assert ask(port, {"text": PROMPTS[1], "max_new_tokens": 1}, "/generate")[0] == 200
-    assert worker.watch.requests["cancelled"] == 1 and worker.watch.requests["answered"] == 1
+    assert worker.watch.requests["cancelled"] == worker.watch.requests["answered"] == 1
+    assert worker.watch.responses["hung up"] == 1  # /metrics shows it among the statuses
 
 
 def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder, caplog):
