@@ -10,6 +10,8 @@ from conftest import WORDS, random_decoder
 from test_raee_run import answer, refused
 from test_t5 import GOLDEN, KINDS, assert_close, golden
 from test_t5_run import ENGINES, t5_folder  # noqa: F401
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.backbones.t5_graphs as t5_graphs
 import mini_ee.backbones.t5_layers as t5_layers
@@ -21,6 +23,7 @@ from mini_ee.baselines.sleb import next_token_losses
 from mini_ee.cli.main import main
 from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.early_exit import early_exit
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
@@ -30,7 +33,7 @@ from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
-from mini_ee.units.decoding import decode, gather, greedy
+from mini_ee.units.decoding import Tokens, decode, gather, greedy
 from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
 from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TextData, TokenExits, record_texts
@@ -181,6 +184,20 @@ def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_toke
     made.clear()
     written(model, Threshold(MIXED["t5"]))
     assert max(sum(rows for depth, rows in made if depth == each) for each in range(3)) <= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokens_operations_are_those_that_torch_counts_less_the_two_products_with_what_was_made_of_the_prompt(kind):
+    model, prompt = exits_of(kind), PROMPTS[0]
+    segments, config = token_segments(model, "propagate", 1, 12), model.backbone.config
+    early_exit(segments, NeverExit(), segments.begin([prompt]))  # the first token has keys and values made of it
+    second = Tokens([[7]], [0], [[1]])
+    state = segments.start(second)
+    for k in range(3):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            state = segments.advance(k, state)
+        products = 2 * 2.0 * config.num_attention_heads * config.head_width * len(prompt)
+        assert segments.flops(k, second)[0] == [counter.get_total_flops() - products]
 
 
 @pytest.mark.filterwarnings("ignore")
