@@ -468,10 +468,11 @@ def test_a_wrong_config_is_told_in_the_words_of_the_file(folder, change, message
 
 
 def test_what_a_config_leaves_out_is_as_hugging_face_takes_it(folder):
-    left_out = ("num_decoder_layers", "decoder_start_token_id", "scale_decoder_outputs", "n_positions")
+    left_out = ["num_decoder_layers", "decoder_start_token_id", "scale_decoder_outputs", "n_positions"]
+    left_out.append("tie_word_embeddings")  # as in the files of v1.0
     config = read_config(folder(config=dict.fromkeys(left_out, "absent") | {"pad_token_id": 5}) / "config.json")
     assert (config.num_hidden_layers, config.decoder_start_token_id, config.max_tokens) == (2, 5, 512)
-    assert config.scale_decoder_outputs and isinstance(config, T5Config)
+    assert config.scale_decoder_outputs and config.tie_word_embeddings and isinstance(config, T5Config)
 
 
 def test_a_new_one_is_drawn_as_hugging_face_draws_it():
