@@ -67,7 +67,7 @@ def serving(engine, **settings):
         uvicorn.Server = original
         made[0].should_exit = True
         thread.join(20)
-        assert not thread.is_alive()
+        assert not thread.is_alive() and worker.state == "drained"
 
 
 @pytest.fixture(scope="module")
