@@ -262,6 +262,7 @@ def test_each_row_turns_by_its_own_length_whatever_the_batch():
         beside = torch.ones_like(ids[:2])
         beside[1, length:] = 0
         assert_close(model(ids[[0, 0]], beside)[1, :length], model(ids[:1, :length])[0], 1e-5)
+    assert_close(model(ids[:1, :6])[0], model(ids[:1, :7])[0, :6], 1e-5)
 
 
 def test_what_would_turn_anew_is_not_written():
