@@ -131,10 +131,8 @@ class Convolution(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, padding: Tensor | None) -> Tensor:
         """(B, T, D) twice and (B, 1, 1, T) -> (B, T, D)."""
         inner = self.dropout(self.conv(embedded.transpose(1, 2)).transpose(1, 2))
-        if padding is None:
-            return self.norm(hidden + self.activation(inner))
-        real = padding[:, 0, 0, :, None]
-        return self.norm(hidden + self.activation(inner * real)) * real
+        output = self.norm(hidden + self.activation(inner))
+        return output if padding is None else output * padding[:, 0, 0, :, None]
 
     def graph(self, g, embedded: str, hidden: str, around: GraphAround) -> str:
         """forward, on (B T, D)."""
@@ -142,10 +140,10 @@ class Convolution(nn.Module):
         columns = g.op("Transpose", g.unflatten(embedded, around.shape, width), perm=(0, 2, 1))
         parameters = g.parameter(self.conv.weight), g.parameter(self.conv.bias)
         inner = g.op("Conv", columns, *parameters, pads=(pad, pad), group=self.conv.groups)
-        real = g.cast(g.flatten(around.mask, 1), g.dtype)
-        inner = g.op("Mul", g.flatten(g.op("Transpose", inner, perm=(0, 2, 1)), width), real)
+        inner = g.flatten(g.op("Transpose", inner, perm=(0, 2, 1)), width)
         tanh = self.activation is torch.tanh
         inner = g.op("Tanh", inner) if tanh else graph_activation(g, inner, self.activation)
+        real = g.cast(g.flatten(around.mask, 1), g.dtype)
         return g.op("Mul", g.apply(self.norm, g.op("Add", hidden, inner)), real)
 
 
