@@ -440,6 +440,9 @@ def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_
     depths = [row["mean_layers"] for row in said["rows"]]
     assert depths == sorted(depths)
     assert said["layers_saved"] == pytest.approx(1 - said["mean_layers"] / 3)
+    assert said["full_score"] == said["per_exit_score"][-1]
+    for each in (said, *said["rows"]):
+        assert each["speedup"] == pytest.approx(said["full_seconds"] / each["seconds"])
 
 
 @pytest.mark.parametrize(
@@ -688,8 +691,9 @@ def test_compare_picks_rules_on_the_hold_out_and_counts_a_loss_from_the_best_ful
     full = [score for _, score in curves]
     assert len(set(full)) == 3  # or this test would show nothing of the reference
     bests = full[0], max(full[1:]), max(full[1:])  # the second and the third hold out the same rows
+    assert any(row["per_exit_score"][0] != row["full_score"] for row in rows)
     for row, (points, _), best in zip(rows, curves, bests):
-        assert row["chosen_on"] == "hold-out"
+        assert row["chosen_on"] == "hold-out" and row["full_score"] == row["per_exit_score"][-1]
         for name, loss in (("no_loss", 0.0), ("one_point", 0.01)):
             good = [point for point in points if point["score"] >= best - loss - 1e-9]
             found = min(good, key=lambda point: point["flops_ratio"], default={})
