@@ -508,6 +508,9 @@ def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, fill):
         length = next((i + 1 for i, token in enumerate(expected.tokens) if token in stop), NEW)
         assert found.tokens == expected.tokens[:length] and found.layers == expected.layers_run[:length]
         assert found.text.split() == [f"w{token}" for token in found.tokens] and found.milliseconds > 0
+    decoded = runtime.tokenizer.backend.decode
+    for prompt, found in zip(PROMPTS, answers):  # the text is what stands behind the prompt, its first space too
+        assert decoded(prompt) + found.text == decoded([*prompt, *found.tokens])
     with pytest.raises(ValueError, match="max_new_tokens"):
         runtime.run(TEXTS, max_new_tokens=0)
 

@@ -317,6 +317,12 @@ def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
     assert wrote == ways * (1 + measure_texts.REPEATS)  # in turns
 
 
+def test_the_depth_of_written_texts_is_that_of_a_mean_token(opened):
+    written = [Generated([5, 6, 7], [3, 3, 3]), Generated([8], [1])]
+    found = measure_texts.quality(opened, written, ["", ""], ["", ""])
+    assert (found["mean_layers"], found["layers_saved"]) == (10 / 4, pytest.approx(1 - 10 / 4 / 3))
+
+
 def test_of_written_texts_the_median_of_the_rounds_that_are_warm_is_their_time(monkeypatch):
     clock, rounds = [0.0], iter([50.0, *range(1, 1 + measure_texts.REPEATS)])
 

@@ -26,6 +26,7 @@ from mini_ee.rules import Policy, rule_from_dict
 from mini_ee.training.options import TextOptions
 from mini_ee.training.run import load_run, write_rule
 from mini_ee.training.texts import Source
+from mini_ee.units.generation import Sampling
 from mini_ee.units.tokens import TextData, TokenExits
 
 SHARED = os.environ.get("MINI_EE_SHARED")
@@ -225,6 +226,11 @@ def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, mon
     found = [rouge_l(*pair) for pair in pairs]  # of two rules, against the full model and the references, three each
     rows = [(row["rouge_l"], row["rouge_l_reference"]) for row in answer["rows"]]
     np.testing.assert_allclose(rows, np.reshape(found, (2, 2, 3)).mean(2))
+    run = load_run(runs / "consistent")
+    some, _ = measure_compare._cases(run, None, 3, Sampling())
+    for text, (_, reference) in zip(some, pairs[3:6], strict=True):
+        given, whole = (run.tokenizer.backend.decode(ids) for ids in (text.ids[: text.start + 1], text.ids))
+        assert given and (given + reference).replace(" ", "") == whole.replace(" ", "")
 
 
 def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, monkeypatch):
