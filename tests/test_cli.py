@@ -833,6 +833,10 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     assert said["hardness"]["memorized_layer"] == memorized
     assert said["hardness"]["mean_memorized_layer"] == pytest.approx(np.mean(memorized))
     assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
+    kinds = tuple("easy" if layer == 1 else "hard" for layer in memorized)
+    recorded = record(trained.segments(), trained.encode(dev.texts), 8)
+    known = evaluation.hardness(recorded, replace(dev, hardness=kinds))["known"]
+    assert known["easy"] == 1 and known["hard"] == pytest.approx(np.mean([layer for layer in memorized if layer > 1]))
 
 
 @pytest.mark.parametrize("max_train", [None, 45])  # which holds out a ninth of so many
