@@ -7,10 +7,22 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mini_ee.calibration import POLICY, Observed, TooFew, above, conformal, conformal_cut, kept, kept_by_sets
+import mini_ee.calibration as calibration
+from mini_ee.calibration import (
+    COMPARED,
+    POLICY,
+    Observed,
+    TooFew,
+    above,
+    conformal,
+    conformal_cut,
+    kept,
+    kept_by_sets,
+    tau_with_confidence,
+)
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.early_exit import Recorded, early_exit
+from mini_ee.early_exit import Reading, Recorded, early_exit
 from mini_ee.rules import Policy, Threshold
 from mini_ee.training.rule import calibrate_conformal
 from mini_ee.training.run import load_run
@@ -80,6 +92,25 @@ def test_over_many_draws_the_promise_is_kept_on_average_and_not_by_much_more():
     assert abs(means["paper"] - epsilon) < 0.02  # which promises it of each exit, to the rows that it was taken from
 
 
+def test_what_sets_keep_is_that_of_loops_over_fresh_texts():
+    observed = drawn(600)._replace(groups=np.random.default_rng(1).integers(0, 300, 600))
+    random, names, shares = np.random.default_rng(5), np.unique(observed.groups), []
+    for _ in range(4):
+        inside = np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
+        some = observed.take(inside)
+        columns = list(zip(some.confidence.T, some.agrees.T))
+        paper = [calibration.tau(*column, 0.6) for column in columns]
+        surer = [tau_with_confidence(*column, some.groups, 0.6, COMPARED / 3) for column in columns]
+        of_texts = {}
+        for group, said, right in zip(*(each[~inside] for each in (observed.groups, *observed[:2]))):
+            sure = said > conformal_cut(some, 0.6), said >= paper, said >= surer
+            of_texts.setdefault(group, []).append([next((a for s, a in zip(each, right) if s), True) for each in sure])
+        shares.append(np.mean([np.mean(rows, axis=0) for rows in of_texts.values()], axis=0))
+    found = kept_by_sets(observed, 0.6, sets=4, seed=5)
+    assert [found[name] for name in ("conformal", "paper", "delta")] == pytest.approx(np.mean(shares, axis=0))
+    assert found["delta"] < 1
+
+
 @pytest.mark.parametrize("measure", ["max_probability", POLICY])
 def test_whoever_stands_at_the_cut_stays_in_float32_too(measure):
     random = np.random.default_rng(0)
@@ -92,6 +123,11 @@ def test_whoever_stands_at_the_cut_stays_in_float32_too(measure):
         bar = rule.graph_settings(1)["threshold"][0]
         compared = scores >= bar if measure == "max_probability" else scores > bar
         assert compared.tolist() == [False, False, True]
+
+
+def test_a_logit_whose_probability_is_nearly_one_stays_at_its_own_cut():
+    for tau in np.linspace(20, 40, 50, dtype=np.float32):
+        assert not above(float(tau), POLICY).stop(0, Reading(None, np.array([tau])), {}).any()
 
 
 def test_at_the_ends_all_leave_or_nobody():
@@ -114,15 +150,17 @@ def test_too_few_rows_are_told_with_the_number_that_would_do():
 
 def test_the_answer_says_what_fresh_rows_keep():
     random = np.random.default_rng(0)
-    logits = random.normal(size=(400, 4, 3))
+    logits = random.normal(size=(401, 4, 3))
     logits[:, 1:] += 2 * logits[:, :1]
-    recorded = Record(Recorded((1, 2, 3, 4), logits, np.zeros((400, 4, 2)), [1] * 4), logits, 1.0)
+    recorded = Record(Recorded((1, 2, 3, 4), logits, np.zeros((401, 4, 2)), [1] * 4), logits, 1.0)
     rule, answer = calibrate_conformal(recorded, 0.8, "max_probability", sets=20)
     result = recorded.replay(rule)
-    fresh = np.ones(400, bool)
-    fresh[np.random.default_rng(0).permutation(400)[:200]] = False
-    same = [logits[row, result.exit_index[row]].argmax() == logits[row, 3].argmax() for row in range(400)]
-    assert answer["end_to_end"] == pytest.approx(np.mean(np.array(same)[fresh]))
+    fresh = np.ones(401, bool)
+    fresh[np.random.default_rng(0).permutation(401)[:200]] = False
+    same = np.array([logits[row, result.exit_index[row]].argmax() == logits[row, 3].argmax() for row in range(401)])
+    assert answer["end_to_end"] == pytest.approx(np.mean(same[fresh]))
+    assert answer["agreement"] == pytest.approx([same[fresh & (result.exit_index == k)].mean() for k in range(3)])
+    assert (answer["rows_calibration"], answer["rows_fresh"]) == (200, 201)
     assert answer["exit_counts"] == np.bincount(result.exit_index[fresh], minlength=4).tolist()
     assert answer["thresholds"] == [rule.threshold] * 3 and answer["kept"]["conformal"] >= 0.8 - 0.02
     assert answer["mean_layers"] == pytest.approx(result.layers_run[fresh].mean()) and answer["mean_layers"] < 4
