@@ -41,7 +41,7 @@ from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Po
 from mini_ee.training.options import TextOptions
 from mini_ee.training.rule import Chosen, observe
 from mini_ee.training.run import load_run, save_run
-from mini_ee.training.texts import Source, texts_to_learn, texts_to_test
+from mini_ee.training.texts import Source, texts_to_calibrate, texts_to_learn, texts_to_test
 from mini_ee.units.decoding import Generated, gather
 from mini_ee.units.generation import generate, generated_texts
 from mini_ee.units.tokens import TokenExits, record_texts
@@ -530,6 +530,26 @@ def test_what_pieces_are_tested_on_was_not_learned(tmp_path, opened, text):
     assert all(0 < each.start < len(each.ids) for each in tested)
     if text:  # the first half of each is given
         assert tested == [Text(each.ids, 4) for each in held.texts]
+    else:
+        known = {tuple(each.ids) for some in (train.texts, held.texts, tested) for each in some}
+        assert not known & {tuple(each.ids) for each in texts_to_calibrate(source)}
+    assert texts_to_learn(source)[0].texts == train.texts != texts_to_learn(source._replace(seed=4))[0].texts
+
+
+@pytest.mark.parametrize("kind, text", [("continue", None), ("continue", "file"), ("copy", "file")])
+def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, opened, monkeypatch, kind, text):
+    monkeypatch.setattr("mini_ee.training.texts.HELD_STORIES", 6)
+    monkeypatch.setattr("mini_ee.training.texts.GIVEN", 8)
+    letters = np.random.default_rng(0).choice(list("abcdefgh"), (40, 4, 5))
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{' '.join(map(''.join, words))}." for words in letters))
+    options = TextOptions(kind=kind, text=text and tmp_path / "text.txt", new_tokens=8, texts=25)
+    source = Source(opened.model.backbone, opened.tokenizer, options, 3)
+    train, held = texts_to_learn(source)
+    parts = [{tuple(each.ids) for each in some} for some in (train.texts, held.texts, texts_to_test(source, 20))]
+    assert [len(part) for part in parts] == [25, 6, 4 if text else 20] and len(set().union(*parts)) == sum(
+        map(len, parts)
+    )
+    assert texts_to_learn(source)[1].texts == held.texts != texts_to_learn(source._replace(seed=4))[1].texts
 
 
 @pytest.mark.parametrize(
