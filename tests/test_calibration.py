@@ -377,6 +377,7 @@ def test_a_delta_outside_its_range_is_an_error(delta):
 def test_epsilon_one_can_be_kept_on_the_calibration_set_but_not_promised():
     observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
     assert calibrate(observed, 1.0).threshold[0] == 1.0
+    assert broken_promises(observed.take(np.arange(12) % 3)._replace(groups=np.arange(12)), 1.0, sets=2)["paper"] == 0
     for epsilon in (1.0, 1 - 1e-16):
         with pytest.raises(ValueError, match="cannot be promised for fresh rows"):
             calibrate(observed, epsilon, DELTA)
