@@ -531,8 +531,10 @@ def test_what_pieces_are_tested_on_was_not_learned(tmp_path, opened, text):
     if text:  # the first half of each is given
         assert tested == [Text(each.ids, 4) for each in held.texts]
     else:
-        known = {tuple(each.ids) for some in (train.texts, held.texts, tested) for each in some}
-        assert not known & {tuple(each.ids) for each in texts_to_calibrate(source)}
+        parts = [
+            {tuple(each.ids) for each in some} for some in (train.texts, held.texts, tested, texts_to_calibrate(source))
+        ]
+        assert len(set().union(*parts)) == sum(map(len, parts))
     assert texts_to_learn(source)[0].texts == train.texts != texts_to_learn(source._replace(seed=4))[0].texts
 
 
@@ -542,14 +544,14 @@ def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, o
     monkeypatch.setattr("mini_ee.training.texts.GIVEN", 8)
     letters = np.random.default_rng(0).choice(list("abcdefgh"), (40, 4, 5))
     (tmp_path / "text.txt").write_text("\n\n".join(f"{' '.join(map(''.join, words))}." for words in letters))
-    options = TextOptions(kind=kind, text=text and tmp_path / "text.txt", new_tokens=8, texts=25)
+    options = TextOptions(kind=kind, text=text and tmp_path / "text.txt", new_tokens=8, texts=30)
     source = Source(opened.model.backbone, opened.tokenizer, options, 3)
-    train, held = texts_to_learn(source)
-    parts = [{tuple(each.ids) for each in some} for some in (train.texts, held.texts, texts_to_test(source, 20))]
-    assert [len(part) for part in parts] == [25, 6, 4 if text else 20] and len(set().union(*parts)) == sum(
-        map(len, parts)
-    )
-    assert texts_to_learn(source)[1].texts == held.texts != texts_to_learn(source._replace(seed=4))[1].texts
+    (train, held), others = texts_to_learn(source), texts_to_learn(source._replace(seed=4))
+    parts = [{tuple(each.ids) for each in some} for some in (train.texts, held.texts, texts_to_test(source, 40))]
+    assert [len(part) for part in parts] == [30, 6, 4 if text else 40]
+    assert len(set().union(*parts)) == sum(map(len, parts))
+    assert texts_to_learn(source)[1].texts == held.texts != others[1].texts
+    assert text or not parts[0] & {tuple(each.ids) for each in others[0].texts}
 
 
 @pytest.mark.parametrize(
