@@ -22,7 +22,7 @@ from mini_ee.early_exit import Recorded
 from mini_ee.measure.evaluate import best_within, overthinking
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training.fit import Saved, depth_weighted_sum, fine_tune_then_heads, fit, joint_stage, task_loss
+from mini_ee.training.fit import Saved, Stage, depth_weighted_sum, fine_tune_then_heads, fit, joint_stage, task_loss
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
@@ -112,6 +112,66 @@ def test_frozen_parts_are_in_eval_mode_so_that_dropout_does_not_blur_what_heads_
 
     fit(model, [stage._replace(loss=loss)], *words, TrainConfig(**FAST), Saved(tmp_path, {}))
     assert met == [[False, True, True, False]] * 6, "in the second epoch too, after the exits were scored"
+
+
+@pytest.mark.parametrize("on_states", [False, True])
+def test_a_teacher_sees_what_is_learned_and_a_judge_what_is_held_out_without_dropout(
+    tmp_path, checkpoint_folder, words, on_states
+):
+    model, seen = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2), set()
+
+    def told(name, answer=None):
+        return lambda model, data: seen.add((name, len(data), model.training)) or answer
+
+    stage = Stage(
+        "heads",
+        lambda name: name.startswith("heads."),
+        lambda model, batch: task_loss(
+            model.classify(0, (batch.states or model.states(*batch.inputs))[0]), batch.labels
+        ),
+        on_states=on_states,
+        teacher=told("teacher", np.zeros(24)),
+        judge=told("judge", {"score": 0.0}),
+        watch=told("watch", {}),
+        finish=told("finish"),
+    )
+    fit(model, [stage], *words, TrainConfig(**FAST), Saved(tmp_path, {}))
+    assert seen == {("teacher", 24, False), *((name, 20, False) for name in ("judge", "watch", "finish"))}
+
+
+def test_units_come_in_another_order_in_every_epoch_and_stage_and_under_every_seed(tmp_path, checkpoint_folder, words):
+    model, seen = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2), []
+
+    def loss(model, batch):
+        seen.append(batch.inputs[0].tolist())
+        return task_loss(model(*batch.inputs)[-1], batch.labels)
+
+    for seed in (0, 1):
+        fit(model, [joint_stage(model, loss=loss)] * 2, *words, TrainConfig(**FAST, seed=seed), Saved(tmp_path, {}))
+    assert len({str(seen[at : at + 3]) for at in range(0, 24, 3)}) == 8
+
+
+@pytest.mark.parametrize(
+    "method, unit", [("joint", "rows"), ("multi-model", "rows"), ("lora-exits", "rows"), ("joint", "tokens")]
+)
+def test_backbone_and_adapters_learn_at_lr_heads_at_head_lr_and_matrices_alone_decay(
+    method, unit, tmp_path, checkpoint_folder, decoder_checkpoint, words
+):
+    made, folder = load_method(method), checkpoint_folder if unit == "rows" else decoder_checkpoint
+    shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
+    model, config = (
+        build_model(made, unit, load_backbone(folder), shape),
+        TrainConfig(lr=0.1, head_lr=0.2, weight_decay=0.3),
+    )
+    stage = made.recipe(model, configured(made, {}))[0]
+    groups = (
+        fitting._Training(model, [stage], *words, config, Saved(tmp_path, {}))._optimizer(stage, config).param_groups
+    )
+    found = {each: (group["peak_lr"], group["weight_decay"]) for group in groups for each in group["params"]}
+    names = {each: name for name, each in model.named_parameters()}
+    for each, told in found.items():
+        assert told == (0.2 if "heads." in names[each] else 0.1, 0.3 if each.dim() > 1 else 0.0), names[each]
+    assert len({rate for rate, _ in found.values()}) == 2
 
 
 @pytest.mark.parametrize("method", RECIPES)
@@ -266,7 +326,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path, checkpoint_folder, task_
     assert not list((tmp_path / "run").iterdir())
 
 
-@pytest.mark.parametrize("scores, first_is_best", [([0.9, 0.1], True), ([0.1, 0.9], False)])
+@pytest.mark.parametrize("scores, first_is_best", [([0.9, 0.1], True), ([0.1, 0.9], False), ([0.5, 0.5], True)])
 def test_the_best_epoch_is_kept_not_the_last(
     tmp_path, checkpoint_folder, task_folder, monkeypatch, scores, first_is_best
 ):
@@ -326,6 +386,40 @@ def test_every_method_builds_a_model_whose_stages_all_learn_something(method, ch
         assert stages
         for stage in stages:
             assert any(stage.learns(name) and model.learns(name) for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if "rows" in load_method(name).units and name != "raee"])
+def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, checkpoint_folder):
+    made = load_method(method)
+    shape = {
+        "exits": made.exits(3) if callable(made.exits) else (1, 2, 3),
+        "num_labels": 2,
+        "pool": "mean",
+        "settings": {},
+    }
+    model = build_model(made, "rows", load_backbone(checkpoint_folder), shape)
+    exits = range(len(model.exits))
+    for stage in made.recipe(model, configured(made, {})):
+        if stage.score:
+            taught = [k for k in exits if stage.learns(f"heads.{k}.out.weight") or stage.learns(f"models.{k}.heads")]
+            better = [stage.score(np.array([0.6 if at == k else 0.5 for at in exits])) for k in exits]
+            assert [k for k in exits if better[k] > stage.score(np.full(len(exits), 0.5)) + 1e-9] == taught, stage.name
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).recipe is not None])
+def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(method, checkpoint_folder, decoder_checkpoint):
+    made = load_method(method)
+    own = [name for name in made.config.__dataclass_fields__ if name.endswith(("_epochs", "_lr"))]
+    given = {name: 50 + at if name.endswith("_epochs") else 0.5 + at / 100 for at, name in enumerate(own)}
+    for unit in made.units:
+        shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
+        folder = checkpoint_folder if unit == "rows" else decoder_checkpoint
+        stages = made.recipe(build_model(made, unit, load_backbone(folder), shape), configured(made, given))
+        taken = {item for stage in stages for item in stage.settings.items()}
+        assert taken >= {("epochs" if name.endswith("_epochs") else "head_lr", given[name]) for name in own}
+        for stage in stages:
+            if stage.learns("backbone.layers.0.qkv.weight") and "head_lr" in stage.settings:
+                assert "lr" in stage.settings, "of its own, as its heads have one"
 
 
 @pytest.mark.parametrize(
