@@ -6,10 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from test_baselines import of_exits
+from test_calm import model_of, texts_of
 
 import mini_ee.baselines.adainfer as adainfer
-from mini_ee.baselines.adainfer import Svm, bounds, decisions, fit_svm, right_of, svm, svms
+from mini_ee.baselines.adainfer import Svm, bounds, decisions, fit_svm, right_of, svm, svm_of_texts, svms
 from mini_ee.cli.main import main
 from mini_ee.confidence import breaking_ties, max_probability
 from mini_ee.early_exit import early_exit
@@ -17,6 +19,7 @@ from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import Threshold, rule_from_dict
 from mini_ee.training.run import load_run
+from mini_ee.units.tokens import TextData, record_texts
 
 DRAWN = np.random.default_rng(0)
 
@@ -140,6 +143,23 @@ def test_right_is_of_the_label_or_of_the_last_exit_and_without_labels_of_the_las
             assert found["final"][row, k] == (said == logits[row, 2].argmax())
     some = recorded._replace(labels=labels).take(np.arange(5))
     assert (some.labels == labels[:5]).all()
+
+
+def test_of_tokens_the_rule_is_that_of_the_token_that_follows():
+    texts = texts_of(30)
+    recorded = record_texts(model_of(), texts, last=False)
+    found, at = right_of(recorded), 0
+    model = model_of()
+    for text in texts:
+        with torch.no_grad():
+            states = model.backbone.hidden_states(torch.tensor([text.ids]))
+        for position in range(text.start, len(text.ids) - 1):
+            said = [int(model.heads[k](states[k + 1][0, position]).argmax()) for k in range(2)]
+            assert found["gold"][at].tolist() == [token == text.ids[position + 1] for token in said]
+            at += 1
+    assert at == len(found["gold"]) and (found["gold"] != found["final"]).any()
+    chosen = svm_of_texts(model, None, TextData(texts))
+    assert chosen.rule == svm(recorded, found["gold"]) != svm(recorded, found["final"])
 
 
 def test_candidates_are_the_svms_as_they_are_and_with_other_margins():
