@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -260,7 +261,10 @@ def test_what_deep_passes_tell_is_what_a_plain_forward_pass_says(model):
     np.testing.assert_allclose([gap for gap, _ in found], [gap for gap, _ in sorted(expected)], atol=2e-6)
 
 
-def test_lambda_moves_between_texts_by_all_that_was_told(model):
+def test_lambda_moves_between_texts_by_all_that_was_told():
+    model = FreeTokens(decoder(), (2, 4)).eval()
+    with torch.no_grad():
+        model.backbone.lm_head.weight.mul_(4)  # so that gaps are as wide as the grid
     texts = [Text(list(prompt), len(prompt) - 1) for prompt in PROMPTS]
     found = moved(model, texts, 10)
     mixture, level, levels, gaps, agrees = Mixture(), free.FIRST, [free.FIRST], [], []
@@ -274,6 +278,8 @@ def test_lambda_moves_between_texts_by_all_that_was_told(model):
         level = mixture.threshold()
         levels.append(level)
     assert found.thresholds == levels and found.told == len(gaps)
+    chosen = free.moved_rule(model, SimpleNamespace(follow=10), TextData(texts))
+    assert chosen.rule == Threshold(levels[-1], "breaking_ties") and len(set(levels)) > 1
 
 
 # ---- The run ----
