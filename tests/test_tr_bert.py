@@ -241,6 +241,16 @@ def test_the_gradient_is_that_of_the_expected_reward(monkeypatch):
         torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-5)
 
 
+def test_the_policies_loss_teaches_policies_alone(padded_inputs):
+    """In step 3, too, where all learns."""
+    model = made()
+    _, of_policies = explore(model, Batch(tensors(padded_inputs), torch.arange(7) % 3, None, None), Config())
+    names, weights = zip(*((name, each) for name, each in model.named_parameters() if each.requires_grad))
+    found = torch.autograd.grad(of_policies, weights, allow_unused=True)
+    reached = {name.split(".")[0] for name, gradient in zip(names, found) if gradient is not None}
+    assert reached == {"selectors"}
+
+
 def test_the_best_epoch_is_that_of_the_reward(padded_inputs):
     model = made()
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
