@@ -203,6 +203,9 @@ def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     held = type("Held", (), {"__len__": lambda self: 3, "batch": lambda self, *a: ([torch.zeros(3, 2)], torch.ones(3))})
     held_loss(lambda model, batch: seen.append(batch.taught.tolist()) or 0.0, cat.META, run.model, held())
     assert seen == [[2, 2, 2]]
+    told = {cat.temperature_loss: (cat.TEMPERATURES, 3.0), cat.meta_loss: (cat.META, 5.0)}
+    monkeypatch.setattr(cat, "held_loss", lambda loss, part, *_: told[loss][1] if part == told[loss][0] else None)
+    assert [stage.judge(run.model, held())["score"] for stage in cat.recipe(run.model, Config())[2:]] == [-3.0, -5.0]
 
 
 def test_what_cannot_be_is_one_line(task_folder, checkpoint_folder, tmp_path):

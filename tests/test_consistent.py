@@ -315,13 +315,14 @@ def test_eq6_charges_the_exit_where_a_row_leaves_and_no_other_the_forced_one_too
     torch.testing.assert_close(losses.grad, expected)
 
 
-def test_eq6_sampled_is_on_average_the_sum_over_exits():
+@pytest.mark.parametrize("epsilon", [0.0, 0.5])
+def test_eq6_sampled_is_on_average_the_sum_over_exits(epsilon):
     torch.manual_seed(0)
     losses, exit_logits = drawn(1, 4).abs(), drawn(1, 3)
-    many = consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), Config())
-    expected = (enumerate_trajectories(exit_logits, 0.0) * losses.numpy()).sum()
+    many = consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), Config(epsilon=epsilon))
+    expected = (enumerate_trajectories(exit_logits, epsilon) * losses.numpy()).sum()
     assert many.item() == pytest.approx(expected, abs=4 * losses.std().item() / np.sqrt(8 * DRAWS))
-    exact = consistent_loss(losses, exit_logits, Config(estimator="exact"))
+    exact = consistent_loss(losses, exit_logits, Config(estimator="exact", epsilon=epsilon))
     assert exact.item() == pytest.approx(expected, abs=1e-12)
 
 

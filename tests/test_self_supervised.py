@@ -182,6 +182,7 @@ def test_every_epoch_sees_every_text_once_in_another_order_and_the_rate_rises_an
         ids, counted = batch.inputs
         seen.append([row[real].tolist() for row, real in zip(ids, counted)])
         rates.append(optimizer.param_groups[0]["lr"])
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0}
         heads = [parameter.grad for parameter in self.model.heads.parameters()]
         norms.append(torch.nn.utils.get_total_norm(heads).item())
         return loss
