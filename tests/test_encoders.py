@@ -85,6 +85,8 @@ def test_a_sentence_encoder_reads_the_texts_with_its_own_tokenizer(checkpoint_fo
         expected = mean_states_of_one(backbone, inputs, row, 3)
         np.testing.assert_allclose(encoder(of_another_model)[row], expected, atol=ATOL, rtol=ATOL)
     assert encoder.flops(of_another_model) == OwnStates(backbone, 3).flops(inputs)
+    longest, longer = (replace(inputs, texts=(("good " * words,),)) for words in (22, 60))  # of 24 tokens, two special
+    np.testing.assert_array_equal(encoder(longer), encoder(longest))
 
 
 def test_a_sentence_encoder_is_named_by_its_folders_content(checkpoint_folder, tmp_path):

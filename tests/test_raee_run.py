@@ -286,12 +286,16 @@ def test_the_layers_of_a_vote_are_those_of_its_queries(tmp_path, base, task, tas
 
 
 def test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task):
-    run, _ = drawn
+    run, recorded = drawn
     inputs = run.encode(task.split("dev").texts).batch(slice(None))
     depth = early_exit(run.segments(), run.rule, inputs).layers_run
     one, same = (controls_of(*drawn, task)["random_layers"] for _ in range(2))
     assert len(set(depth)) > 1, "all rows leave at one exit, and no lot changes anything"
     assert one == same and one["mean_layers"] == pytest.approx(depth.mean()) and one["spread"] > 0
+    plan, labels, rows = run.rule.plan(inputs), task.split("dev").labels, np.arange(len(inputs))
+    lots = [np.random.default_rng(lot).permutation(plan) for lot in range(10)]
+    right = [np.mean(recorded.logits[rows, lot].argmax(axis=1) == labels) for lot in lots]
+    assert (one["accuracy"], one["spread"]) == pytest.approx((np.mean(right), np.std(right)))
 
 
 @pytest.mark.parametrize("name", ["knn_labels", "neighbour_weights", "best_single_exit", "earliest_right_exit"])
@@ -339,14 +343,16 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
     encoded, store = opened.encode(rows.texts), opened.rule.datastore
     recorded = record(opened.segments(), encoded, 8)
     found = profile_distances(opened.rule, recorded, encoded, rows.labels, 8)
-    apart = []
+    apart, by_lot = [], []
+    lot = np.random.default_rng(0).integers(len(store), size=(len(rows), min(8, len(store))))
     for row, label in enumerate(rows.labels):
         p = torch.from_numpy(recorded.logits[row]).double().softmax(1).numpy()
         values = np.where(p.argmax(1) == label, p[:, label], 0)
         near = store.search(opened.rule.embed(encoded.batch([row])), 8).rows[0]
-        apart.append(np.abs(np.mean([store.values[each] for each in near], axis=0) - values).mean())
+        for some, told in ((near, apart), (lot[row], by_lot)):
+            told.append(np.abs(np.mean([store.values[each] for each in some], axis=0) - values).mean())
     assert found["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
-    assert found["by lot"] > 0
+    assert found["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6) and found["by lot"] != found["neighbours"]
 
 
 def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, own, task_folder, task):

@@ -358,6 +358,12 @@ def test_taken_rows_make_a_datastore_of_their_own():
     assert len(part._shards) == len(rows)
     assert_whole(part)
     assert_whole(store)
+    settings = {"m": 8, "ef_construction": 50, "ef": 30, "shards": 2}
+    store = Datastore(ENCODER, 8, (1, 2, 4, 6), **settings)
+    add_all(store, filled(20))
+    part = store.take(np.arange(5))
+    assert {name: getattr(part._shards, name) for name in ("m", "ef_construction", "ef")} | {"shards": 2} == settings
+    assert part.shards == 2
 
 
 # The datastore: on disk
@@ -753,7 +759,7 @@ def test_only_a_datastore_needs_hnswlib(tmp_path, monkeypatch):
 
 def built(folder, texts, **options):
     values, labels = np.linspace(0, 1, 4 * len(texts)).reshape(-1, 4), np.arange(len(texts)) % 3
-    collected = Collected(sentences(texts), values, labels, (1, 2, 4, 6))
+    collected = Collected(sentences(texts), values, labels, (1, 2, 4, 6))._replace(**options.pop("other", {}))
     return build(folder, ENCODER, options.pop("embed", embed), collected, **options)
 
 
@@ -787,8 +793,14 @@ def test_a_stopped_build_goes_on_where_it_was_saved_and_ends_as_if_it_had_not_st
     with pytest.raises(KeyboardInterrupt):
         built(tmp_path / "store", TEXTS, batch_size=8, save_every=16, embed=embed_until(40))
     assert not (tmp_path / "store").exists() and len(seen) == 40
-    with pytest.raises(ValueError, match="store.building: an unfinished build of other rows is there; remove it"):
-        built(tmp_path / "store", TEXTS[:-1])
+    for other in (
+        {"encoded": sentences(TEXTS[::-1])},
+        {"values": np.ones((50, 4))},
+        {"labels": np.zeros(50, np.int64)},
+        {"exits": (1, 2, 3, 6)},
+    ):
+        with pytest.raises(ValueError, match="store.building: an unfinished build of other rows is there; remove it"):
+            built(tmp_path / "store", TEXTS, other=other)
     seen.clear()
     store = built(tmp_path / "store", TEXTS, batch_size=8, save_every=16, embed=embed_until(1000))
     assert len(seen) == 18  # 32 rows of the 40 were saved
