@@ -321,6 +321,12 @@ def test_a_single_exit_has_no_rule_and_no_number_of_rows_would_do():
     assert "would do" not in chosen.sentence()
 
 
+def test_a_rule_under_which_nobody_leaves_is_not_promised():
+    record, labels = population(700, seed=3)
+    chosen = default_rule(record, CLASSES, labels, MAX_LOSS, candidates=lambda some: [Threshold(np.inf)])
+    assert (chosen.rule, chosen.promise) == (NeverExit(), None)
+
+
 def test_exits_that_all_agree_are_left_at_the_first():
     record, labels = population(400, seed=9)
     alike = recorded(np.repeat(record.logits[:, -1:], 3, axis=1), (1, 2, 3))
