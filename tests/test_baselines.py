@@ -139,6 +139,7 @@ def test_calibration_divides_the_logits_of_each_exit_by_its_temperature_and_chan
         for head in model.heads:
             torch.nn.init.normal_(head.out.weight, std=0.5)
             torch.nn.init.normal_(head.out.bias, std=0.5)
+    assert stages("right-tool", model)[0].finish is calibrate_heads
     held = words[1]
     before = record(model.segments(), held.encoded, 64).logits
     calibrate_heads(model, held)

@@ -81,6 +81,7 @@ def by_hand(model, inputs):
 @pytest.mark.parametrize("pool", ["mean", "first"])
 def test_exits_and_meta_classifiers_are_those_of_the_paper(pool, shared, padded_inputs):
     model = made(pool=pool, how=Config(shared=shared))
+    assert len(model.policy.networks) == (1 if shared else len(EXITS) - 1)
     logits, exit_logits = by_hand(model, padded_inputs)
     found, _, said = read_every_exit(model.segments(), padded_inputs)
     np.testing.assert_allclose(found, logits, atol=1e-5)
@@ -124,6 +125,8 @@ def test_where_heads_are_named_no_other_is_computed(padded_inputs, monkeypatch):
 def test_parts_of_train_are_apart_and_the_same_in_every_stage():
     found = parts(None, range(1000), 0.2)
     assert np.bincount(found).tolist() == [800, 100, 100] and (found == parts(None, range(1000), 0.2)).all()
+    for stage in cat.recipe(made(), Config(apart=0.5)):
+        np.testing.assert_array_equal(stage.teacher(None, range(200)), cat.parts(None, range(200), 0.5))
 
 
 def test_losses_count_the_rows_of_their_part_alone():

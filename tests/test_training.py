@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -404,6 +406,31 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
             taught = [k for k in exits if stage.learns(f"heads.{k}.out.weight") or stage.learns(f"models.{k}.heads")]
             better = [stage.score(np.array([0.6 if at == k else 0.5 for at in exits])) for k in exits]
             assert [k for k in exits if better[k] > stage.score(np.full(len(exits), 0.5)) + 1e-9] == taught, stage.name
+
+
+@pytest.mark.parametrize(
+    "method, stage, loss, settings",
+    [
+        ("self-supervised", 0, "heads_loss", {"penalty": 0.5}),
+        ("consistent", 1, "learn_policy", {"estimator": "exact"}),
+        ("consistent", 2, "learn_task", {"estimator": "exact"}),
+        ("sweet", 0, "separate_loss", {}),
+        ("fastbert", 1, "self_distillation_loss", {}),
+        ("berxit", 0, "alternating_loss", {}),
+        ("cat", 1, "heads_loss", {"target": "last"}),
+        ("elasticbert", 0, "equilibrium_loss", {}),
+        ("palbert", 0, "loss", {"beta": 0.1}),
+        ("free", 0, "shallow_deep_loss", {"alpha": 0.1}),
+        ("layerskip", 0, "layerskip_loss", {"dropout": 0.5}),
+        ("tr-bert", 2, "joint_loss", {"alpha": 0.1}),
+    ],
+)
+def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage, loss, settings, monkeypatch):
+    told, config = [], configured(load_method(method), settings)
+    monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, how=None: told.append(how))
+    model = SimpleNamespace(exits=(1, 2, 3), unit="rows")
+    load_method(method).recipe(model, config)[stage].loss(model, None)
+    assert told == [config if settings else None]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).recipe is not None])
