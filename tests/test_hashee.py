@@ -205,6 +205,9 @@ def test_mutual_information_counts_every_occurrence():
 def test_a_random_table_is_drawn_once():
     tables = [exit_layers(rows(), VOCABULARY, 6, Config(table="random")) for _ in range(2)]
     assert (tables[0] == tables[1]).all() and set(tables[0]) == set(range(1, 7))
+    model = SimpleNamespace(table=torch.nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False), layers=6)
+    hashee.recipe(model, Config(table="random"))[0].begin(model, rows())
+    assert (model.table.numpy() == tables[0]).all()
 
 
 def test_what_cannot_be_is_one_line(checkpoint_folder, task_folder, tmp_path):

@@ -114,8 +114,11 @@ def test_a_loaded_run_plans_and_runs_as_one_row_does(own):
         np.testing.assert_allclose(alone.logits[0], together.logits[row], atol=1e-5)
 
 
-def test_max_train_collects_so_many_rows(tmp_path, base, task_folder):
-    assert len(collect(tmp_path / "out", base, task_folder, max_train=3).rule.datastore) == 3
+def test_max_train_collects_so_many_rows_drawn_with_the_seed(tmp_path, base, task_folder):
+    one, other = (
+        collect(tmp_path / str(seed), base, task_folder, max_train=3, seed=seed).rule.datastore for seed in (0, 1)
+    )
+    assert len(one) == len(other) == 3 and set(one.texts) != set(other.texts)
 
 
 def test_the_datastore_holds_all_rows_that_a_training_with_max_train_left(

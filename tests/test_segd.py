@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mini_ee.methods.lora_exits as lora_exits
+from mini_ee.backbones.hub import load_backbone
 from mini_ee.methods.lora_exits import (
     DISTILL,
     Config,
@@ -26,8 +27,6 @@ EXITS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def model(checkpoint_folder):
-    from mini_ee.backbones.hub import load_backbone
-
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LoRAExits(load_backbone(checkpoint_folder), EXITS, 2).eval()
@@ -136,6 +135,12 @@ def test_every_setting_says_what_it_is():
     assert all(field.metadata["help"] for field in fields(Config))
 
 
+def test_adapters_are_as_the_settings_say(checkpoint_folder):
+    config = Config(rank=3, alpha=6.0, targets=("key",))
+    built = lora_exits.build(load_backbone(checkpoint_folder), EXITS, 2, "first", config)
+    assert (built.rank, built.scale, built.targets, built.pool) == (3, 2.0, ("key",), "first")
+
+
 def trained(out, checkpoint_folder, task_folder, distill, epochs=1):
     options = {"epochs": epochs, "lr": 1e-2, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS, "rank": 2}
     return train("lora-exits", checkpoint_folder, task_folder, out, distill=distill, **options)
@@ -175,8 +180,6 @@ def test_elsewhere_they_differ(three_ways):
 
 
 def test_the_backbone_is_never_trained(three_ways, checkpoint_folder):
-    from mini_ee.backbones.hub import load_backbone
-
     before = load_backbone(checkpoint_folder).state_dict()
     for state in three_ways.values():
         for name, value in before.items():

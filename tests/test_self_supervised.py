@@ -15,7 +15,7 @@ from mini_ee.calibration import agreement, calibrate
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text, cut_text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.methods.self_supervised import Config, head_loss, recipe, watch
+from mini_ee.methods.self_supervised import Config, build, head_loss, recipe, watch
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.fit import NothingToResume, Saved, fit
 from mini_ee.training.options import TrainConfig
@@ -34,7 +34,7 @@ QUICK = TrainConfig(epochs=4, head_lr=2e-2, batch_size=4)
 def model_of(kind="llama", exits=(1, 2, 3), init="scratch"):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return TokenExits(load_backbone(GOLDEN / kind), exits, init)
+        return build(load_backbone(GOLDEN / kind), exits, 1, None, Config(init=init))
 
 
 def texts_of(model, count=12, new_tokens=10, **settings):
