@@ -244,7 +244,8 @@ def test_a_cut_of_0_always_leaves_and_1_never_even_where_the_sigmoid_is_0_or_1()
 
 
 def test_a_probability_of_one_half_is_not_above_one_half():
-    assert not Policy().stop(0, Reading(np.zeros((1, 2)), np.zeros(1)), {})[0]
+    for rule in (Policy(), QExit()):
+        assert not rule.stop(0, Reading(np.zeros((1, 2)), np.zeros(1)), {})[0]
 
 
 @pytest.mark.parametrize("cut", [-0.1, 1.1, math.nan])
