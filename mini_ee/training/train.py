@@ -278,7 +278,7 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     exits = exits_of(request, backbone.config.num_hidden_layers)
     about = _about(request, exits) | {"num_labels": task.num_labels, "task": about_task(task)}
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held)}
-    model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
+    model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume))
     recorded = record(model.segments(), held.encoded, request.train.batch_size, whole=model.segments().whole())
     if not np.isfinite(recorded.logits).all():
         raise Diverged("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
@@ -328,7 +328,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     say(f"{who} {tokens} tokens of {len(train)} texts.")
     digest = json_sha256({"train": [text.ids for text in train.texts], "held": [text.ids for text in held.texts]})
     begun_with = {"text": about["text"], "data": digest}
-    model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume), say)
+    model, fitted = _fit(request, backbone, about, train, held, Saved(state_folder, begun_with, request.resume))
     model.fold()
     exits = model.exits
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
@@ -349,9 +349,7 @@ def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) 
         say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}).")
 
 
-def _fit(
-    request: Request, backbone: nn.Module, about: dict, train, held, saved: Saved, say
-) -> tuple[nn.Module, Fitted]:
+def _fit(request: Request, backbone: nn.Module, about: dict, train, held, saved: Saved) -> tuple[nn.Module, Fitted]:
     """Build the model and train it. The caller's random state is kept."""
     begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
     heads = {name: getattr(request.common, name, None) for name in ("pool", "head")}
