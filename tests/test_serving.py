@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
+from mini_ee.calibration import chance_of_so_few
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import arrivals, goodput, offer
-from mini_ee.export.serving.watch import Promise, Watch
+from mini_ee.export.serving.watch import LEVEL, LOOK, Promise, Watch
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
@@ -170,6 +171,15 @@ def test_thresholds_rise_in_a_worker_whose_promise_is_broken(runtime):
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
     assert engine.rule.threshold > 0.8 and engine.promise.tightened >= 3
     assert np.mean([each.label == other.label for each, other in zip(found, full)]) >= 0.9
+
+
+def test_looks_at_a_stricter_rule_are_counted_anew():
+    """15 of 20 where .9 is promised: enough for a rule's first look, and not for its second."""
+    promise, rule = Promise(1.0, 0.9, tighten=True), Threshold(0.5)
+    assert LEVEL / 6 < chance_of_so_few(15, LOOK, 0.9) < LEVEL / 2
+    for agrees in [False] * LOOK + [True] * 15 + [False] * 5:
+        rule = promise.told(agrees, rule)
+    assert promise.tightened == 2 and rule.threshold == 0.875
 
 
 @pytest.mark.parametrize("threshold, exit", [(0.0, 0), (math.inf, 3)], ids=["early", "at full depth"])
@@ -458,6 +468,20 @@ def test_a_batch_that_fails_is_told_to_its_rows_and_ends_nothing():
         assert worker.submit("xx").result(5).layers == 1
         assert worker.state == "ready"
     assert worker.watch.requests["failed"] == 1
+
+
+def test_a_row_that_fails_in_the_shadow_had_its_answer_and_ends_nothing():
+    class Shadowed(Slow):
+        def run(self, at, rows):
+            if at:
+                raise RuntimeError("a batch that fails")
+            for row in rows:
+                row.answer, row.queue = Said(1), 1
+
+    with Worker(engine := Shadowed()) as worker:
+        for _ in range(2):
+            assert worker.submit("xx").result(5).layers == 1
+    assert (worker.watch.requests["answered"], worker.watch.requests["failed"], len(engine.released)) == (2, 0, 2)
 
 
 def test_draining_answers_what_was_taken_and_takes_no_more():
