@@ -267,8 +267,8 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
 
 
 def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder, caplog):
-    with serving(slowed(engine_of(decoder), 0.05)) as (worker, port):
-        body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 500}
+    with serving(slowed(engine_of(decoder), 0.1)) as (worker, port):
+        body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 1000}
         status, said, _ = ask(port, body, "/generate")
     *pieces, last = map(json.loads, said.splitlines())
     assert status == 200 and 0 < len(pieces) < 30 and last == {"error": LATE} and not caplog.text
