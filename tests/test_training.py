@@ -161,14 +161,11 @@ def test_backbone_and_adapters_learn_at_lr_heads_at_head_lr_and_matrices_alone_d
 ):
     made, folder = load_method(method), checkpoint_folder if unit == "rows" else decoder_checkpoint
     shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
-    model, config = (
-        build_model(made, unit, load_backbone(folder), shape),
-        TrainConfig(lr=0.1, head_lr=0.2, weight_decay=0.3),
-    )
+    model = build_model(made, unit, load_backbone(folder), shape)
+    config = TrainConfig(lr=0.1, head_lr=0.2, weight_decay=0.3)
     stage = made.recipe(model, configured(made, {}))[0]
-    groups = (
-        fitting._Training(model, [stage], *words, config, Saved(tmp_path, {}))._optimizer(stage, config).param_groups
-    )
+    training = fitting._Training(model, [stage], *words, config, Saved(tmp_path, {}))
+    groups = training._optimizer(stage, config).param_groups
     found = {each: (group["peak_lr"], group["weight_decay"]) for group in groups for each in group["params"]}
     names = {each: name for name, each in model.named_parameters()}
     for each, told in found.items():
