@@ -143,6 +143,12 @@ def test_weights_of_another_precision_become_float32(folder, dtype):
     assert torch.equal(load_backbone(folder).embeddings.word.weight, wanted)
 
 
+def test_a_saved_checkpoint_says_its_precision(folder, tmp_path):
+    save_backbone(load_backbone(folder).bfloat16(), tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert load_file(tmp_path / "saved" / "model.safetensors")[WORD].dtype == torch.bfloat16
+
+
 def test_pooler_and_head_are_there_if_the_file_has_them(folder):
     rewrite(folder, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith(("cls", "bert.pooler"))})
     model = load_backbone(folder)

@@ -35,7 +35,8 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task, subset, toy_task
 from mini_ee.early_exit import read_every_exit
-from mini_ee.measure.evaluate import curve, hardness_in_training, over_seeds, rows_of
+from mini_ee.measure.evaluate import RANGES, curve, hardness_in_training, over_seeds, rows_of
+from mini_ee.measure.tables import ranges_table
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.method import load_method
@@ -657,6 +658,12 @@ def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, tas
     assert main(["compare", str(run_folder), "--task", str(task_folder), "--sweep"]) == 0
     shown = capsys.readouterr().out
     assert "rules chosen on" in shown and f"score {row['no_loss']['score']:.3f}" in shown
+
+
+def test_compare_shows_milliseconds_of_one_row():
+    point = {"score": 0.9, "mean_layers": 2.0, "layer_passes": 2.0, "flops_ratio": 0.5, "seconds": 0.25, "speedup": 2.0}
+    shown = ranges_table([{"run": "a", "how": "joint"} | dict.fromkeys(RANGES, point)], timed_rows=50)
+    assert shown.count(" 5.00 ") == len(RANGES)
 
 
 @pytest.fixture(scope="module")

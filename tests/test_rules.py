@@ -315,6 +315,24 @@ def test_a_rule_written_as_json_and_read_back_is_the_same_rule(rule):
     assert type(rule_from_dict(json.loads(written))) is type(rule)
 
 
+@pytest.mark.parametrize(
+    "asked, there, fits",
+    [
+        (Threshold(0.5), Threshold((0.1, 0.2, 0.3)), True),
+        (Threshold(0.5), Threshold(0.5, "breaking_ties"), False),
+        (Patience(2), Patience(3), True),
+        (Patience(2, 0.25), Patience(2, 0.5), False),
+        (PatienceConfidence(3, 0.75), PatienceConfidence(1, 0.5), True),
+        (PatienceConfidence(3, 0.75), PatienceConfidence(3, 0.75, "breaking_ties"), False),
+        (Policy(0.25), Policy(0.75), True),
+        (QExit(0.25), QExit(0.75), True),
+        (Patience(2), Threshold(0.5), False),
+    ],
+)
+def test_a_graph_is_fed_another_threshold_but_not_another_measure(asked, there, fits):
+    assert asked.served_by(there) is fits
+
+
 def test_the_json_of_a_rule_is_its_name_and_settings():
     assert Threshold((0.5, math.inf)).to_dict() == {
         "name": "threshold",

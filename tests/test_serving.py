@@ -22,7 +22,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
-from mini_ee.export.serving.load import arrivals, goodput, offer
+from mini_ee.export.serving.load import Answered, arrivals, goodput, offer
 from mini_ee.export.serving.watch import LEVEL, LOOK, Promise, Watch
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
@@ -577,6 +577,13 @@ def test_an_open_load_counts_the_time_that_a_request_waited_to_be_given():
         found = offer(worker, ["xx"], np.linspace(0.001, 0.15, 30))
     assert len(found.seconds) == 26 and found.seconds.max() > 0.2
     assert found.quantiles[0] <= found.quantiles[1] <= found.quantiles[2] == found.seconds.max()
+
+
+def test_what_is_refused_or_late_is_not_answered_in_time():
+    with Worker(Slow(0.2), batch=1, max_open=2) as worker:
+        found = offer(worker, ["xx"], np.linspace(0.001, 0.02, 20))
+    assert len(found.seconds) == 17 and np.isinf(found.seconds).sum() >= 15  # of 20 the first three are not counted
+    assert Answered(40.0, np.array([0.1, 0.2, 0.3, np.inf])).within(0.2) == 20.0
 
 
 def test_goodput_is_where_a_time_crosses_the_limit():
