@@ -34,7 +34,7 @@ from mini_ee.measure.reproduce.page import (
     read_kept,
 )
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
-from mini_ee.measure.reproduce.verdicts import UNTRIED, compared, verdict_of
+from mini_ee.measure.reproduce.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
 from mini_ee.measure.texts import EPSILONS
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
@@ -242,6 +242,8 @@ def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods
     order = list(cases)
     assert all(order.index(case.reference or case.name) <= order.index(case.name) for case in cases.values())
     for case in cases.values():
+        of = cases[case.reference or case.name]
+        assert (case.seeds or LEAST_SEEDS) <= (of.seeds or LEAST_SEEDS), f"{case.name}: seeds that {of.name} lacks"
         for options in (case.options, case.options.get("base")):
             if options:
                 known = {"method", "model", "task", "base"}
@@ -357,19 +359,28 @@ def test_settings_that_most_cases_share_are_said_once():
     ]
 
 
-def test_a_case_that_takes_long_has_fewer_seeds_than_are_asked_for(tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "joint", "two_stage"),
+    [
+        ([], [0, 1, 2], [0]),
+        (["--seed", "4"], [4, 5, 6], [4]),
+        (["--seeds", "2", "--seed", "4"], [4, 5], [4, 5]),
+        (["--quick"], [0], [0]),
+    ],
+)
+def test_a_case_is_run_with_the_seeds_that_its_page_has_unless_others_are_asked_for(
+    tiny, monkeypatch, asked, joint, two_stage
+):
     (experiment,) = TINY["experiments"]
-    both = experiment["axes"]["method"].items()
-    apart = [
-        experiment | {"axes": {"method": {name: options}}, "seeds": 1 if name == "two-stage" else None}
-        for name, options in both
-    ]
-    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": apart}))
+    methods = experiment["axes"]["method"]
+    axes = {"method": methods | {"two-stage": methods["two-stage"] | {"seeds": 1}}}
+    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"axes": axes}]}))
     ran = []
     monkeypatch.setattr(run, "is_kept", lambda folder, case, seed: (case.name, seed) in ran)
     monkeypatch.setattr(run, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
-    assert run.reproduce("raee", out=tiny, seeds=range(4, 6), say=str)["ran"] == 3
-    assert ran == [("reviews joint", 4), ("reviews two-stage", 4), ("reviews joint", 5)]
+    assert main(["reproduce", "raee", "--out", str(tiny), *asked]) == 0
+    both = {"reviews joint": joint, "reviews two-stage": two_stage}
+    assert ran == [(name, seed) for seed in joint for name in both if seed in both[name]]
 
 
 def test_a_cell_says_how_many_seeds_have_its_figure():
@@ -619,6 +630,16 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 
 
 # ---- What is committed ----
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_the_command_runs_what_a_page_shows_and_no_more(paper):
+    found = load_recipe(paper)
+    cases = cases_of(found)
+    kept = {name: sorted(map(int, made["seeds"])) for name, made in read_kept(RESULTS / paper, found).found.items()}
+    assert kept == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
+    assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
+    assert all(experiments.is_kept(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
 
 
 @pytest.mark.parametrize("paper", PAGES)

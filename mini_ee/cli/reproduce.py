@@ -16,7 +16,9 @@ def add(sub) -> None:
     )
     sub.add_argument("--only", metavar="TABLE", help='one table, figure or claim, such as "Table 1"')
     sub.add_argument("--quick", action="store_true", help="a small part, on the built-in models and data")
-    sub.add_argument("--seeds", type=positive, metavar="N", help="so many seeds, from --seed on; 3, of --quick 1")
+    sub.add_argument(
+        "--seeds", type=positive, metavar="N", help="so many of each case, from --seed on; else as many as the page has"
+    )
     sub.add_argument(
         "--sources", type=Path, metavar="DIR", help="with weights/ and data/; $MINI_EE_SHARED or ../shared"
     )
@@ -31,7 +33,7 @@ def run(args, say) -> dict:
         args.paper,
         only=args.only,
         quick=args.quick,
-        seeds=range(args.seed, args.seed + (args.seeds or (1 if args.quick else 3))),
+        seeds=(args.seed, args.seeds),
         sources=args.sources,
         out=args.out,
         say=say,

@@ -25,7 +25,7 @@ class Case(NamedTuple):
     options: dict  # of `mini_ee.train`; {"choose": [...]} where the hold-out decides
     reference: str | None = None  # the case from whose last exit points of loss are counted
     reads: str | None = None  # a text, for perplexity
-    seeds: int | None = None  # at most, of one that takes long; None: as many as are asked for
+    seeds: int | None = None  # how many its page has; None: 3, of --quick 1
 
 
 def load_recipe(paper: str, quick: bool = False) -> dict:
@@ -50,8 +50,8 @@ def cases_of(recipe: dict) -> dict[str, Case]:
             name = experiment["name"].format(**chosen)
             reference = experiment.get("reference")
             reference = reference and reference.format(**chosen)
-            more = (experiment.get(key) for key in ("reads", "seeds"))
-            case = Case(name, experiment["measure"], options, reference, *more)
+            seeds = options.pop("seeds", experiment.get("seeds"))
+            case = Case(name, experiment["measure"], options, reference, experiment.get("reads"), seeds)
             if found.setdefault(name, case) != case:
                 raise ValueError(f"two experiments make the case {name!r}, with other settings")
     return found

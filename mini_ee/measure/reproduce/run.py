@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
 from filelock import FileLock
@@ -14,6 +15,7 @@ from mini_ee.measure.reproduce.experiments import Held, Sources, is_kept, run_ca
 from mini_ee.measure.reproduce.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
 from mini_ee.measure.reproduce.pictures import draw
 from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
+from mini_ee.measure.reproduce.verdicts import LEAST_SEEDS
 
 
 def reproduce(
@@ -21,17 +23,17 @@ def reproduce(
     *,
     only: str | None = None,
     quick: bool = False,
-    seeds: Sequence[int] = range(3),
+    seeds: tuple[int, int | None] = (0, None),
     sources: Path | None = None,
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> dict:
     """Train and measure what is missing, then write OUT/PAPER.md, its pictures, and OUT/README.md.
 
-    seeds: all cases are run with the first before the second is begun. What is kept of an earlier call, of a killed one
-    too, is not run again; what another process is running is left to it, so that several calls share the work. Raises
-    WrongArguments, before anything is run, for a model or a task that is not there, and where another file has a page's
-    name.
+    seeds: the first, and how many of each case; None: as many as its page has. All cases are run with the first before
+    the second is begun. What is kept of an earlier call, of a killed one too, is not run again; what another process is
+    running is left to it, so that several calls share the work. Raises WrongArguments, before anything is run, for a
+    model or a task that is not there, and where another file has a page's name.
     """
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
@@ -41,7 +43,9 @@ def reproduce(
     for path, heading in ((out / "README.md", CLAIMS), (out / f"{paper}.md", f"# {recipe['title']}")):
         if path.exists() and not path.read_text(encoding="utf-8").startswith(heading):
             raise WrongArguments(f"{path}: is no page of `mini-ee reproduce`; name another folder with --out")
-    wanted = [(case, seed) for seed in seeds for case in asked.values() if seed in seeds[: case.seeds]]
+    (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
+    wanted = [(case, first + k) for case in asked.values() for k in range(count or case.seeds or usual)]
+    wanted.sort(key=itemgetter(1))
     missing = [(case, seed) for case, seed in wanted if not is_kept(folder, case, seed)]
     for case, _ in missing:
         found.check(case)
