@@ -5,7 +5,7 @@ from pathlib import Path
 from mini_ee.cli.options import positive
 
 HELP = "run a paper's experiments and write the page of its results"
-EXAMPLE = "mini-ee reproduce raee --quick"
+EXAMPLE = "mini-ee reproduce loraexit --quick"
 
 
 def add(sub) -> None:
