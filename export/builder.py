@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 OPSET, IR_VERSION = 23, 11
 
+INT8_LARGEST = np.float32(63)  # of a weight in int8
+
 Parameters = dict[int, tuple[str, Tensor]]
 """id of a parameter -> its name, and the parameter itself, kept alive."""
 
@@ -213,12 +215,16 @@ class Builder:
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
     def _linear_int8(self, x: str, module: nn.Linear) -> str:
-        """Weights in int8 with a scale for each output, x in uint8 as it comes; the form that ONNX Runtime fuses."""
+        """Weights in int8 with a scale for each output, x in uint8 as it comes; the form that ONNX Runtime fuses.
+
+        Weights are rounded to -63 .. 63: a processor without VNNI adds two products in 16 bits, which 255 * 127 twice
+        overflows.
+        """
         name, weight = self._named(module.weight)
         whole, scale = f"{name}_int8", f"{name}_scale"
         if whole not in self.weights:
             matrix = self._array(weight)
-            self.weights[scale] = np.maximum(abs(matrix).max(axis=1), np.finfo(np.float32).tiny) / np.float32(127)
+            self.weights[scale] = np.maximum(abs(matrix).max(axis=1), np.finfo(np.float32).tiny) / INT8_LARGEST
             self.weights[whole] = np.ascontiguousarray(np.rint(matrix / self.weights[scale][:, None]).astype(np.int8).T)
         if x not in self._rounded:
             self._rounded[x] = self.several(3, "DynamicQuantizeLinear", x)

@@ -95,7 +95,19 @@ def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
     session, values = opened(g, tmp_path), torch.linspace(-1, 1, 8).view(2, 4)
     for number, is_first in ((0, True), (1, False)):
         (found,) = session.run(None, {"x": values.numpy(), "first": np.array(is_first)})
-        np.testing.assert_allclose(found, maps[number](values).detach(), rtol=0, atol=0.02)
+        np.testing.assert_allclose(found, maps[number](values).detach(), rtol=0, atol=0.03)
+
+
+def test_int8_weights_leave_room_for_the_sum_of_two_products_in_16_bits(tmp_path):
+    """Inputs and weights at the ends of their ranges: what overflows on a processor without VNNI."""
+    layer = nn.Linear(64, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 64))
+    g = Builder(parameters_of(layer), int8=True)
+    g.output("y", g.linear(g.input("x", "batch", 64, dtype=np.float32), layer, int8=True), "batch", 2)
+    assert 2 * 255 * int(abs(g.weights["weight_int8"].astype(int)).max()) < 2**15
+    (found,) = opened(g, tmp_path).run(None, {"x": np.ones((1, 64), np.float32)})
+    np.testing.assert_allclose(found, [[64, -64]], rtol=1e-3)
 
 
 def test_a_weight_that_float16_does_not_hold_is_told():

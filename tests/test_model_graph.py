@@ -34,7 +34,7 @@ from mini_ee.units.recording import Record
 from mini_ee.units.rows import RowExits
 
 EXITS, K, C, B = (1, 2, 4), 3, 3, 24
-ATOL = 1e-5  # float32 logits of size 2
+ATOL = 2e-5  # float32 logits of size 4; measured at most 1.1e-5
 MASK = 4
 
 
