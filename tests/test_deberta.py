@@ -32,6 +32,7 @@ from mini_ee.export.writer import write_graphs
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import load_run
+from mini_ee.training.train import say_left_out
 from mini_ee.units.rows import RowExits
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -193,7 +194,7 @@ def drawn_config(kind, seed):
         "num_attention_heads": heads,
         "intermediate_size": one_of(8, 20),
         "max_position_embeddings": one_of(12, 16, 64),
-        "hidden_act": one_of("gelu", "gelu_new", "relu", "gelu_pytorch_tanh"),
+        "hidden_act": one_of("gelu", "gelu_new", "relu", "gelu_pytorch_tanh", "silu"),
         "layer_norm_eps": one_of(1e-7, 1e-5, 1e-3),
         "pad_token_id": one_of(0, 1),
         "type_vocab_size": one_of(0, 0, 1, 2),
@@ -212,7 +213,7 @@ def drawn_config(kind, seed):
             "norm_rel_ebd": one_of("none", "layer_norm"),
             "conv_kernel_size": one_of(0, 1, 3, 5),
             "conv_groups": one_of(1, 2) if width % 2 == 0 else 1,
-            "conv_act": one_of("tanh", "gelu", "relu"),
+            "conv_act": one_of("tanh", "gelu", "relu", "silu"),
         }
     return config
 
@@ -438,6 +439,44 @@ def test_of_a_fine_tuned_classifier_the_backbone_is_taken(kind, tmp_path):
     found = load_backbone(changed(kind, tmp_path, classifier))
     assert found.left_out == ("classifier.weight",) and not found.has_lm_head
     assert torch.equal(found(golden(kind)[1][0]), golden(kind)[0](golden(kind)[1][0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_silu_is_an_activation_like_the_others(kind, tmp_path):
+    def by_hand(x):
+        return x / (1 + torch.exp(-x))
+
+    keys = {"hidden_act": "silu"} | ({"conv_act": "silu"} if kind == "deberta-v2" else {})
+    found, (expected, inputs, _) = load_backbone(changed(kind, tmp_path, lambda tensors: tensors, **keys)), golden(kind)
+    for each in (*expected.layers, expected.lm_head):
+        each.activation = by_hand
+    if kind == "deberta-v2":
+        expected.layers[0].conv.activation = by_hand
+    states, real = found.hidden_states(*inputs), inputs[1].bool()
+    for state, other in zip(states, expected.hidden_states(*inputs), strict=True):
+        assert_close(state[real], other[real])
+    assert_close(found.lm_logits(states[-1]), expected.lm_logits(states[-1]))
+
+
+UNTIED = r"\(cls\.predictions.*\) because its decoder is not tied to the word embeddings: load .* with a tied one$"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untied_masked_lm_head_is_left_out_and_it_is_said_why(kind, tmp_path):
+    words = "deberta.embeddings.word_embeddings.weight"
+    own = {"cls.predictions.decoder.weight": torch.ones(64, 16), "cls.predictions.decoder.bias": torch.zeros(64)}
+    folder = changed(kind, tmp_path, lambda tensors: tensors | own, tie_word_embeddings=False)
+    found, (whole, inputs, _), lines = load_backbone(folder), golden(kind), []
+    assert torch.equal(found(*inputs), whole(*inputs)) and not found.has_lm_head and found.untied_head
+    with pytest.raises(ValueError, match=f"no masked-LM head, the file's was left out {UNTIED}") as told:
+        found.lm_logits(found(*inputs))
+    say_left_out(found, folder, lines.append)
+    assert "\n" not in str(told.value) and lines[0].endswith(
+        "; the masked-LM head is among them, because its decoder is not tied to the word embeddings."
+    )
+    shutil.rmtree(folder)
+    changed(kind, tmp_path, lambda tensors: tensors | {"cls.predictions.decoder.weight": tensors[words].clone()})
+    assert load_backbone(folder).has_lm_head and not load_backbone(folder).untied_head
 
 
 def without(*names):

@@ -10,12 +10,12 @@ ACTIVATIONS = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "silu": F.silu,
 }
-OF_DECODERS = ACTIVATIONS | {"silu": F.silu}
 
 
 def graph_activation(g, x: str, activation: Callable[[Tensor], Tensor]) -> str:
-    """The twin of ACTIVATIONS, and of silu."""
+    """The twin of ACTIVATIONS."""
     if activation is F.relu:
         return g.op("Relu", x)
     if activation is F.silu:

@@ -105,6 +105,10 @@ class Halves(Protocol):
 
 
 # ---- The backbone ----
+UNTIED = "its decoder is not tied to the word embeddings"
+"""Why the masked-LM head of a checkpoint is left out."""
+
+
 class Backbone(nn.Module):
     """Embeddings, `layers`, and, where the checkpoint has it, the head to words.
 
@@ -122,6 +126,7 @@ class Backbone(nn.Module):
     layers: nn.ModuleList
     lm_head: nn.Module | None
     left_out: tuple[str, ...] = ()  # tensors of the checkpoint that are no part of this, such as a classifier's head
+    untied_head: bool = False  # a masked-LM head is among them: its decoder is not tied to the word embeddings
 
     @classmethod
     def fitted(cls, config, tensors: dict[str, Tensor]):
@@ -301,8 +306,10 @@ class Backbone(nn.Module):
         """The error of whoever needs the head to words where there is none."""
         kind = "masked-LM" if self.head_architecture == "ForMaskedLM" else "LM"
         why = f", the file's was left out ({some_of(self.left_out)})" if self.left_out else ""
+        why += f" because {UNTIED}" if self.untied_head else ""
+        one = "a tied one" if self.untied_head else "one"
         return ValueError(
-            f"this {self.config.model_type} has no {kind} head{why}: load a checkpoint that was saved with one"
+            f"this {self.config.model_type} has no {kind} head{why}: load a checkpoint that was saved with {one}"
         )
 
     def initialise(self, module: nn.Module) -> None:

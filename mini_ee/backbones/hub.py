@@ -113,7 +113,7 @@ def load_backbone(folder: str | Path) -> Backbone:
 
     The kind is taken from model_type in config.json. Poolers and the head to words are there if the file has them; the
     head must be, where config.json names a model that writes (`...ForCausalLM`). `left_out` names the tensors of other
-    heads, and those of a masked-LM head that is not tied to the embeddings, as ours is.
+    heads, and those of a masked-LM head that is not tied to the embeddings, as ours is: then `untied_head` is true.
     Raises FileNotFoundError for a missing folder or file, ValueError for a config or tensors that do not fit.
     """
     folder = Path(folder)
@@ -129,7 +129,8 @@ def load_backbone(folder: str | Path) -> Backbone:
     config = kind.fitted(config, tensors)
     left_out = [name for name in tensors if OTHER_HEADS.fullmatch(name)]
     required = kind.generates and _names_its_head(folder, kind)
-    left_out += _fold_tied(tensors, kind, config, folder)
+    untied = _fold_tied(tensors, kind, config, folder)
+    left_out += untied
     for name in left_out:
         del tensors[name]
     there = {part: _has(tensors, config.model_type, module) for part, module in kind.parts(config).items()}
@@ -138,7 +139,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     with without_memory():
         backbone = kind(config, **there)
     load_strict(backbone, tensors, _name_map(backbone), folder)
-    backbone.left_out = tuple(sorted(left_out))
+    backbone.left_out, backbone.untied_head = tuple(sorted(left_out)), bool(untied)
     return backbone.eval()
 
 

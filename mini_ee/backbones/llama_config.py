@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.activations import OF_DECODERS as ACTIVATIONS
+from mini_ee.backbones.activations import ACTIVATIONS
 from mini_ee.backbones.backbone import (
     LARGEST,
     check_fields,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.activations import OF_DECODERS as ACTIVATIONS
+from mini_ee.backbones.activations import ACTIVATIONS
 from mini_ee.backbones.backbone import LARGEST, check_fields, check_fixed, check_integer, known_fields, shortened
 
 GATED = "gated-"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.backbone import some_of
+from mini_ee.backbones.backbone import UNTIED, some_of
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
@@ -343,10 +343,11 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
 
 
 def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
-    """Say which tensors of a checkpoint are not used: the head of another task."""
+    """Say which tensors of a checkpoint are not used, and why."""
     if backbone.left_out:
+        why = f"; the masked-LM head is among them, because {UNTIED}" if backbone.untied_head else ""
         found = some_of(backbone.left_out)
-        say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}).")
+        say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}){why}.")
 
 
 def _fit(request: Request, backbone: nn.Module, about: dict, train, held, saved: Saved) -> tuple[nn.Module, Fitted]:
