@@ -458,6 +458,11 @@ def test_a_model_without_a_head_of_its_own_is_asked_for_one_where_its_config_nam
         ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
         ({"is_encoder_decoder": False}, "is_encoder_decoder must be True, got False: not supported"),
         ({"dropout_rate": 2}, "dropout_rate must be a number from 0 to 1"),
+        ({"dense_act_fn": "gelu"}, "dense_act_fn must be 'relu', got 'gelu': not supported"),
+        ({"feed_forward_proj": "gated-gelu"}, "dense_act_fn must be 'gelu_new', got 'relu': not supported"),
+        ({"dense_act_fn": None}, "dense_act_fn must be 'relu', got None: not supported"),
+        ({"is_gated_act": True}, "is_gated_act must be False, got True: not supported"),
+        ({"scale_decoder_outputs": None}, "scale_decoder_outputs must be True, got None: not supported"),
     ],
 )
 def test_a_wrong_config_is_told_in_the_words_of_the_file(folder, change, message):

@@ -88,13 +88,16 @@ class T5Config:
         if "num_encoder_layers" in given:
             given.setdefault("num_hidden_layers", given["num_encoder_layers"])
         given.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
+        check_fixed(given, {"scale_decoder_outputs": (True, False)})  # transformers 5 takes null for false
         if isinstance(given.get("eos_token_id"), list):
             given["eos_token_id"] = tuple(given["eos_token_id"])
         start = given.get("pad_token_id")
         try:
-            return cls(**known_fields(cls, given, {} if start is None else {"decoder_start_token_id": start}))
+            made = cls(**known_fields(cls, given, {} if start is None else {"decoder_start_token_id": start}))
         except ValueError as error:
             raise ValueError(_in_their_words(str(error))) from None
+        check_fixed(config, {"dense_act_fn": (made.activation,), "is_gated_act": (made.gated,)})
+        return made
 
     def to_dict(self) -> dict:
         """As Hugging Face writes it; `from_hugging_face` reads it back."""
