@@ -412,6 +412,36 @@ def test_old_copies_and_what_nothing_reads_are_passed_over(folder):
     assert model.state_dict().keys() == load_backbone(GOLDEN / "t5").state_dict().keys()
 
 
+CLASSIFIER = {"classification_head.dense.weight": torch.ones(8, 8), "classification_head.dense.bias": torch.ones(8)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_classifier_the_backbone_is_taken_and_the_head_is_left_out(folder, kind):
+    file = load_file(GOLDEN / kind / "model.safetensors")
+    renamed = dict.fromkeys(file) | {f"transformer.{name}": t for name, t in file.items() if name != "lm_head.weight"}
+    keys = {"architectures": ["T5ForSequenceClassification"], "tie_word_embeddings": kind == "t5"}
+    found, (whole, inputs, _) = load_backbone(folder(kind, keys, renamed | CLASSIFIER)), golden(kind)
+    assert found.left_out == tuple(sorted(CLASSIFIER)) and not found.untied_head
+    assert found.has_lm_head == (kind == "t5")  # v1.1 has a head of its own, which is not in this file
+    for state, expected in zip(found.hidden_states(*inputs[:2]), whole.hidden_states(*inputs[:2]), strict=True):
+        assert torch.equal(state, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_classifier_that_transformers_saved_is_read_as_it_reads_it(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = drawn_config(0) | {"num_decoder_layers": 2}
+    model = transformers.T5ForSequenceClassification(transformers.T5Config(**config)).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    inputs, ours = drawn_pairs(config, 0), load_backbone(tmp_path / "theirs")
+    said = model.transformer(**inputs._asdict(), output_hidden_states=True)
+    around, hidden = ours.around(inputs), ours.embed(inputs)
+    for depth, expected in enumerate(said.decoder_hidden_states[:2]):
+        assert_close(hidden, expected, RANDOM_TOLERANCE)
+        hidden = ours.run_layers(hidden, around, depth, depth + 1)
+    assert_close(F.rms_norm(hidden, hidden.shape[-1:], ours.norm.weight, ours.norm.eps), said.last_hidden_state)
+
+
 @pytest.mark.parametrize(
     "kind, change, message",
     [

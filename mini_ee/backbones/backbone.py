@@ -334,7 +334,8 @@ class Layout:
     """How Hugging Face keeps a model type in a folder.
 
     names: our modules -> theirs. {i} is the layer, counted from 0 in ours, {i-1} one less; {a|b} are several tensors
-    that ours stacks. prefix: before all names but those of the head. architecture: `Bert`, of BertModel. renamed: old
+    that ours stacks. prefix: before all names but those of the head; classifier_prefix: the same in a model for
+    classification, if it differs. architecture: `Bert`, of BertModel. renamed: old
     endings of names -> today's. ignored: tensors that carry no weight of ours, as a regular expression. fused: modules
     of theirs that hold several of ours, in equal shares of rows -> what the names of ours add to theirs.
     """
@@ -342,6 +343,7 @@ class Layout:
     names: dict[str, str]
     prefix: str
     architecture: str
+    classifier_prefix: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = "(?!)"
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()

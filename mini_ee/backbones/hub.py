@@ -275,7 +275,7 @@ def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> di
     """Names without prefix, old ones as they are today, and without what carries no weight of ours."""
     plain = {}
     for name, tensor in tensors.items():
-        name = name.removeprefix(layout.prefix)
+        name = name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix)
         for old, new in layout.renamed:
             name = name.removesuffix(old) + new if name.endswith(old) else name
         if name in plain:

@@ -347,6 +347,7 @@ LAYOUTS = {
         names=_NAMES,
         prefix="",
         architecture="T5",
+        classifier_prefix="transformer.",
         ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # nothing reads it
     )
 }
