@@ -178,8 +178,6 @@ def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_
 
     save_backbone(ours, tmp_path / "ours")
     assert load_backbone(tmp_path / "ours").config == ours.config
-    written = json.loads((tmp_path / "ours" / "config.json").read_text())
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(written | {"pad_token_id": None}))  # Phi-3's is 32000
     again, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
     assert_close(said_of(again.eval(), ids[0])[-1], said_of(model, ids[0])[-1], 1e-6)
@@ -225,6 +223,42 @@ def test_which_layers_have_a_window():
     )
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "mistral", "phi3"])
+def test_layer_types_of_full_attention_alone_say_nothing_where_layers_are_all_alike(kind, tmp_path):
+    shutil.copy(GOLDEN / kind / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(kind, layer_types=["full_attention"] * 3)))
+    (ids, mask), plain = drawn_batch(0), load_backbone(GOLDEN / kind)
+    assert torch.equal(load_backbone(tmp_path)(ids, mask), plain(ids, mask))  # Mistral and Phi-3 keep their window
+
+
+@pytest.mark.parametrize(
+    "given, words, written",
+    [
+        (..., 64, None),  # Hugging Face's 32000 is none of 64 words
+        (..., 32000, None),
+        (..., 32001, 32000),
+        (None, 32001, None),
+        (3, 64, 3),
+        (64, 64, None),
+        (-1, 64, None),
+    ],
+)
+def test_a_phi3_is_written_with_a_pad_token_that_is_one_of_its_words(given, words, written, tmp_path):
+    config = DecoderConfig.from_hugging_face(config_of("phi3", vocab_size=words, pad_token_id=given))
+    with torch.random.fork_rng():
+        save_backbone(Decoder(config), tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == written
+
+
+def test_transformers_reads_a_phi3_of_few_words_that_named_no_pad_token(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config, (ids, _) = DecoderConfig.from_hugging_face(config_of("phi3", pad_token_id=...)), drawn_batch(0)
+    ours = Decoder(config).eval()
+    save_backbone(ours, tmp_path / "saved")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert_close(ours.lm_logits(ours(ids[:1])), other(ids[:1]).logits)
+
+
 @pytest.mark.parametrize("more, scale", [({}, None), ({"factor": 8.0}, 8.0), ({"factor": 0.5}, 1.0)])
 def test_longrope_divides_each_frequency_and_widens_all_heads(more, scale):
     rope = config_of("phi3")["rope_parameters"] | more
@@ -263,6 +297,20 @@ def test_each_row_turns_by_its_own_length_whatever_the_batch():
         beside[1, length:] = 0
         assert_close(model(ids[[0, 0]], beside)[1, :length], model(ids[:1, :length])[0], 1e-5)
     assert_close(model(ids[:1, :6])[0], model(ids[:1, :7])[0, :6], 1e-5)
+
+
+def test_of_long_and_short_rows_transformers_agrees_on_each_alone_and_not_on_the_batch(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    model, (ids, mask) = long_model(), drawn_batch(0)
+    save_backbone(model, tmp_path / "saved")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    ids, mask = ids[[0, 0]], torch.stack((mask[0], (torch.arange(TOKENS) < 4).long()))
+    found, real = model.lm_logits(model(ids, mask)), mask.bool()
+    for row in range(2):
+        assert_close(found[row, real[row]], other(ids[row, real[row]][None]).logits[0])
+    batch = other(ids, attention_mask=mask).logits
+    assert_close(found[0], batch[0])
+    assert (found[1, :4] - batch[1, :4]).abs().max() > 1e-2  # the long row's factors turn the short one too
 
 
 def test_what_would_turn_anew_is_not_written():
@@ -347,7 +395,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0]
     "kind, change, message",
     [
         ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
-        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types must be None"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types must be None"),
+        ("phi3", {"layer_types": "full_attention"}, "layer_types must be None"),
         ("mistral", {"is_causal": False}, "is_causal must be True, got False: not supported"),
         ("mistral", {"num_key_value_heads": ...}, "multiple of num_key_value_heads, got 4 and 8"),
         ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in qwen2"),

@@ -287,7 +287,7 @@ def batch(backbone):
     """Four rows of 9, 6, 4 and 9 tokens, padded on the right, as the tokenizers' batches are."""
     lengths = np.array([9, 6, 4, 9])
     mask = (np.arange(9) < lengths[:, None]).astype(np.int64)
-    pad = getattr(backbone.config, "pad_token_id", 0)
+    pad = getattr(backbone.config, "pad_token_id", None) or 0
     ids = np.where(mask == 1, np.random.default_rng(0).integers(5, backbone.config.vocab_size, mask.shape), pad)
     return Inputs(ids, mask, np.zeros_like(ids), tuple((f"row {row}",) for row in range(4)))
 

@@ -6,6 +6,10 @@
     cache.py          where tokens stand, and the key/value cache
 
 The final norm belongs to the head: hidden[L] comes before it.
+
+LongRoPE (Phi-3) has factors for short and for long texts. Here the length of each row chooses them; in transformers the
+longest row of a batch chooses for all. So in a batch of long and short rows each row equals what transformers computes
+for that row alone, and a short row differs from what transformers computes in that batch.
 """
 
 from dataclasses import replace

@@ -26,9 +26,8 @@ FIXED_KEYS = {
     "use_bidirectional_attention": (False, None),
     "is_causal": (True,),
     "sliding_window": (None,),
-    "layer_types": (None,),
 }
-NULL = ("num_key_value_heads", "sliding_window")  # keys in which null is no default
+NULL = ("num_key_value_heads", "sliding_window", "pad_token_id")  # keys in which null is no default
 
 LARGEST_TABLE = 2**30  # numbers of the tables of rotary positions: 4 GiB
 
@@ -49,6 +48,7 @@ class DecoderConfig:
     numbers. num_key_value_heads is num_attention_heads where it is None, head_dim hidden_size / num_attention_heads.
     sliding_window: how many tokens, itself included, a token reads in the layers that layer_types calls
     sliding_attention, without it in those from max_window_layers on. layer_types may go on beyond the last layer.
+    pad_token_id is not read here, and is kept for who reads what `to_dict` wrote: Phi-3's is 32000 unless it says null.
     Dropout is not applied. Raises ValueError on a value that no model can have.
     """
 
@@ -72,13 +72,14 @@ class DecoderConfig:
     max_window_layers: int = 0
     layer_types: tuple[str, ...] | None = None
     initializer_range: float = 0.02
+    pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     token_types = None  # decoders have no use for them
 
     def __post_init__(self):
         _member(self.model_type)
-        check_fields(self, from_zero=("bos_token_id", "max_window_layers"), free=("rope_theta",))
+        check_fields(self, from_zero=("pad_token_id", "bos_token_id", "max_window_layers"), free=("rope_theta",))
         if self.tie_word_embeddings and self.biased("lm_head"):
             raise ValueError(
                 f"tie_word_embeddings must be false in {self.model_type}, whose head has a bias, got True: "
@@ -163,10 +164,11 @@ class DecoderConfig:
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":
         """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""
         member = _member(config.get("model_type"))
-        asks = "use_sliding_window" in member.switches
+        asks, types = "use_sliding_window" in member.switches, config.get("layer_types")
         if not config.get("use_sliding_window", not asks) and (asks or "sliding_window" not in member.switches):
             config = config | {"sliding_window": None}
-        check_fixed(config, {key: values for key, values in FIXED_KEYS.items() if key not in member.switches})
+        fixed = FIXED_KEYS | {"layer_types": (None, [LAYER_TYPES[0]] * len(types) if isinstance(types, list) else None)}
+        check_fixed(config, {key: values for key, values in fixed.items() if key not in member.switches})
         config = {key: value for key, value in config.items() if key not in SWITCHES - member.switches}
         given = {key: value for key, value in config.items() if value is not None} | _rope_keys(config, member)
         given["norm_eps"] = given.get(member.eps_key)
@@ -174,8 +176,9 @@ class DecoderConfig:
             given["hidden_act"] = "silu"
         if member.gelu_is_tanh:
             given["hidden_act"] = _tanh_activation(given)
-        if given.get("bos_token_id") == -1:  # as some write that there is none
-            del given["bos_token_id"]
+        for key in ("pad_token_id", "bos_token_id"):
+            if given.get(key) == -1:  # as some write that there is none
+                del given[key]
         given |= {key: tuple(given[key]) for key in ("eos_token_id", "layer_types") if isinstance(given.get(key), list)}
         defaults = {key: value for key, value in member.defaults.items() if not (key in NULL and key in config)}
         return cls(**known_fields(cls, given, defaults))
@@ -192,6 +195,8 @@ class DecoderConfig:
             config["layer_types"] = self.layer_types[: self.num_hidden_layers]
         if self.rope_scaling is not None and member.original_length is not None:
             config[ORIGINAL] = self.rope_scaling[ORIGINAL]
+        if (self.pad_token_id or 0) >= self.vocab_size:  # transformers could not make the embeddings
+            config["pad_token_id"] = None
         return config
 
     @property

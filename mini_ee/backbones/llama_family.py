@@ -117,7 +117,7 @@ MEMBERS = {
     ),
     "phi3": Member(
         layout=_layout("Phi3", _PHI3_NAMES, fused=(("mlp.gate_up_proj", ("gate", "up")),)),
-        defaults=_defaults(eps=1e-5),
+        defaults=_defaults(eps=1e-5, pad_token_id=32000),
         switches=frozenset({"sliding_window"}),
         partial_rotary=True,
         rope_types=("default", "longrope", "su"),
