@@ -759,6 +759,20 @@ def test_wrong_prompts_are_told(capsys, tmp_path, checkpoint_folder, task_folder
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_without_a_head_to_words_is_told_that_a_trained_run_will_do(
+    capsys, tmp_path, checkpoint_folder, task_folder
+):
+    bare, heads, out = tmp_path / "bare", tmp_path / "heads", tmp_path / "out"
+    save_backbone(load_backbone(checkpoint_folder).without_heads(), bare)
+    shutil.copy(checkpoint_folder / "tokenizer.json", bare)
+    line = refused(capsys, "train", "raee", "--model", bare, "--task", task_folder, "--out", out, *TERRIBLE)
+    assert f"{bare}: this bert has no masked-LM head: load a checkpoint that was saved with one, or train " in line
+    assert "(mini-ee train joint) and give that run as --model" in line and not out.exists()
+    given = ("--model", bare, "--task", task_folder, "--out")
+    assert called("train", "joint", *given, heads, *FAST) == 0  # as the line says
+    assert called("train", "raee", "--model", heads, "--task", task_folder, "--out", out) == 0
+
+
 @pytest.mark.parametrize("kind", [Path, str])
 def test_a_file_of_prompts_says_what_a_template_and_words_say(tmp_path, checkpoint_folder, task_folder, prompted, kind):
     prompt, file = {"template": WORDS["template"], "words": {"0": "awful", "1": "great"}}, tmp_path / "prompts.json"

@@ -52,7 +52,13 @@ def collect_run(request: Request, say) -> Run:
             base = request.model
             _refuse_state(unfinished)
         else:
-            open_encoder(_source(how), load_backbone(request.model))  # what is wrong is told before anything is trained
+            backbone = load_backbone(request.model)  # what is wrong is told before anything is trained
+            if not backbone.has_lm_head:
+                raise WrongArguments(
+                    f"{request.model}: {backbone.no_lm_head()}, or train heads on it first (mini-ee train joint) and "
+                    f"give that run as --model"
+                )
+            open_encoder(_source(how), backbone)
             base = prompt_run(request, rule)
         if ranks.rank() == 0:
             run = load_run(base)
