@@ -397,6 +397,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0]
         ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types must be None"),
         ("phi3", {"layer_types": "full_attention"}, "layer_types must be None"),
+        ("phi3", {"default_theta": 500.0}, "default_theta must be None, got 500.0: not supported"),
         ("mistral", {"is_causal": False}, "is_causal must be True, got False: not supported"),
         ("mistral", {"num_key_value_heads": ...}, "multiple of num_key_value_heads, got 4 and 8"),
         ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in qwen2"),

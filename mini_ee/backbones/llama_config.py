@@ -26,6 +26,7 @@ FIXED_KEYS = {
     "use_bidirectional_attention": (False, None),
     "is_causal": (True,),
     "sliding_window": (None,),
+    "default_theta": (None,),  # transformers 5 takes it in a Phi-3 without rope_theta
 }
 NULL = ("num_key_value_heads", "sliding_window", "pad_token_id")  # keys in which null is no default
 
