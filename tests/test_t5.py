@@ -487,6 +487,8 @@ def test_a_model_without_a_head_of_its_own_is_asked_for_one_where_its_config_nam
         ({"decoder_start_token_id": 64}, "decoder_start_token_id must be below vocab_size, got 64 and 64"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
         ({"is_encoder_decoder": False}, "is_encoder_decoder must be True, got False: not supported"),
+        ({"is_causal": False}, "is_causal must be True, got False: not supported"),
+        ({"is_causal": None}, "is_causal must be True, got None: not supported"),
         ({"dropout_rate": 2}, "dropout_rate must be a number from 0 to 1"),
         ({"dense_act_fn": "gelu"}, "dense_act_fn must be 'relu', got 'gelu': not supported"),
         ({"feed_forward_proj": "gated-gelu"}, "dense_act_fn must be 'gelu_new', got 'relu': not supported"),

@@ -22,7 +22,7 @@ THEIR_KEYS = {  # ours -> Hugging Face's
     "max_tokens": "n_positions",
 }
 
-FIXED_KEYS = {"is_encoder_decoder": (True,), "is_decoder": (False,)}
+FIXED_KEYS = {"is_encoder_decoder": (True,), "is_decoder": (False,), "is_causal": (True,)}
 
 
 @dataclass(frozen=True, kw_only=True)
