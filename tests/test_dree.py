@@ -1,4 +1,4 @@
-"""DREE: frames and branches against loops and numpy, and what the published code gets wrong, which is right here."""
+"""DREE: frames, branches and whole models against the equations in float64, and what the published code gets wrong."""
 
 import math
 
@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import random_decoder
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee
 from mini_ee import WrongArguments
@@ -14,7 +16,8 @@ from mini_ee.backbones.bert import Bert, BertConfig, Layer
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import dree
 from mini_ee.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
-from mini_ee.early_exit import early_exit
+from mini_ee.data.tokens import Inputs
+from mini_ee.early_exit import early_exit, read_every_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
@@ -48,33 +51,68 @@ def tensors(inputs):
     return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
-def by_hand(model, inputs):
-    """(B, K, C) in float64, row by row and token by token, from the attention states of one whole pass."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        attend = Layer.attend
-        patch.setattr(Layer, "attend", lambda self, *given: seen.append(attend(self, *given)) or seen[-1])
+def normed(x, weight, bias, eps):
+    """A layer norm, on the last axis."""
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * weight + bias
+
+
+class ByHand:
+    """The equations in float64, a row at a time; only the embeddings are the model's."""
+
+    def __init__(self, model):
+        self.model = model
+        self.weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
+
+    def linear(self, name, x):
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def norm(self, name, x):
+        return normed(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-12)
+
+    def layer(self, depth, h):
+        """a and FFN(a), (T, D) each, of the layer behind h (T, D)."""
+        name = f"backbone.layers.{depth % len(self.model.backbone.layers)}"
+        query, key, value = np.split(self.linear(f"{name}.qkv", h), 3, axis=1)
+        attended, size = [], D // 3
+        for head in range(3):
+            q, k, v = (each[:, head * size : (head + 1) * size] for each in (query, key, value))
+            weights = np.exp(q @ k.T / math.sqrt(size))
+            attended.append(weights / weights.sum(axis=1, keepdims=True) @ v)
+        a = self.norm(f"{name}.attention_norm", h + self.linear(f"{name}.attention_output", np.hstack(attended)))
+        inner = self.linear(f"{name}.up", a)
+        inner = inner * (1 + np.vectorize(math.erf)(inner / math.sqrt(2))) / 2
+        return a, self.linear(f"{name}.down", inner)
+
+    def states(self, h):
+        """What each exit reads of one row, (T, D): z of the inner exits, the last layer's output."""
+        found, last = [], self.model.exits[-1]
+        for depth in range(last):
+            a, added = self.layer(depth, h)
+            h = self.norm(f"backbone.layers.{depth % len(self.model.backbone.layers)}.output_norm", added + a)
+            if depth + 1 in self.model.exits[:-1]:
+                branch = f"heads.{self.model.exits.index(depth + 1)}.branch"
+                adapted = self.linear(f"{branch}.up", np.maximum(self.linear(f"{branch}.down", a), 0))
+                found.append(self.norm(f"{branch}.norm", 3 * adapted + added + a))
+        return [*found, h]
+
+    def classify(self, k, z):
+        state = z.mean(axis=0) if self.model.pool == "mean" else z[0]
+        v, head = np.tanh(self.linear("pooler", state)), f"heads.{k}"
+        v = (v - self.weights[f"{head}.norm.mean"]) / np.sqrt(self.weights[f"{head}.norm.variance"] + 1e-5)
+        v = v * self.weights[f"{head}.norm.weight"] + self.weights[f"{head}.norm.bias"]
+        return v @ self.weights[f"{head}.frame"] / math.sqrt((v**2).sum())
+
+    def rows(self, inputs):
+        """h_0 of each row without its padding, (T, D)."""
         with torch.no_grad():
-            last = model.backbone(*tensors(inputs)).double().numpy()
-    weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
-    found = np.zeros((len(inputs), len(model.exits), model.num_labels))
-    for row, k in np.ndindex(found.shape[:2]):
-        head, states = f"heads.{k}.", []
-        for token in range(inputs.attention_mask[row].sum() if model.pool == "mean" else 1):
-            if k == len(model.exits) - 1:
-                states.append(last[row, token])
-                continue
-            a = seen[model.exits[k] - 1][row, token].double().numpy()
-            inner = weights[head + "branch.down.weight"] @ a + weights[head + "branch.down.bias"]
-            outer = weights[head + "branch.up.weight"] @ np.maximum(inner, 0) + weights[head + "branch.up.bias"]
-            z = 3 * outer + a
-            z = (z - z.mean()) / np.sqrt(z.var() + 1e-12)
-            states.append(z * weights[head + "branch.norm.weight"] + weights[head + "branch.norm.bias"])
-        v = np.tanh(weights["pooler.weight"] @ np.mean(states, axis=0) + weights["pooler.bias"])
-        v = (v - weights[head + "norm.mean"]) / np.sqrt(weights[head + "norm.variance"] + 1e-5)
-        v = v * weights[head + "norm.weight"] + weights[head + "norm.bias"]
-        found[row, k] = v @ weights[head + "frame"] / math.sqrt((v**2).sum())
-    return found
+            embedded = self.model.backbone.embed(inputs).double().numpy()
+        return [each[:length] for each, length in zip(embedded, inputs.attention_mask.sum(axis=1))]
+
+
+def by_hand(model, inputs):
+    """Logits of every exit, (B, K, C)."""
+    hand = ByHand(model)
+    return np.array([[hand.classify(k, z) for k, z in enumerate(hand.states(row))] for row in hand.rows(inputs)])
 
 
 # ---- The frame ----
@@ -107,43 +145,62 @@ def test_a_frame_that_cannot_be_is_refused(classes):
 # ---- The branch ----
 @pytest.mark.parametrize("pool", ["mean", "first"])
 @pytest.mark.parametrize("kind", ["bert", "albert"])
-def test_exits_read_the_attention_of_their_layer_and_the_last_one_the_layer(kind, pool, padded_inputs):
+def test_exits_are_the_equations_in_training_and_in_segments(kind, pool, padded_inputs):
     model = made(kind, pool)
+    expected = by_hand(model, padded_inputs)
     with torch.no_grad():
         found = torch.stack(model(*tensors(padded_inputs)), 1).numpy()
-    np.testing.assert_allclose(found, by_hand(model, padded_inputs), atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(read_every_exit(model.segments(), padded_inputs)[0], expected, atol=1e-5)
 
 
-def test_a_branch_without_adapter_is_the_layers_norm_of_its_attention():
-    layer = made().backbone.halves(0)
-    branch, attended = dree.TaskBranch(layer, Config()), torch.randn(2, 5, D)
-    torch.testing.assert_close(branch(attended), layer.output_norm(attended))
-
-
-def test_an_exit_needs_no_feed_forward_part_of_its_own_layer(padded_inputs):
-    """The published code computes it and drops it."""
-    model, fed = made(), []
-    expected = early_exit(model.segments(), FixedExit(1), padded_inputs).logits
-    with pytest.MonkeyPatch.context() as patch:
-        feed = Layer.feed
-        patch.setattr(Layer, "feed", lambda self, *given: fed.append(self) or feed(self, *given))
-        early_exit(model.segments(), FixedExit(1), padded_inputs)
-    assert fed == [model.backbone.layers[0]]
+def test_a_branch_without_adapter_is_the_layer(padded_inputs):
+    """W_up = 0 and LN' = LN: the exit reads what the backbone goes on with."""
+    model = made()
+    hidden, around = model.backbone.embed(padded_inputs), model.backbone.around(padded_inputs)
+    branch = dree.TaskBranch(model.backbone.halves(1), Config())
+    assert branch.up.weight.std().item() == pytest.approx(0.02, rel=0.1) and not branch.up.bias.any()
+    nn.init.zeros_(branch.up.weight)
     with torch.no_grad():
-        model.backbone.layers[1].up.weight.fill_(math.nan)
-    assert (early_exit(model.segments(), FixedExit(1), padded_inputs).logits == expected).all()
+        state = model.advance(1, model.advance(0, hidden, around), around)
+        torch.testing.assert_close(branch(state), model.backbone.run_layers(hidden, around, 0, 2))
 
 
-def test_operations_are_those_of_the_parts_that_were_run(padded_inputs):
+def test_every_layer_is_run_once_up_to_the_exit_and_no_branch_that_is_not_read(padded_inputs, monkeypatch):
+    model, calls = made(), []
+    for name in ("attend", "feed_forward"):
+
+        def counted(self, *given, method=getattr(Layer, name), name=name):
+            calls.append((name, list(model.backbone.layers).index(self)))
+            return method(self, *given)
+
+        monkeypatch.setattr(Layer, name, counted)
+    read = dree.TaskBranch.forward
+    monkeypatch.setattr(dree.TaskBranch, "forward", lambda self, x: calls.append(("read", len(x))) or read(self, x))
+    result = early_exit(model.segments(), Planned((1, 2, 1, 2, 2, 2, 2)), padded_inputs)
+    assert result.layers_run.tolist() == [2, 4, 2, 4, 4, 4, 4]
+    layers = [[("attend", each), ("feed_forward", each)] for each in range(4)]
+    assert calls == layers[0] + layers[1] + [("read", 2)] + layers[2] + layers[3]
+
+
+def test_operations_are_those_of_whole_layers_and_the_exit_that_is_read(padded_inputs):
     model = made()
     T = padded_inputs.input_ids.shape[1]
-    half, rest = 2 * T * 4 * D * D + 4 * T * T * D, 2 * T * 2 * D * 48
-    head = 4 * T * D * 5 + 2 * D * (D + C) + T * D
-    for k, layer in enumerate(EXITS[:-1]):
+    layer, head = 2 * T * (4 * D * D + 2 * D * 48) + 4 * T * T * D, 2 * D * (D + C) + T * D
+    for k, depth in enumerate(EXITS):
         found = early_exit(model.segments(), FixedExit(k), padded_inputs).cost.flops
-        assert found == pytest.approx(layer * half + (layer - 1) * rest + head)
-    full = early_exit(model.segments(), NeverExit(), padded_inputs).cost.flops
-    assert full == pytest.approx(4 * (half + rest) + head - 4 * T * D * 5)
+        assert found == pytest.approx(depth * layer + head + (4 * T * D * 5 if depth < 4 else 0))
+
+
+def test_operations_are_those_that_torch_counts(padded_inputs):
+    one = [each[1:2] for each in tensors(padded_inputs)]
+    model, one = made(), Inputs(*map(np.asarray, one), padded_inputs.texts[1:2])
+    assert one.attention_mask.all()
+    for k in range(3):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            found = early_exit(model.segments(), FixedExit(k), one).cost.flops
+        averaged = one.input_ids.size * D  # additions, which torch does not count
+        assert found - averaged == pytest.approx(counter.get_total_flops())
 
 
 # ---- Batch norm ----
@@ -229,7 +286,7 @@ def test_statistics_of_the_batch_norms_are_learned_and_the_rule_is_a_patience(ru
 
 
 def test_what_cannot_be_is_one_line(task_folder, tmp_path):
-    with pytest.raises(ValueError, match="a llama has no layers that end with a norm and can be left halfway"):
+    with pytest.raises(ValueError, match="expected a backbone of post-norm layers, .* found a llama"):
         DreeExits(random_decoder("llama", 4), EXITS, C, "mean", Config())
     numbers = tmp_path / "STS-B"
     numbers.mkdir()
@@ -244,13 +301,15 @@ def test_what_cannot_be_is_one_line(task_folder, tmp_path):
 # ---- ONNX ----
 @pytest.mark.parametrize("pool", ["mean", "first"])
 @pytest.mark.parametrize("kind", ["bert", "albert"])
-def test_graphs_whole_and_by_segment_answer_as_torch_does(kind, pool, padded_inputs, tmp_path):
+def test_graphs_whole_and_by_segment_are_the_equations(kind, pool, padded_inputs, tmp_path):
     model = made(kind, pool)
+    hand = by_hand(model, padded_inputs)
     manifest = write_graphs(model, model.segments(), Patience(1), tmp_path, segments=True)
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
+        np.testing.assert_allclose(read_every_exit(engine, padded_inputs)[0], hand, atol=ONNX)
         for rule in (Patience(1), Planned((0, 1, 2, 1, 0, 2, 2)), FixedExit(0), NeverExit()):
             found, expected = (early_exit(each, rule, padded_inputs) for each in (engine, model.segments()))
-            np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
+            np.testing.assert_allclose(found.logits, hand[range(7), expected.exit_index], atol=ONNX)
             assert (found.exit_index == expected.exit_index).all()
             np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
 
@@ -269,19 +328,18 @@ def test_an_exported_folder_runs_on_both_engines(run_folder, tmp_path):
 
 
 # ---- The tests can fail ----
-def test_an_exit_that_reads_its_whole_layer_is_found(monkeypatch, padded_inputs):
-    """Planted bug: the exit sits behind the layer."""
+def test_a_branch_without_the_feed_forward_part_is_found(monkeypatch, padded_inputs):
+    """Planted bug: an exit that reads the attention half of its layer alone, as an earlier edition did."""
 
-    def advance(self, k, hidden, around):
-        return self.backbone.run_layers(hidden, around, self.exits[k - 1] if k else 0, self.exits[k])
+    def forward(self, state):
+        attended, _ = state.chunk(2, dim=-1)
+        return self.norm(self.scale * self.up(torch.relu(self.down(attended))) + attended)
 
-    monkeypatch.setattr(DreeExits, "advance", advance)
-    for broken in (
-        lambda: test_exits_read_the_attention_of_their_layer_and_the_last_one_the_layer("bert", "mean", padded_inputs),
-        lambda: test_an_exit_needs_no_feed_forward_part_of_its_own_layer(padded_inputs),
-    ):
-        with pytest.raises(AssertionError):
-            broken()
+    monkeypatch.setattr(dree.TaskBranch, "forward", forward)
+    with pytest.raises(AssertionError):
+        test_exits_are_the_equations_in_training_and_in_segments("bert", "mean", padded_inputs)
+    with pytest.raises(AssertionError):
+        test_a_branch_without_adapter_is_the_layer(padded_inputs)
 
 
 def test_a_frame_of_orthogonal_vectors_is_found(monkeypatch):

@@ -144,7 +144,7 @@ def test_policies_are_behind_layer_1_and_half_of_the_layers(layers, ends):
 def test_what_cannot_be_is_one_line(checkpoint_folder, task_folder, tmp_path):
     with pytest.raises(ValueError, match="TR-BERT chooses between layers, and the backbone has 1; give a deeper one"):
         made(layers=1)
-    with pytest.raises(ValueError, match="a llama has no layers that end with a norm and can be left halfway"):
+    with pytest.raises(ValueError, match="expected a backbone of post-norm layers, .* found a llama"):
         ReducedExits(random_decoder("llama", L), (L,), C, "mean", Config())
     with pytest.raises(WrongArguments, match="tr-bert has no option exits"):
         train("tr-bert", checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 3))

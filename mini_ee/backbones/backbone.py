@@ -79,26 +79,30 @@ class Around(Protocol):
 
 
 class Halves(Protocol):
-    """A layer that can be left halfway: attention, added to its input and normalised; then the feed-forward part."""
+    """A post-norm layer in parts: attention, added to its input and normalised; then the feed-forward part."""
 
     heads: int
     qkv: nn.Linear  # of the queries, the keys and the values, one above the other
     attention_output: nn.Linear
     attention_norm: nn.LayerNorm  # what `attend` ends with
-    up: nn.Linear
-    down: nn.Linear
     output_norm: nn.LayerNorm  # what `feed` ends with
     dropout: nn.Dropout
     attention_dropout: float
 
     def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """hidden and its half, both (B, T, D). mask: the `padding` of an Around."""
+        """hidden -> a, both (B, T, D). mask: the `padding` of an Around."""
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """a -> FFN(a), both (B, T, D)."""
 
     def feed(self, hidden: Tensor) -> Tensor:
-        """From the half to the layer's output."""
+        """a -> the layer's output, LN(dropout(FFN(a)) + a)."""
 
     def graph_attend(self, g, hidden: str, around) -> str:
         """attend on (B T, D). around: of `graph_around`."""
+
+    def graph_feed_forward(self, g, hidden: str) -> str:
+        """feed_forward on (B T, D)."""
 
     def graph_feed(self, g, hidden: str) -> str:
         """feed on (B T, D)."""
@@ -167,8 +171,11 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def halves(self, depth: int) -> Halves:
-        """The layer between hidden[depth] and hidden[depth + 1], in two halves. Raises ValueError where it has none."""
-        raise ValueError(f"a {self.config.model_type} has no layers that end with a norm and can be left halfway")
+        """The layer between hidden[depth] and hidden[depth + 1], in parts. Raises ValueError if it is not post-norm."""
+        raise ValueError(
+            f"expected a backbone of post-norm layers, as BERT, RoBERTa, ALBERT and ElasticBERT have, found a "
+            f"{self.config.model_type}: give such a checkpoint"
+        )
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """Logits of the head to words, (..., D) -> (..., V) float32; of these words alone, (C,) int64: (..., C).

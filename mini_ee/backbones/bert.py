@@ -232,10 +232,7 @@ class Layer(Adapted):
         self.attention_dropout = config.attention_probs_dropout_prob
 
     def forward(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
-        """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D).
-
-        adapt: what adapters add to the linear maps of this layer.
-        """
+        """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D)."""
         return self.feed(self.attend(hidden, mask, adapt), adapt)
 
     def attend(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
@@ -249,8 +246,11 @@ class Layer(Adapted):
 
     def feed(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """The second half."""
-        inner = self.activation(self.linear("up", hidden, adapt))
-        return self.output_norm(hidden + self._drop(self.linear("down", inner, adapt)))
+        return self.output_norm(hidden + self._drop(self.feed_forward(hidden, adapt)))
+
+    def feed_forward(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
+        """What the second half adds to its input, before dropout."""
+        return self.linear("down", self.activation(self.linear("up", hidden, adapt)), adapt)
 
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
@@ -267,8 +267,11 @@ class Layer(Adapted):
         return g.apply(self.attention_norm, g.op("Add", hidden, self.graph_linear(g, "attention_output", flat, adapt)))
 
     def graph_feed(self, g, hidden: str, adapt=None) -> str:
+        return g.apply(self.output_norm, g.op("Add", hidden, self.graph_feed_forward(g, hidden, adapt)))
+
+    def graph_feed_forward(self, g, hidden: str, adapt=None) -> str:
         inner = graph_activation(g, self.graph_linear(g, "up", hidden, adapt), self.activation)
-        return g.apply(self.output_norm, g.op("Add", hidden, self.graph_linear(g, "down", inner, adapt)))
+        return self.graph_linear(g, "down", inner, adapt)
 
 
 class MaskedLMHead(nn.Module):

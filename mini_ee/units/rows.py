@@ -167,6 +167,11 @@ class RowSegments(Segments):
         self.exits = model.exits
         self.starts = (0, *model.exits)
 
+    @property
+    def state_width(self) -> int:
+        """Numbers of a token that one segment hands to the next."""
+        return self.model.backbone.config.hidden_size
+
     def running(self) -> torch.inference_mode:
         """Without gradients: asked once a batch, since once a call is felt at batch 1."""
         return torch.inference_mode()
@@ -238,7 +243,7 @@ class RowSegments(Segments):
         return {f"segment_{layer}": partial(self._graph, k) for k, layer in enumerate(self.exits)}
 
     def _graph(self, k: int, g) -> None:
-        last, width = k == len(self.exits) - 1, self.model.backbone.config.hidden_size
+        last, width = k == len(self.exits) - 1, self.state_width
         hidden = self.graph_advance(k, g, graph_rows(g, width) if k else self.graph_start(g))
         if not last:
             g.output("hidden_out", hidden, "batch", "states", width)
