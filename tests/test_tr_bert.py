@@ -195,48 +195,56 @@ def forced(*paths):
     return draw
 
 
-def chance_by_hand(model, path):
-    """pi(a), the tokens being taken out of a list."""
-    hidden, p, start = model.backbone.embed(Tensors(IDS)), 1.0, 0
+def chances_by_hand(model, path):
+    """(pi_d(a), n_d) of both depths, the tokens being taken out of a list."""
+    hidden, found, start = model.backbone.embed(Tensors(IDS)), [], 0
     for number, (stop, keeps) in enumerate(zip((1, 2), path)):
         hidden = model.backbone.layers[start](hidden, None)
         chances = torch.sigmoid(model.selectors[number](hidden[0].detach())[1:, 0])
+        p = torch.ones((), dtype=torch.float64)
         for chance, kept in zip(chances, keeps):
             p = p * (chance if kept else 1 - chance)
+        found.append((p, hidden.shape[1]))
         hidden, start = hidden[:, [0, *(t for t, kept in enumerate(keeps, start=1) if kept)]], stop
-    return p
+    return found
 
 
-def test_chances_are_those_of_the_policies_and_sum_to_one():
+def test_chances_are_those_of_the_policies_and_sum_to_one(padded_inputs):
+    """Each depth's ln pi is divided by the tokens of the row that are still there, as in the released code."""
     model, row = short()
     total = 0.0
     for path in selections():
-        expected = chance_by_hand(model, path)
+        (p, n), (q, m) = chances_by_hand(model, path)
+        assert (n, m) == (3, 1 + sum(path[0]))
         found = model.through(row, forced(path))
-        torch.testing.assert_close(3 * found.log_p, expected.log()[None], atol=1e-9, rtol=0)
-        total += expected.item()
+        torch.testing.assert_close(found.log_p, (p.log() / n + q.log() / m)[None], atol=1e-9, rtol=0)
+        total += (p * q).item()
     assert total == pytest.approx(1.0) and len(list(selections())) == 9
+    alone = [made().through(one, tr_bert.likely).log_p.item() for one in rows_of(padded_inputs)]
+    np.testing.assert_allclose(made().through(padded_inputs, tr_bert.likely).log_p.tolist(), alone, rtol=1e-5)
 
 
-def test_the_gradient_is_that_of_the_expected_reward(monkeypatch):
-    """Over all pairs of selections that may be drawn, -(R - b) ln pi / T has on average the gradient of -E[R] / T."""
+def test_the_gradient_is_that_of_the_reward(monkeypatch):
+    """Over all pairs of selections that may be drawn -(R - b) sum_d ln pi_d / n_d has on average the gradient of
+    -R sum_d ln pi_d / n_d: the baseline changes nothing.
+    """
     model, row = short()
     how, label = Config(alpha=0.7, samples=2), torch.tensor([1])
     weights = [each for network in model.selectors for each in network.parameters()]
-    paths, rewards, chances = list(selections()), [], []
+    paths, wanted, chances = list(selections()), 0.0, []
     for path in paths:
         found = model.through(row, forced(path))
         loss = nn.functional.cross_entropy(model.say(found), label)
         layers = (3 + (1 + sum(path[0])) + 2 * (1 + sum(path[1]))) / 3
-        rewards.append(-loss.item() - 0.7 * layers / L)
-        chances.append(chance_by_hand(model, path))
-    expected = torch.autograd.grad(-sum(p * r for p, r in zip(chances, rewards)) / 3, weights)
-    total = 0.0
+        (p, n), (q, m) = chances_by_hand(model, path)
+        chances.append((p * q).item())
+        wanted = wanted - chances[-1] * (-loss.item() - 0.7 * layers / L) * (p.log() / n + q.log() / m)
+    expected, total = torch.autograd.grad(wanted, weights), 0.0
     for one, other in product(range(9), repeat=2):
         monkeypatch.setattr(tr_bert, "draw", forced(paths[one], paths[other]))
         losses, of_policies = explore(model, Batch(row, label, None, None), how)
         assert losses.shape == (1, 2)
-        total = total + (chances[one] * chances[other]).detach() * of_policies
+        total = total + chances[one] * chances[other] * of_policies
     for found, wanted in zip(torch.autograd.grad(total, weights), expected):
         torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-5)
 
@@ -326,4 +334,4 @@ def test_a_reward_that_is_its_own_baseline_is_found(monkeypatch):
     """Planted bug: the mean of all selections, whose gradient is too small by half at two."""
     monkeypatch.setattr(tr_bert, "leave_one_out", lambda rewards: rewards.mean(dim=1, keepdim=True))
     with pytest.raises(AssertionError):
-        test_the_gradient_is_that_of_the_expected_reward(monkeypatch)
+        test_the_gradient_is_that_of_the_reward(monkeypatch)

@@ -5,6 +5,7 @@ arXiv:2105.11618v1. Code: thunlp/TR-BERT at bfac1d9.
 
 Symbols    L layers; policies after layers 1 and L / 2, pi(keep | h_t) = sigmoid(W GELU(V h_t)) of each token's state
            a     which tokens are kept, at both depths: those with pi >= .5; while it learns, drawn from pi
+           n_d   tokens of the row at depth d = 1, 2, among which the policy there chooses
            d(a)  layers that a mean token of the row runs
            R(a) = -H(y, P(x, a)) - alpha d(a) / L        what keeping these tokens is worth
 
@@ -12,14 +13,15 @@ The first token ([CLS]) is always kept. A token that leaves is read no more, nei
 
 Training   1. fine-tune all, no token leaving
            2. the policies alone: REINFORCE over `samples` drawn selections of each row, the mean of the others as the
-              baseline: -(R(a) - b) ln pi(a) / T
+              baseline: -(R(a) - b) (ln pi_1(a) / n_1 + ln pi_2(a) / n_2)
            3. everything: the mean cross-entropy of the drawn selections and the loss of step 2
 
 Deviations, pinned in tests/test_tr_bert.py:
 1. Theirs keeps as many tokens of every row as of the row with most, unmasked, so that at batches above 1 results depend
    on the batch. Here rows are filled up to the longest with a mask.
-2. T is the row's own length, theirs the padded one; and [CLS], which is forced, adds nothing to ln pi(a).
-3. alpha prices layers; theirs the mean share of tokens kept at the two depths. They differ by the first layer.
+2. [CLS], which is forced, adds nothing to ln pi_d(a).
+3. alpha prices layers, per token of the row; theirs the mean share of tokens kept at the two depths, of the padded
+   length. But for padding they differ by the first layer.
 4. The baseline leaves the selection itself out, which the mean of all does not.
 5. Policies learn faster than what they read, which gets no gradient from them.
 6. No guide: their first drawn selection imitates, for half of step 2, the tokens with the largest gradients. No soft
@@ -75,7 +77,7 @@ class Selected(NamedTuple):
     hidden: Tensor  # (B, T', D)
     kept: Tensor  # (B, T') bool
     layers: Tensor  # (B,), of a mean token
-    log_p: Tensor  # (B,), ln pi of what was kept and what was not, over the row's length
+    log_p: Tensor  # (B,), sum over depths of ln pi_d / n_d, of what was kept and what was not
     operations: float  # of each row
 
 
@@ -117,13 +119,14 @@ class ReducedExits(LeavingExits):
         for policy, stop in zip((*self.selectors, None), self.ends):
             width = hidden.shape[1]
             hidden = self.backbone.run_layers(hidden, self.backbone.around(Tensors(kept, kept)), start, stop)
-            layers = layers + (stop - start) * kept.sum(dim=1) / length
+            count = kept.sum(dim=1)
+            layers = layers + (stop - start) * count / length
             operations += (stop - start) * self.backbone.layer_flops(width)
             if policy is not None:
                 logits = policy(hidden.detach())[..., 0]
                 chosen = keep(logits)
                 log_pi = F.logsigmoid(torch.where(chosen, logits, -logits)) * kept
-                log_p = log_p + log_pi[:, 1:].sum(dim=1) / length
+                log_p = log_p + log_pi[:, 1:].sum(dim=1) / count
                 kept, start = kept & F.pad(chosen[:, 1:], (1, 0), value=True), stop
                 operations += self.of_policy * width
                 hidden, kept = compact(hidden, kept) if leave else (hidden, kept)
