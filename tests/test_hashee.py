@@ -18,12 +18,14 @@ from mini_ee import WrongArguments
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.hashee import Config, HashExits, exit_layers
 from mini_ee.cli.main import main
-from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Encoded, Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
+from mini_ee.measure.evaluate import evaluate, read_rows
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train
@@ -161,32 +163,58 @@ def test_gradients_are_those_of_the_equation(padded_inputs):
 
 
 # ---- Tables ----
-ROWS = [[2, 7, 8, 8, 3], [2, 7, 9, 3], [2, 8, 10, 11, 7, 3], [2, 12, 8, 3]]
+ROWS = [[2, 7, 8, 8, 3], [2, 7, 9, 1, 3], [2, 8, 10, 11, 7, 3], [2, 12, 8, 1, 1, 1, 3], [2, 13, 3]]
+SPECIAL = (0, 1, 2, 3, 77)  # [PAD], [UNK], [CLS], [SEP], and one that the model has no embedding for
 
 
-def rows(labels=(0, 1, 1, 0), regression=False):
-    """What training gives: [CLS] 2, [SEP] 3."""
+def rows(labels=(0, 1, 1, 0, 1), regression=False):
+    """What training gives."""
     ids = [np.array(row) for row in ROWS]
     task = SimpleNamespace(regression=regression, name="words")
-    return SimpleNamespace(
-        encoded=Encoded(ids, ids, (("",),) * 4, 0, 0), labels=np.array(labels), task=task, __len__=lambda: 4
-    )
+    encoded = Encoded(ids, ids, (("",),) * 5, 0, 0, SPECIAL)
+    return SimpleNamespace(encoded=encoded, labels=np.array(labels), task=task, __len__=lambda: 5)
 
 
-def test_the_commonest_types_leave_first_in_equal_groups():
-    counts = Counter(token for row in ROWS for token in row[:-1])
-    table = exit_layers(rows(), VOCABULARY, 6, Config(groups=3))
+@pytest.mark.parametrize(
+    ("layers", "groups", "expected"),
+    [
+        (12, 6, [1, 3, 5, 7, 9, 11, 12]),  # the last type is left over
+        (12, 3, [1, 1, 5, 5, 9, 9, 12]),
+        (6, 6, [1, 2, 3, 4, 5, 6, 6]),
+        (7, 2, [1, 1, 1, 4, 4, 4, 7]),
+        (3, 6, [1, 1, 2, 2, 3, 3, 3]),
+        (12, 9, [1, 2, 3, 4, 5, 6, 7]),
+        (6, 1, [1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_commonest_types_leave_first_and_groups_are_as_in_the_published_code(layers, groups, expected):
+    counts = Counter(token for row in ROWS for token in row if token not in SPECIAL)
+    table = exit_layers(rows(), VOCABULARY, layers, Config(groups=groups))
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    assert ranked[:3] == [2, 8, 7]
-    assert [table[token] for token in ranked] == [2, 2, 2, 4, 4, 6, 6]
-    unseen = set(range(VOCABULARY)) - set(ranked)
-    assert 3 in unseen and {table[token] for token in unseen} == {6}, "[SEP] and what was not seen"
-    assert set(exit_layers(rows(), VOCABULARY, 6, Config())[ranked]) == set(range(1, 7)), "one a layer"
+    assert ranked == [8, 7, 9, 10, 11, 12, 13] and [table[token] for token in ranked] == expected
+    assert {table[token] for token in set(range(VOCABULARY)) - set(ranked)} == {layers}, "special and unseen ones"
+
+
+@pytest.mark.parametrize("table", ["frequency", "mi", "random"])
+def test_special_tokens_run_all_layers_under_every_table(table):
+    """[UNK] is as common as any word here; the published code sends it to the last layer, too."""
+    found = exit_layers(rows(), VOCABULARY, 12, Config(table=table))
+    assert found[[0, 1, 2, 3]].tolist() == [12] * 4 and min(found) == 1
+
+
+def test_special_tokens_are_those_of_the_tokenizer(checkpoint_folder):
+    """Those that stand around a text, that of unknown words, and what tokenizer.json declares."""
+    for declared in ([], ["[MASK]", "[EXTRA]"]):
+        tokenizer = Tokenizer.from_folder(checkpoint_folder)
+        tokenizer.backend.add_special_tokens(declared)
+        names = {tokenizer.backend.id_to_token(each) for each in tokenizer.special_ids}
+        assert names == {"[CLS]", "[SEP]", "[UNK]", *declared}
+        assert tokenizer.encode(["a film"]).special_ids == tokenizer.special_ids
 
 
 def test_mutual_information_counts_every_occurrence():
     """The released code loses the first of each type."""
-    labels = np.repeat((0, 1, 1, 0), [len(row) for row in ROWS])
+    labels = np.repeat((0, 1, 1, 0, 1), [len(row) for row in ROWS])
     tokens = [token for row in ROWS for token in row]
     pairs = Counter(zip(tokens, labels.tolist()))
     expected = {}
@@ -198,8 +226,8 @@ def test_mutual_information_counts_every_occurrence():
     found = hashee.mutual_information(np.array(tokens), labels, VOCABULARY)
     assert all(found[token] == pytest.approx(expected.get(token, 0.0)) for token in range(VOCABULARY))
     table = exit_layers(rows(), VOCABULARY, 6, Config(table="mi", groups=3))
-    most = sorted(set(tokens) - {3}, key=lambda token: (-round(expected[token], 12), token))
-    assert [table[token] for token in most] == [2, 2, 2, 4, 4, 6, 6]
+    most = sorted(set(tokens) - set(SPECIAL), key=lambda token: (-round(expected[token], 12), token))
+    assert [table[token] for token in most] == [1, 1, 3, 3, 5, 5, 6]
 
 
 def test_a_random_table_is_drawn_once():
@@ -255,6 +283,21 @@ def test_a_record_tells_what_the_run_told(padded_inputs):
     assert recorded.take(np.array([4, 1])).replay(NeverExit()).cost.flops.tolist() == replayed.flops[[4, 1]].tolist()
 
 
+def test_an_evaluation_says_the_score_with_all_tokens_in_all_layers(padded_inputs):
+    """That of the plain model: its own predictions are the labels here, which the model that tokens leave misses."""
+    model = made()
+    with torch.no_grad():
+        state = model.backbone.hidden_states(*tensors(padded_inputs))[-1]
+        real = torch.from_numpy(padded_inputs.attention_mask)[..., None]
+        labels = model.classify(0, (state * real).sum(1) / real.sum(1)).argmax(1).numpy()
+    ids, types = zip(*((one.input_ids[0], one.token_type_ids[0]) for one in rows_of(padded_inputs)))
+    encoded = Encoded(ids, types, padded_inputs.texts, 0, 0)
+    one = SimpleNamespace(segments=model.segments, whole_model=lambda: model.segments().whole())
+    task = Task("words", ("a", "b", "c"), ("accuracy",), {})
+    found = evaluate(one, NeverExit(), read_rows(one, encoded, labels, 4), task, encoded, 4, 0)
+    assert found["all_tokens_score"] == 1 and found["score"] < 1
+
+
 # ---- ONNX ----
 @pytest.mark.parametrize(("kind", "pool"), KINDS)
 def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, padded_inputs, tmp_path):
@@ -290,6 +333,10 @@ def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_f
     found = answer("evaluate", run, *data)
     assert found["mean_layers"] == found["layer_passes"] == pytest.approx(3 * (1 - found["layers_saved"]))
     assert found["layers_saved"] > 0.2 and found["flops_ratio"] < 0.95 and found["exit_counts"] == [20]
+    capsys.readouterr()
+    assert main(["evaluate", str(run), *map(str, data)]) == 0
+    line = f"If every token runs all 3 layers: accuracy {found['all_tokens_score']:.3f}."
+    assert line in capsys.readouterr().out
     (row,) = answer("compare", run, *data, "--sweep")["rows"]
     assert row["no_loss"]["layers_saved"] == row["layers_saved"] == found["layers_saved"]
     for precision in ((), ("--fp16",), ("--int8",)):

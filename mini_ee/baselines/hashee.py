@@ -7,12 +7,15 @@ Symbols    V types of tokens; L layers; e(v) in 1 .. L, the table
            h_l (T, D)   states behind layer l: h_l[t] = Layer_l(h_{l-1})[t] where e(x_t) >= l, else h_{l-1}[t]
 
 A token that has left is still read: its state, which changes no more, gives keys and values to every later layer. Its
-query and its feed-forward part are what is saved. Types that training has not seen, the first token of a row and the
-one that ends every row ([CLS], [SEP]) go through all layers. All is trained at once, tokens leaving as in use.
+query and its feed-forward part are what is saved. Types that training has not seen, the first token of a row and all
+special tokens ([CLS], [SEP], [UNK]) go through all layers. All is trained at once, tokens leaving as in use.
 
-Tables     frequency   types by how often they occur, in equal groups; the commonest leave first
+Tables     frequency   types by how often they occur; the commonest leave first
            mi          by the mutual information of a token's type and the label; the highest leave first
            random      drawn once
+
+The types are put in G groups of equal size, and group g = 1 .. G leaves after layer 1 + (g - 1) floor(L / G): of 12
+layers and 6 groups after 1, 3, .., 11, of 6 layers after each. Types left over go through all layers.
 
 How it runs: tokens of a row are put in order, those that go deepest first, so that each layer takes the first n of
 them, n that of the row with most. A row's layers are the mean over its tokens; its operations those of the batch.
@@ -22,8 +25,8 @@ Deviations, pinned in tests/test_hashee.py:
 2. Counts are of train alone; theirs of dev too.
 3. `mi` counts every occurrence of a type (theirs not the first, and two labels at most).
 4. Heads read the mean over tokens by default, those that left included; theirs the first (`pool`), through a pooler.
-5. Any depth; theirs is ElasticBERT-base cut to 6 layers, a group for each. No clusters of embeddings, no tables of
-   whole rows, and no layers drawn anew for each occurrence, which may send [CLS] away.
+5. G is at most L. No clusters of embeddings, no tables of whole rows, and no layers drawn anew for each occurrence,
+   which may send [CLS] away.
 """
 
 from dataclasses import dataclass
@@ -48,7 +51,7 @@ from mini_ee.units.leaving import (
     in_order,
     spent_by,
 )
-from mini_ee.units.rows import RowData, even_exits, graph_mask
+from mini_ee.units.rows import RowData, graph_mask
 
 TABLES = ("frequency", "mi", "random")
 
@@ -58,7 +61,7 @@ class Config(Settings):
     """Settings of the table. Raises ValueError on a value that makes no sense."""
 
     table: str = option("frequency", "by which types of tokens are put in groups", choices=TABLES)
-    groups: int = option(6, "of types, each with a layer of its own to leave after, evenly spread", least=1)
+    groups: int = option(6, "of types: one leaves after layer 1, the next L / groups layers later, and so on", least=1)
 
 
 # ---- The table ----
@@ -66,7 +69,7 @@ def exit_layers(data: RowData, vocabulary: int, layers: int, how: Config) -> np.
     """e, (V,) in 1 .. L. Raises ValueError for `mi` of a regression."""
     ids = np.concatenate(data.encoded.ids)
     counts, table = np.bincount(ids, minlength=vocabulary), np.full(vocabulary, layers)
-    counts[_ends(data.encoded.ids)] = 0
+    counts[[each for each in data.encoded.special_ids if each < vocabulary]] = 0
     seen = np.flatnonzero(counts)
     if how.table == "random":
         order = np.random.default_rng(0).permutation(seen)
@@ -77,9 +80,10 @@ def exit_layers(data: RowData, vocabulary: int, layers: int, how: Config) -> np.
         order = seen[np.argsort(-mutual_information(ids, labels, vocabulary)[seen], kind="stable")]
     else:
         order = seen[np.argsort(-counts[seen], kind="stable")]
-    depths = even_exits(layers, how.groups)
-    for depth, group in zip(depths, np.array_split(order, len(depths))):
-        table[group] = depth
+    groups = min(how.groups, layers)
+    size = max(1, len(order) // groups)
+    for group in range(groups):
+        table[order[group * size : (group + 1) * size]] = 1 + group * (layers // groups)
     return table
 
 
@@ -89,12 +93,6 @@ def mutual_information(ids: np.ndarray, labels: np.ndarray, vocabulary: int) -> 
     np.add.at(joint, (ids, labels), 1 / len(ids))
     alone = joint.sum(axis=1, keepdims=True) * joint.sum(axis=0)
     return (joint * np.log(np.divide(joint, alone, out=np.ones_like(joint), where=joint > 0))).sum(axis=1)
-
-
-def _ends(rows: list[np.ndarray]) -> list[int]:
-    """The token that all rows end with, if there is one."""
-    last = {int(row[-1]) for row in rows}
-    return [*last] if len(last) == 1 else []
 
 
 # ---- A layer, for the tokens that go on ----

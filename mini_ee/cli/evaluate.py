@@ -99,6 +99,8 @@ def _rows(opened, args, say) -> dict:
         most = task.label_names[np.bincount(rows.labels).argmax()]
         answer["majority"] = majority(rows.labels)
         say(f"Always saying {most}: accuracy {answer['majority']:.3f}.")
+    if (score := answer.get("all_tokens_score")) is not None:
+        say(f"If every token runs all {answer['exits'][-1]} layers: {score_name(task.metrics)} {score:.3f}.")
     metrics = ", ".join(f"{name} {answer[name]:.3f}" for name in task.metrics)
     say(
         f"{task.name} {split}: {metrics} (full model {answer['full_score']:.3f}), "

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ class Encoded:
     texts: tuple[tuple[str, ...], ...]
     truncated: int
     pad_token_id: int
+    special_ids: tuple[int, ...] = ()  # of the tokenizer's special tokens, such as [CLS], [SEP] and [UNK]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -139,7 +141,7 @@ class Tokenizer:
                 ids.append(np.array(encoding.ids, np.int64))
                 type_ids.append(np.array(encoding.type_ids, np.int64))
                 truncated += cut
-        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id)
+        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id, self.special_ids)
 
     def ids_of(self, text: str, special: bool = True) -> list[int]:
         """The token ids of one text, with the special tokens around it unless told otherwise."""
@@ -177,6 +179,13 @@ class Tokenizer:
     def pad_token_id(self) -> int:
         """0 where a decoder's tokenizer has no padding token: the attention mask hides it."""
         return self._first("[PAD]", "<pad>") or 0
+
+    @cached_property  # a server encodes each request
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids that the file declares special, that stand around every text, and that of unknown words."""
+        declared = {number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        unknown = {self._first("[UNK]", "<unk>")} - {None}
+        return tuple(sorted(declared | set(self.ids_of("")) | unknown))
 
     def _first(self, *tokens: str) -> int | None:
         return next((found for found in map(self.backend.token_to_id, tokens) if found is not None), None)

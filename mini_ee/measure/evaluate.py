@@ -176,6 +176,8 @@ def evaluate(one, rule: Rule, recorded: Record, task: Task, encoded: Encoded, ba
         "rule": rule.to_dict(),
         "always": _one_answer(predictions(main.logits), task),
     }
+    if segments.tokens_leave and segments.engine == "torch":
+        answer["all_tokens_score"] = exit_scores(record(segments.full(), encoded, batch_size), task, labels)[-1]
     if sweep:
         answer["rows"] = [
             {

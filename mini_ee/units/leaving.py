@@ -75,6 +75,10 @@ class LeavingSegments(RowSegments):
     def whole(self) -> "LeavingSegments":
         return LeavingSegments(self.model, tokens_leave=False)
 
+    def full(self) -> RowSegments:
+        """The same backbone and head where no token leaves: what the model says then."""
+        return RowSegments(self.model)
+
     # ---- ONNX ----
     def graph_advance(self, k: int, g, hidden: str) -> Left:
         return self.model.graph_leave(g, hidden) if self.tokens_leave else self.model.graph_stay(g, hidden)
