@@ -167,6 +167,35 @@ def test_meta_classifiers_learn_where_an_exit_agrees_with_the_last_and_move_noth
     assert none.item() == 0 and none.requires_grad
 
 
+def test_dropout_lies_before_the_map_to_32_and_nowhere_else_in_an_inner_exit(padded_inputs):
+    head, state = made().heads[1].train(), torch.randn(7, D)
+    head.dropout = nn.Dropout(1.0)
+    inner = torch.tanh(head.dense.bias).expand(7, -1)
+    torch.testing.assert_close(head.classify(state), head.out(inner) / head.temperature)
+    head.dropout = nn.Dropout(0.0)
+    torch.testing.assert_close(head.classify(state), head.eval().classify(state))
+
+
+def test_meta_classifiers_learn_from_states_and_hidden_values_with_dropout(padded_inputs, monkeypatch):
+    """What a dropped-out state makes an exit say is in the features, and in whether it agrees with the last."""
+    model = made()
+    with torch.no_grad():
+        states = model.states(*tensors(padded_inputs))
+    monkeypatch.setattr(cat.F, "dropout", lambda x, p, training=True: x * x.abs().gt(0.3) if training else x)
+    model.policy.train()
+    found = meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META)))
+    before, expected, last = None, 0.0, model.classify(4, states[4]).argmax(1)
+    for k, head in enumerate(model.heads[:-1]):
+        inner = torch.tanh(head.dense(states[k] * states[k].abs().gt(0.3)))
+        logits = head.out(inner) / head.temperature
+        read = features(logits, inner * inner.abs().gt(0.3), before, k, 4)
+        expected += balanced_loss(model.policy.networks[k](read)[:, 0], logits.argmax(1) == last) / 4
+        before = cat.remember(before, logits, k)
+    torch.testing.assert_close(found, expected)
+    model.policy.eval()
+    assert (found - meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META)))).abs() > 1e-3
+
+
 def test_each_stage_teaches_its_own_and_together_they_teach_all():
     model = made()
     stages = cat.recipe(model, Config())
@@ -184,6 +213,11 @@ def test_inner_exits_may_learn_what_the_last_one_says(padded_inputs):
         each = np.logaddexp.reduce(logits, axis=2) - np.take_along_axis(logits, labels[:, None, None], axis=2)[:, :, 0]
         loss = cat.heads_loss(model, batch, Config(target=target))
         assert loss.item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
+        scaled = batch._replace(
+            inputs=(), states=model.states(*batch.inputs), taught=torch.full((7,), cat.TEMPERATURES)
+        )
+        (stage,) = [each for each in cat.recipe(model, Config(target=target)) if each.name == "temperatures"]
+        assert stage.loss(model, scaled).item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +241,12 @@ def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     held_loss(lambda model, batch: seen.append(batch.taught.tolist()) or 0.0, cat.META, run.model, held())
     assert seen == [[2, 2, 2]]
     told = {cat.temperature_loss: (cat.TEMPERATURES, 3.0), cat.meta_loss: (cat.META, 5.0)}
-    monkeypatch.setattr(cat, "held_loss", lambda loss, part, *_: told[loss][1] if part == told[loss][0] else None)
+
+    def said(loss, part, *_):
+        expected, answer = told[getattr(loss, "func", loss)]
+        return answer if part == expected else None
+
+    monkeypatch.setattr(cat, "held_loss", said)
     assert [stage.judge(run.model, held())["score"] for stage in cat.recipe(run.model, Config())[2:]] == [-3.0, -5.0]
 
 

@@ -12,11 +12,15 @@ Inference: the rule adainfer: a unit leaves at the first exit whose decision w.x
 Of two classes gap = 2 top - 1, so the rule is a threshold on the largest probability; an SVM that always says yes
 leaves everybody at its exit.
 
-Deviations: 1. a linear SVM with the bias among its weights, no CRF; of measures as they come, which lie close to 1, it
-would say yes to all unless the cost is high; 2. it is fitted to held-out units, as every choice here is; of rows to
-those that propose rules, under both labels and with other margins, and the promise is tested on the others; 3. of rows
-the exits have heads, which learn on the fine-tuned, frozen backbone; on a decoder, which stays frozen, copies of the LM
-head that learn: as it is, it reads shallow states badly.
+Deviations, or our decisions where the paper leaves it open:
+1. The classifier is a linear SVM, its bias among its weights; no CRF. Without the scaling the measures lie close to 1,
+   and the SVM would say yes to all unless the cost is high.
+2. Each exit has an SVM of its own, not one for all.
+3. y is by the gold label in a decoder's own rule; of rows both labels propose rules, and so do margins other than 0,
+   and the promise is tested on held-out rows that proposed none.
+4. It is fitted to held-out units, as every choice here is.
+5. Of rows the exits have heads, which learn on the fine-tuned, frozen backbone; a decoder stays frozen, and its exits
+   have copies of the LM head that learn: as it is, it reads shallow states badly.
 
 No torch at once here: the runtime without torch stops by the rule in this file.
 """

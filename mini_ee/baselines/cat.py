@@ -7,14 +7,15 @@ Symbols    C classes; K exits, the last after all L layers; n = K - 1 inner exit
            p^k (B, C)          what inner exit k says, as probabilities, after its temperature
            F                   1 where the class of exit k is that of the last exit: what a meta classifier predicts
 
-    inner exit        Linear(D, 32), tanh, dropout, Linear(32, C), divided by a temperature
+    inner exit        dropout, Linear(D, 32), tanh, Linear(32, C), divided by a temperature
     meta classifier   of  [its class one-hot (C), its 32 hidden values, its top probability, its top gap, what exits
                       k - 1 .. 1 gave its class (the first exit is left out; zeros up to n - 2), k / n]
                       Linear(., 32), tanh, and the logit of F; per exit, or `shared` by all
 
 Stages: fine-tune, inner exits (mean cross-entropy), temperatures, meta classifiers (cross-entropy, each class of F with
-the same weight in a batch), each with all before it frozen. Temperatures and meta classifiers learn from rows of train
-that nothing before them has seen, half of `apart` each. A unit leaves by Policy: the cut of `mini-ee calibrate
+the same weight in a batch), each with all before it frozen. While meta classifiers learn, the states that inner exits
+read and the 32 hidden values are dropped out. Temperatures and meta classifiers learn from rows of train that nothing
+before them has seen, half of `apart` each. A unit leaves by Policy: the cut of `mini-ee calibrate
 --promise conformal` (calibration.py) is the paper's shared calibration, and serves every other method too.
 
 Deviations, pinned in tests/test_cat.py:
@@ -23,6 +24,11 @@ Deviations, pinned in tests/test_cat.py:
 3. No regression (theirs takes |difference| <= .5 for agreement), and no tokens, whose classes are too many to read.
 4. Fine-tuning leaves the rows apart out too, so that the last exit is on them what it is on fresh ones.
 5. Where the exit is named beforehand no other head is computed; ONNX graphs compute the inner heads there too.
+6. Temperatures learn at rate .01 by default, since there are few rows for them; theirs at .001, over more steps.
+7. Not here: inner exits that read the logits of those before them (`use_history_logits`), and an F that is 1 only if
+   the last exit is right as well (`joint_meta`).
+8. The conformal cut is taken from all calibration examples; theirs leaves out those whose exits all agree with the last
+   (src/conformal.py, 107), and so guarantees agreement among the others alone: here less strict, but for all examples.
 """
 
 from dataclasses import dataclass
@@ -40,7 +46,7 @@ from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
-from mini_ee.units.heads import ExitHead
+from mini_ee.units.heads import HEAD_DROPOUT, ExitHead
 from mini_ee.units.rows import RowExits, RowSegments, States, graph_mask, graph_rows
 
 INNER = 32  # hidden values of an inner exit, and of a meta classifier
@@ -124,8 +130,11 @@ class InnerHead(ExitHead):
             nn.init.zeros_(linear.bias)
         self.temperature = nn.Parameter(torch.ones(1))
 
+    def inner(self, state: Tensor) -> Tensor:
+        return super().inner(self.dropout(state) if self.training else state)
+
     def conclude(self, inner: Tensor) -> Tensor:
-        return super().conclude(inner) / self.temperature
+        return self.out(inner) / self.temperature
 
     def graph_conclude(self, g, inner: str) -> str:
         return g.op("Div", g.linear(inner, self.out), g.parameter(self.temperature))
@@ -162,6 +171,7 @@ class CatExits(RowExits):
 
     def decide(self, k: int, inner: Tensor, logits: Tensor, before: Tensor | None) -> Tensor:
         """The exit_logit (B,) of exit k; arguments as of `features`, with no gradient into them."""
+        inner = F.dropout(inner, HEAD_DROPOUT) if self.policy.training else inner
         read = features(logits.detach(), inner.detach(), before, k, len(self.exits) - 1)
         return self.policy.network(k)(read)[:, 0]
 
@@ -293,7 +303,7 @@ class CatSegments(RowSegments):
 def recipe(model: CatExits, how: Config) -> list[Stage]:
     """The four stages."""
     last = f"heads.{len(model.exits) - 1}."
-    split = partial(parts, apart=how.apart)
+    split, temperatures = partial(parts, apart=how.apart), partial(temperature_loss, how=how)
 
     def inner(name: str) -> bool:
         return name.startswith("heads.") and not name.startswith(last)
@@ -316,8 +326,8 @@ def recipe(model: CatExits, how: Config) -> list[Stage]:
         Stage(
             name="temperatures",
             learns=lambda name: name.endswith("temperature"),
-            loss=temperature_loss,
-            judge=lambda model, held: {"score": -held_loss(temperature_loss, TEMPERATURES, model, held)},
+            loss=temperatures,
+            judge=lambda model, held: {"score": -held_loss(temperatures, TEMPERATURES, model, held)},
             on_states=True,
             teacher=split,
             settings={"head_lr": how.temperature_lr, "warmup": 0.0},
@@ -348,20 +358,26 @@ def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
 
 def heads_loss(model: CatExits, batch: Batch, how: Config) -> Tensor:
     """The inner exits', on the labels or on what the last exit says."""
-    *each, last = model(*batch.inputs)
-    return part_loss(each, last.argmax(dim=1) if how.target == "last" else batch.labels, batch.taught == HEADS)
+    return inner_loss(model(*batch.inputs), batch, HEADS, how)
 
 
-def temperature_loss(model: CatExits, batch: Batch) -> Tensor:
+def temperature_loss(model: CatExits, batch: Batch, how: Config) -> Tensor:
     """The same under the temperatures, on rows of their own."""
-    each = [model.classify(k, state) for k, state in enumerate(batch.states[:-1])]
-    return part_loss(each, batch.labels, batch.taught == TEMPERATURES)
+    each = [model.classify(k, state) for k, state in enumerate(batch.states)]
+    return inner_loss(each, batch, TEMPERATURES, how)
+
+
+def inner_loss(each: list[Tensor], batch: Batch, part: int, how: Config) -> Tensor:
+    """The mean cross-entropy of the inner exits on a part of train. each: logits (B, C) of all exits."""
+    target = each[-1].argmax(dim=1) if how.target == "last" else batch.labels
+    return part_loss(each[:-1], target, batch.taught == part)
 
 
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:
     """The mean over exits of the balanced loss, on the third part."""
     rows = batch.taught == META
-    states = [state[rows] for state in batch.states]
+    *states, last = (state[rows] for state in batch.states)
+    states = [*(F.dropout(state, HEAD_DROPOUT, model.policy.training) for state in states), last]
     exit_logits = model.exit_logits(states)
     with torch.no_grad():
         said = torch.stack([model.classify(k, state).argmax(dim=1) for k, state in enumerate(states)], dim=1)

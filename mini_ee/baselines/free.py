@@ -18,11 +18,17 @@ lambda:    each deep pass tells (gap, agrees) of the tokens in it. Before the ne
 Fit:       a Beta by its moments: a = m (m (1 - m) / v - 1), b = a (1 - m) / m, of weighted mean m and variance v; the
            weight of a token in a component is .8 of the posterior under the Betas before and .2 of its label.
 
-Deviations: 1. the released code overwrites the first term of that weight, so that labels alone count; here it is there,
-and a posterior, where theirs is no probability; 2. teachers of an L that S does not divide are rounded down; theirs are
-a table by hand; 3. the rule of a run is a threshold, the last lambda after texts held out of training; `moved` moves it
-on others; 4. rows, which wait for nobody, have a head of their own at each exit, and lambda is fitted to held-out
-ones, a candidate among thresholds on the gap; 5. a decoder, where theirs is that of a T5.
+Deviations:
+1. The released code overwrites the first term of that weight, so that labels alone count; here it is there, and a
+   posterior, where theirs is no probability.
+2. The Beta of the tokens that agree is the one that their labels weigh in; theirs is the one with the larger mean
+   (bmm.py, 113). They differ if the tokens that agree have the smaller gaps.
+3. All points from lambda up are likely to agree; theirs counts the likely points wherever they are.
+4. Teachers of an L that S does not divide are rounded down; theirs are a table by hand.
+5. The rule of a run is a threshold, the last lambda after texts held out of training; `moved` moves it on others.
+6. Rows, which wait for nobody, have a head of their own at each exit, and lambda is fitted to held-out ones, a
+   candidate among thresholds on the gap.
+7. A decoder, where theirs is that of a T5.
 """
 
 import math
