@@ -360,3 +360,21 @@ def test_an_exit_that_cannot_be_is_refused_before_texts_are_written(tmp_path, mo
     monkeypatch.setattr(training, "texts_to_learn", lambda source: pytest.fail("texts were written"))
     assert main(["train", "free", "--shallow", "12", "--out", str(tmp_path / "run")]) == 2
     assert "below the last layer, 12, got 12" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "texts", "refused"), [("free", 96, True), ("free", 149, True), ("calm", 96, True), ("free", 150, False)]
+)
+def test_too_few_texts_are_refused_before_the_model_is_loaded(method, texts, refused, tmp_path, monkeypatch, capsys):
+    """Of pieces, which begin anywhere, fewer do."""
+
+    def load(folder):
+        raise ValueError("a model was loaded")
+
+    monkeypatch.setattr(training, "load_backbone", load)
+    argv = ["train", method, *(["--task", "continue"] if method == "calm" else []), "--texts", str(texts)]
+    assert main([*argv, "--out", str(tmp_path / "run")]) == (2 if refused else 1)
+    line = f"--texts: expected at least 150 stories, as many as are held out besides, got {texts}; give more"
+    assert (line if refused else "a model was loaded") in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+    asked("self-supervised", None, None, tmp_path / "run", False, {"texts": 96})

@@ -120,6 +120,15 @@ def checked_prompt(prompt: str, name: str) -> str:
     return prompt
 
 
+def check_count(options: TextOptions) -> None:
+    """Raise WrongArguments if a decoder is to write fewer stories to learn from than are held out. No model needed."""
+    if options.kind != "pieces" and options.text is None and (options.texts or HELD_STORIES) < HELD_STORIES:
+        raise WrongArguments(
+            f"--texts: expected at least {HELD_STORIES} stories, as many as are held out besides, got {options.texts}; "
+            f"give more"
+        )
+
+
 def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
     """(train, held): texts to learn from, and others of the same kind for every choice.
 
@@ -138,8 +147,6 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
         return TextData(pieces[held:], True), TextData(pieces[:held], True)
     count = options.texts or 1500
     if options.text is None:
-        if count < HELD_STORIES:
-            raise WrongArguments(f"--texts: expected at least {HELD_STORIES}, got {count}")
         found = source.own_stories(count + HELD_STORIES, 0)
     else:
         found = source.stories()

@@ -34,7 +34,7 @@ from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, curves, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
-from mini_ee.training.texts import Source, agreement_rule, texts_to_learn
+from mini_ee.training.texts import Source, agreement_rule, check_count, texts_to_learn
 from mini_ee.units.recording import Record, exit_scores, record, summary
 from mini_ee.units.rows import RowData, check_exits, even_exits
 
@@ -146,6 +146,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
         if texts.kind != "pieces" and (texts.prompt or texts.greedy):
             given = "prompt" if texts.prompt else "greedy"
             raise WrongArguments(f"--{given}: {name} learns from stories, which begin anywhere; leave it out")
+        check_count(texts)
         return request
     found = open_task(task)
     if found.regression and method.classes_only:
