@@ -314,6 +314,24 @@ def test_graphs_whole_and_by_segment_are_the_equations(kind, pool, padded_inputs
             np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
 
 
+def test_rows_of_two_batches_go_on_as_one(padded_inputs, tmp_path):
+    """As a server takes them: a and FFN(a) of each row are padded anew."""
+    model = made()
+    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True)
+    engine, order = OrtSegments(tmp_path, manifest, threads=1), [3, 0, 2, 5]
+    states = {}
+    for rows in ([0, 3], [5, 2]):
+        lengths = padded_inputs.attention_mask[rows].sum(axis=1)
+        ids = [each[rows, : lengths.max()] for each in tensors(padded_inputs)]
+        inputs = Inputs(*map(np.ascontiguousarray, ids), tuple(padded_inputs.texts[row] for row in rows))
+        state = engine.advance(0, engine.start(inputs))
+        states |= {row: (state, at) for at, row in enumerate(rows)}
+    state = engine.joined(padded_inputs.take(np.array(order)), [states[row] for row in order])
+    for k in (1, 2):
+        state = engine.advance(k, state)
+        np.testing.assert_allclose(engine.read(k, state).logits, by_hand(model, padded_inputs)[order, k], atol=ONNX)
+
+
 def test_an_exported_folder_runs_on_both_engines(run_folder, tmp_path):
     run, texts = load_run(run_folder), ["the film was good", "a very very awful book"]
     mini_ee.export(run, tmp_path / "out", segments=True)
