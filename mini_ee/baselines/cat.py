@@ -18,7 +18,7 @@ read and the 32 hidden values are dropped out. Temperatures and meta classifiers
 before them has seen, half of `apart` each. A unit leaves by Policy: the cut of `mini-ee calibrate
 --promise conformal` (calibration.py) is the paper's shared calibration, and serves every other method too.
 
-Deviations, pinned in tests/test_cat.py:
+Deviations, 1 to 5 of them pinned in tests/test_cat.py:
 1. One logit for F, the difference of the paper's two: the same loss and the same scores.
 2. Heads read the mean over tokens by default; theirs the first (`pool`). Exits need not sit after every layer.
 3. No regression (theirs takes |difference| <= .5 for agreement), and no tokens, whose classes are too many to read.

@@ -18,7 +18,7 @@ Stage 1 fine-tunes all for the last exit. Stage 2 learns the other exits' adapte
 Rows leave by Patience. An exit has run all of its layer but LN, and its branch comes on top. From segment to segment
 go a and FFN(a), side by side as (B, T, 2 D): an exit reads both, and the layers above begin with LN(FFN(a) + a).
 
-Deviations, each from the published code and pinned in tests/test_dree.py:
+Deviations from the published code, 1 to 3 and 5 of them pinned in tests/test_dree.py:
 1. M is drawn anew with each training and saved with it; theirs is neither parameter nor buffer, so that a checkpoint
    is right under the seed of its training alone.
 2. LN' copies weight and bias of LN, at every exit; theirs the bias at the last inner exit only.
