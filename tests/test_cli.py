@@ -30,6 +30,7 @@ import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.cli.rules import SETTINGS
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
@@ -120,7 +121,7 @@ def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys
         main(["train", method, "--help"])
     usage, _, _ = capsys.readouterr().out.partition("\n\n")
     found = load_method(method)
-    parts = [found.config, TrainOptions, RowOptions if "rows" in found.units else CommonOptions]
+    parts = [found.config, TrainOptions, *([RowOptions, TaskOptions] if "rows" in found.units else [CommonOptions])]
     parts += [TextOptions] if "tokens" in found.units else []
     asked_for = {each.name: each.metadata for part in parts for each in fields(part) if each.metadata}
     flags = {flag_of(name, about) for name, about in asked_for.items() if name not in found.lacks}
@@ -1094,19 +1095,17 @@ def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder,
     assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options)
 
 
-def test_a_run_on_another_task_than_the_built_in_needs_its_task_named(capsys, run_folder):
-    assert "give that task's folder with --task" in refused(capsys, "evaluate", run_folder)
-
-
 def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_folder, tmp_path, monkeypatch):
     """Nor is a folder of its name the built-in task, where none is named."""
     monkeypatch.chdir(tmp_path)
     own = shutil.copytree(task_folder, tmp_path / "mine" / "reviews")
     (tmp_path / "reviews").mkdir()
     runs = [SimpleNamespace(config={"task": about_task(task)}) for task in (toy_task(), load_task(own))]
-    assert opening.open_task_of(runs[:1], None).name == "reviews"
-    with pytest.raises(WrongArguments, match="the run was trained on reviews: give that task's folder with --task"):
-        opening.open_task_of(runs, None)
+    unnamed = SimpleNamespace(task=None)
+    assert opening.open_task_of(runs[:1], unnamed).name == "reviews"
+    assert opening.open_task_of(runs[1:], unnamed).folder == str(own)
+    with pytest.raises(WrongArguments, match="trained on different tasks: give that task's folder with --task"):
+        opening.open_task_of(runs, unnamed)
     assert opening.open_task(None).split("train").sha256() == toy_task().split("train").sha256()
     assert "found []; name another folder" in refused(capsys, "evaluate", run_folder, "--task", "reviews")
 

@@ -51,6 +51,7 @@ def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder, task_f
     assert (config["format_version"], config["unit"], config["method"]) == (2, "rows", "joint")
     assert config["exits"] == [1, 2, 3]
     about = {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
+    about |= {"folder": str(task_folder), "options": {}}
     assert config["task"] == about | {"train_sha256": load_task(task_folder).split("train").sha256()}
     assert {
         "backbone",

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import given_options, number, positive, refuse
+from mini_ee.cli.options import add_task, given_options, number, positive, refuse, refuse_task_options
 from mini_ee.confidence import MEASURES
 
 HELP = "thresholds under which exits agree with the full model as often as epsilon; they become the run's rule"
@@ -14,7 +14,7 @@ BATCH = 32
 
 def add(sub) -> None:
     sub.add_argument("run", type=Path, metavar="RUN")
-    sub.add_argument("--task", metavar="DIR", help="rows like those that will be served; by default those held out")
+    add_task(sub, "rows like those that will be served; by default those of the training that were held out")
     sub.add_argument("--split", help="of --task; by default its rows that were held out of train")
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
@@ -121,7 +121,7 @@ def _rows(opened, args):
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
     why = f"is for a decoder's tokens; {args.run} holds a classifier"
     refuse(args, ("text", "prompt", "greedy", "texts", "new_tokens"), why)
-    task = open_task_of([opened], args.task)
+    task = open_task_of([opened], args)
     check_task(opened, task, args.run)
     if args.split or not trained_on(opened, task):
         split = args.split or ("train" if "train" in task.splits else task.default_split)
@@ -139,6 +139,7 @@ def _texts(opened, args):
 
     if args.task is not None or args.split is not None:
         raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")
+    refuse_task_options(args, f"is for classifiers; {args.run} holds a decoder")
     given = given_options(args, TextOptions)
     given = {name: value for name, value in given.items() if value}
     learned = opened.config.get("text", {})

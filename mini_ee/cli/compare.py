@@ -5,7 +5,7 @@ from pathlib import Path
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import SCHEDULES
 from mini_ee.cli.generate import add_sampling, sampling_of
-from mini_ee.cli.options import positive, refuse
+from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
 
 HELP = "several runs in one table, on one clock"
 EXAMPLE = "mini-ee compare run-a run-b"
@@ -14,7 +14,7 @@ BATCH_SIZE = 32
 
 def add(sub) -> None:
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    sub.add_argument("--task", metavar="DIR", help="task folder; may be left out for runs on the built-in reviews")
+    add_task(sub, "task folder; by default the one of the trainings")
     sub.add_argument("--split", help="dev by default where there is one, else test")
     sub.add_argument("--max-rows", type=positive, metavar="N", help="rows of the task, or texts that are written; 100")
     sub.add_argument("--batch-size", type=positive, help="of rows; 32 by default, 1 shows latency")
@@ -76,7 +76,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.training.train import check_task
 
     refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders' runs")
-    task = open_task_of([each.one for each in opened], args.task)
+    task = open_task_of([each.one for each in opened], args)
     for each in opened:
         check_task(each.one, task, each.name)
     if args.picture and task.regression and not args.sweep:
@@ -105,7 +105,9 @@ def _tokens(runs, args, say) -> dict:
     from mini_ee.measure.figures import draw_training, draw_writing
     from mini_ee.measure.tables import heads_table, writing_table
 
-    refuse(args, ("task", "split"), "is not for decoders' runs: they write what they were trained to write")
+    why = "is not for decoders' runs: they write what they were trained to write"
+    refuse(args, ("task", "split"), why)
+    refuse_task_options(args, why)
     refuse(args, ("batch_size",), "is for rows; decoders' runs are timed text by text")
     exported = [folder for folder, run in zip(args.runs, runs) if not hasattr(run, "model")]
     if exported:

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import add_options, given_options
+from mini_ee.cli.options import add_options, add_task, given_options
+from mini_ee.data.columns import TaskOptions
 
 HELP = "the main job: train exits, decide when to stop, show accuracy against measured time"
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
@@ -32,7 +33,7 @@ def add(sub) -> None:
 
     built_in = "the built-in 12-layer BERT, for which some defaults differ"
     sub.add_argument("--model", type=Path, metavar="DIR", help=f"a checkpoint's folder; {built_in}")
-    sub.add_argument("--task", metavar="DIR", help="task folder; the built-in reviews by default")
+    add_task(sub, "task folder; the built-in reviews by default")
     sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there")
     add_options(sub, TrainOptions)
     add_options(sub, RowOptions)
@@ -55,10 +56,10 @@ def run(args, say) -> dict:
     begin, out, seed = time.perf_counter(), args.out, args.seed
     if out.exists() and not (out / ANSWER).is_file():
         raise FileExistsError(f"{out}: is there and holds no demo report; name another folder with --out")
-    given = given_options(args, TrainOptions, RowOptions) | {"seed": seed}
+    given = given_options(args, TrainOptions, RowOptions, TaskOptions) | {"seed": seed}
     with atomic_folder(out, replace=True) as folder:
         say(_begun(args, out, given))
-        task = open_task(args.task)
+        task = open_task(args.task, TaskOptions(**given_options(args, TaskOptions)))
         split, rows = rows_of(task, None, None, seed)
         trained = mini_ee.train("joint", args.model, args.task, folder / "run", say=say, **given)
         batch_size = trained.config["training"]["batch_size"]

@@ -6,7 +6,7 @@ import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
-from mini_ee.cli.options import positive, refuse
+from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
 from mini_ee.data.metrics import majority
 
 HELP = "accuracy, layers saved and measured speed-up of a run"
@@ -18,7 +18,7 @@ def add(sub) -> None:
     from mini_ee.cli.rules import add_retrieval, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
-    sub.add_argument("--task", metavar="DIR", help="task folder; of tokens a benchmark's: HellaSwag, ...")
+    add_task(sub, "task folder; by default the one of the training; of tokens a benchmark's: HellaSwag, ...")
     sub.add_argument("--split", help="dev by default where there is one, else test")
     sub.add_argument("--max-rows", type=positive, metavar="N", help="of the task, drawn with the seed")
     sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
@@ -59,7 +59,7 @@ def _rows(opened, args, say) -> dict:
     refuse(args, ("text",), f"is for a decoder's tokens; {args.run} holds a classifier")
     if len(opened.exits) == 1:
         refuse(args, ("sweep",), f"chooses between exits; {args.run} has one, after layer {opened.exits[0]}")
-    task = open_task_of([opened], args.task)
+    task = open_task_of([opened], args)
     check_task(opened, task, args.run)
     rule = chosen_rule(args, opened)
     retrieves = rule.plans_from_texts
@@ -71,13 +71,11 @@ def _rows(opened, args, say) -> dict:
         why = f"asks whether an exit is right; {task.name} is a regression, give classes"
         refuse(args, ("overthinking", "hardness"), why)
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
-    encoded = opened.encode(rows.texts)
-    if encoded.truncated:
-        say(f"{encoded.truncated} of {len(encoded)} texts cut to {opened.tokenizer.max_length} tokens")
+    encoded, copies = _encoded(opened, task, split, rows, say)
     sweep = SWEEP_POINTS if args.sweep and not retrieves else 0
     recorded = read_rows(opened, encoded, rows.labels, args.batch_size)
     answer = evaluate(opened, rule, recorded, task, encoded, args.batch_size, sweep)
-    answer = {"method": opened.config["method"], "split": split} | schedule_of(opened) | answer
+    answer = {"method": opened.config["method"], "split": split, "copies": copies} | schedule_of(opened) | answer
     if "schedule" in answer:
         say(f"Exits whose streams start together: {answer['schedule']}")
     say(exits_table(answer, score_name(task.metrics)))
@@ -109,6 +107,19 @@ def _rows(opened, args, say) -> dict:
         f"{answer['timed_rows']} rows)"
     )
     return answer
+
+
+def _encoded(opened, task, split: str, rows, say) -> tuple:
+    """The tokens of the rows, and a line where train has some of them too."""
+    from mini_ee.training.doubts import of_copies
+
+    copies = of_copies(task, split, rows) if split != "train" else None
+    if copies:
+        say(copies)
+    encoded = opened.encode(rows.texts)
+    if encoded.truncated:
+        say(f"{encoded.truncated} of {len(encoded)} texts cut to {opened.tokenizer.max_length} tokens")
+    return encoded, copies
 
 
 def _overthinking(recorded, task, rows, say) -> dict:
@@ -193,6 +204,7 @@ def _tokens(opened, args, say) -> dict:
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
     of_rows = ("split", "schedule", "overthinking", "hardness", "neighbours")
     refuse(args, of_rows, f"is for classifiers; {args.run} holds a decoder")
+    refuse_task_options(args, f"is for classifiers; {args.run} holds a decoder")
     if not args.sweep and (args.text or args.picture or not args.task):
         given = "--text and --picture go" if args.task else "without --task a decoder's run goes"
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))

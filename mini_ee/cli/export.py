@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+from mini_ee.cli.options import add_task, refuse_task_options
+
 HELP = "a run as ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
@@ -15,7 +17,7 @@ def add(sub) -> None:
     where = sub.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="folder to write; must not be there")
     where.add_argument("--triton", type=Path, metavar="DIR", help="or a model repository for Triton Inference Server")
-    sub.add_argument("--task", metavar="DIR", help="verify on this task's sentences instead of the built-in ones")
+    add_task(sub, "verify on this task's sentences instead of the built-in ones")
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
@@ -30,9 +32,8 @@ def run(args, say) -> dict:
     """Export, and say how far the graphs are from torch."""
     import mini_ee
     from mini_ee import WrongArguments
-    from mini_ee.cli.open import open_run
+    from mini_ee.cli.open import open_run, open_task_of
     from mini_ee.cli.rules import chosen_rule
-    from mini_ee.data.tasks import load_task
     from mini_ee.export.page import vendor_command
     from mini_ee.export.triton import write_repository
     from mini_ee.training.train import check_task
@@ -45,10 +46,12 @@ def run(args, say) -> dict:
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))
     precision, begin, texts = "float16" if args.fp16 else "int8" if args.int8 else "float32", time.perf_counter(), None
-    if args.task is not None:
+    if args.task is None:
+        refuse_task_options(args)
+    else:
         if opened.unit == "tokens":
             raise WrongArguments(f"--task is for classifiers; {args.run} holds a decoder")
-        task = load_task(args.task)
+        task = open_task_of([opened], args)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
     write, out = (write_repository, args.triton) if args.triton else (mini_ee.export, args.out)

@@ -1,13 +1,17 @@
 """What the command line names, opened and checked: runs and exported folders, tasks, devices."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mini_ee import WrongArguments
+from mini_ee.cli.options import task_options
 from mini_ee.cli.rules import refuse_settings
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import read_json
-from mini_ee.data.tasks import TOY, Task
+from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
@@ -80,15 +84,47 @@ def schedule_of(one: Run | Runtime) -> dict:
     return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
 
 
-def open_task_of(opened: list[Run | Runtime], name: str | None) -> Task:
-    """The task that was named, or the built-in one where all runs were trained on it."""
-    task, abouts = open_task(name), [one.config["task"] for one in opened]
-    if name is None:
-        own = task.split("train").sha256()
-        others = [each["name"] for each in abouts if each["name"] != TOY or each.get("train_sha256", own) != own]
-        if others:
-            raise WrongArguments(f"the run was trained on {others[0]}: give that task's folder with --task")
+def open_task_of(opened: list[Run | Runtime], args) -> Task:
+    """The task that was named, else the one that all runs were trained on, if it is still there.
+
+    Its files are read as the options say, else as the first run's training read them.
+    """
+    abouts = [one.config["task"] for one in opened]
+    if args.task is None:
+        task_options(args)
+        return _task_of_training(abouts)
+    known = _read_as(abouts[0]) if Path(args.task).exists() else TaskOptions()
+    if Path(args.task).is_dir() and os.path.abspath(args.task) != abouts[0].get("folder"):
+        known = replace(known, split_file=None)
+    return open_task(args.task, task_options(args, known))
+
+
+def _task_of_training(abouts: list[dict]) -> Task:
+    """The task that these runs' configs are about. Raises WrongArguments if it cannot be found, or they differ."""
+    digest = toy_task().split("train").sha256()
+    others = [each for each in abouts if each["name"] != TOY or each.get("train_sha256", digest) != digest]
+    if not others:
+        return toy_task()
+    name, folder, read = others[0]["name"], others[0].get("folder"), others[0].get("train_sha256")
+    advice = "give that task's folder with --task"
+    if len(others) < len(abouts) or any(each.get("train_sha256") != read for each in others):
+        raise WrongArguments(f"the runs were trained on different tasks: {advice}")
+    if not isinstance(folder, str):
+        raise WrongArguments(f"the run was trained on {name}: {advice}")
+    if not Path(folder).exists():
+        raise WrongArguments(f"the run was trained on {name} in {folder}, where nothing is now: {advice}")
+    task = load_task(folder, _read_as(others[0]))
+    if "train" not in task.splits or task.split("train").sha256() != read:
+        raise WrongArguments(f"the run was trained on {name}, and {folder} has other train rows now: {advice}")
     return task
+
+
+def _read_as(about: dict) -> TaskOptions:
+    """How a training read its task. Raises ValueError where a config says nothing that can be."""
+    try:
+        return TaskOptions(**about.get("options", {}))
+    except TypeError as error:
+        raise ValueError(f"the run says how its task was read in a way that is not known ({error})") from None
 
 
 def of_rows(runs: list[Run | Runtime]) -> bool:

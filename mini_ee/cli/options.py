@@ -2,13 +2,15 @@
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 from mini_ee import WrongArguments
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.options import flag_of, has_several, scalar_type
 
 DIGITS = 10  # of a whole number, at most
+WITHOUT_TASK = "says how the files of --task are read: give --task too"
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
 
 
@@ -60,6 +62,29 @@ def add_options(parser, settings: type, defaults: dict | None = None, lacks: tup
             parser.add_argument(flag, action="append", help=f"{told}; may be repeated", **name)
         else:
             parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=told, **name)
+
+
+def add_task(parser, help: str) -> None:
+    """--task, and the options that say how its files are read. Opened by `cli/open.py`."""
+    parser.add_argument("--task", metavar="TASK", help=help)
+    add_options(parser.add_argument_group("files of --task", "a folder, or one file with --split-file"), TaskOptions)
+
+
+def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -> TaskOptions:
+    """How the files of --task are read: as the command line says, else as is known. Raises WrongArguments."""
+    given = given_options(args, TaskOptions)
+    if args.task is None:
+        refuse_task_options(args)
+    try:
+        return replace(known, **given)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK) -> None:
+    """Raise WrongArguments where one of them was given, a seed of 0 too. why: as `refuse` takes it."""
+    for name in given_options(args, TaskOptions):
+        raise WrongArguments(f"{flag_of(name, {})} {why}")
 
 
 def given_options(args: argparse.Namespace, *settings: type) -> dict:

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import positive
+from mini_ee.cli.options import add_task, positive, task_options
 
 HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
 EXAMPLE = "mini-ee suits bert-12x128 --task reviews"
@@ -15,9 +15,7 @@ def add(sub) -> None:
     sub.add_argument(
         "model", nargs="?", metavar="MODEL", help="a checkpoint's folder; or bert-12x128 (default), llama-12x256"
     )
-    sub.add_argument(
-        "--task", metavar="DIR", help="rows with labels, of train alone; the built-in reviews for bert-12x128"
-    )
+    add_task(sub, "rows with labels, of train alone; the built-in reviews for bert-12x128")
     sub.add_argument("--text", type=Path, metavar="FILE", help="text for a decoder, rows for an encoder, one a line")
     sub.add_argument("--max-rows", type=positive, metavar="N", help=f"rows that are read, half to fit probes; {ROWS}")
     sub.add_argument(
@@ -75,6 +73,7 @@ def _tokens(backbone, folder: Path, args) -> tuple:
     from mini_ee.training.options import TextOptions
     from mini_ee.training.texts import Source
 
+    task_options(args)
     if args.max_rows:
         raise WrongArguments("--max-rows is for rows: a decoder reads --texts N, or rows of a --task")
     if not backbone.has_lm_head:
@@ -94,13 +93,14 @@ def _rows(backbone, folder: Path, args) -> tuple:
     from mini_ee.training.run import encode
     from mini_ee.training.train import open_task
 
+    options = task_options(args)
     if args.texts:
         raise WrongArguments("--texts is for a decoder's tokens; give --max-rows N")
     if not args.task and not args.text and folder != BUILT_IN_MODEL:
         raise WrongArguments(
             f"{folder.name}: give --task DIR, rows with labels, or --text FILE, rows without, one a line"
         )
-    source = args.text or open_task(args.task)
+    source = args.text or open_task(args.task, options)
     rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
     backbone = backbone.without_heads()
     encoded = encode(Tokenizer.from_folder(folder, min(128, backbone.config.max_tokens)), rows.texts, backbone)

@@ -6,7 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee.cli.options import Parser, add_options, given_options
+from mini_ee.cli.options import Parser, add_options, add_task, given_options
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.options import flag_of
 from mini_ee.registry import METHODS
 
@@ -53,7 +54,10 @@ def _add_method(sub: Parser, name: str) -> None:
     )
     words = ["a task's folder; the built-in reviews by default"] if "rows" in method.units else []
     words += [f"of a decoder's tokens {' or '.join(KINDS[1:])}"] if "tokens" in method.units else []
-    sub.add_argument("--task", metavar="TASK", help="; ".join(words))
+    if "rows" in method.units:
+        add_task(sub, "; ".join(words))
+    else:
+        sub.add_argument("--task", metavar="TASK", help=words[0])
     sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder to write; must not be there")
     sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
     usual = method.defaults.get(method.units[0], {})
@@ -86,7 +90,7 @@ def run(args, say) -> dict:
     from mini_ee.training.train import train
 
     begin, settings = time.perf_counter(), load_method(args.method).config
-    given = given_options(args, settings, TrainOptions, RowOptions, TextOptions) | {"seed": args.seed}
+    given = given_options(args, settings, TrainOptions, RowOptions, TextOptions, TaskOptions) | {"seed": args.seed}
     trained = train(args.method, args.model, args.task, args.out, args.resume, say, **given)
     metrics = read_json(args.out / "metrics.json")
     if metrics.get("epochs"):
@@ -117,7 +121,9 @@ def _of_rows(trained, metrics: dict, say) -> dict:
     scores = ", ".join(f"{name} {held[name]:.3f}" for name in trained.config["task"]["metrics"])
     say(f"On {metrics['rows_held']} rows held out: {scores}, {held['layers_saved']:.0%} of the layers saved.")
     say(metrics["promised"])
-    return told | held | {name: metrics[name] for name in ("rows_truncated", "rows_held", "rows_needed")}
+    for line in metrics["doubts"]:
+        say(line)
+    return told | held | {name: metrics[name] for name in ("rows_truncated", "rows_held", "rows_needed", "doubts")}
 
 
 def _of_tokens(trained, metrics: dict, say) -> dict:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.files import read_text
-from mini_ee.data.tasks import text_flaw
+from mini_ee.data.table_files import text_flaw
 from mini_ee.data.texts import END
 
 LETTERS = "ABCD"

@@ -17,7 +17,8 @@ import numpy as np
 import tokenizers
 
 from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Task, plain_name, text_flaw
+from mini_ee.data.table_files import text_flaw
+from mini_ee.data.tasks import Task, plain_name
 from mini_ee.data.tokens import Encoded, Tokenizer, text_rows
 
 PROMPTS = Path(__file__).with_name("prompts.json")

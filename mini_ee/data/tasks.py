@@ -4,26 +4,27 @@ A task folder holds train, dev (also validation, valid, val) and test files: .ts
 tasks of GLUE are read as they are distributed (Wang et al. 2018, arXiv:1804.07461v3), known by the folder's
 name, however it is spelled, or by their columns; their labels are names, or numbers in Hugging Face's order.
 Anything else is a plain task: its label set is what its train file holds; JSON's true and false are the labels
-"true" and "false". Whatever is wrong with a file is one line: file:line, what was expected, what was found,
-what to do.
+"true" and "false". TaskOptions name the columns of other files, make a regression of any task with numbers as
+labels, and split a single file. Whatever is wrong with a file is one line: file:line, what was expected, what was
+found, what to do.
 """
 
-import csv
 import functools
-import io
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import mini_ee.data.metrics as metrics
+from mini_ee import WrongArguments
+from mini_ee.data.columns import Columns, TaskOptions, columns_of, positions
 from mini_ee.data.files import json_sha256
 from mini_ee.data.glue import GLUE, GlueTask
+from mini_ee.data.table_files import SUFFIXES, file_error, shortened, table_rows, text_flaw
 
 TOY = "reviews"
 
@@ -53,6 +54,10 @@ class Split:
             None if self.hardness is None else tuple(self.hardness[row] for row in rows),
         )
 
+    def words(self) -> list[tuple[str, ...]]:
+        """The texts of each row in one spelling: neither case nor blanks tell two rows apart."""
+        return [tuple(" ".join(text.casefold().split()) for text in row) for row in self.texts]
+
     def sha256(self) -> str:
         """One digest over texts and labels, in their order."""
         return json_sha256({"texts": self.texts, "labels": None if self.labels is None else self.labels.tolist()})
@@ -60,12 +65,17 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A classification task, or a regression, where label_names is empty."""
+    """A classification task, or a regression, where label_names is empty.
+
+    folder: the absolute path of what it was read from, a folder or a file, and options: how. None: it is built in.
+    """
 
     name: str
     label_names: tuple[str, ...]
     metrics: tuple[str, ...]
     splits: dict[str, Split]
+    folder: str | None = None
+    options: TaskOptions = TaskOptions()
 
     @property
     def regression(self) -> bool:
@@ -84,7 +94,7 @@ class Task:
                 return name
         raise ValueError(
             f"task {self.name}: expected a dev or a test file, whose rows are reported, found {', '.join(self.splits)} "
-            f"alone; add dev.tsv or test.tsv, or give --split {next(iter(self.splits))}"
+            f"alone; add dev.tsv or test.tsv, let --split-file 0 split train, or give --split {next(iter(self.splits))}"
         )
 
     def split(self, name: str) -> Split:
@@ -95,6 +105,19 @@ class Task:
                 f"found {name!r}; choose another or add the file"
             )
         return self.splits[name]
+
+    def seen_in_train(self, rows: Split) -> np.ndarray:
+        """Which of these rows the train split has too, word for word: (N,) bool."""
+        train = set(self.splits["train"].words()) if "train" in self.splits else ()
+        return np.array([words in train for words in rows.words()], bool)
+
+    def without_seen_rows(self) -> tuple["Task", dict[str, int]]:
+        """The task without the rows that train has too, and how many these were in each of the other splits."""
+        seen = {name: self.seen_in_train(rows) for name, rows in self.splits.items() if name != "train"}
+        for name in (name for name, rows in seen.items() if rows.all()):
+            raise ValueError(f"task {self.name}: expected rows in {name} that train does not have, found none")
+        others = {name: self.split(name).take(~rows) for name, rows in seen.items() if rows.any()}
+        return replace(self, splits=self.splits | others), {name: int(rows.sum()) for name, rows in seen.items()}
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """The task's metrics, "accuracy" for any classification, and "score", the mean of the task's metrics.
@@ -146,21 +169,9 @@ def subset(split: Split, count: int, seed: int) -> Split:
 
 
 # Task folders
-_TEXT_COLUMNS = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-    ("question", "passage"),
-    ("#1 String", "#2 String"),
-    ("text", "text_b"),
-    ("sentence",),
-    ("text",),
-)
-
 SHOWN = 8  # labels that an error names
 
-_LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
+DEV_SHARE = 0.2  # of a single file that is split
 
 _SPLITS = {
     "train": "train",
@@ -188,28 +199,61 @@ class _File(NamedTuple):
     labels: list[str] | None
 
 
-def load_task(folder: str | os.PathLike) -> Task:
-    """The task in a folder, see the module's docstring for what it may hold.
+def load_task(path: str | os.PathLike, options: TaskOptions = TaskOptions()) -> Task:
+    """The task in a folder, see the module's docstring for what it may hold; or in a file, if the options split it.
 
     Raises: FileNotFoundError for no such folder; ValueError, of one line, for anything wrong in it.
     """
-    folder = Path(os.path.abspath(folder))
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: expected a task folder, "
-            f"found {'a file' if folder.exists() else 'nothing'}; "
-            "name the folder that holds train.tsv, dev.tsv or test.tsv"
-        )
-    named = next((glue for glue in GLUE if plain_name(glue.name) == plain_name(folder.name)), None)
-    files = {split: _read(path, split, named) for split, path in _split_files(folder).items()}
+    path = Path(os.path.abspath(path))
+    named = next((glue for glue in GLUE if plain_name(glue.name) == plain_name(path.name)), None)
+    named = None if options.regression else named
+    files = {split: _read(file, split, named, options) for split, file in _files(path, options).items()}
     (wanted, first), *others = [(len(file.texts[0]), file.path) for file in files.values()]
-    for found, path in (each for each in others if each[0] != wanted):
-        raise _error(path, 1, f"{wanted} texts, as {first.name} has", f"{found}", "rename the columns")
+    for found, other in (each for each in others if each[0] != wanted):
+        raise file_error(other, 1, f"{wanted} texts, as {first.name} has", f"{found}", "rename the columns")
     glue = next((file.glue for file in files.values() if file.glue), None)
-    if glue is None:
-        glue = GlueTask(folder.name, _labels_of_train(folder, files.get("train")))
+    name = path.stem if path.is_file() else path.name
+    if glue is None and options.regression:
+        glue = GlueTask(name, (), ("pearson", "spearman"))
+    elif glue is None:
+        glue = GlueTask(name, _labels_of_train(path, files.get("train")))
     splits = {split: Split(tuple(file.texts), _numbers(file, glue)) for split, file in files.items()}
-    return Task(glue.name, glue.label_names, glue.metrics, splits)
+    if options.split_file is not None:
+        splits = _divided(splits["train"], path, options.split_file)
+    return Task(glue.name, glue.label_names, glue.metrics, splits, str(path), options)
+
+
+def _files(path: Path, options: TaskOptions) -> dict[str, Path]:
+    """The file of each split. Raises: FileNotFoundError, ValueError or WrongArguments if there is none, or too many."""
+    if not path.exists():
+        advice = "name the folder that holds train.tsv, dev.tsv or test.tsv"
+        raise FileNotFoundError(f"{path}: expected a task folder, found nothing; {advice}")
+    single = [path] if path.is_file() else _tables(path)
+    if options.split_file is None and not path.is_dir():
+        advice = "to split this file into train and dev, add --split-file 0, where 0 is the seed"
+        raise FileNotFoundError(f"{path}: expected a task folder, found a file; {advice}")
+    if options.split_file is None:
+        return _split_files(path)
+    if len(single) != 1 or single[0].suffix.lower() not in SUFFIXES:
+        found = ", ".join(each.name for each in single[:5]) or "none"
+        raise WrongArguments(f"{path}: --split-file: expected one .tsv, .csv or .jsonl file, found {found}")
+    return {"train": single[0]}
+
+
+def _tables(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
+def _divided(rows: Split, path: Path, seed: int) -> dict[str, Split]:
+    """Train, and a dev split that a seed draws. Rows of the same words stay together, so that train has none of dev."""
+    number = {words: number for number, words in enumerate(dict.fromkeys(rows.words()))}
+    count = max(1, round(DEV_SHARE * len(number)))
+    if count == len(number):
+        raise ValueError(f"{path}: --split-file: expected at least two different texts, found {len(number)}; add rows")
+    drawn = np.zeros(len(number), bool)
+    drawn[np.random.default_rng(seed).permutation(len(number))[:count]] = True
+    dev = drawn[[number[words] for words in rows.words()]]
+    return {"train": rows.take(~dev), "dev": rows.take(dev)}
 
 
 def plain_name(name: str) -> str:
@@ -219,8 +263,9 @@ def plain_name(name: str) -> str:
 
 def _split_files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
+    there = {path.name.lower(): path for path in folder.iterdir()}
     for stem, split in _SPLITS.items():
-        for path in (folder / f"{stem}{suffix}" for suffix in (".tsv", ".csv", ".jsonl")):
+        for path in filter(None, (there.get(f"{stem}{suffix}") for suffix in SUFFIXES)):
             if path.is_file():
                 if split in files:
                     raise ValueError(
@@ -232,63 +277,52 @@ def _split_files(folder: Path) -> dict[str, Path]:
         if path.is_file():
             files.setdefault(split, path)
     if not files:
+        single = "add --split-file 0 to split the file with the seed 0, or " if len(_tables(folder)) == 1 else ""
         raise ValueError(
             f"{folder}: expected train, dev or test files (.tsv, .csv or .jsonl), "
-            f"found {sorted(path.name for path in folder.iterdir())[:5]}; name another folder"
+            f"found {sorted(path.name for path in folder.iterdir())[:5]}; {single}name another folder"
         )
     return files
 
 
-def _read(path: Path, split: str, named: GlueTask | None) -> _File:
+def _read(path: Path, split: str, named: GlueTask | None, options: TaskOptions) -> _File:
     """Texts and labels of one file. Raises: ValueError for all that is wrong in it, except unknown labels."""
-    rows = _rows(path)
+    rows = table_rows(path)
     _, header = next(rows)
-    text_columns = next((names for names in _TEXT_COLUMNS if set(names) <= set(header)), None)
-    if text_columns is None:
-        expected = "a text column (sentence, text) or two (sentence1 and sentence2, ...)"
-        raise _error(path, 1, expected, f"columns {shortened(header)}", "rename the columns")
-    others = sorted({name for names in _TEXT_COLUMNS for name in names} & set(header) - set(text_columns))
-    if others and len(text_columns) == 1:
-        expected = f"{text_columns[0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"
-        raise _error(path, 1, expected, f"{text_columns[0]} and {' and '.join(others)}", "rename or remove columns")
-    label_column = next((name for name in _LABEL_COLUMNS if name in header), None)
-    for name in (name for name in (*text_columns, label_column) if header.count(name) > 1):
-        raise _error(path, 1, f"one column {name}", f"{header.count(name)}", "rename or remove the others")
-    glue = named or next(
-        (glue for glue in GLUE if glue.columns and glue.columns[0] in header and glue.columns[1] == label_column), None
-    )
-    if label_column is None and not split.startswith("test"):
-        expected, advice = (
-            f"a label column ({', '.join(_LABEL_COLUMNS)})",
-            "rename the column; only test files go without",
-        )
-        raise _error(path, 1, expected, f"columns {shortened(header)}", advice)
-    text_at = [header.index(name) for name in text_columns]
-    file = _File(path, glue, [], [], None if label_column is None else [])
+    columns = columns_of(path, header, options, labelled=not split.startswith("test"))
+    glue = named or (None if options.names_columns else _glue_of(header, columns))
+    file = _File(path, glue, [], [], None if columns.label is None else [])
     for line, fields in rows:
         # QQP as GLUE distributes it has a few rows cut in two by a line end, or with one question missing.
-        cut = len(fields) < len(header) or not all(str(fields[at]).strip() for at in text_at)
+        cut = len(fields) < len(header) or not all(str(fields[at]).strip() for at in columns.texts)
         if cut and glue and glue.name == "QQP":
             continue
         if len(fields) != len(header):
-            advice = "quote texts that hold a comma" if path.suffix == ".csv" else "a text holds no tab"
+            advice = "quote texts that hold the delimiter" if path.suffix.lower() == ".csv" else "a text holds no tab"
             advice, found = (advice, f"{len(fields)}") if any(fields) else ("remove it", "a blank line")
-            raise _error(path, line, f"{len(header)} columns", found, advice)
-        texts = tuple(fields[at] for at in text_at)
+            raise file_error(path, line, f"{len(header)} columns", found, advice)
+        texts = tuple(fields[at] for at in columns.texts)
         flaw = next(filter(None, map(text_flaw, texts)), None)
         if flaw:
-            raise _error(path, line, f"text in {' and '.join(text_columns)}", flaw, "correct or drop the row")
+            where = " and ".join(columns.text_names)
+            raise file_error(path, line, f"text in {where}", flaw, "correct or drop the row")
         file.lines.append(line)
         file.texts.append(texts)
-        if label_column is not None:
-            label = _label(fields[header.index(label_column)])
+        if columns.label is not None:
+            label = _label(fields[columns.label])
             if label is None:
-                found = shortened(fields[header.index(label_column)])
-                raise _error(path, line, f"a label in {label_column}", found, "fill it in")
+                found = shortened(fields[columns.label])
+                raise file_error(path, line, f"a label in {columns.label_name}", found, "fill it in")
             file.labels.append(label)
     if not file.texts:
-        raise _error(path, 1, "rows below the header", "none", "add rows or remove the file")
+        raise file_error(path, 1, "rows below the header", "none", "add rows or remove the file")
     return file
+
+
+def _glue_of(header: list[str], columns: Columns) -> GlueTask | None:
+    """The task of GLUE that is known by these columns."""
+    known = (glue for glue in GLUE if glue.columns and columns.label_name == glue.columns[1])
+    return next((glue for glue in known if positions(header, glue.columns[0])), None)
 
 
 def _label(value) -> str | None:
@@ -300,58 +334,6 @@ def _label(value) -> str | None:
     return str(value).strip() or None if isinstance(value, str | int) else None
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list]]:
-    """(line number, fields) of each row, the column names first. A line feed, nothing else, ends a line."""
-    data = path.read_bytes()
-    try:
-        text = data.decode().removeprefix("\ufeff").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        line, found = data.count(b"\n", 0, error.start) + 1, f"byte {data[error.start]:#04x}"
-        raise _error(path, line, "UTF-8", found, "convert the file to UTF-8") from None
-    if not text:
-        raise _error(path, 1, "a header and rows", "an empty file", "fill it in or remove it")
-    yield from {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix, _tsv_rows)(path, text)
-
-
-def _tsv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """No quoting: GLUE's files hold single quotation marks that stand for themselves."""
-    rows = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
-    for line, fields in enumerate(rows, start=1):
-        if line == 1 and len(fields) == 4 and fields[1] in ("0", "1") and fields[2] in ("", "*"):
-            yield 0, ["source", "label", "star", "sentence"]  # CoLA's train and dev files have no header
-        yield line, fields
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(text, newline="\n"), strict=True)
-    line = 1
-    try:
-        for fields in reader:
-            yield line, fields
-            line = reader.line_num + 1
-    except csv.Error as error:
-        advice = "close every quotation mark, and double the ones inside a text"
-        raise _error(path, line, "comma-separated values", str(error), advice) from None
-
-
-def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
-    header: list[str] = []
-    for line, source in enumerate(text.split("\n"), start=1):
-        try:
-            row = json.loads(source)
-        except (ValueError, RecursionError) as error:
-            raise _error(path, line, "one JSON object", f"{shortened(source)}: {error}", "correct the line") from None
-        if not isinstance(row, dict):
-            raise _error(path, line, "one JSON object", shortened(source), 'write {"text": ..., "label": ...}')
-        if not header:
-            header = list(row)
-            yield 0, header
-        if not row.keys() >= set(header):
-            expected = f"the keys {shortened(header)} of the first line"
-            raise _error(path, line, expected, shortened(list(row)), "write every key in each line")
-        yield line, [row[name] for name in header]
-
-
 def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
     """The label set of a plain task: numbers in their order, words in that of the alphabet."""
     if train is None:
@@ -361,7 +343,7 @@ def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
     names = set(train.labels)
     if len(names) < 2:
         expected, found = "at least two labels in the file", f"only {shortened(train.labels[0])}"
-        raise _error(train.path, train.lines[0], expected, found, "add rows with another label")
+        raise file_error(train.path, train.lines[0], expected, found, "add rows with another label")
     numeric = all(name.removeprefix("-").isdecimal() and len(name) < 20 for name in names)
     return tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name)))
 
@@ -380,9 +362,11 @@ def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:
         row = numbers.index(None)
         other = "remove the label column of a test file that has no labels"
         other = other if glue in GLUE else "add rows with this label to the train file"
+        if glue in GLUE and plain_name(glue.name) == plain_name(file.path.parent.name):
+            other += f"; a folder of this name is read as GLUE's {glue.name}: rename it if your task is another"
         names = glue.label_names[:SHOWN] + ("...",) * (len(glue.label_names) > SHOWN)
         expected, found = f"one of the labels {', '.join(names)}", shortened(file.labels[row])
-        raise _error(file.path, file.lines[row], expected, found, f"correct it, or {other}")
+        raise file_error(file.path, file.lines[row], expected, found, f"correct it, or {other}")
     return np.array(numbers, np.int64)
 
 
@@ -392,28 +376,6 @@ def _finite(file: _File, row: int) -> float:
     except ValueError:
         number = math.nan
     if not abs(number) <= float(np.finfo(np.float32).max):
-        raise _error(file.path, file.lines[row], "a finite number as label", shortened(file.labels[row]), "correct it")
+        advice = "write numbers with a decimal point" if "," in file.labels[row] else "correct it"
+        raise file_error(file.path, file.lines[row], "a finite number as label", shortened(file.labels[row]), advice)
     return number
-
-
-def text_flaw(text: object) -> str | None:
-    """What is wrong with a text, or None: it has to be a string, not blank, and writable as UTF-8."""
-    if not isinstance(text, str):
-        return f"{shortened(text)}, which is no string"
-    if not text.strip():
-        return "an empty text"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "half of a surrogate pair, which is no character"
-    return None
-
-
-def _error(path: Path, line: int, expected: str, found: str, advice: str) -> ValueError:
-    return ValueError(f"{path}:{line}: expected {expected}, found {found}; {advice}")
-
-
-def shortened(value: object) -> str:
-    """A value as an error shows it, in at most 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.files import write_bytes
-from mini_ee.data.tasks import shortened, text_flaw
+from mini_ee.data.table_files import shortened, text_flaw
 
 
 # Tokens

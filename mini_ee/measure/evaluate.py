@@ -206,6 +206,7 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
     for row, config in zip(rows, configs):
         if "seed" in config and "exit_counts" not in config:
             same = {name: config.get(name) for name in SAME}
+            same["task"] = {name: value for name, value in (same["task"] or {}).items() if name != "folder"}
             begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
             same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
             same |= {"settings": config.get("settings"), "schedule": row.get("schedule")}

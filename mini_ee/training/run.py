@@ -370,4 +370,4 @@ def about_task(task: Task) -> dict:
         "metrics": list(task.metrics),
         "texts": len(task.split("train").texts[0]),
         "train_sha256": task.split("train").sha256(),
-    }
+    } | ({} if task.folder is None else {"folder": task.folder, "options": task.options.given()})

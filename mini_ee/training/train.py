@@ -24,18 +24,20 @@ from mini_ee.backbones.hub import (
     read_config,
     without_memory,
 )
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import json_sha256, read_json, sole_writer
-from mini_ee.data.options import idle_option
+from mini_ee.data.options import flag_of, idle_option
+from mini_ee.data.table_files import SUFFIXES
 from mini_ee.data.tasks import TOY, Split, Task, holdout, load_task, subset, toy_task
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.training import ranks
+from mini_ee.training import doubts, ranks
 from mini_ee.training.fit import STATE, Diverged, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, curves, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.texts import Source, agreement_rule, check_count, texts_to_learn
-from mini_ee.units.recording import Record, exit_scores, record, summary
+from mini_ee.units.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.units.rows import RowData, check_exits, even_exits
 
 BUILT_IN = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small: it wants larger steps, and more of them
@@ -74,8 +76,9 @@ def train(
 ) -> Run:
     """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
 
-    model: a checkpoint's folder, by default a built-in one. task: a task's folder, by default the built-in reviews; for
-    a decoder's tokens "continue" or "copy". A killed training leaves `out`.training behind, from which `resume` goes
+    model: a checkpoint's folder, by default a built-in one. task: a task's folder, by default the built-in reviews, or
+    with split_file=SEED a file; text_column=... and the other TaskOptions say how it is read. For a decoder's tokens
+    "continue" or "copy". A killed training leaves `out`.training behind, from which `resume` goes
     on. Raises FileExistsError where `out` or an unfinished training of it is there; WrongArguments for options that do
     not fit the method, the model or the task; ValueError where the training diverges.
     """
@@ -91,6 +94,8 @@ def _trained(request: Request, say: Callable[[str], None]) -> Run:
         advice = f"this training is over: remove {state_folder}" if done else "name another folder or remove it"
         raise FileExistsError(f"{request.out}: is there already; {advice}")
     ranks.wait()  # until all have looked
+    for line in doubts.of_data(request.task) if request.task else ():
+        say(line)
     if request.method.train is not None:
         return request.method.train(request, say)
     unfinished = (state_folder / STATE).exists()
@@ -120,7 +125,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     if unit == "tokens" and task in KINDS:
         defaults = defaults | {"kind": task}
     given = defaults | {key: value for key, value in options.items() if value is not None}
-    parts = [TrainConfig, *([CommonOptions, TextOptions] if unit == "tokens" else [RowOptions])]
+    parts = [TrainConfig, *([CommonOptions, TextOptions] if unit == "tokens" else [RowOptions, TaskOptions])]
     known = [{field.name for field in fields(part)} for part in parts]
     own_names = {field.name for field in fields(method.config)}
     foreign = given.keys() - set().union(*known, own_names)
@@ -148,7 +153,7 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
             raise WrongArguments(f"--{given}: {name} learns from stories, which begin anywhere; leave it out")
         check_count(texts)
         return request
-    found = open_task(task)
+    found = open_task(task, made[2])
     if found.regression and method.classes_only:
         raise WrongArguments(
             f"{name} asks how sure or how right an exit is, and {found.name} is a regression; train joint or pabee"
@@ -169,7 +174,7 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
             raise WrongArguments(f"{model}: holds a run of {found}; give a checkpoint")
         kind = None if is_run(model) else read_config(model / "config.json")
     writes = kind is not None and generates(kind.model_type)
-    labelled = task is not None and (str(task) == TOY or Path(task).is_dir())
+    labelled = task is not None and (str(task) == TOY or Path(task).is_dir() or Path(task).suffix.lower() in SUFFIXES)
     if "tokens" not in method.units or labelled or (kind is not None and not writes and task not in KINDS):
         if "rows" not in method.units and kind is not None:
             check_generates(model, kind.model_type)
@@ -187,9 +192,13 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[str, Path, objec
     return "tokens", model or BUILT_IN_DECODER, task
 
 
-def open_task(name: str | Path | None) -> Task:
-    """A task folder, or the built-in task where none is named, or no folder has its name."""
-    return toy_task() if name is None or str(name) == TOY and not Path(name).is_dir() else load_task(name)
+def open_task(name: str | Path | None, options: TaskOptions = TaskOptions()) -> Task:
+    """A task's folder or file, or the built-in task where none is named, or no folder has its name."""
+    if name is not None and (str(name) != TOY or Path(name).is_dir()):
+        return load_task(name, options)
+    if given := options.given():
+        raise WrongArguments(f"{flag_of(next(iter(given)), {})} is for files of your own: name them with --task")
+    return toy_task()
 
 
 def check_device(device: str) -> None:
@@ -287,6 +296,7 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     chosen = default_rule(recorded, task, held.labels, **promise, candidates=request.method.candidates)
     metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, held.labels)
     metrics |= {
+        "doubts": doubts.of_result(task, train.labels, held.labels, predictions(recorded.replay(chosen.rule).logits)),
         "rows": len(train),
         "rows_held": len(held),
         "rows_truncated": train.encoded.truncated,

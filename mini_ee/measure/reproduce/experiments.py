@@ -2,7 +2,8 @@
 
 Several processes may do so side by side: a case is run by one at a time.
 
-OUT/PAPER/CASE.json    settings, the rates that the hold-out chose, and by seed figures, lists, and how it was made
+OUT/PAPER/CASE.json    settings, the rates that the hold-out chose, and by seed figures, lists, how it was made, and how
+                       many test rows were dropped because train has them too
 OUT/PAPER/runs/        trainings under way; removed when they are measured
 """
 
@@ -130,18 +131,20 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if is_kept(folder, case, seed):
             shutil.rmtree(at, ignore_errors=True)  # a kill came before
             return
-        reference = None
-        if case.reference and case.reference != case.name:
-            reference = read_json(file_of(folder, case.reference))["seeds"][str(seed)]["figures"]
         say(f"{case.name}, seed {seed}")
+        measured_on, dropped = _read(case, sources)
+        if dropped:
+            say(f"  {dropped} test rows are dropped, which train has word for word")
+        reference = _reference(folder, case, seed, dropped)
         if any(is_choice(value) for value in case.options.values()):
             if "chosen" not in kept:
                 kept["chosen"] = _chosen(path, case, kept, seed, sources, say)
         run = _trained(at / "run", case.options | kept.get("chosen", {}), seed, sources)
-        figures, lists = MEASURES[case.measure](run, _read(case, sources), reference)
+        figures, lists = MEASURES[case.measure](run, measured_on, reference)
         kept["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
+            "test_rows_dropped": dropped,
             "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
         }
         write_json(path, kept)
@@ -155,12 +158,29 @@ def _trainings(path: Path, case: Case, seed: int) -> Path:
     return path.parent / "runs" / path.stem / json_sha256(case.options)[:12] / str(seed)
 
 
-def _read(case: Case, sources: Sources):
-    """The task of rows, or the text that is read beside."""
+def _reference(folder: Path, case: Case, seed: int, dropped: int) -> dict | None:
+    """The figures of the case that this one is compared with. Raises ValueError where other test rows gave them."""
+    if case.reference in (None, case.name):
+        return None
+    path = file_of(folder, case.reference)
+    kept = read_json(path)["seeds"][str(seed)]
+    if (found := kept.get("test_rows_dropped", 0)) != dropped:
+        raise ValueError(
+            f"{path}: expected figures without the {dropped} test rows that train has too, found {found} dropped; "
+            f"remove the file, so that {case.reference} is run again"
+        )
+    return kept["figures"]
+
+
+def _read(case: Case, sources: Sources) -> tuple:
+    """The task of rows, or the text that is read beside; and how many rows of the reported split were dropped from it,
+    because its train split has them word for word.
+    """
     if case.measure not in OF_ROWS:
-        return case.reads and sources.find("data", case.reads)
-    task = sources.options(case.options).get("task")
-    return load_task(task) if isinstance(task, Path) else toy_task()
+        return case.reads and sources.find("data", case.reads), 0
+    folder = sources.options(case.options).get("task")
+    task, dropped = (load_task(folder) if isinstance(folder, Path) else toy_task()).without_seen_rows()
+    return task, dropped.get(task.default_split, 0)
 
 
 def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say) -> dict:

@@ -209,7 +209,7 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
             lines += _claim_lines(number, each, kept)
         lines += ["", RULE, ""]
     about = "Ours: the mean over seeds and, in brackets, the range where they differ, and how many have it, if not all."
-    lines += ["## Tables and figures", "", about, ""]
+    lines += ["## Tables and figures", "", " ".join([about, *_dropped(kept)]), ""]
     for table in recipe["tables"]:
         lines += _table_lines(table, kept)
     if ranks := recipe.get("ranks"):
@@ -258,6 +258,17 @@ def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
         now = _cell(values, each.get("digits", 3), seeds) if values else NOT_RUN
         lines.append(_line([each["text"], each["then"], now, each["why"]]))
     return lines
+
+
+def _dropped(kept: Kept) -> list[str]:
+    """A sentence on the test rows that were dropped, by task, if there are any."""
+    counts = {}
+    for name, case in kept.cases.items():
+        for one in kept.found[name]["seeds"].values():
+            if count := one.get("test_rows_dropped", 0):
+                counts[case.options["task"]] = count
+    listed = ", ".join(f"{count} of {task}" for task, count in sorted(counts.items()))
+    return [f"Test rows that the train split has word for word are dropped: {listed}."] if counts else []
 
 
 def _training_lines(kept: Kept) -> list[str]:

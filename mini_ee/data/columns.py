@@ -1,0 +1,136 @@
+"""Which columns of a task's files hold the texts and the label: the usual ones, or those that options name.
+
+Names are compared without case and without blanks around them, unless a column is spelled exactly so. No torch here.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mini_ee.data.options import Settings, flag_of, option
+from mini_ee.data.table_files import file_error, shortened
+
+TEXT_COLUMNS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("#1 String", "#2 String"),
+    ("text", "text_b"),
+    ("sentence",),
+    ("text",),
+)
+
+LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(Settings):
+    """How the files of a task are read. Raises ValueError where two options name the same column."""
+
+    text_column: str | None = option(
+        None, "column that holds the text (default: sentence, text, sentence1, ...)", metavar="NAME"
+    )
+    text_pair_column: str | None = option(None, "column that holds the second text of a pair", metavar="NAME")
+    label_column: str | None = option(None, "column that holds the label (default: label, score, ...)", metavar="NAME")
+    regression: bool = option(False, "the label is a number to predict (default: a class)")
+    split_file: int | None = option(
+        None,
+        "the task is one file, of which 80 % are train and 20 % dev, drawn with this seed",
+        least=0,
+        metavar="SEED",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        named = {name: value for name, value in asdict(self).items() if name.endswith("_column") and value is not None}
+        for name, value in named.items():
+            if not value.strip():
+                raise ValueError(f"{flag_of(name, {})}: expected the name of a column, found {value!r}")
+            if (same := [other for other in named if other != name and named[other] == value]) != []:
+                raise ValueError(
+                    f"{flag_of(name, {})} and {flag_of(same[0], {})}: expected two columns, found {value!r} for both"
+                )
+
+    def given(self) -> dict:
+        """The options that differ from the defaults."""
+        usual = asdict(TaskOptions())
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+    @property
+    def names_columns(self) -> bool:
+        """Whether the user says what columns hold: then nothing is concluded from their names."""
+        return self.regression or any(name.endswith("_column") for name in self.given())
+
+
+class Columns(NamedTuple):
+    """Where the texts and the label of a row are. label is None if the file has no labels."""
+
+    text_names: tuple[str, ...]
+    texts: tuple[int, ...]
+    label_name: str | None
+    label: int | None
+
+
+def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bool) -> Columns:
+    """Find the columns in a header. labelled: the file must have a label.
+
+    Raises ValueError, of one line, where a column is missing, or is there twice.
+    """
+    text_names = _text_names(path, header, options)
+    texts = tuple(_position(path, header, name) for name in text_names)
+    usual = (name for name in LABEL_COLUMNS if set(positions(header, name)) - set(texts))
+    label_name = options.label_column or next(usual, None)
+    if label_name is not None and not positions(header, label_name):
+        if labelled:
+            raise _missing(path, header, "label_column", label_name)
+        label_name = None
+    if label_name is None and labelled:
+        advice = "name it with --label-column or rename it; only test files go without"
+        expected = f"a label column ({', '.join(LABEL_COLUMNS)})"
+        raise file_error(path, 1, expected, f"columns {shortened(header)}", advice)
+    label = None if label_name is None else _position(path, header, label_name)
+    if label in texts:
+        raise file_error(path, 1, "a label and a text", f"both in {header[label]}", "name two columns")
+    return Columns(text_names, texts, label_name, label)
+
+
+def positions(header: list[str], name: str) -> list[int]:
+    """Where a column of this name is: spelled exactly so, else in any case and with blanks around it."""
+    exact = [at for at, each in enumerate(header) if each == name]
+    return exact or [at for at, each in enumerate(header) if each.strip().casefold() == name.strip().casefold()]
+
+
+def _text_names(path: Path, header: list[str], options: TaskOptions) -> tuple[str, ...]:
+    first, second = options.text_column, options.text_pair_column
+    for name, value in (("text_column", first), ("text_pair_column", second)):
+        if value is not None and not positions(header, value):
+            raise _missing(path, header, name, value)
+    there = [names for names in TEXT_COLUMNS if all(positions(header, name) for name in names)]
+    if second is not None:
+        there = [names for names in there if len(names) == 1]
+    if first is None and not there:
+        expected = "a text column (sentence, text) or two (sentence1 and sentence2, ...)"
+        advice = "name it with --text-column or rename it"
+        raise file_error(path, 1, expected, f"columns {shortened(header)}", advice)
+    if first is not None or second is not None:
+        return tuple(filter(None, ((first,) if first is not None else there[0]) + (second,)))
+    others = {name for names in TEXT_COLUMNS for name in names if positions(header, name)} - set(there[0])
+    if others and len(there[0]) == 1:
+        expected = f"{there[0][0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"
+        advice = "say with --text-column and --text-pair-column which to read"
+        raise file_error(path, 1, expected, f"{there[0][0]} and {' and '.join(sorted(others))}", advice)
+    return there[0]
+
+
+def _position(path: Path, header: list[str], name: str) -> int:
+    at = positions(header, name)
+    if len(at) > 1:
+        raise file_error(path, 1, f"one column {name}", f"{len(at)}", "rename or remove the others")
+    return at[0]
+
+
+def _missing(path: Path, header: list[str], option_name: str, column: str) -> ValueError:
+    expected = f"the column {column} ({flag_of(option_name, {})})"
+    return file_error(path, 1, expected, f"columns {shortened(header)}", "name one of these")

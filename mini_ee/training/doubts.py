@@ -1,0 +1,72 @@
+"""What makes the figures of a training doubtful, in sentences: before it of its data, after it of its result."""
+
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.data.tasks import Split, Task
+
+FEW, FEW_HELD = 100, 30  # examples to train on, and held-out ones, below which figures say little
+DOMINANT = 0.9  # share of the train examples that have one label
+MANY = 20  # labels that are numbers: as classes they are many
+
+
+def of_data(task: Task) -> list[str]:
+    """What a user should know of a task before training: how a file was split, copies of train examples in other
+    splits, and numbers that are read as classes.
+    """
+    lines = []
+    if task.options.split_file is not None:
+        sizes = " and ".join(f"{len(rows)} in {name}" for name, rows in task.splits.items())
+        lines.append(f"{Path(task.folder).name} was split with seed {task.options.split_file}: {sizes}.")
+    lines += [line for name, rows in task.splits.items() if name != "train" and (line := of_copies(task, name, rows))]
+    if len(task.label_names) > MANY and all(map(_is_number, task.label_names)):
+        lines.append(
+            f"The labels are {len(task.label_names)} different numbers, read as classes; or give --regression."
+        )
+    return lines
+
+
+def of_copies(task: Task, split: str, rows: Split) -> str | None:
+    """How many of some examples of a split the train split has too, word for word; None if it has none of them."""
+    seen = int(task.seen_in_train(rows).sum())
+    if not seen:
+        return None
+    return (
+        f"{seen} of {len(rows)} examples of {task.name} {split} are in train word for word: a score on them "
+        f"does not show what the model does with new text."
+    )
+
+
+def of_result(task: Task, train_labels: np.ndarray, held_labels: np.ndarray, predictions: np.ndarray) -> list[str]:
+    """Why the figures on the held-out examples say little. predictions: (N,), those under the default rule."""
+    lines = []
+    if len(train_labels) < FEW or len(held_labels) < FEW_HELD:
+        lines.append(
+            f"These figures say little: there were {len(train_labels)} examples to train on (a few hundred are usual), "
+            f"and {len(held_labels)} held out, on which accuracy is known to about "
+            f"{100 / np.sqrt(len(held_labels)):.0f} points."
+        )
+    if task.regression:
+        return lines
+    counts = np.bincount(train_labels, minlength=task.num_labels)
+    most, share = int(counts.argmax()), counts.max() / len(train_labels)
+    if share >= DOMINANT:
+        lines.append(
+            f"{share:.1%} of the train examples have the label {task.label_names[most]}: a model that always predicts "
+            f"it has an accuracy of {np.mean(held_labels == most):.1%} on the held-out examples."
+        )
+    if (predictions == predictions[0]).all():
+        lines.append(
+            f"The model predicts {task.label_names[int(predictions[0])]} for every held-out example, so the layers "
+            f"saved mean nothing: train on more examples, for more --epochs or with another --lr."
+        )
+    return lines
+
+
+def _is_number(label: str) -> bool:
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return True
