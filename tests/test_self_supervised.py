@@ -15,7 +15,8 @@ from mini_ee.calibration import agreement, calibrate
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text, cut_text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.methods.self_supervised import Config, build, head_loss, recipe, watch
+from mini_ee.methods import self_supervised
+from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, recipe, watch
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.fit import NothingToResume, Saved, fit
 from mini_ee.training.options import TrainConfig
@@ -118,6 +119,17 @@ def test_without_a_penalty_the_optimum_is_the_full_model():
     assert logits.grad.abs().max() < 1e-6
     entropy = -(full.softmax(-1) * full.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(head_loss(full, full, 0.0), entropy)
+
+
+@pytest.mark.parametrize("target", ["soft", "hard"])
+def test_without_a_penalty_no_entropy_is_computed(monkeypatch, target):
+    """It would be a fifth of a training step, and counts for nothing."""
+    calls = []
+    monkeypatch.setattr(self_supervised, "entropy", lambda log_p: calls.append(log_p) or entropy(log_p))
+    logits, full = torch.randn(2, 3, 7)
+    for penalty, expected in ((0.0, 0), (0.1, 1)):
+        head_loss(logits, full, penalty, target)
+        assert len(calls) == expected
 
 
 @pytest.mark.parametrize(
