@@ -9,6 +9,7 @@ from mini_ee.cli.options import add_task, positive, task_options
 HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
 EXAMPLE = "mini-ee suits bert-12x128 --task reviews"
 ROWS, TEXTS = 2000, 128
+SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
 
 
 def add(sub) -> None:
@@ -132,10 +133,10 @@ def _tell(answer: dict, say) -> None:
     )
     for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
         if len(each["exits"]) > 1:
+            saved, net = (f"{each[key]:.1%} ({each[low]:.1%} to {each[high]:.1%})" for key, low, high in SHARES)
             say(
-                f"Exits after {where}, at the threshold for {level:g} of other {unit}: {each['kept']:.3f} agree, "
-                f"{each['saved']:.1%} of the layers saved ({each['low']:.1%} to {each['high']:.1%}), net of heads "
-                f"{each['net_saved']:.1%} ({each['net_low']:.1%} to {each['net_high']:.1%})."
+                f"Exits after {where} save {saved} of the layers, net of heads {net} of the operations, at a threshold "
+                f"at which {each['kept']:.3f} of the {unit} agree with the last layer."
             )
     if "majority" in answer:
         say(

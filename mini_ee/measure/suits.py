@@ -14,7 +14,6 @@ Not counted: the keys and values of layers that a token skips, and what is slowe
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,29 +80,27 @@ def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
     return Observed(observed.confidence[:, before], observed.agrees[:, before], observed.groups)
 
 
-def estimate(halves: Sequence[Observed], exits: tuple[int, ...], costs: Costs, seed: int, both: bool = True) -> dict:
-    """What exits after these layers save: the threshold from the first half, seen on the second.
+def estimate(judged: Observed, exits: tuple[int, ...], costs: Costs, seed: int) -> dict:
+    """What exits after these layers save at the threshold at which a share of LEVEL agrees with the last layer.
 
-    both: the other way as well, and the mean; not where the first half chose the exits.
-
-    kept: how many do agree there. The 95 % intervals are percentiles of a bootstrap over the texts or rows of a half.
+    judged: units at exits after all layers. The threshold is taken from them, so that LEVEL or more agree there
+    (`kept`). The exits must not be: many sets are tried, and the best on some units is worse on others. The 95 %
+    intervals are percentiles of a bootstrap over texts or rows, in which the threshold is taken anew.
     """
     told = {"exits": list(exits), "agreement": LEVEL, "kept": 1.0}
     told |= dict.fromkeys(("saved", "low", "high", "net_saved", "net_low", "net_high"), 0.0)
     if len(exits) == 1:  # the last
         return told
-    halves, random = [at_exits(half, exits) for half in halves], np.random.default_rng(seed)
-    members = [_members(half) for half in halves]
+    judged, random = at_exits(judged, exits), np.random.default_rng(seed)
+    members = _members(judged)
 
-    def once(one: Observed, other: Observed) -> Kept:
-        ways = ((one, other), (other, one)) if both else ((one, other),)
-        found = [kept(fresh, threshold_at(taken), exits, costs) for taken, fresh in ways]
-        return Kept(*np.mean(found, axis=0).tolist())
+    def once(units: Observed) -> Kept:
+        return kept(units, threshold_at(units), exits, costs)
 
-    found, drawn = once(*halves), []
+    found, drawn = once(judged), []
     for _ in range(RESAMPLES):
-        again = [np.concatenate([some[at] for at in random.integers(len(some), size=len(some))]) for some in members]
-        drawn.append(once(*(half.take(rows) for half, rows in zip(halves, again))))
+        rows = np.concatenate([members[at] for at in random.integers(len(members), size=len(members))])
+        drawn.append(once(judged.take(rows)))
     low, high = (Kept(*ends) for ends in np.quantile(drawn, (0.025, 0.975), axis=0).tolist())
     told |= {"kept": found.agreement, "saved": found.saved, "low": low.saved, "high": high.saved}
     return told | {"net_saved": found.net_saved, "net_low": low.net_saved, "net_high": high.net_saved}
@@ -137,7 +134,8 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
 
     settle_layer: the first from which on every layer agrees with the last for a share of LEVEL. oracle_counts: units by
     the layer at which they settle; oracle_saved: if each left there; oracle_net_saved: the same at the few exits that
-    an oracle finds worth their heads. Which are without it is said by a half of the texts or rows, drawn with the seed.
+    an oracle finds worth their heads. Without an oracle half of the texts or rows, drawn with the seed, choose the few
+    exits; what these save is counted on the other half.
     Raises WrongArguments for too few texts or rows, ValueError where what is said is no numbers.
     """
     observed, names = heard.observed, np.unique(heard.observed.groups)
@@ -149,8 +147,7 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
     agreement, every = [*observed.agrees.mean(axis=0).tolist(), 1.0], tuple(range(1, layers + 1))
     stays = settled[:, None] <= np.array(every[:-1])
     first = np.isin(observed.groups, np.random.default_rng(seed).permutation(names)[: len(names) // 2])
-    halves = observed.take(first), observed.take(~first)
-    few, _ = few_exits(halves[0], heard.costs)
+    few, _ = few_exits(observed.take(first), heard.costs)
     answer = {
         "how": heard.how,
         "layers": layers,
@@ -161,8 +158,8 @@ def suitability(heard: Heard, seed: int = 0) -> dict:
         "oracle_net_saved": few_exits(Observed(stays * 1.0, stays, observed.groups), heard.costs)[1],
         "head_layers": heard.costs.head,
         "start_layers": heard.costs.start,
-        "estimate": estimate(halves, every, heard.costs, seed),
-        "few_exits": estimate(halves, few, heard.costs, seed, both=False),
+        "estimate": estimate(observed, every, heard.costs, seed),
+        "few_exits": estimate(observed.take(~first), few, heard.costs, seed),
     }
     if heard.accuracy is not None:
         answer |= {"accuracy": heard.accuracy, "majority": heard.majority}
