@@ -98,7 +98,6 @@ def fit(model: nn.Module, stages: list[Stage], train, held, config: TrainConfig,
     training = _Training(model, stages, train, held, config, saved)
     tensors = training.resume() if saved.resume else {}
     ranks.wait()  # until all have read what is resumed
-    saved.folder.mkdir(parents=True, exist_ok=True)
     progress = training.progress
     with tqdm(total=sum(training.steps), initial=training.done, desc="training", unit="batch", delay=1) as bar:
         for number in range(progress["stage"], len(stages)):
@@ -337,6 +336,7 @@ class _Training:
         if self.device.type == "cuda":
             tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
         tensors["progress"] = torch.tensor(list(json.dumps(self.progress).encode()), dtype=torch.uint8)
+        self.saved.folder.mkdir(parents=True, exist_ok=True)  # not before: a training that fails at once leaves nothing
         write_tensors(self.saved.folder / STATE, tensors)
 
     def _restore(self, optimizer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -106,7 +106,8 @@ def _trained(request: Request, say: Callable[[str], None]) -> Run:
     training = (_train_tokens if request.unit == "tokens" else _train_rows)(request, state_folder, say)
     if ranks.rank() == 0:
         save_run(request.out, *training)
-        shutil.rmtree(state_folder)
+        if state_folder.exists():  # what is not trained has no state
+            shutil.rmtree(state_folder)
     ranks.wait()
     return load_run(request.out)
 
@@ -373,7 +374,6 @@ def _fit(request: Request, backbone: nn.Module, about: dict, train, held, saved:
         torch.manual_seed(request.seed)
         model = _built(request, backbone, about | heads).to(request.common.device)
         if request.method.recipe is None:
-            saved.folder.mkdir(parents=True, exist_ok=True)
             return model, Fitted(request.method.search(model, train, held, request.how), [])
         return model, fit(model, request.method.recipe(model, request.how), train, held, request.train, saved)
 
