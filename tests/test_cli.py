@@ -1065,6 +1065,7 @@ def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder
         "--out",
         tmp_path / "run",
         *options,
+        status=2,
     )
     assert message in line and not list(tmp_path.iterdir())
 
@@ -1148,9 +1149,17 @@ def test_a_tokenizer_of_another_model_is_one_line(capsys, tmp_path, checkpoint_f
     assert "the token id 500" in line
 
 
-@pytest.mark.parametrize("text", ["", "   "])
-def test_an_empty_text_is_one_line(capsys, run_folder, text):
-    assert "empty" in refused(capsys, "classify", run_folder, "--text", text)
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (("--text", ""), "--text: expected a sentence, found no text"),
+        (("--text", "   "), "--text: expected a sentence, found no text"),
+        (("--text", "a\udcff"), "--text: expected text in UTF-8, found another byte at 1"),
+        (("--text", "a", "--text-b", ""), "--text-b: expected a sentence, found no text"),
+    ],
+)
+def test_a_text_that_is_none_is_a_wrong_argument(capsys, run_folder, given, message):
+    assert message in refused(capsys, "classify", run_folder, *given, status=2)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "classify"])

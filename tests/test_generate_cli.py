@@ -141,9 +141,9 @@ def test_an_empty_prompt_is_refused(capsys, decoder_folder, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_refused(capsys, decoder_folder):
     line, status = refused(capsys, decoder_folder, "--prompt", "abcd" * 10)
-    assert "expected at most 32 tokens, prompt and continuation together, got 40 and 1" in line and status
+    assert "expected at most 32 tokens, prompt and continuation together, got 40 and 1" in line and status == 2
     line, status = refused(capsys, decoder_folder, "--prompt", "abcd", "--max-new-tokens", 29)
-    assert "got 4 and 29" in line and status
+    assert "got 4 and 29" in line and status == 2
 
 
 def test_a_prompt_file_that_is_not_utf8_or_not_there_is_refused(capsys, decoder_folder, tmp_path):

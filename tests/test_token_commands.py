@@ -100,14 +100,14 @@ def answer(capsys, *argv):
     return json.loads(out)
 
 
-def refused(capsys, *argv):
-    """The one line of a command that fails."""
+def refused(capsys, *argv, statuses=(1, 2)):
+    """The one line of a command that fails, with one of these statuses."""
     try:
         status = main([*map(str, argv)])
     except SystemExit as stop:
         status = stop.code
     printed = capsys.readouterr()
-    assert status in (1, 2) and printed.out == "" and "Traceback" not in printed.err
+    assert status in statuses and printed.out == "" and "Traceback" not in printed.err
     assert len(printed.err.splitlines()) == 1, printed.err
     return printed.err
 
@@ -534,6 +534,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
         (("--lossless", "--tolerance", ".5"), "leave out --tolerance"),
         (("--lossless", "--fill", "recompute"), "runs each token through all layers: leave out --fill"),
         (("--lossless", "--temperature", "1"), "--lossless writes the full model's greedy text"),
+        (("--rule", "never", "--fill", "recompute"), "--fill is for tokens that exit early"),
         (("--draft", "3"), "--draft is for --lossless"),
         (("--prompt", "a" * 48), "expected at most 48 tokens, prompt and continuation together, got 49 and 1"),
         (("--prompt", "\udcff"), "--prompt: expected text in UTF-8"),
@@ -541,13 +542,14 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
 )
 def test_what_generate_refuses(capsys, trained, argv, said):
     prompt = () if "--prompt" in argv else ("--prompt", "a")
-    assert said in refused(capsys, "generate", trained, *prompt, *argv)
+    assert said in refused(capsys, "generate", trained, *prompt, *argv, statuses=(2,))
 
 
 def test_a_plain_decoder_has_no_exits_to_draft_or_to_leave_at(capsys, decoder_folder):
     generate = ("generate", decoder_folder, "--prompt", "a")
     assert "needs an exit that drafts" in refused(capsys, *generate, "--lossless")
     assert "one of the exits 4, got 2" in refused(capsys, *generate, "--layer", "2")
+    assert "--fill is for tokens that exit early" in refused(capsys, *generate, "--fill", "recompute")
     assert "is none" in refused(capsys, *generate, "--model", decoder_folder)
     for setting in (("--threshold", ".5"), ("--patience", "1"), ("--cut", ".5")):
         assert "needs exits before the last layer; " in refused(capsys, *generate, *setting)

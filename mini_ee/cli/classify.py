@@ -37,12 +37,14 @@ def run(args, say) -> dict:
     from mini_ee.confidence import log_softmax, max_probability
     from mini_ee.early_exit import early_exit, read_every_exit
     from mini_ee.measure.tables import table
+    from mini_ee.training.texts import checked_prompt
 
+    given = (("--text", args.text), ("--text-b", args.text_b))
+    text = tuple(checked_prompt(some, name, "a sentence") for name, some in given if some is not None)
     trained = open_trained(args.run, args)
     if trained.config.get("unit") == "tokens":
         raise WrongArguments(f"{args.run}: holds a decoder, which gives no labels; it is for `mini-ee generate`")
     rule = chosen_rule(args, trained)
-    text = (args.text,) if args.text_b is None else (args.text, args.text_b)
     expected = trained.config["task"]["texts"]
     if len(text) != expected:
         advice = "give the second one with --text-b" if expected == 2 else "leave out --text-b"

@@ -128,6 +128,7 @@ def _prompt(args) -> str:
 def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
     """The steps of one text, and what the answer says of how they come about."""
     from mini_ee.cli.rules import chosen_rule, refuse_settings
+    from mini_ee.rules import NeverExit
     from mini_ee.units.generation import Sampling, generate_lossless
 
     sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
@@ -135,6 +136,8 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
         if args.draft:
             raise WrongArguments("--draft is for --lossless")
         rule, fill = chosen_rule(args, opened), args.fill or opened.model.fill
+        if args.fill and isinstance(rule, NeverExit):
+            raise WrongArguments("--fill is for tokens that exit early, and here every token runs through all layers")
         settings = {"sampling": sampling, "seed": args.seed, "fill": fill}
         steps = opened.model.generate([ids], rule, max_new_tokens=count, **settings)
         return steps, {"rule": rule.to_dict(), "fill": fill}

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
+from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
 from mini_ee.data.table_files import shortened, text_flaw
 
@@ -93,7 +94,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int | None = 128):
         special = max(backend.num_special_tokens_to_add(pair) for pair in (False, True))
         if max_length is not None and max_length <= special:  # the backend would not truncate, and say nothing
-            raise ValueError(f"expected max_length above the {special} special tokens, found {max_length}")
+            raise WrongArguments(f"expected max_length above the {special} special tokens, found {max_length}")
         backend.no_padding()
         backend.no_truncation() if max_length is None else backend.enable_truncation(max_length)
         self.backend = backend

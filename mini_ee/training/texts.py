@@ -109,10 +109,10 @@ def check_reads_on(backbone, instead: str) -> None:
         )
 
 
-def checked_prompt(prompt: str, name: str) -> str:
-    """The prompt. Raises WrongArguments, with the name of what held it, where there is no text in it."""
+def checked_prompt(prompt: str, name: str, what: str = "a prompt") -> str:
+    """The prompt, or what else it is. Raises WrongArguments, with the name of what held it, if it has no text."""
     if not prompt.strip():
-        raise WrongArguments(f"{name}: expected a prompt, found no text")
+        raise WrongArguments(f"{name}: expected {what}, found no text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # the command line passes bytes that are no text as surrogates

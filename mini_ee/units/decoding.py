@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mini_ee import WrongArguments
 from mini_ee.early_exit import Reading, Segments, early_exit
 from mini_ee.rules import Rule
 
@@ -76,13 +77,16 @@ def decode(
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int, max_tokens: int) -> int:
-    """How many tokens the longest row comes to; ValueError where a model of these sizes cannot write that."""
+    """How many tokens the longest row comes to.
+
+    Raises ValueError if a model of these sizes cannot read the prompts, WrongArguments if it cannot write that much.
+    """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     check_ids(prompts, vocab_size)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > max_tokens:
-        raise ValueError(
+        raise WrongArguments(
             f"expected at most {max_tokens} tokens, prompt and continuation together, got {longest} and "
             f"{max_new_tokens}: shorten the prompt or ask for fewer tokens"
         )
