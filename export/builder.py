@@ -265,20 +265,20 @@ class Builder:
         return self.op("Expand", self.op("Unsqueeze", mask, self.integers(1, 2)), self.op("Concat", *ends, axis=0))
 
     # ---- The end ----
-    def model(self, name: str, weights_file: str, places: dict[str, tuple[int, int]]) -> onnx.ModelProto:
-        """The finished graph. places: weight -> (offset, length) of its bytes in weights_file, beside the graph."""
+    def model(self, name: str, weights_file: str, tensors: dict[str, list]) -> onnx.ModelProto:
+        """The finished graph. tensors: weight -> dtype, shape and offset in weights_file, beside the graph."""
         renamed = {value: info.name for value, info in self._outputs.items()}
         outputs = list(self._outputs.values())
         graph = helper.make_graph(self._nodes, name, list(self._inputs.values()), outputs)
         _rename(graph, renamed)
-        tensors = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
-        for weight, values in self.weights.items():
-            kept = {"name": weight, "data_type": _kind(values.dtype), "dims": values.shape}
-            tensors[weight] = TensorProto(**kept, data_location=TensorProto.EXTERNAL)
-            offset, length = places[weight]
-            for key, value in {"location": weights_file, "offset": offset, "length": length}.items():
-                tensors[weight].external_data.add(key=key, value=str(value))
-        _place(graph, tensors)
+        values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
+        for weight, array in self.weights.items():
+            kept = {"name": weight, "data_type": _kind(array.dtype), "dims": array.shape}
+            values[weight] = TensorProto(**kept, data_location=TensorProto.EXTERNAL)
+            place = {"location": weights_file, "offset": tensors[weight][2], "length": array.nbytes}
+            for key, value in place.items():
+                values[weight].external_data.add(key=key, value=str(value))
+        _place(graph, values)
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
         opset = helper.make_opsetid("", OPSET)
         return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")

@@ -1,17 +1,25 @@
 """What an exported folder says of itself: manifest.json, checked when it is read. No torch here."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from mini_ee import WrongArguments
 from mini_ee.data.files import file_sha256, read_json
 
 FORMAT_VERSION = 4  # since model.onnx
 
-MANIFEST = "manifest.json"
+MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
-BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str}
+DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights: as safetensors calls them
+EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}
+PART = 2**20  # numbers that are looked at at once
+
+BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict, "tensors": dict}
 
 ROWS = BOTH | {
     "task": {"name": str, "texts": int, "label_names": (str,)},
@@ -58,7 +66,58 @@ def read_manifest(folder: Path) -> dict:
             raise FileNotFoundError(f"{path}: no such file; export the run again")
         if file_sha256(path) != digest:
             raise ValueError(f"{path}: is not the file that was exported with {MANIFEST}; export the run again")
+    _check_weights(folder / WEIGHTS, manifest["tensors"])
     return manifest
+
+
+def layout(path: Path) -> dict[str, list]:
+    """Where the tensors of a safetensors file stand: name -> [dtype, shape, offset in the file].
+
+    Raises ValueError for a file that is none, or that holds other types than a graph has.
+    """
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(begin - 8 if begin <= size else 0))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            (start, end), shape = entry["data_offsets"], entry["shape"]
+            whole = all(_is(number, int) for number in (start, end, *shape))
+            length = math.prod(shape) * np.dtype(DTYPES[entry["dtype"]]).itemsize
+            if not whole or not 0 < end - start == length or end > size - begin:
+                raise ValueError(f"{name} of shape {shape} at {start} to {end} of {size - begin} bytes")
+            found[name] = [entry["dtype"], shape, begin + start]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected tensors of {', '.join(DTYPES)}, found {error}; export the run again"
+        ) from None
+    return found
+
+
+def _check_weights(path: Path, expected: dict) -> None:
+    """Raise ValueError where the weights are not laid out as the graphs take them, or a number is NaN or infinite.
+
+    The graphs read bytes at an offset: from a file that was written anew they would take other numbers.
+    """
+    found = layout(path)
+    expected = {name: place for name, place in expected.items() if isinstance(place, list)}
+    differ = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
+    if differ:  # one of another offset alone says least
+        name = min(differ, key=lambda name: found.get(name, [])[:2] == expected.get(name, [])[:2])
+        both = f"{name} as {expected.get(name)} (dtype, shape, offset), found {found.get(name)}"
+        raise ValueError(f"{path}: {MANIFEST} has {both}; export the run again")
+    for name, (dtype, shape, offset) in found.items():
+        if dtype in EXPONENTS and not _finite(np.memmap(path, DTYPES[dtype], "r", offset, math.prod(shape)), dtype):
+            raise ValueError(f"{path}: {name} must be finite, found NaN or infinity; export the run again")
+
+
+def _finite(values: np.ndarray, dtype: str) -> bool:
+    """Whether all of (N,) are: NaN and infinity have all bits of the exponent set. np.isfinite is slow in float16."""
+    mask = EXPONENTS[dtype]
+    parts = (values[at : at + PART].view(mask.dtype) for at in range(0, len(values), PART))
+    return all((part & mask).max() != mask for part in parts)
 
 
 def _check_values(manifest: dict, folder: Path) -> None:
@@ -68,6 +127,11 @@ def _check_values(manifest: dict, folder: Path) -> None:
     if unit not in FORMS:
         raise ValueError(f"{folder}: {MANIFEST} has the unit {unit!r}, not {', '.join(FORMS)}; export the run again")
     _check(manifest, FORMS[unit], folder)
+    exits, backbone = manifest["exits"], manifest["backbone"]
+    layers = backbone.get("num_decoder_layers", backbone.get("num_hidden_layers"))
+    if exits[-1] != layers or any(above <= below for below, above in zip(exits, exits[1:])):
+        says = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
+        raise ValueError(f"{folder}: {says}, expected exits that ascend to the last layer; export the run again")
     if "encoder" in manifest:
         _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
     if "begins_with" in manifest:  # prompts are read apart
@@ -119,7 +183,7 @@ def _is(value, kind) -> bool:
 
 @contextmanager
 def blaming_manifest(folder: Path) -> Iterator[None]:
-    """ValueError where what is opened here misses a setting, or finds one of a wrong type."""
+    """ValueError that names the folder where what is opened here misses a setting, or cannot use one."""
     try:
         yield
     except KeyError as error:
@@ -128,3 +192,7 @@ def blaming_manifest(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"{folder}: {MANIFEST} holds a value of a wrong type ({error}); export the run again"
         ) from None
+    except ValueError as error:
+        if isinstance(error, WrongArguments) or str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder}: {error}") from None

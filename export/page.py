@@ -1,7 +1,8 @@
 """A page in the browser for an exported folder of rows or of a decoder: `mini-ee export RUN --out DIR --web`.
 
 exported/index.html, page.css, *.js  the page; `python -m http.server` in the folder is enough for it
-exported/vendor/                     onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them
+exported/vendor/                     onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them, which the
+                                     command runs if npm is installed
 exported/model_web.onnx              model.onnx as onnxruntime-web takes it: `threshold` and other settings are plain
                                      inputs, as it refuses values for inputs that have a default; its weights stand
                                      outside of all branches, as it looks for the file of those inside on a disk
@@ -9,8 +10,11 @@ exported/web.json                    what the page shows: exits, the rule with i
                                      texts to try with their tokens; labels, or of a decoder tokens to stop at
 """
 
+import os
 import shlex
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +113,20 @@ def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def vendor_command(folder: Path) -> str | None:
     """What puts the libraries beside the page of this folder; None where they are there."""
     return None if (folder / VENDOR).is_dir() else shlex.join(("sh", str(SOURCES / "vendor.sh"), str(folder / VENDOR)))
+
+
+def fetch_libraries(folder: Path, say: Callable[[str], None]) -> str | None:
+    """Put the libraries beside the page of this folder, which has none. Returns in one line why that failed, else None.
+
+    say: is told that it begins. npm checks what it fetches against the checksums of package-lock.json.
+    """
+    if not all(map(shutil.which, ("npm", "sh"))):
+        return "npm is not installed"
+    say("Fetching the page's libraries with npm.")
+    environment = os.environ | {"npm_config_fetch_retries": "0"}  # without a network: no minute of waiting
+    done = subprocess.run(shlex.split(vendor_command(folder)), capture_output=True, text=True, env=environment)
+    lines = done.stderr.strip().splitlines() or [f"the script ended with status {done.returncode}"]
+    return lines[0].strip() if done.returncode else None
 
 
 def _write_web_graph(folder: Path) -> None:

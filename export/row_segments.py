@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import Ran, Reading, Segments
 from mini_ee.export.manifest import MANIFEST
@@ -71,9 +72,11 @@ class OrtModel(OrtRows):
         feeds = self._held.feeds(rule, plan)
         if feeds is None:
             engine = self.by_segment(rule)
-            return engine.run_batch(rule, inputs)._replace(by=engine)
+            ran = engine.run_batch(rule, inputs)
+            check_finite(ran.logits)
+            return ran._replace(by=engine)
         said = self._run(inputs, feeds)
-        return Ran(said["logits"], *self._held.left(rule, plan, said["layers"]), said.get("spent"))
+        return Ran(check_finite(said["logits"]), *self._held.left(rule, plan, said["layers"]), said.get("spent"))
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
         """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
@@ -118,7 +121,7 @@ class WholeModel(Segments):
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> Ran:
         if self._session is not None:
-            logits = self._session.run(self._session.of_rows(inputs))["logits"]
+            logits = check_finite(self._session.run(self._session.of_rows(inputs))["logits"])
         else:
             logits = self._model.run_batch(rule, inputs).logits
         return Ran(logits, np.zeros(len(logits), np.int64), [None])

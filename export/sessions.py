@@ -1,6 +1,7 @@
 """One graph on one device, through ONNX Runtime, and the threads and the memory that all share. No torch here."""
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -11,6 +12,7 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from mini_ee.data.tokens import Inputs
+from mini_ee.export.manifest import MANIFEST, WEIGHTS
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -37,10 +39,7 @@ class Session:
         _shared_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
-        try:
-            self._session = ort.InferenceSession(path, options, providers=list(dict.fromkeys((provider, CPU))))
-        except Exception as error:  # the types that onnxruntime raises
-            raise ValueError(f"{path}: ONNX Runtime cannot load this graph ({error}); export the run again") from None
+        self._session = _opened(path, options, provider)
         self.widths = {each.name: each.shape[-1:] for each in self._session.get_outputs()}
         # Past the method in Python, which looks at all names and values anew: after a graph that takes 15 us.
         self._run = getattr(self._session, "_sess", self._session).run
@@ -78,12 +77,44 @@ class Session:
         self._session.run_with_iobinding(binding)
 
 
+def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.InferenceSession:
+    """The graph on the provider; where that fails, on the processor, and standard error has the reason."""
+    graph, weights = path, path.with_name(WEIGHTS)
+    if weights.exists() and (weights.is_symlink() or weights.stat().st_nlink > 1):
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", _plain_folder(weights))
+        graph = path.read_bytes()
+    try:
+        # Of itself onnxruntime falls back too, and prints why among the answers.
+        return ort.InferenceSession(graph, options, providers=list(dict.fromkeys((provider, CPU))), enable_fallback=0)
+    except Exception as error:  # the types that onnxruntime raises
+        reason = f"{path}: ONNX Runtime cannot load this graph on {provider} ({' '.join(str(error).split())})"
+        if provider == CPU:
+            raise ValueError(f"{reason}; export the run again") from None
+        print(f"{reason}; trying {CPU}", file=sys.stderr)
+        return _opened(path, options, CPU)
+
+
+def _plain_folder(weights: Path) -> str:
+    """The folder in which the weights stand as a file that is no link: ONNX Runtime reads no other, for safety.
+
+    Raises ValueError where there is none, as for hard links and for the cache of Hugging Face's hub.
+    """
+    plain = weights.resolve()
+    if plain.name == WEIGHTS and plain.stat().st_nlink == 1:
+        return str(plain.parent)
+    found = "has several hard links" if plain.name == WEIGHTS else f"is a symbolic link to {plain}"
+    raise ValueError(
+        f"{weights}: expected a file of this name, ONNX Runtime reads no links; this one {found}: copy the folder with "
+        f"`cp -rL` and open the copy"
+    )
+
+
 class HeldRule:
     """The rule that stands in model.onnx, and how the graph is fed to stop by another."""
 
     def __init__(self, folder: Path, manifest: dict):
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
-        self._index_of_depth = np.zeros(manifest["exits"][-1] + 1, np.int64)
+        self._index_of_depth = np.full(manifest["exits"][-1] + 1, -1)
         self._index_of_depth[list(manifest["exits"])] = np.arange(self._last + 1)
         self._rule = NeverExit() if "encoder" in manifest else rule_from_dict(manifest["rule"])
         self._has_twin = type(self._rule).graph_stop is not Rule.graph_stop
@@ -113,7 +144,14 @@ class HeldRule:
 
     def left(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
         """Exit index (B,) of each depth (B,) that the graph says, and what the rule was shown at each exit."""
-        return self._index_of_depth[layers], [*[rule.needs if plan is None else None] * self._last, None]
+        try:
+            index = self._index_of_depth[layers]
+        except IndexError:
+            index = np.array([-1])
+        if index.min() < 0:
+            says = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
+            raise ValueError(f"{self._folder}: {says}; export the run again")
+        return index, [*[rule.needs if plan is None else None] * self._last, None]
 
     def another(self, rule: Rule) -> ValueError:
         """The error where a graph cannot stop by a rule, and there are no segments that could."""

@@ -1,7 +1,8 @@
 """A trained run -> a folder of ONNX graphs that the runtime serves, verified against torch before it takes its name.
 
 exported/manifest.json         format_version, what the run was, unit, exits, rule, labels, costs, the graphs with their
-                               inputs and outputs, checksums of all files, and how far the graphs were from torch
+                               inputs and outputs, where each weight stands in its file, checksums of all files, and
+                               how far the graphs were from torch
 exported/model.onnx            the model with its rule, which stops by itself; see model_graph.py
 exported/whole.onnx            where tokens leave within a row: the same with all in all layers, for comparisons
 exported/segment_{layer}.onnx  where asked for: the layers up to an exit, and of rows its head; of tokens also
@@ -27,14 +28,14 @@ from onnx import helper
 from torch import nn
 
 from mini_ee import WrongArguments
-from mini_ee.backbones.hub import tensor_places, write_tensors
+from mini_ee.backbones.hub import write_tensors
 from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.export.builder import OPSET, Builder, parameters_of
-from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST
+from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
 from mini_ee.export.model_graph import write_model_graph
 from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
@@ -46,8 +47,6 @@ from mini_ee.units.decoding import FILLS, DecoderSegments, decode, gather, greed
 from mini_ee.units.generation import token_segments, token_weights
 from mini_ee.units.recording import plan_rows, predictions, record
 from mini_ee.units.token_graphs import TokenGraphs
-
-WEIGHTS = "model.safetensors"
 
 PRECISIONS = ("float32", "float16", "int8")
 
@@ -154,9 +153,9 @@ def write_graphs(
         made["encoder"] = Builder(own, **settings)
         encoder.graph(made["encoder"])
     write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
-    places, graphs = tensor_places(folder / WEIGHTS), {}
+    tensors, graphs = layout(folder / WEIGHTS), {}
     for name, builder in made.items():
-        graph, path = builder.model(name, WEIGHTS, places), folder / f"{name}.onnx"
+        graph, path = builder.model(name, WEIGHTS, tensors), folder / f"{name}.onnx"
         onnx.save(graph, path)
         onnx.checker.check_model(path, full_check=True)
         graphs[name] = _interface(graph)
@@ -173,6 +172,7 @@ def write_graphs(
             else {"weights": token_weights(model.backbone)._asdict()}
         ),
         "graphs": graphs,
+        "tensors": tensors,
     }
 
 

@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
+from mini_ee.data.progress import tqdm
 from mini_ee.rules import LIMITS, Policy, Rule, Threshold
 
 START = 0.05  # share of the rows in the strictest cut that is tested

@@ -23,7 +23,7 @@ import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.confidence import GRAPH_MEASURES, MEASURES
-from mini_ee.data.options import option
+from mini_ee.data.options import is_whole, option
 from mini_ee.registry import METHODS
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
@@ -124,7 +124,7 @@ class FixedExit(Rule):
         return np.full(len(inputs), self.exit)
 
     def check(self, num_exits: int) -> None:
-        if self.exit not in range(num_exits):
+        if not is_whole(self.exit) or self.exit not in range(num_exits):
             raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit!r}")
 
 
@@ -239,7 +239,7 @@ class Patience(Rule):
     name = "patience"
 
     def __post_init__(self):
-        if not isinstance(self.patience, int) or self.patience < 1:
+        if not is_whole(self.patience) or self.patience < 1:
             raise ValueError(f"patience must be a whole number of at least 1, got {self.patience!r}")
         if not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")

@@ -23,7 +23,7 @@ import pytest
 import torch
 from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import mini_ee.backbones.bert as bert_module
 import mini_ee.export.manifest as manifest_module
@@ -38,7 +38,7 @@ from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.cli.main import main
 from mini_ee.confidence import max_probability
-from mini_ee.data.files import read_json, write_json
+from mini_ee.data.files import file_sha256, read_json, write_json
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Inputs, Tokenizer
@@ -959,9 +959,19 @@ def precisions(tmp_path_factory, wide_run):
     return root
 
 
-def test_what_is_no_number_is_no_answer(exported):
-    with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity"):
-        Runtime(exported).answers(np.array([[0.5, np.nan]]), [0], [1.0], [1.0])
+def test_what_is_no_number_is_no_answer(exported, monkeypatch):
+    opened = Runtime(exported, threads=1)
+    inputs = opened.encode(TEXTS[:2]).batch(slice(None))
+    found = {"logits": np.array([[0.5, np.nan, 0], [1, 2, 3]]), "layers": np.array([4, 4])}
+    monkeypatch.setattr(sessions.Session, "run", lambda *_: found)
+    for answer in (
+        lambda: opened.answers(found["logits"], [0], [1.0], [1.0]),
+        lambda: opened.run(TEXTS[:2]),
+        lambda: early_exit(opened.segments(), opened.rule, inputs),
+        lambda: early_exit(opened.whole_model(), NeverExit(), inputs),
+    ):
+        with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity"):
+            answer()
 
 
 def test_float16_halves_the_folder_and_its_logits_are_near(precisions, wide_run):
@@ -1245,8 +1255,7 @@ def test_a_manifest_of_another_format_is_refused(copy, change, message):
 )
 def test_a_rule_that_does_not_fit_is_refused(copy, change, message):
     write_json(copy / "manifest.json", read_json(copy / "manifest.json") | change)
-    with pytest.raises(ValueError, match=message):
-        Runtime(copy, threads=1)
+    refused(copy, match=message)
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.safetensors"])
@@ -1256,7 +1265,172 @@ def test_a_file_of_another_run_is_refused(copy, tmp_path, tokenizer, name):
     refused(copy, match=f"{name}.*export the run again")
 
 
+def forge(folder, tensors=None, **change):
+    """Write weights and manifest anew, each with the checksum that it should have."""
+    manifest, path = read_json(folder / "manifest.json") | change, folder / "model.safetensors"
+    if tensors is not None:
+        save_file(tensors, path)
+    manifest["files"]["model.safetensors"] = file_sha256(path)
+    write_json(folder / "manifest.json", manifest)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda t: t.update(extra=np.zeros(2, np.float32)), "manifest.json has"),
+        (lambda t: t.pop("heads.0.dense.bias"), "manifest.json has"),
+        (lambda t: t.update({"heads.0.dense.bios": t.pop("heads.0.dense.bias")}), "manifest.json has"),
+        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].reshape(1, -1)}), r"\[1, 576\]"),
+        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].astype(np.float16)}), "F16"),
+        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].astype(np.float64)}), "F64"),
+    ],
+    ids=["one more", "one less", "renamed", "another shape", "another dtype", "a dtype of no graph"],
+)
+def test_forged_weights_are_refused(copy, wrong, message):
+    tensors = load_file(copy / "model.safetensors")
+    wrong(tensors)
+    forge(copy, tensors)
+    refused(copy, match=f"model.safetensors.*{message}.*export the run again")
+
+
+def test_the_same_weights_in_another_order_are_refused(copy):
+    """The graphs would read others at the offsets where they look."""
+    before, path = load_file(copy / "model.safetensors"), copy / "model.safetensors"
+    save_file(before, path)  # without the metadata that the exporter writes
+    for name, tensor in load_file(path).items():
+        np.testing.assert_array_equal(tensor, before[name])
+    forge(copy)
+    refused(
+        copy, match=r"model.safetensors: manifest.json has .* \(dtype, shape, offset\), found .*export the run again"
+    )
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_forged_weights_that_are_no_numbers_are_refused(precisions, tmp_path, number, precision):
+    folder = shutil.copytree(precisions / precision, tmp_path / "copy")
+    content = np.fromfile(folder / "model.safetensors", np.uint8)
+    dtype, shape, offset = read_json(folder / "manifest.json")["tensors"]["heads.1.dense.weight"]
+    kind = {"F32": np.float32, "F16": np.float16}[dtype]
+    content[offset:][: np.prod(shape) * kind().itemsize].view(kind)[-1] = np.finfo(kind).max
+    content.tofile(folder / "model.safetensors")
+    forge(folder)
+    Runtime(folder, threads=1)  # the largest number is one
+    content[offset:][: np.prod(shape) * kind().itemsize].view(kind)[-1] = number
+    content.tofile(folder / "model.safetensors")
+    forge(folder)
+    refused(folder, match="model.safetensors: heads.1.dense.weight must be finite")
+
+
+def test_a_forged_graph_is_told_in_one_line(copy):
+    """Onnxruntime's own words are several."""
+    graph = onnx.load(copy / "model.onnx", load_external_data=False)
+    for branch in branches_of(graph.graph):
+        nodes = list(branch.node)
+        del branch.node[:]
+        branch.node.extend(reversed(nodes))
+    onnx.save(graph, copy / "model.onnx")
+    manifest = read_json(copy / "manifest.json")
+    manifest["files"]["model.onnx"] = file_sha256(copy / "model.onnx")
+    write_json(copy / "manifest.json", manifest)
+    refused(copy, match="model.onnx: ONNX Runtime cannot load .* topologically sorted.*; export the run again")
+
+
+@pytest.mark.parametrize("exits", [[1, 2, 5], [1, 2, 10**15], [1, 2], [2, 1, 4], [1, 1, 4]])
+def test_forged_exits_are_refused(copy, exits):
+    forge(copy, exits=exits)
+    refused(copy, match="manifest.json has the exits .* of a model of 4 layers")
+
+
+def test_exits_that_are_not_those_of_the_graph_are_told_at_the_first_row_that_leaves_there(copy, run):
+    forge(copy, exits=[1, 3, 4])
+    with pytest.raises(
+        ValueError, match=r"copy: model.onnx stopped after .*2.* layers, which are no exits of manifest"
+    ):
+        Runtime(copy, threads=1).run(TEXTS, rule=FixedExit(1))
+
+
+# Links: ONNX Runtime reads none of them
+
+
+def linked(source, folder, link):
+    """A folder of links to the files of another."""
+    folder.mkdir()
+    for path in source.iterdir():
+        link(path, folder / path.name)
+    return folder
+
+
+def as_config_map(source, folder):
+    """Kubernetes: ..data leads to a folder with a date, the files lead into ..data."""
+    shutil.copytree(source, folder / "..2026")
+    (folder / "..data").symlink_to("..2026")
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(f"..data/{path.name}")
+    return folder
+
+
+def as_hub_cache(source, folder):
+    """Hugging Face's: files have their checksums as names."""
+    (folder / "blobs").mkdir(parents=True)
+    return linked(
+        source, folder / "snapshot", lambda path, link: link.symlink_to(shutil.copy(path, blob(folder, path)))
+    )
+
+
+def blob(folder, path):
+    return folder / "blobs" / file_sha256(path)
+
+
+def as_symbolic_links(source, folder):
+    return linked(source, folder, lambda path, link: link.symlink_to(path))
+
+
+@pytest.mark.parametrize("make", [as_config_map, as_symbolic_links])
+def test_a_folder_of_links_answers_as_the_one_that_they_lead_to(by_segment, run, tmp_path, make):
+    links, plain = (Runtime(each, threads=1) for each in (make(by_segment, tmp_path / "links"), by_segment))
+    assert_answers_like_torch(links.run(TEXTS), run, TEXTS)
+    by_the_segments = ([answer.exit for answer in each.run(TEXTS, rule=Patience(1))] for each in (links, plain))
+    assert next(by_the_segments) == next(by_the_segments)
+
+
+@pytest.mark.parametrize(
+    "make, found",
+    [
+        (lambda source, folder: linked(source, folder, lambda a, b: b.hardlink_to(a)), "has several hard links"),
+        (as_hub_cache, "is a symbolic link to .*/blobs/[0-9a-f]{64}"),
+    ],
+    ids=["cp -l", "the hub's cache"],
+)
+def test_links_that_cannot_be_read_are_told_and_the_advice_works(copy, tmp_path, make, found):
+    links = make(copy, tmp_path / "links")
+    with pytest.raises(
+        ValueError, match=f"model.safetensors: .*this one {found}: copy the folder with `cp -rL`"
+    ) as told:
+        Runtime(links, threads=1)
+    assert str(links) in str(told.value) and "\n" not in str(told.value)
+    subprocess.run(["cp", "-rL", links, tmp_path / "again"], check=True)
+    assert len(Runtime(tmp_path / "again", threads=1).run(TEXTS)) == len(TEXTS)
+
+
 # Providers
+
+
+def test_onnx_runtimes_words_of_a_provider_that_fails_go_to_standard_error(exported, run, monkeypatch, capfd):
+    create = sessions.ort.InferenceSession._create_inference_session
+
+    def without_a_device(self, providers, *arguments):
+        if CUDA in providers:
+            raise RuntimeError("CUDA failure 100: no device")
+        return create(self, providers, *arguments)
+
+    monkeypatch.setattr(runtime, "wanted_provider", lambda *_: CUDA)
+    monkeypatch.setattr(sessions.ort.InferenceSession, "_create_inference_session", without_a_device)
+    opened = Runtime(exported, threads=1)
+    assert opened.provider == CPU
+    assert_answers_like_torch(opened.run(TEXTS[:3]), run, TEXTS[:3])
+    out, err = capfd.readouterr()
+    assert out == "" and "no device" in err and str(exported / "model.onnx") in err
 
 
 def test_a_provider_that_is_not_here_is_an_error_unless_a_fallback_is_allowed(exported, run, monkeypatch):
@@ -1277,7 +1451,7 @@ def test_a_provider_that_falls_back_by_itself_is_an_error(exported, monkeypatch)
     monkeypatch.setattr(sessions, "_has_cuda_driver", lambda: True)
     session = sessions.ort.InferenceSession
     monkeypatch.setattr(
-        sessions.ort, "InferenceSession", lambda path, options, providers: session(path, options, providers=[CPU])
+        sessions.ort, "InferenceSession", lambda path, options, providers, **_: session(path, options, providers=[CPU])
     )
     with pytest.raises(ValueError, match=f"{CUDA} was asked for, it fell back to {CPU}"):
         Runtime(exported, [CUDA], threads=1)
@@ -1302,6 +1476,12 @@ def test_no_rows_give_no_answers(exported):
         ([" \n"], "row 0: .*an empty text"),
         ([("the film",), (5,)], "row 1: .*5, which is no string"),
         (["\ud800"], "surrogate"),
+        ([None], "row 0: .*None, which is no string"),
+        (["the film", 5], "row 1: .*5, which is no string"),
+        ([{"text": "the film"}], "row 0: .*which is no string"),
+        ([b"the film"], "row 0: .*which is no string"),
+        (None, "expected a list of texts, found None"),
+        (5, "expected a list of texts, found 5"),
     ],
 )
 def test_a_row_that_is_no_text_is_told_by_both_engines(exported, run, rows, message):
@@ -1310,10 +1490,12 @@ def test_a_row_that_is_no_text_is_told_by_both_engines(exported, run, rows, mess
             answers(rows)
 
 
-@pytest.mark.parametrize("batch_size", [0, -1])
+@pytest.mark.parametrize("batch_size", [0, -1, "32", 1.5, True, None])
 def test_a_batch_size_of_none_is_told_by_both_engines(exported, run, batch_size):
     for answers in (Runtime(exported, threads=1).run, run.classify):
-        with pytest.raises(ValueError, match="expected batch_size of at least 1"):
+        with pytest.raises(
+            ValueError, match=f"expected batch_size of at least 1, a whole number, found {batch_size!r}"
+        ):
             answers(TEXTS, batch_size=batch_size)
 
 

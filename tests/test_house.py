@@ -39,6 +39,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.metrics",
     "data.multiple_choice",
     "data.options",
+    "data.progress",
     "data.prompts",
     "data.reviews",
     "data.table_files",
@@ -140,6 +141,12 @@ def test_the_torch_free_floor_imports_no_torch(name):
             assert other.split(".")[0] not in HEAVY, f"{module}, which {name} imports, imports {other}"
             other = other.removeprefix("mini_ee.")
             asked += [other] if other in paths and other not in asked else []
+
+
+def test_every_bar_is_one_that_spares_log_files():
+    """See data/progress.py."""
+    assert {name_of(path) for path in MODULES if "tqdm" in imported(path)} == {"data.progress"}
+    assert not {name_of(path) for path in MODULES if "tqdm.auto" in path.read_text()}
 
 
 def test_there_are_no_circles():

@@ -16,7 +16,7 @@ from test_suits import FREE, write_task
 
 from mini_ee import train
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json, sole_writer
+from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.measure import evaluate, suits
 from mini_ee.measure.reproduce import experiments, measures, pictures, recipe, run
@@ -70,6 +70,7 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".392": ("consistentee", "SST-2 pabee", "saved at one point"),
     ".627": ("consistentee", "SST-2 joint", "saved at one point"),
 }
+MADE = {"figures": {}, "lists": {}, "how": experiments.how_made()}  # of one seed
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
     "title": "Tiny",
@@ -526,7 +527,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     stale = experiments.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
     stale.parent.mkdir(parents=True)
-    stale.write_text(json.dumps({"options": {}, "seeds": {"0": {"figures": {"full": 0.1}}}}))
+    write_json(stale, {"options": {}, "seeds": {"0": MADE | {"figures": {"full": 0.1}}}})
     with sole_writer(experiments.file_of(tiny / "raee", held)):
         assert main(command) == 0
     said = capsys.readouterr()
@@ -535,12 +536,49 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": []},
+        {"seeds": None},
+        {"seeds": {"0": None}},
+        {"seeds": {"0": {}}},
+        {"seeds": {"one": MADE}},
+        {"seeds": {"0": MADE | {"figures": {"full": "0.5"}}}},
+        {"seeds": {"0": MADE | {"figures": {"full": True}}}},
+        {"seeds": {"0": MADE | {"figures": [0.5]}}},
+        {"seeds": {"0": MADE | {"lists": {"curve": 0.5}}}},
+        {"seeds": {"0": MADE | {"lists": {"curve": ["0.5"]}}}},
+        {"seeds": {"0": MADE | {"how": {"commit": "abc"}}}},
+        {"seeds": {"0": MADE}, "tried": 5},
+        {"seeds": {"0": MADE}, "tried": [0.5]},
+        {"seeds": {"0": MADE}, "chosen": {"lr": "fast"}},
+    ],
+)
+def test_figures_of_a_wrong_type_are_one_line(tmp_path, change):
+    case = Case("a", "rows", {"method": "joint"})
+    write_json(tmp_path / "a.json", {"case": "a", "measure": "rows", "options": case.options} | change)
+    with pytest.raises(
+        ValueError, match="a.json: expected figures, lists of numbers.*remove the file to make it again"
+    ):
+        read_case(tmp_path, case)
+
+
+def test_figures_without_their_checksum_are_refused(tmp_path):
+    case = Case("a", "rows", {"method": "joint"})
+    kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    (tmp_path / "a.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="a.json: damaged or edited: the checksum that was written with it is gone"):
+        read_case(tmp_path, case)
+    write_json(tmp_path / "a.json", kept)
+    assert read_case(tmp_path, case)["seeds"] == {"0": MADE}
+
+
 def test_other_settings_are_run_anew(tmp_path):
     case = Case("a", "rows", {"method": "joint", "epochs": 1})
-    (tmp_path / "a.json").write_text(
-        json.dumps({"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": {}}})
-    )
-    assert experiments.read_case(tmp_path, case)["seeds"] == {"0": {}}
+    kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    write_json(tmp_path / "a.json", kept)
+    assert experiments.read_case(tmp_path, case)["seeds"] == {"0": MADE}
     assert experiments.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
 
 
@@ -730,8 +768,7 @@ def test_where_nobody_leaves_the_model_without_exits_is_counted_and_timed(
 
 def test_what_read_another_text_is_not_taken(tmp_path):
     case = Case("writes", "writing", {"method": "calm"}, reads="old.txt")
-    made = read_case(tmp_path, case) | {"seeds": {"0": {"figures": {}}}}
-    experiments.file_of(tmp_path, "writes").write_text(json.dumps(made))
+    write_json(experiments.file_of(tmp_path, "writes"), read_case(tmp_path, case) | {"seeds": {"0": MADE}})
     assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
 
 
@@ -775,7 +812,7 @@ def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
     name = "reviews joint"
     made = {"figures": {"full": 0.75}, "lists": {}, "how": experiments.how_made()}
     kept = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
-    experiments.file_of(tmp_path, name).write_text(json.dumps(kept))
+    write_json(experiments.file_of(tmp_path, name), kept)
     compare = [
         {"more": "reviews two-stage", "than": 0.1, "figure": "full"},
         {"more": name, "than": 0.5, "figure": "full", "exact": True},
@@ -800,7 +837,7 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
             }
         }
         kept = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
-        experiments.file_of(folder, name).write_text(json.dumps(kept))
+        write_json(experiments.file_of(folder, name), kept)
     found = load_recipe("raee")
 
     def made():
@@ -810,7 +847,9 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
     assert "\nOf rows, .500 and .600 are right.\n" in first
     path = experiments.file_of(folder, "reviews two-stage")
-    path.write_text(path.read_text().replace("0.6", "0.7"))
+    kept = read_json(path)
+    kept["seeds"]["0"]["figures"]["full"] = 0.7
+    write_json(path, kept)
     assert made() != first and "| two-stage | .700 | .250 |" in made()
 
 

@@ -287,8 +287,9 @@ def test_embeddings_of_another_dimension_are_refused(bad):
         filled().add(bad, np.zeros((2, 4)), [0, 0], [("a",), ("b",)])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 1e-20])
-def test_embeddings_without_a_direction_are_refused(value):
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 1e-20, 1e30])
+def test_embeddings_without_a_direction_are_refused_without_a_warning(value):
+    """A warning is an error in these tests."""
     with pytest.raises(ValueError, match="finite and not zero"):
         filled().search(np.full((1, 8), value), 2)
 

@@ -171,7 +171,7 @@ def test_a_difference_of_exactly_the_tolerance_is_a_change():
     assert replay(Patience(1, tolerance=0.625), logits) == 1
 
 
-@pytest.mark.parametrize("patience", [0, -1, 1.5, "2", None])
+@pytest.mark.parametrize("patience", [0, -1, 1.5, "2", None, True])
 def test_patience_has_to_be_a_whole_number_of_at_least_1(patience):
     for make in (Patience, lambda p: PatienceConfidence(p, 0.5)):
         with pytest.raises(ValueError, match=f"patience must be a whole number of at least 1, got {patience!r}"):
@@ -268,7 +268,7 @@ def test_a_fixed_exit_is_planned_for_every_row_and_reads_no_head_before():
     assert (replay(FixedExit(2), random_logits()) == 2).all()
 
 
-@pytest.mark.parametrize("index", [-1, 4, 1.5, "1"])
+@pytest.mark.parametrize("index", [-1, 4, 1.5, "1", True, 1.0, None])
 def test_a_fixed_exit_has_to_be_one_of_the_exits(index):
     FixedExit(3).check(4)
     with pytest.raises(ValueError, match=f"the fixed exit must be one of the 4 exits, got index {index!r}"):

@@ -309,6 +309,16 @@ def test_a_log_file_holds_no_progress_bars(served, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (2026-11)")
+@pytest.mark.parametrize("more", [[], ["--json", "--out", "answers.jsonl"]], ids=["answers", "--json"])
+def test_a_full_standard_output_is_named(runtime, tmp_path, more):
+    (tmp_path / "in.txt").write_text("the film\n")
+    command = [sys.executable, "-m", "mini_ee", "run", str(runtime.folder), "in.txt", *more]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "mini-ee run: standard output: No space left on device\n" and done.returncode == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (2026-11)")
 def test_a_full_disk_names_the_file(served, tmp_path, capsys, monkeypatch):
     def full(name, *arguments, **settings):
         return open("/dev/full" if str(name).endswith(".partial") else name, *arguments, **settings)

@@ -621,12 +621,64 @@ def test_a_model_whose_tokens_leave_within_a_row_is_refused(tmp_path):
         page.check_page(made)
 
 
-def test_without_the_libraries_it_is_said_how_to_make_them(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(page, "VENDOR", "not there")
-    assert main(["export", str(run.folder), "--out", str(tmp_path / "exported"), "--web"]) == 0
-    said = capsys.readouterr()
-    assert "vendor.sh" in said.out + said.err
-    assert load_run(run.folder) and Path(tmp_path / "exported" / "index.html").is_file()
+PACKAGES = {  # what npm would fetch
+    "onnxruntime-web/dist": ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"),
+    "@huggingface/tokenizers/dist": ("tokenizers.min.mjs",),
+    "@huggingface/tokenizers": ("LICENSE",),
+}
+
+
+@pytest.fixture
+def npm(tmp_path, monkeypatch):
+    """A program of this name, which writes its arguments down and makes the packages, or says what it is given."""
+    monkeypatch.setattr(page, "VENDOR", "vendor of a test")  # export/web has none of this name
+
+    def install(fails=""):
+        made = [f'mkdir -p "$3/node_modules/{folder}"' for folder in PACKAGES]
+        made += [f'echo {name} > "$3/node_modules/{at}/{name}"' for at, names in PACKAGES.items() for name in names]
+        lines = [f"echo '{fails}' >&2", "exit 1"] if fails else made
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin" / "npm"
+        program.write_text("\n".join(["#!/bin/sh", f'echo "$@" > {tmp_path}/given', *lines]))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def export_page(run, folder, capsys):
+    assert main(["export", str(run.folder), "--out", str(folder), "--web"]) == 0
+    assert (folder / "index.html").is_file() and Runtime(folder, threads=1)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_libraries_are_fetched_where_npm_is_installed(run, tmp_path, npm, capsys):
+    npm()
+    *_, fetching, last = export_page(run, tmp_path / "exported", capsys)
+    assert fetching == "Fetching the page's libraries with npm."
+    assert last == f"Page: python -m http.server -d {tmp_path / 'exported'}"
+    fetched = tmp_path / "exported" / page.VENDOR
+    names = {name for at in PACKAGES.values() for name in at} - {"LICENSE"} | {"LICENSE.tokenizers"}
+    assert {path.name: path.read_text().strip() for path in fetched.iterdir()} == {
+        name: name.removesuffix(".tokenizers") for name in names
+    }
+    assert (tmp_path / "given").read_text().startswith("ci --prefix")  # with the checksums of package-lock.json
+
+
+def test_what_npm_says_where_it_fails_is_said_with_the_command(run, tmp_path, npm, capsys):
+    npm(fails="npm error code ENOTFOUND")
+    last = export_page(run, tmp_path / "exported", capsys)[-1]
+    command = page.vendor_command(tmp_path / "exported")
+    assert last == f"Page, without its libraries (npm error code ENOTFOUND): run {command}"
+    assert not list((tmp_path / "exported").glob("vendor*"))
+
+
+def test_without_npm_it_is_said_how_to_make_the_libraries(run, tmp_path, npm, monkeypatch, capsys):
+    monkeypatch.setattr(page.shutil, "which", lambda name: None)
+    *_, before, last = export_page(run, tmp_path / "exported", capsys)
+    command = page.vendor_command(tmp_path / "exported")
+    assert before == f"Exported: {tmp_path / 'exported'}"
+    assert last == f"Page, without its libraries (npm is not installed): run {command}" and "vendor.sh" in command
 
 
 def test_a_rule_that_retrieves_is_refused(run):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from mini_ee.backbones.hub import BUILT_IN_MODEL
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.manifest import MANIFEST

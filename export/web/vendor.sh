@@ -10,9 +10,13 @@ trap 'rm -rf "$work"' EXIT
 cp "$here/package.json" "$here/package-lock.json" "$work"
 npm ci --prefix "$work" --ignore-scripts --no-audit --no-fund --loglevel=error
 modules=$work/node_modules
-mkdir -p "$target"
-cp "$modules/onnxruntime-web/dist/ort.wasm.bundle.min.mjs" "$target"
-cp "$modules/onnxruntime-web/dist/ort-wasm-simd-threaded.wasm" "$target"
-cp "$modules/@huggingface/tokenizers/dist/tokenizers.min.mjs" "$target"
-cp "$modules/@huggingface/tokenizers/LICENSE" "$target/LICENSE.tokenizers"
+partial=${target%/}.partial
+rm -rf "$partial"
+mkdir -p "$partial"
+cp "$modules/onnxruntime-web/dist/ort.wasm.bundle.min.mjs" "$partial"
+cp "$modules/onnxruntime-web/dist/ort-wasm-simd-threaded.wasm" "$partial"
+cp "$modules/@huggingface/tokenizers/dist/tokenizers.min.mjs" "$partial"
+cp "$modules/@huggingface/tokenizers/LICENSE" "$partial/LICENSE.tokenizers"
+rm -rf "$target"
+mv "$partial" "$target"
 echo "Vendored: $target"

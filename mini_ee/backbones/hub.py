@@ -380,16 +380,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     return metadata["sha256"]
 
 
-def tensor_places(path: Path) -> dict[str, tuple[int, int]]:
-    """Where in a safetensors file each tensor's bytes stand: name -> (offset, length)."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    places = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: (8 + size + start, end - start) for name, (start, end) in places.items()}
-
-
 def _ordered(content: bytes, metadata: dict[str, str]) -> tuple[bytes, bytes, memoryview]:
     """A safetensors file with its metadata in this order: safetensors shuffles it, and equal runs are equal bytes."""
     end = 8 + int.from_bytes(content[:8], "little")

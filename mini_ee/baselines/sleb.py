@@ -27,12 +27,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import file_sha256
 from mini_ee.data.options import Settings, option
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.rules import NeverExit
 from mini_ee.training.method import Method

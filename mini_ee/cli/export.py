@@ -22,7 +22,11 @@ def add(sub) -> None:
     precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
     precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
     sub.add_argument("--segments", action="store_true", help="graphs by segment too, for other rules and re-batching")
-    sub.add_argument("--web", action="store_true", help="a page that shows the model in a browser, offline")
+    sub.add_argument(
+        "--web",
+        action="store_true",
+        help="a page that shows the model in a browser, offline; npm fetches its libraries",
+    )
     add_where(sub, device=False)
     add_rule(sub)
     add_retrieval(sub)
@@ -34,7 +38,7 @@ def run(args, say) -> dict:
     from mini_ee import WrongArguments
     from mini_ee.cli.open import open_run, open_task_of
     from mini_ee.cli.rules import chosen_rule
-    from mini_ee.export.page import vendor_command
+    from mini_ee.export.page import fetch_libraries, vendor_command
     from mini_ee.export.triton import write_repository
     from mini_ee.training.train import check_task
 
@@ -68,8 +72,9 @@ def run(args, say) -> dict:
     )
     say(f"Exported: {out}")
     if args.web:
-        missing = vendor_command(args.out)
-        say(f"Page, without its libraries: run {missing}" if missing else f"Page: python -m http.server -d {args.out}")
+        failed = fetch_libraries(args.out, say) if vendor_command(args.out) else None
+        command = f"python -m http.server -d {args.out}"
+        say(f"Page, without its libraries ({failed}): run {vendor_command(args.out)}" if failed else f"Page: {command}")
     answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return answer | {"export": str(out), "bytes": size, "seconds": time.perf_counter() - begin}

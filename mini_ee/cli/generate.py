@@ -60,10 +60,10 @@ def sampling_of(args, **more):
 def run(args, say) -> dict:
     """One text, printed as it comes, its prompt before it."""
     import numpy as np
-    from tqdm import tqdm
 
     from mini_ee.backbones.hub import BUILT_IN_DECODER
     from mini_ee.cli.open import open_run
+    from mini_ee.data.progress import tqdm
 
     if "" in args.stop:
         raise WrongArguments("--stop: expected some text, found none")

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import Parser, seed, threads
+from mini_ee.data.files import STDOUT, errors_name
 
 COMMANDS = (
     "suits",
@@ -77,8 +78,6 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):  # closed, `>&-`: print(file=None) would write to the other
         if quiet or getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-    if not sys.stderr.isatty():  # in a log each step of a bar is a line of its own; read when tqdm is imported
-        os.environ.setdefault("TQDM_MININTERVAL", "30")
     words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     prog = "mini-ee"
     try:
@@ -91,9 +90,10 @@ def main(argv: list[str] | None = None) -> int:
             share_threads(args.threads or 0)
         answer = answer_of(args)
         status = 1 if answer.get("failed") else 0
-        if args.json:
-            print(json.dumps(answer, allow_nan=False))
-        sys.stdout.flush()
+        with errors_name(STDOUT):
+            if args.json:
+                print(json.dumps(answer, allow_nan=False))
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _told(prog, "stopped", 1)
     except BrokenPipeError:  # whoever read has what it wanted

@@ -19,12 +19,12 @@ from typing import BinaryIO, TextIO
 
 import numpy as np
 import onnxruntime
-from tqdm import tqdm
 
 from mini_ee import WrongArguments, __version__
 from mini_ee.cli.options import positive
-from mini_ee.data.files import errors_name, read_json, sole_writer
+from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
+from mini_ee.data.progress import tqdm
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
@@ -75,8 +75,9 @@ def run(args) -> dict:
                 else:
                     counted += np.size(answer["layers"])
                     layers += float(np.sum(answer["layers"]))
-                sink.write(json.dumps(answer) + "\n")
-            sink.flush()
+            with errors_name(args.out or STDOUT):
+                sink.writelines(json.dumps(answer) + "\n" for answer in answers)
+                sink.flush()
             bar.update(len(lines))
     if truncated:
         print(f"mini-ee run: {truncated} of {rows} texts cut to {served.tokenizer.max_length} tokens", file=sys.stderr)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from mini_ee import WrongArguments
 
+STDOUT = Path("standard output")  # as errors name it
+
 
 def check_regular(path: Path, pipe: bool = False) -> None:
     """Raise ValueError where the path leads to a folder, a device or a pipe. A path to nothing passes.

@@ -6,6 +6,7 @@ The command line's options and the checks of their values are both made from it 
 import math
 from collections.abc import Container
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral
 from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import get_args, get_origin
@@ -87,6 +88,11 @@ class Settings:
 
     def __post_init__(self):
         check_options(self)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, numpy's too; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _fits(value, kind: type, limits) -> bool:

@@ -14,6 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
+from mini_ee.data.options import is_whole
 from mini_ee.data.table_files import shortened, text_flaw
 
 
@@ -70,7 +71,7 @@ class Encoded:
 
 def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Rows of one text or two. Raises: ValueError for a text that is empty or no string."""
-    rows = tuple((row,) if isinstance(row, str) else tuple(row) for row in texts)
+    rows = tuple(tuple(row) if isinstance(row, tuple | list) else (row,) for row in texts)
     for number, row in enumerate(rows):
         flaw = next(filter(None, map(text_flaw, row)), None if len(row) in (1, 2) else len(row))
         if flaw is not None:
@@ -79,9 +80,10 @@ def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
 
 
 def check_rows(texts: Sequence[str | Sequence[str]], num_texts: int) -> None:
-    """Raise ValueError for one string in place of rows, and for a row of another number of texts."""
-    if isinstance(texts, str):
-        raise ValueError(f"expected a list of texts, found one string, {texts[:40]!r}; put it in a list")
+    """Raise ValueError for one string or another value in place of rows, and for a row of another number of texts."""
+    if isinstance(texts, str) or not hasattr(texts, "__len__"):
+        found = f"one string, {texts[:40]!r}; put it in a list" if isinstance(texts, str) else shortened(texts)
+        raise ValueError(f"expected a list of texts, found {found}")
     for number, row in enumerate(texts):
         found = len(row) if isinstance(row, tuple | list) else 1
         if found != num_texts:
@@ -241,10 +243,9 @@ def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = Non
     """Row indices (B,) of one batch after the other, every row once, rows of similar length together.
 
     Without a seed the rows go from short to long. With one they are shuffled, sorted by length within pools
-    of 50 batches, and the batches come in random order. Raises: ValueError for batch_size < 1.
+    of 50 batches, and the batches come in random order. Raises: ValueError for another batch_size than 1, 2, ...
     """
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size of at least 1, found {batch_size}")
+    _check_batch_size(batch_size)
     lengths = np.array([len(ids) for ids in encoded.ids], np.int64)
     if shuffle_seed is None:
         return iter(_cut(np.argsort(lengths, kind="stable"), batch_size))
@@ -256,10 +257,14 @@ def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = Non
 
 
 def in_order(count: int, batch_size: int) -> Iterator[slice]:
-    """Rows of one batch after the other, as they come. Raises: ValueError for batch_size < 1."""
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size of at least 1, found {batch_size}")
+    """Rows of one batch after the other, as they come. Raises: ValueError for another batch_size than 1, 2, ..."""
+    _check_batch_size(batch_size)
     return (slice(start, start + batch_size) for start in range(0, count, batch_size))
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if not is_whole(batch_size) or batch_size < 1:
+        raise ValueError(f"expected batch_size of at least 1, a whole number, found {batch_size!r}")
 
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_json
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, holdout
 from mini_ee.measure.evaluate import (
     LOSSES,

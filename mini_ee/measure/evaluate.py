@@ -10,11 +10,11 @@ from collections.abc import Callable
 from operator import itemgetter
 
 import numpy as np
-from tqdm import tqdm
 
 from mini_ee.confidence import entropy, log_softmax, max_probability
 from mini_ee.data.files import read_json
 from mini_ee.data.metrics import spearman
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Backbone, padding_mask
@@ -26,6 +25,7 @@ from mini_ee.calibration import Observed
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import read_text
 from mini_ee.data.metrics import majority
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.texts import Text, cut_text
 from mini_ee.data.tokens import Encoded, batches

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, exit_indices
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import read_text
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.multiple_choice import Asked, Benchmark, ask, standard_error
+from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text, cut_text
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.rule import observe

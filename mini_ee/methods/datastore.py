@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
 from mini_ee.methods.shards import SEED, Shards
 
@@ -167,7 +167,8 @@ class Datastore:
                 f"expected embeddings (B, {self.dimension}) of the encoder {self.encoder}, "
                 f"found {embeddings.shape}; give the encoder that the datastore was built with"
             )
-        length = np.linalg.norm(embeddings, axis=1, keepdims=True)
+        with np.errstate(over="ignore", invalid="ignore"):  # refused below
+            length = np.linalg.norm(embeddings, axis=1, keepdims=True)
         if not (np.isfinite(length) & (length > SHORTEST)).all():
             raise ValueError("expected embeddings that are finite and not zero, found others; correct the encoder")
         return embeddings / length

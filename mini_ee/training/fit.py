@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mini_ee.backbones.hub import read_tensors, write_tensors
+from mini_ee.data.progress import tqdm
 from mini_ee.training import ranks
 from mini_ee.training.options import TrainConfig
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mini_ee import WrongArguments
+from mini_ee.data.options import is_whole
 from mini_ee.early_exit import Reading, Segments, early_exit
 from mini_ee.rules import Rule
 
@@ -81,8 +82,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_s
 
     Raises ValueError if a model of these sizes cannot read the prompts, WrongArguments if it cannot write that much.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
     check_ids(prompts, vocab_size)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > max_tokens:

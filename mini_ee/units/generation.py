@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from mini_ee.backbones.backbone import Around
 from mini_ee.backbones.cache import Cache, Writer
 from mini_ee.backbones.shapes import check_finite
+from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Reading
 from mini_ee.rules import NeverExit, Rule

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from mini_ee.confidence import MEASURES
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import ExitResult, Recorded, Segments, early_exit, read_and_measure

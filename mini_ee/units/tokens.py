@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
+from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import Recorded
 from mini_ee.rules import NeverExit, Rule

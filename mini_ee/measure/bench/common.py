@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Inputs
 from mini_ee.rules import Threshold
 from mini_ee.units.rows import even_exits

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from mini_ee.backbones.bert import Bert
+from mini_ee.data.progress import tqdm
 from mini_ee.early_exit import early_exit
 from mini_ee.measure.bench.common import BERT_BASE, full_model, inputs_of, medians, minilm_of, random_encoder, row_of
 from mini_ee.methods.datastore import Datastore, exact_search

@@ -28,6 +28,7 @@ from mini_ee.training.fit import STATE, Diverged
 from mini_ee.training.run import Run, load_run, training_folder
 from mini_ee.training.train import train
 
+MADE_WITH = ("commit", "torch", "machine", "threads")  # what is said of it
 DIGITS = 5  # of a figure in JSON
 SENTENCES = "SST-2 sentences"
 
@@ -99,8 +100,33 @@ def read_case(folder: Path, case: Case) -> dict:
     empty = {"case": case.name, "measure": case.measure, "options": case.options, "reads": case.reads, "seeds": {}}
     if not path.exists():
         return empty
-    kept = {"reads": case.reads} | read_json(path)
+    kept = {"reads": case.reads} | read_figures(path)
     return kept if all(kept.get(key) == empty[key] for key in empty if key != "seeds") else empty
+
+
+def read_figures(path: Path) -> dict:
+    """A case's JSON. Raises ValueError where the checksum is not its own or is gone, or a value is of a wrong type."""
+    kept = read_json(path, signed="seeds")
+    seeds, tried, chosen = kept.get("seeds"), kept.get("tried", []), kept.get("chosen", {})
+    right = isinstance(seeds, dict) and isinstance(tried, list) and all(map(_holds_numbers, (*tried, chosen)))
+    if not right or not all(seed.isdigit() and _is_made(made) for seed, made in seeds.items()):
+        what = "figures, lists of numbers, and how they were made, of each seed"
+        raise ValueError(f"{path}: expected {what}, found something else; remove the file to make it again")
+    return kept
+
+
+def _holds_numbers(values) -> bool:
+    return isinstance(values, dict) and all(type(value) in (int, float) for value in values.values())
+
+
+def _is_made(made) -> bool:
+    """Whether a value is what run_case writes of a seed."""
+    parts = [made.get(name) for name in ("figures", "lists", "how")] if isinstance(made, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    lists = parts[1].values()
+    numbers = all(isinstance(each, list) and all(type(number) in (int, float) for number in each) for each in lists)
+    return numbers and _holds_numbers(parts[0]) and parts[2].keys() >= set(MADE_WITH)
 
 
 def is_kept(folder: Path, case: Case, seed: int) -> bool:
@@ -108,7 +134,7 @@ def is_kept(folder: Path, case: Case, seed: int) -> bool:
     made = read_case(folder, case)["seeds"].get(str(seed))
     if made is None or case.reference in (None, case.name) or not (path := file_of(folder, case.reference)).exists():
         return made is not None
-    now = read_json(path)["seeds"].get(str(seed))
+    now = read_figures(path)["seeds"].get(str(seed))
     if now is None:
         return True
     counted = {"full": "reference", "hold-out full": "reference hold-out"}
@@ -163,7 +189,7 @@ def _reference(folder: Path, case: Case, seed: int, dropped: int) -> dict | None
     if case.reference in (None, case.name):
         return None
     path = file_of(folder, case.reference)
-    kept = read_json(path)["seeds"][str(seed)]
+    kept = read_figures(path)["seeds"][str(seed)]
     if (found := kept.get("test_rows_dropped", 0)) != dropped:
         raise ValueError(
             f"{path}: expected figures without the {dropped} test rows that train has too, found {found} dropped; "

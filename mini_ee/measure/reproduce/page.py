@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.metrics import spearman
-from mini_ee.measure.reproduce.experiments import read_case
+from mini_ee.measure.reproduce.experiments import MADE_WITH, read_case
 from mini_ee.measure.reproduce.recipe import Case, cases_of, is_choice, sides
 from mini_ee.measure.reproduce.verdicts import (
     FAILS,
@@ -24,7 +24,6 @@ from mini_ee.measure.reproduce.verdicts import (
     verdict_of,
 )
 
-MADE_WITH = ("commit", "torch", "machine", "threads")
 NOT_RUN, NONE = "·", "none"  # of a case that was run, and has no such figure
 NOTHING = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, UNSEEN)  # of a figure that no seed has, though all cases were run
 

@@ -1,0 +1,17 @@
+"""Progress bars: as tqdm draws them on a terminal and in a notebook, a line now and then in a log. No torch here."""
+
+import sys
+
+import tqdm as bars
+
+LOG_SECONDS = 30  # between two lines of a log
+
+
+class tqdm(bars.tqdm):
+    """tqdm, which in a log file would make each of its ten steps a second a line of its own."""
+
+    def __init__(self, *arguments, **settings):
+        file = settings.get("file") or sys.stderr
+        if file is not None and not file.isatty() and "ipykernel" not in sys.modules:
+            settings = {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS} | settings
+        super().__init__(*arguments, **settings)
