@@ -23,6 +23,7 @@ BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbon
 
 ROWS = BOTH | {
     "task": {"name": str, "texts": int, "label_names": (str,)},
+    "backbone": {"vocab_size": int},
     "num_labels": int,
     "max_length": int,
     "layer_passes": [int],

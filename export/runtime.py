@@ -30,6 +30,7 @@ from mini_ee.rules import Planned, Rule, rule_from_dict
 from mini_ee.units.decoding import FILLS, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 
 NEW_TOKENS = 100
+DECIMALS = 3  # of the milliseconds that are printed
 RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --segments, or leave out --fill"
 
 
@@ -39,6 +40,13 @@ def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
     if "prompt" not in manifest:
         return tokenizer
     return PromptTokenizer(tokenizer.backend, manifest["max_length"], Prompt.from_dict(manifest["prompt"]))
+
+
+def vocabulary_sizes(manifest: dict) -> tuple[int, int | None]:
+    """How many tokens and token types the model of a manifest has; None where it reads no types."""
+    backbone = manifest["backbone"]
+    reads_types = "token_type_ids" in manifest["graphs"]["model"]["inputs"]
+    return backbone["vocab_size"], backbone.get("type_vocab_size") if reads_types else None
 
 
 def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Rule:
@@ -64,7 +72,9 @@ class Answer(NamedTuple):
 
     def to_dict(self) -> dict:
         """What `mini-ee run` prints."""
-        return {name: value for name, value in self._asdict().items() if name != "logits"}
+        fields = self._asdict()
+        del fields["logits"]
+        return fields | {"milliseconds": round(self.milliseconds, DECIMALS)}
 
 
 class Continuation(NamedTuple):
@@ -78,7 +88,7 @@ class Continuation(NamedTuple):
     def to_dict(self) -> dict:
         """What `mini-ee run` prints."""
         fields = self._asdict()
-        milliseconds = fields.pop("milliseconds")
+        milliseconds = round(fields.pop("milliseconds"), DECIMALS)
         return fields | {"mean_layers": float(np.mean(self.layers)), "milliseconds": milliseconds}
 
 
@@ -115,6 +125,7 @@ class Runtime:
         self.folder, self.provider, self._threads = Path(folder), None, threads
         self.exits = tuple(self.config["exits"])
         with blaming_manifest(self.folder):
+            self._sizes = vocabulary_sizes(self.config)
             self.tokenizer = open_tokenizer(self.folder, self.config)
             if segments is None:
                 wanted = wanted_provider(providers, allow_fallback)
@@ -160,8 +171,10 @@ class Runtime:
         return self._segments.whole()
 
     def encode(self, texts) -> Encoded:
-        """Tokenize texts of one sentence or two."""
-        return self.tokenizer.encode(texts)
+        """Tokenize texts of one sentence or two. Raises ValueError for a text with a token that the model does not
+        have, and as `run` does.
+        """
+        return self.tokenizer.encode_for(texts, *self._sizes)
 
     def check(self, row: str | Sequence[str]) -> bool:
         """Whether a row is cut to max_length. Raises ValueError for one that cannot be answered."""
@@ -297,6 +310,7 @@ class TokenRuntime(Runtime):
         except UnicodeEncodeError:
             raise ValueError(f"expected text in UTF-8, found {text[:40]!r}") from None
         ids = self.tokenizer.ids_of(text)
+        self.tokenizer.check_ids(ids, self.config["vocab_size"], text)
         self._check([ids], self.max_new_tokens if max_new_tokens is None else max_new_tokens)
         return ids
 

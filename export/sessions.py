@@ -29,7 +29,7 @@ class Session:
     shares_threads = False
 
     def __init__(self, path: Path, provider: str, threads: int):
-        options = ort.SessionOptions()
+        self._path, options = path, ort.SessionOptions()
         options.use_per_session_threads = not Session.shares_threads
         if not Session.shares_threads:
             options.intra_op_num_threads = threads
@@ -54,17 +54,23 @@ class Session:
         return {name: getattr(inputs, name) for name in self.ids}
 
     def run(self, inputs: dict, read: bool = True) -> dict:
-        """Outputs by name: hidden states as the next graph takes them, on the device; if read, the others in numpy."""
+        """Outputs by name: hidden states as the next graph takes them, on the device; if read, the others in numpy.
+
+        Raises ValueError where ONNX Runtime cannot run it on these.
+        """
         outputs = self._outputs if read else self._unread
         if self.provider == CPU:  # shares memory, and is quicker than a binding
-            return dict(zip(outputs, self._run(outputs, inputs, None)))
+            try:
+                return dict(zip(outputs, self._run(outputs, inputs, None)))
+            except Exception as error:  # the types that onnxruntime raises
+                raise self._failed(error) from None
         binding = self._session.io_binding()
         for name, value in inputs.items():
             bind = binding.bind_cpu_input if isinstance(value, np.ndarray) else binding.bind_ortvalue_input
             bind(name, value)
         for name in outputs:
             binding.bind_output(name, "cuda" if name in FOR_THE_NEXT else "cpu")
-        self._session.run_with_iobinding(binding)
+        self.run_bound(binding)
         values = zip(outputs, binding.get_outputs())
         return {name: value if name in FOR_THE_NEXT else value.numpy() for name, value in values}
 
@@ -73,8 +79,14 @@ class Session:
         return self._session.io_binding()
 
     def run_bound(self, binding: ort.IOBinding) -> None:
-        """Run with what is bound."""
-        self._session.run_with_iobinding(binding)
+        """Run with what is bound. Raises ValueError as `run` does."""
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # the types that onnxruntime raises
+            raise self._failed(error) from None
+
+    def _failed(self, error: Exception) -> ValueError:
+        return ValueError(f"{self._path}: ONNX Runtime cannot run this batch: {' '.join(str(error).split())}")
 
 
 def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.InferenceSession:

@@ -44,12 +44,20 @@ class OrtTokens(DecoderSegments):
 
     engine = "onnxruntime"
     prompts: Prompts | None
+    _caches: dict[str, ort.OrtValue]
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         if self.prompts is None:
             return super().begin(prompts)
         self.lay_under(self.prompts.read(prompts))
         return Tokens.of([self.prompts.begins_with] * len(prompts))
+
+    def wipe(self, row: int) -> None:
+        for cache in self._caches.values():
+            values = cache.numpy()  # on the host the same memory
+            values[row] = 0
+            if cache.device_name() != "cpu":
+                cache.update_inplace(values)
 
     def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
         """Give all graphs what was made of the prompts."""
@@ -199,10 +207,14 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self._width = manifest["width"]
         self._heads, self._policies = sessions.heads, sessions.policies
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
-        caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
+        self._caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
         graphs = sessions.segments, sessions.fills
-        self._segments, self._fills = ([Cached(each, caches) for each in some] for some in graphs)
+        self._segments, self._fills = ([Cached(each, self._caches) for each in some] for some in graphs)
         self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
+
+    def wipe(self, row: int) -> None:
+        super().wipe(row)
+        self.left[row] = 0
 
     def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
         self._memory = memory  # kept alive: a binding does not hold what is bound

@@ -17,6 +17,7 @@ exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); 
 What a graph is stands beside the torch code that it repeats: `graphs()` of a model's segments, `graph` of its modules.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,8 @@ VERIFIED_TOKENS = 32  # written from each prompt
 
 AGREEMENT = 0.9  # of the exits at which float32 and torch leave; a row that sits on a threshold may fall either way
 
+log = logging.getLogger("mini_ee.export")
+
 TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
 
 
@@ -81,7 +84,7 @@ def export(
     float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
     it does not hold, for servers that take rows together again after each exit, and to recompute caches; a decoder that
     learned to recompute them (FREE) has them anyway.
-    web: a page that shows the model in a browser, see page.py.
+    web: a page that shows the model in a browser, see page.py. Warns of tokens that the model does not have.
     Raises FileExistsError where `out` is there, WrongArguments where the rule reads hidden states and graphs by segment
     are asked for, ValueError where a weight is NaN, infinite or too large for the precision, where a graph cannot hold
     the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is no folder.
@@ -103,6 +106,8 @@ def export(
         check_page(run)
     own = run.rule.to_dict() == run.config.get("rule")
     kept = (*OF_THE_RUN, *OF_ITS_RULE) if own else OF_THE_RUN
+    if line := run.tokenizer.beyond(run.model.backbone.config.vocab_size):
+        log.warning("%s: %s", run.folder, line)
     with atomic_folder(out) as partial_folder:
         manifest = {
             "format_version": FORMAT_VERSION,

@@ -62,6 +62,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.__init__",
     "export.serving.app",
     "export.serving.engines",
+    "export.serving.hosts",
     "export.serving.load",
     "export.serving.replicas",
     "export.serving.server",

@@ -200,5 +200,5 @@ def test_types_are_asked_of_encoders_only(checkpoint_folder, decoder_checkpoint)
     assert encode(tokenizer, [("good film", "bad film")], decoder).type_ids[0].max() == 1
     one_type = load_backbone(checkpoint_folder)
     one_type.config = replace(one_type.config, type_vocab_size=1)
-    with pytest.raises(ValueError, match="gives the type id 1, the model knows 1"):
+    with pytest.raises(ValueError, match="row 0: expected token types below 1, as the model has them, found 1"):
         encode(tokenizer, [("good film", "bad film")], one_type)

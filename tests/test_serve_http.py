@@ -26,13 +26,15 @@ from mini_ee import WrongArguments
 from mini_ee.cli import serve
 from mini_ee.cli.main import main, parser
 from mini_ee.export.serving import Worker, app, engine_of, server
+from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.watch import Promise
-from mini_ee.export.serving.worker import LATE
+from mini_ee.export.serving.worker import ENDING, LATE, LONG
 from mini_ee.rules import FixedExit
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
 PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very good"]
+JSON_HEAD = b"HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 KILLS = int(os.environ.get("MINI_EE_KILLS", 3))
 
 
@@ -42,7 +44,7 @@ def free_port():
 
 
 @contextmanager
-def serving(engine, **settings):
+def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
     """A server of this process on a free port; its worker and its port."""
     import uvicorn
 
@@ -57,7 +59,8 @@ def serving(engine, **settings):
     address = []
     worker = Worker(engine, **settings)
     thread = threading.Thread(
-        target=server.serve, args=(worker, "127.0.0.1", 0, lambda told: (address.append(told), began.set()))
+        target=server.serve,
+        args=(worker, "127.0.0.1", 0, lambda told: (address.append(told), began.set()), hosts),
     )
     thread.start()
     try:
@@ -81,7 +84,7 @@ def ask(port, body, path="/classify", method="POST", headers=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     try:
         body = json.dumps(body).encode() if isinstance(body, dict) else body
-        connection.request(method, path, body, headers or {})
+        connection.request(method, path, body, {"content-type": "application/json"} if headers is None else headers)
         response = connection.getresponse()
         said = response.read()
         json_ = response.headers["content-type"].startswith("application/json")
@@ -124,7 +127,11 @@ def test_health_and_metrics(served):
         (b'{"text": ""}', 400, "empty"),
         (b'{"text": 7}', 400, "no string"),
         (b'{"text": "\\ud800"}', 400, ""),
-        (b'{"texts": "the film"}', 400, "found the keys 'texts'"),
+        (b'{"sentences": "the film"}', 400, "found the keys 'sentences'"),
+        (b'{"texts": "the film"}', 400, "expected texts as a list of at least one, found 'the film'"),
+        (b'{"texts": []}', 400, "expected texts as a list of at least one, found '[]'"),
+        (b'{"texts": ["the film", ["a", "b"]]}', 400, "expected 1 texts in each row of texts, found 2 in row 1"),
+        (b'{"texts": [%s"a"]}' % (b'"a", ' * 32), 400, "expected at most 32 texts at once, found 33"),
         (b'{"text": "a", "text_b": "b"}', 400, "found the keys 'text', 'text_b'"),
         (b'{"text": "a", "deadline_ms": -1}', 400, "deadline_ms"),
         (b'{"text": "a", "deadline_ms": NaN}', 400, "deadline_ms"),
@@ -198,24 +205,103 @@ def test_a_deadline_is_kept_by_the_server(runtime):
     assert worker.watch.requests["late"] == 1 and not worker.watch.requests["cancelled"]
 
 
+def held_encoding(engine):
+    """The engine, and an event until which no long text is encoded; how many are encoded at the same time is noted."""
+    row, go, now, most = engine.row, threading.Event(), [], []
+
+    def held(texts, **settings):
+        if len(texts[0]) > LONG:
+            now.append(texts)
+            most.append(len(now))
+            assert go.wait(20)
+            now.pop()
+        return row(texts, **settings)
+
+    engine.row = held
+    return engine, go, most
+
+
+LONG_TEXT = "the film was good " * (LONG // 16)
+
+
 def test_a_long_text_is_encoded_beside_other_requests_and_its_deadline_runs(runtime):
-    with serving(engine_of(runtime)) as (worker, port):
-        submit, answered = worker.submit, threading.Event()
+    engine, go, _ = held_encoding(engine_of(runtime))
+    with serving(engine) as (worker, port):
+        begin = time.perf_counter()
+        assert ask(port, {"text": LONG_TEXT, "deadline_ms": 50})[:2] == (503, {"error": LATE})
+        assert time.perf_counter() - begin < 10 and not go.is_set()
+        assert ask(port, {"text": "the film"})[0] == 200
+        go.set()
+        assert ask(port, {"text": LONG_TEXT})[0] == 200
+    assert worker._open == 0 and worker.watch.requests["late"] == 1
 
-        def slow(*of, **settings):
-            assert answered.wait(10), "nothing else was answered while a text was encoded"
-            return submit(*of, **settings)
 
-        worker.submit = slow
+def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runtime):
+    """Above --queue they are refused while none is encoded yet, and one that is given up keeps its place till then."""
+    engine, go, most = held_encoding(engine_of(runtime))
+    with serving(engine, max_open=4) as (worker, port):
         found = []
-        text = {"text": "the film " * app.LONG, "deadline_ms": 1}
-        asking = threading.Thread(target=lambda: found.append(ask(port, text)[:2]))
+        asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": LONG_TEXT}] * 20)))
         asking.start()
-        time.sleep(0.05)
-        assert ask(port, None, "/health", "GET")[0] == 200
-        answered.set()
+        deadline = time.monotonic() + 10
+        while worker.watch.requests["refused"] < 16 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert worker.watch.requests["refused"] == 16 and worker._open == 4
+        next(iter(worker._encoding)).cancel()
+        status, said, _ = ask(port, {"text": "the film"})
+        assert status == 503 and "4 requests are open, and no more may be" in said["error"]
+        go.set()
         asking.join()
-        assert found == [(503, {"error": LATE})]
+        assert ask(port, {"text": "the film"})[0] == 200
+    assert sorted(status for status, *_ in found if status == 200) == [200] * 3
+    assert set(most) == {1} and worker._open == 0
+
+
+def test_a_long_text_that_is_being_encoded_is_answered_before_the_worker_ends(runtime):
+    engine, go, _ = held_encoding(engine_of(runtime))
+    worker = Worker(engine)
+    future = worker.submit((LONG_TEXT,))
+    threading.Timer(0.2, go.set).start()
+    assert worker.drain(20) and future.result(1).label in runtime.label_names
+
+
+def test_a_large_body_takes_a_place_while_it_comes(runtime):
+    """Otherwise the bodies of all connections would be held at once; small ones take none, however slow they are."""
+    start = b"POST /classify " + JSON_HEAD + b"content-length: 1000000\r\n\r\n"
+    with serving(engine_of(runtime), max_open=2) as (worker, port), contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(6)]
+        for at, sock in enumerate(slow):
+            sock.sendall(start + b" " * (app.LARGE + 1 if at < 3 else 100))
+        deadline = time.monotonic() + 10
+        while not worker.watch.requests["refused"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ask(port, {"text": "the film"})[0] == 200
+        for sock in slow[:3]:
+            sock.sendall(b" " * (1_000_000 - app.LARGE - 1))
+        said = sorted(sock.recv(1000).split(b" ")[1] for sock in slow[:3])
+    assert said == [b"400", b"400", b"503"]  # blanks are no JSON
+
+
+def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, decoder, monkeypatch, caplog):
+    monkeypatch.setattr(server, "DRAIN", 1)
+    engine, go, _ = held_encoding(slowed(engine_of(runtime), 0.05))
+    ended = []
+    with serving(engine) as (_, port):
+        asking = threading.Thread(target=lambda: ended.extend(together(port, [{"text": LONG_TEXT}] * 3)))
+        asking.start()
+        time.sleep(0.3)
+        threading.Timer(1.5, go.set).start()  # so that the worker's thread ends at last
+    asking.join()
+    assert [(status, said["error"]) for status, said, _ in ended] == [(503, ENDING)] * 3
+    with serving(slowed(engine_of(decoder, room=1), 0.3)) as (_, port):
+        body = {"text": PROMPTS[0], "max_new_tokens": 8, "stream": True}
+        asking = threading.Thread(target=lambda: ended.append(ask(port, body, "/generate")))
+        asking.start()
+        time.sleep(0.6)
+    asking.join()
+    *pieces, last = map(json.loads, ended[-1][1].splitlines())
+    assert ended[-1][0] == 200 and pieces and last == {"error": ENDING}
+    assert "Traceback" not in caplog.text
 
 
 def test_a_client_that_hangs_up_frees_its_row(runtime):
@@ -228,8 +314,7 @@ def test_a_client_that_hangs_up_frees_its_row(runtime):
         time.sleep(0.05)
         body = b'{"text": "the meal was awful"}'
         with socket.create_connection(("127.0.0.1", port)) as gone:
-            head = f"POST /classify HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-            gone.sendall(head.encode() + body)
+            gone.sendall(b"POST /classify " + JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             time.sleep(0.03)
             assert worker._open == 2
         first.join()
@@ -259,7 +344,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
     with serving(slowed(engine_of(decoder, room=1), 0.02)) as (worker, port):
         body = json.dumps({"text": PROMPTS[0], "max_new_tokens": 30, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", port)) as gone:
-            gone.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            gone.sendall(b"POST /generate " + JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             assert gone.recv(100).startswith(b"HTTP/1.1 200")
         assert ask(port, {"text": PROMPTS[1], "max_new_tokens": 1}, "/generate")[0] == 200
     assert worker.watch.requests["cancelled"] == worker.watch.requests["answered"] == 1
@@ -279,7 +364,7 @@ def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder,
 def bad_request(port, chance):
     """One of those that a server meets: what it sends is wrong, too much, too slow, or never ends."""
     kind = chance.randrange(8)
-    lines = b"POST /classify HTTP/1.1\r\nhost: x\r\n"
+    lines = b"POST /classify " + JSON_HEAD
     text = bytes(chance.randrange(256) for _ in range(60))
     with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
         if kind == 0:  # no HTTP
@@ -344,12 +429,12 @@ def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
     monkeypatch.setattr(server, "SILENCE", 0.2)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with serving(engine_of(runtime)) as (_, port):
-        for sent, said in ((b"", b""), (b"POST /cl", b""), (b"POST /classify HTTP/1.1\r\nhost: x\r\n", b"")):
+        for sent, said in ((b"", b""), (b"POST /cl", b""), (b"POST /classify HTTP/1.1\r\nhost: localhost\r\n", b"")):
             with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
                 sock.sendall(sent)
                 assert sock.recv(100) == said
         with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
-            sock.sendall(b"POST /classify HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+            sock.sendall(b"POST /classify " + JSON_HEAD + b"content-length: 9\r\n\r\n{")
             assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -393,7 +478,7 @@ def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog, 
     engine.run = failing
     with serving(engine) as (_, port):
         status, said, _ = ask(port, {"text": "the film was dull"})
-        assert status == 500 and "the server's log says why" in said["error"]
+        assert status == 500 and said["error"] == ("out of memory" if kind is ValueError else app.FAILED)
         assert ask(port, {"text": "the film was good"})[0] == 200
     assert "out of memory" in caplog.text
 
@@ -407,12 +492,136 @@ def test_an_error_of_the_model_in_a_stream_is_told_and_logged_alike(decoder, cap
     engine.run = failing
     with serving(engine) as (_, port):
         status, said, _ = ask(port, {"text": PROMPTS[0], "max_new_tokens": 2, "stream": True}, "/generate")
-    assert status == 200 and json.loads(said) == {"error": app.FAILED} and "out of memory" in caplog.text
+    assert status == 500 and said == {"error": app.FAILED} and "out of memory" in caplog.text
 
 
 def test_what_is_no_http_is_left_alone(runtime):
     with Worker(engine_of(runtime)) as worker:
         assert asyncio.run(app.App(worker)({"type": "lifespan"}, None, None)) is None
+
+
+# ---- Whom it answers ----
+@pytest.mark.parametrize(
+    ("bound", "more", "host", "allowed"),
+    [
+        ("127.0.0.1", (), "127.0.0.1:8000", True),
+        ("127.0.0.1", (), "localhost", True),
+        ("127.0.0.1", (), "LocalHost.:9000", True),  # a port that is forwarded
+        ("127.0.0.1", (), "127.0.0.2", True),
+        ("127.0.0.1", (), "[::1]:8000", True),
+        ("127.0.0.1", (), "evil.example:8000", False),
+        ("127.0.0.1", (), "localhost.evil.example", False),
+        ("127.0.0.1", (), "127.0.0.1.evil.example", False),
+        ("127.0.0.1", (), "10.0.0.7", False),
+        ("127.0.0.1", (), "0.0.0.0:8000", False),
+        ("127.0.0.1", (), "", False),
+        ("127.0.0.1", (), "localhost@evil.example", False),
+        ("127.0.0.1", (), "localhost evil.example", False),
+        ("127.0.0.1", (), "::1", False),
+        ("127.0.0.1", ("api.example",), "api.example", True),  # behind a proxy that hands the name on
+        ("127.0.0.1", ("api.example",), "localhost", True),
+        ("127.0.0.1", ("api.example",), "other.example", False),
+        ("127.0.0.1", ("*",), "evil.example", True),
+        ("localhost", (), "127.0.0.1:8000", True),
+        ("::1", (), "[::1]", True),
+        ("0.0.0.0", (), "10.1.2.3:8000", True),  # as a probe of Kubernetes asks
+        ("0.0.0.0", (), "[fd00::7]:8000", True),
+        ("::", (), "10.1.2.3", True),
+        ("0.0.0.0", (), "localhost", True),
+        ("0.0.0.0", (), socket.gethostname(), True),
+        ("0.0.0.0", (), "evil.example", False),
+        ("0.0.0.0", ("reviews.default.svc",), "reviews.default.svc:80", True),
+        ("10.1.2.3", (), "10.1.2.3:8000", True),
+        ("10.1.2.3", (), "10.1.2.4:8000", False),
+        ("10.1.2.3", (), "localhost", False),
+        ("node7", (), "node7:8000", True),
+    ],
+)
+def test_a_request_may_name_the_host_that_the_server_is_bound_to(bound, more, host, allowed):
+    assert Hosts(bound, more).allow(host.encode()) is allowed
+
+
+@pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", "", "a/b", "[::1]:80"])
+def test_a_host_with_more_than_its_name_is_refused(runtime, capsys, name):
+    assert main(["serve", str(runtime.folder), "--allow-host", name]) == 2
+    line = capsys.readouterr().err
+    assert f"--allow-host: expected the name of a host, without scheme and port, found {name!r}" in line
+    assert line.count("\n") == 1
+
+
+def test_a_request_for_another_host_is_421_with_advice(served, runtime):
+    for path, method in (("/classify", "POST"), ("/health", "GET"), ("/metrics", "GET")):
+        headers = {"host": "evil.example:8000", "content-type": "application/json"}
+        status, said, _ = ask(served[1], {"text": "the film"} if method == "POST" else None, path, method, headers)
+        assert status == 421 and "127.0.0.1, localhost), found evil.example:8000; see --allow-host" in said["error"]
+    with serving(engine_of(runtime), Hosts("127.0.0.1", ["evil.example"])) as (_, port):
+        assert ask(port, {"text": "the film"}, headers=headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("text/plain", 415),  # what a web page may post without being asked: these three, and none at all
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        (None, 415),
+        ("text/plain; application/json", 415),
+    ],
+)
+def test_only_a_body_that_is_called_json_is_taken(served, kind, status):
+    found, said, _ = ask(served[1], {"text": "the film"}, headers={"content-type": kind} if kind else {})
+    assert found == status and (status == 200 or "expected Content-Type: application/json, found" in said["error"])
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served):
+    """What a proxy takes for one request may be two for a server that goes by the other length."""
+    inside = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = b"POST /classify " + JSON_HEAD
+    both = b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" % (len(inside) + 5)
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=10) as sock:
+        sock.sendall(head + both + inside)
+        said = b"".join(iter(lambda: sock.recv(10_000), b""))
+    assert said.startswith(b"HTTP/1.1 400") and b"connection: close" in said.lower() and said.count(b"HTTP/1.1") == 1
+
+
+# ---- Several texts in a request ----
+def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder):
+    alone = runtime.run(SENTENCES, batch_size=1)
+    with serving(engine_of(runtime)) as (_, port):
+        status, said, _ = ask(port, {"texts": SENTENCES})
+        assert ask(port, {"texts": [[SENTENCES[0]]]})[1]["answers"][0]["label"] == alone[0].label
+    assert status == 200 and set(said) == {"answers"}
+    assert [(each["label"], each["layers"]) for each in said["answers"]] == [
+        (each.label, each.layers) for each in alone
+    ]
+    with serving(engine_of(decoder, room=4)) as (_, port):
+        status, said, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
+        assert ask(port, {"texts": PROMPTS, "stream": True}, "/generate")[0] == 400
+    assert status == 200
+    assert [each["text"] for each in said["answers"]] == [each.text for each in decoder.run(PROMPTS, max_new_tokens=3)]
+
+
+def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
+    with serving(slowed(engine_of(runtime), 0.3), max_open=4) as (worker, port):
+        first = threading.Thread(target=ask, args=(port, {"texts": ["the film"] * 3}))
+        first.start()
+        while worker._open < 3:
+            time.sleep(0.01)
+        status, said, _ = ask(port, {"texts": ["a meal"] * 2})
+        assert status == 503 and "3 requests are open, and only 1 more may be" in said["error"] and worker._open == 3
+        first.join()
+        assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
+
+
+def test_milliseconds_are_rounded(served, runtime, decoder):
+    found = [ask(served[1], {"text": "the film"})[1]]
+    found += [runtime.run(["the film"])[0].to_dict(), decoder.run(["the film"])[0].to_dict()]
+    found += [each._replace(milliseconds=1.23456).to_dict() for each in decoder.run(["the film"])]
+    assert all(each["milliseconds"] == round(each["milliseconds"], 3) > 0 for each in found)
+    assert found[-1]["milliseconds"] == 1.235
 
 
 # ---- The command ----

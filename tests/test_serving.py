@@ -20,7 +20,7 @@ from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.calibration import chance_of_so_few
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.export.runtime import Runtime, TokenRuntime
-from mini_ee.export.serving import Refused, Worker, engine_of
+from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import Answered, arrivals, goodput, offer
 from mini_ee.export.serving.watch import LEVEL, LOOK, Promise, Watch
@@ -227,8 +227,8 @@ def test_a_model_whose_streams_stand_side_by_side_is_served_by_its_one_graph(run
 def test_a_wrong_row_is_refused_before_it_is_queued(runtime):
     with Worker(engine_of(runtime)) as worker:
         for row, message in (("", "empty"), (("a", "b"), "expected 1 texts, found 2"), ((7,), "no string")):
-            with pytest.raises(ValueError, match=message) as error:
-                worker.submit(row)
+            with pytest.raises(WrongRow, match=message) as error:
+                worker.submit(row).result(10)
             assert "row 0" not in str(error.value)
         assert worker.submit("the film").result(10).label in runtime.label_names
 
@@ -303,8 +303,8 @@ def test_a_letter_of_several_tokens_is_told_when_it_is_whole():
 def test_a_prompt_that_the_caches_cannot_hold_is_refused(decoder, monkeypatch):
     monkeypatch.setattr("mini_ee.export.serving.engines.CAPACITY", 12)
     with Worker(TextEngine(decoder)) as worker:
-        with pytest.raises(ValueError, match="expected at most 12 tokens, found [2-9] and 11 to write"):
-            worker.submit("the film was", max_new_tokens=11)
+        with pytest.raises(WrongRow, match="expected at most 12 tokens, found [2-9] and 11 to write"):
+            worker.submit("the film was", max_new_tokens=11).result(10)
         assert len(worker.submit("the film was", max_new_tokens=4).result(10).tokens) == 4
 
 
@@ -468,6 +468,18 @@ def test_a_batch_that_fails_is_told_to_its_rows_and_ends_nothing():
         assert worker.submit("xx").result(5).layers == 1
         assert worker.state == "ready"
     assert worker.watch.requests["failed"] == 1
+
+
+def test_where_a_batch_fails_its_rows_run_one_by_one():
+    engine = Slow()
+    engine.by_length = False
+    with Worker(engine) as worker:
+        futures = waiting_behind(engine, worker, [4, 13, 6, 3])
+        wait(futures)
+    assert [future.exception() is None for future in futures] == [True, False, True, True]
+    first = [widths for name, widths in engine.ran if name == "first"]
+    assert first[1:] == [[4, 13, 6, 3], [13], [6], [3]], "4 had gone on before the batch failed"
+    assert worker.watch.requests["failed"] == 1 and len(engine.released) == 5
 
 
 def test_a_row_that_fails_in_the_shadow_had_its_answer_and_ends_nothing():

@@ -452,7 +452,7 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
         with Worker(engine_of(runtime)) as worker:
             served = [each.result(60) for each in [worker.submit(text, max_new_tokens=6) for text in texts]]
             with pytest.raises(ValueError, match="expected a prompt of at most 512 tokens"):
-                worker.submit("film " * 600)  # attention over what is read apart grows with its square
+                worker.submit("film " * 600).result(60)  # attention over what is read apart grows with its square
         (tmp_path / "long").write_text("the film\n" + "film " * 600 + "\na song\n")
         for engine in engines:
             files = (tmp_path / "long", "--out", tmp_path / engine, "--max-new-tokens", 2, "--engine", engine)

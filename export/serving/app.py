@@ -6,28 +6,32 @@
     GET  /health     200 while requests are taken, else 503
     GET  /metrics    as Prometheus reads it
 
+Several texts go in one request: {"texts": ["A charming film.", "A dull one."]}, each pair being a list of two, gives
+{"answers": [...]} in their order, of which one that fails is {"error": ...}. Each text takes a place in the queue.
+
 A request may say "deadline_ms". What is wrong is told in one line of JSON, {"error": ...}: 400 for what no server could
-answer, 408 and 413 for a body that does not come or does not end, 503, with the reason, for what is refused now.
+answer, 408 and 413 for a body that does not come or does not end, 415 for one that is not called JSON, 421 for another
+host's name (see hosts.py), 500 where the model fails, 503, with the reason, for what is refused now.
 """
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from math import inf
 
-from mini_ee.data.lines import decoded, json_object, row_of_object
-from mini_ee.export.serving.worker import LATE, Refused, Worker
+from mini_ee.data.lines import decoded, json_object, rows_of_object
+from mini_ee.export.serving.hosts import Hosts
+from mini_ee.export.serving.worker import ENDING, LATE, Refused, Worker, WrongRow
 
 MAX_BODY = 1 << 20  # bytes
 
 BODY_SECONDS = 10.0  # for a body to come
 
-LONG = 1 << 14  # characters of a text that is encoded in a thread: it takes longer than some requests
+LARGE = 1 << 16  # bytes of a body that has a place in the queue before it has come to its end
 
 JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,11 +41,11 @@ FAILED = "the model failed on this request; the server's log says why"
 
 
 class Told(Exception):
-    """A request that ends with a status and a reason. allow: the method that is taken, where another came."""
+    """A request that ends with a status and a reason. headers: more of the response."""
 
-    def __init__(self, status: int, reason: str, allow: str | None = None):
+    def __init__(self, status: int, reason: str, *headers: tuple[bytes, bytes]):
         super().__init__(reason)
-        self.status, self.allow = status, allow
+        self.status, self.headers = status, headers
 
 
 class HungUp(Exception):
@@ -49,11 +53,16 @@ class HungUp(Exception):
 
 
 class App:
-    """The application of one worker. page: what /metrics shows; by default what this worker has counted."""
+    """The application of one worker. hosts: whom requests may be for. page: what /metrics shows; by default what this
+    worker has counted.
+    """
 
-    def __init__(self, worker: Worker, page: Callable[[], Awaitable[str]] | None = None):
+    def __init__(
+        self, worker: Worker, hosts: Hosts = Hosts("127.0.0.1"), page: Callable[[], Awaitable[str]] | None = None
+    ):
         self.worker, self._config = worker, worker.engine.runtime.config
-        self._page = page
+        self._hosts, self._page = hosts, page
+        self._large = 0  # bodies above LARGE that are being read
         answers = {"/generate": self._generate} if self._config["unit"] == "tokens" else {"/classify": self._classify}
         self._routes = {path: ("POST", handler) for path, handler in answers.items()}
         self._routes |= {"/health": ("GET", self._health), "/metrics": ("GET", self._metrics)}
@@ -62,19 +71,37 @@ class App:
         if scope["type"] != "http":
             return
         try:
-            method, handler = self._routes.get(scope["path"], (None, None))
-            if method is None:
-                raise Told(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
-            if scope["method"] != method:
-                raise Told(405, f"{scope['path']} takes {method}, found {scope['method'][:20]}", allow=method)
-            await handler(scope, receive, send)
+            await self._handler(scope)(scope, receive, send)
         except Told as told:
-            await self._send(send, told.status, {"error": " ".join(str(told).split())}, allow=told.allow)
+            await self._send(send, told.status, {"error": one_line(told)}, JSON, *told.headers)
         except HungUp:
             self.worker.watch.responses["hung up"] += 1
+        except asyncio.CancelledError:  # the server ends, and waits no longer
+            await self._send(send, 503, {"error": ENDING})
         except Exception:
             log.exception("a request failed")
             await self._send(send, 500, {"error": FAILED})
+
+    def _handler(self, scope: dict) -> Callable:
+        """What a request's head asks for. Raises Told where it is wrong."""
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may go by the other of them
+            reason = "expected Content-Length or Transfer-Encoding, found both; the connection is closed"
+            raise Told(400, reason, (b"connection", b"close"))
+        for name, value in scope["headers"]:
+            if name == b"host" and not self._hosts.allow(value):
+                found, names = value[:80].decode("latin-1"), ", ".join(sorted(self._hosts.names))
+                raise Told(421, f"expected a Host of this server ({names}), found {found}; see --allow-host")
+        method, handler = self._routes.get(scope["path"], (None, None))
+        if method is None:
+            raise Told(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
+        if scope["method"] != method:
+            reason = f"{scope['path']} takes {method}, found {scope['method'][:20]}"
+            raise Told(405, reason, (b"allow", method.encode()))
+        kind = headers.get(b"content-type", b"no Content-Type")
+        if method == "POST" and not is_json(kind):
+            raise Told(415, f"expected Content-Type: application/json, found {kind[:80].decode('latin-1')}")
+        return handler
 
     # ---- What it offers ----
     async def _health(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -87,13 +114,12 @@ class App:
         await self._send(send, 200, page.encode(), TEXT)
 
     async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
-        fields, deadline = await self._fields(scope, receive)
-        with _errors():
-            texts = row_of_object(fields, self.worker.engine.runtime.num_texts)
-        await self._answer(*await self._submit(texts, deadline), receive, send)
+        fields, due = await self._fields(scope, receive)
+        futures = self._submit(fields, self.worker.engine.runtime.num_texts, due)
+        await self._answer(fields, futures, due, receive, send)
 
     async def _generate(self, scope: dict, receive: Callable, send: Callable) -> None:
-        fields, deadline = await self._fields(scope, receive)
+        fields, due = await self._fields(scope, receive)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(piece: dict | None) -> None:
@@ -103,75 +129,88 @@ class App:
         def told(text: str, layers: int) -> None:
             put({"text": text, "layers": layers})
 
-        stream = fields.get("stream", False)
-        with _errors():
-            count = fields.get("max_new_tokens")
-            if not (count is None or type(count) is int and count > 0) or type(stream) is not bool:
-                raise ValueError("expected max_new_tokens as a whole number above 0, and stream as true or false")
-            texts = row_of_object(fields, 1)
-        settings = {"max_new_tokens": count, "told": told if stream else None}
-        future, deadline = await self._submit(texts, deadline, **settings)
+        stream, count = fields.get("stream", False), fields.get("max_new_tokens")
+        if not (count is None or type(count) is int and count > 0) or type(stream) is not bool:
+            raise Told(400, "expected max_new_tokens as a whole number above 0, and stream as true or false")
+        if stream and "texts" in fields:
+            raise Told(400, "expected one text to stream, found texts; ask for each of them")
+        futures = self._submit(fields, 1, due, max_new_tokens=count, told=told if stream else None)
         if not stream:
-            return await self._answer(future, deadline, receive, send)
-        future.add_done_callback(lambda _: put(None))
-        await self._stream(future, pieces, receive, send)
+            return await self._answer(fields, futures, due, receive, send)
+        futures[0].add_done_callback(lambda _: put(None))
+        await self._stream(futures[0], pieces, receive, send)
 
     # ---- Requests ----
     async def _fields(self, scope: dict, receive: Callable) -> tuple[dict, float]:
-        """The object that a body holds, and the seconds that an answer may take."""
+        """The object that a body holds, and when its answer is due: a moment of perf_counter."""
+        body = await self._body(scope, receive)
+        with _errors():
+            fields = json_object(decoded(body))
+            return fields, time.perf_counter() + deadline_of(fields)
+
+    async def _body(self, scope: dict, receive: Callable) -> bytes:
+        """A request's body. A large one has to have a place in the queue while it comes, or is read and dropped."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        body, told = b"", Told(413, f"expected a body of at most {MAX_BODY} bytes, found more; send texts one by one")
+        told = Told(413, f"expected a body of at most {MAX_BODY} bytes, found more; send fewer texts at once")
         if length.isdigit() and len(length) < 20 and int(length) > MAX_BODY:
             raise told
+        body, size, refused, large, more = bytearray(), 0, None, False, True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise HungUp
-                    body, more = body + message.get("body", b""), message.get("more_body", False)
-                    if len(body) > MAX_BODY:
+                    some, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(some)
+                    if size > MAX_BODY:
                         raise told
+                    if size > LARGE and not large and not refused:
+                        try:
+                            self.worker.check_room(self._large + 1)
+                            self._large, large = self._large + 1, True
+                        except Refused as error:
+                            refused = error
+                            body.clear()
+                    if not refused:
+                        body += some
         except TimeoutError:
-            raise Told(408, f"expected the body within {BODY_SECONDS:.0f} s, found {len(body)} bytes of it") from None
-        with _errors():
-            fields = json_object(decoded(body))
-            return fields, deadline_of(fields)
+            raise Told(408, f"expected the body within {BODY_SECONDS:.0f} s, found {size} bytes of it") from None
+        finally:
+            self._large -= large
+        if refused:
+            raise Told(503, str(refused))
+        return bytes(body)
 
-    async def _submit(self, texts: Sequence[str], deadline: float, **settings) -> tuple[Future, float]:
-        """The future answer, and what is left of the deadline. A long text is encoded beside the other requests."""
-        begin, submit = time.perf_counter(), partial(self.worker.submit, texts, deadline, **settings)
+    def _submit(self, fields: dict, num_texts: int, due: float, **settings) -> list[Future]:
+        """The future answers to the texts of a request, which all have a place, or none."""
         with _errors():
-            long = any(len(text) > LONG for text in texts if isinstance(text, str))
-            future = await asyncio.to_thread(submit) if long else submit()
-        left = deadline - (time.perf_counter() - begin)
-        if left <= 0:
-            future.cancel()
-            raise Told(503, LATE)
-        return future, left
+            rows = rows_of_object(fields, num_texts)
+            if len(rows) > self.worker.max_open:
+                raise ValueError(f"expected at most {self.worker.max_open} texts at once, found {len(rows)}")
+            self.worker.check_room(len(rows))
+            deadline = due - time.perf_counter()
+            return [self.worker.submit(row, deadline, **settings) for row in rows]
 
-    async def _answer(self, future: Future, deadline: float, receive: Callable, send: Callable) -> None:
-        """Wait for the answer, the deadline or the client to hang up, whichever comes first."""
-        answer, gone = asyncio.wrap_future(future), asyncio.ensure_future(receive())
+    async def _answer(self, fields: dict, futures: list[Future], due: float, receive: Callable, send: Callable) -> None:
+        """Wait for the answers, the deadline or the client to hang up, whichever comes first."""
+        answers = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        gone = asyncio.ensure_future(receive())
         try:
-            timeout = None if deadline == inf else deadline
-            await asyncio.wait({answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            timeout = None if due == inf else max(0.0, due - time.perf_counter())
+            await asyncio.wait({answers, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not answers.done():
                 raise HungUp if gone.done() else Told(503, LATE)
-            try:
-                said = answer.result()
-            except Refused as error:
-                raise Told(503, str(error)) from None
         finally:
             gone.cancel()
-            answer.cancel()
-        await self._send(send, 200, said.to_dict())
+            answers.cancel()
+        if "texts" in fields:
+            return await self._send(send, 200, {"answers": list(map(_outcome_or_error, futures))})
+        await self._send(send, 200, _outcome(futures[0]))
 
     async def _stream(self, future: Future, pieces: asyncio.Queue, receive: Callable, send: Callable) -> None:
-        """The pieces as they come, then the answer, or what became of it."""
-        await self._start(send, 200, b"application/x-ndjson")
-        gone = asyncio.ensure_future(receive())
+        """The pieces as they come, then the answer, or what became of it; before the first, that is the status."""
+        gone, started = asyncio.ensure_future(receive()), False
         try:
             while True:
                 piece = asyncio.ensure_future(pieces.get())
@@ -181,39 +220,43 @@ class App:
                     raise HungUp
                 if piece.result() is None:
                     break
+                if not started:
+                    await self._start(send, 200, b"application/x-ndjson")
+                    started = True
                 await send(line(piece.result(), more=True))
+            last = _outcome_or_error(future) if started else _outcome(future)
+        except asyncio.CancelledError:
+            if not started:
+                raise
+            last = {"error": ENDING}
         finally:
             gone.cancel()
             future.cancel()
-        error = future.exception()
-        if error and not isinstance(error, Refused):
-            log.error("a request failed", exc_info=error)
-            error = FAILED
-        await send(line({"error": str(error)} if error else future.result().to_dict()))
+        if not started:
+            await self._start(send, 200, b"application/x-ndjson")
+        await send(line(last))
 
     # ---- Responses ----
-    async def _start(self, send: Callable, status: int, kind: bytes, *about) -> None:
+    async def _start(self, send: Callable, status: int, kind: bytes, *more) -> None:
         self.worker.watch.responses[status] += 1
-        await send(head(status, kind, *about))
+        await send(head(status, kind, *more))
 
     async def _send(
-        self, send: Callable, status: int, body: dict | bytes, kind: bytes = JSON, allow: str | None = None
+        self, send: Callable, status: int, body: dict | bytes, kind: bytes = JSON, *headers: tuple[bytes, bytes]
     ) -> None:
         message = {"type": "http.response.body", "body": body} if isinstance(body, bytes) else line(body)
-        await self._start(send, status, kind, len(message["body"]), allow)
+        await self._start(send, status, kind, len(message["body"]), *headers)
         await send(message)
 
 
-def head(status: int, kind: bytes, length: int | None = None, allow: str | None = None) -> dict:
-    """The message that begins a response of so many bytes; None: as many as come. allow: as Told has it."""
-    headers = [(b"content-type", kind)]
+def head(status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]) -> dict:
+    """The message that begins a response of so many bytes; None: as many as come. headers: more of them."""
+    known = [(b"content-type", kind)]
     if length is not None:
-        headers.append((b"content-length", str(length).encode()))
+        known.append((b"content-length", str(length).encode()))
     if status == 503:
-        headers.append((b"retry-after", b"1"))
-    if allow:
-        headers.append((b"allow", allow.encode()))
-    return {"type": "http.response.start", "status": status, "headers": headers}
+        known.append((b"retry-after", b"1"))
+    return {"type": "http.response.start", "status": status, "headers": [*known, *headers]}
 
 
 def line(fields: dict, more: bool = False) -> dict:
@@ -227,6 +270,40 @@ def deadline_of(fields: dict) -> float:
     if type(deadline) not in (int, float) or not deadline > 0:
         raise ValueError(f"expected deadline_ms as a number above 0, found {str(deadline)[:40]!r}")
     return min(deadline, 1e9) / 1e3 if deadline != inf else inf
+
+
+def is_json(kind: bytes) -> bool:
+    """Whether a Content-Type is JSON's. A web page of another site cannot send one unless this server allows it."""
+    kind = kind.partition(b";")[0].strip().lower()
+    return kind == JSON or kind.startswith(b"application/") and kind.endswith(b"+json")
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())
+
+
+def _outcome(future: Future) -> dict:
+    """The answer of a future that is done. Raises Told where there is none."""
+    try:
+        return future.result().to_dict()
+    except Refused as error:
+        raise Told(503, str(error)) from None
+    except WrongRow as error:
+        raise Told(400, str(error)) from None
+    except ValueError as error:  # of our own code, which says what is wrong
+        log.error("a request failed: %s", one_line(error))
+        raise Told(500, str(error)) from None
+    except Exception as error:
+        log.error("a request failed", exc_info=error)
+        raise Told(500, FAILED) from None
+
+
+def _outcome_or_error(future: Future) -> dict:
+    try:
+        return _outcome(future)
+    except Told as told:
+        return {"error": one_line(told)}
 
 
 @contextmanager

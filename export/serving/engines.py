@@ -117,13 +117,14 @@ class RowEngine:
             state = segments.will_read(heads_read(rule, plan, self._last), state)
             memory = _memory([row.memory for row in rows]) if k else {}
             state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
-        for at, row in enumerate(rows):
-            row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
-        if exited is not None:
+        leaving, said = (), []
+        if exited is not None:  # before any row changes: where this fails, each runs alone from the state that it has
             leaving, count = np.arange(len(rows))[exited.leaving], len(exited.logits)
             depth = [self.runtime.exits[k]] * count if exited.spent is None else exited.spent[:, 0].tolist()
             said = self.runtime.answers(exited.logits, [k] * count, depth, [0.0] * count)
-            self._answer([rows[at] for at in leaving], said, rule)
+        for at, row in enumerate(rows):
+            row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
+        self._answer([rows[at] for at in leaving], said, rule)
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self.rule
@@ -132,10 +133,10 @@ class RowEngine:
         elif self._plans:
             rule = Planned([row.plan for row in rows])
         result = early_exit(self.runtime.segments(), rule, inputs)
-        for row in rows:
-            row.queue = self._plans + 1
         depth = result.cost.depth.tolist()
         said = self.runtime.answers(result.logits, result.exit_index.tolist(), depth, [0.0] * len(rows))
+        for row in rows:
+            row.queue = self._plans + 1
         self._answer(rows, said, self.rule)
 
     def _answer(self, rows: list[TextRow], said: list[Answer], rule: Rule) -> None:
@@ -218,9 +219,18 @@ class TextEngine:
 
     def run(self, at: int, rows: list[PromptRow]) -> None:
         """One more token of each."""
-        new = [row for row in rows if row.place is None]
+        try:
+            self._step(rows)
+        except Exception:
+            if len(rows) == 1:  # the worker gives its place to another text
+                self._segments.wipe(rows[0].place)
+            raise
+
+    def _step(self, rows: list[PromptRow]) -> None:
+        new = [row for row in rows if not row.tokens]  # those too whose first step failed in a batch
         for row in new:
-            row.place = self._free.pop()
+            if row.place is None:
+                row.place = self._free.pop()
             self._segments.forget(row.place)
         rows = sorted(rows, key=lambda row: row.place)
         if new:

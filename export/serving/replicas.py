@@ -26,6 +26,7 @@ from starlette.middleware import Middleware
 
 from mini_ee.data.lines import decoded, json_object
 from mini_ee.export.serving.app import JSON, MAX_BODY, App, deadline_of, head, line
+from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.server import DRAIN, address_of, listen
 from mini_ee.export.serving.watch import together
 from mini_ee.export.serving.worker import LATE, Worker
@@ -57,13 +58,13 @@ class Size(NamedTuple):
 
 
 class Replica:
-    """A worker in a process of its own, under an ASGI application. make: makes the worker there."""
+    """A worker in a process of its own, under an ASGI application. make: makes the worker there. hosts: as App's."""
 
-    def __init__(self, make: Callable[[], Worker]):
-        self.worker = make()
+    def __init__(self, make: Callable[[], Worker], hosts: Hosts):
+        self.worker, self._hosts = make(), hosts
 
     def __serve_build_asgi_app__(self) -> App:
-        return App(self.worker, self._pages)
+        return App(self.worker, self._hosts, self._pages)
 
     def check_health(self) -> None:
         """Asked by Ray, which starts the replica anew where this raises."""
@@ -140,10 +141,13 @@ def front() -> list[Middleware]:
     return [Middleware(Front)]
 
 
-def serve(make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None]) -> Counter | None:
+def serve(
+    make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None], hosts: Hosts
+) -> Counter | None:
     """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the addresses.
 
-    make: makes a replica's worker; it is sent to a process that imports what it needs. port 0: a free one.
+    make: makes a replica's worker; it is sent to a process that imports what it needs. port 0: a free one. hosts: whom
+    requests may be for.
     Returns what became of the requests, of the replicas that were there at the end; where the environment names a
     cluster, which serves on, None as soon as it does.
     Raises OSError where the address cannot be had, ValueError where Ray cannot start or a replica cannot be made.
@@ -157,7 +161,7 @@ def serve(make: Callable[[], Worker], size: Size, host: str, port: int, ready: C
         _start(size, joins)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT, wherever this process stands
         ray_serve.start(http_options={"host": host, "port": port}, logging_config=LOGGING)
-        _deploy(make, size)
+        _deploy(make, size, hosts)
         ready(f"{address_of(host, port)}, RAY_ADDRESS={ray.get_runtime_context().gcs_address}")
         while not joins:
             time.sleep(1)
@@ -187,7 +191,7 @@ def _start(size: Size, joins: bool) -> None:
         raise ValueError(f"expected a GPU for each of {size.most} replicas, found {found}; take fewer --replicas")
 
 
-def _deploy(make: Callable[[], Worker], size: Size) -> None:
+def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
     """Put the application in the place of one that is there: the old replicas serve until new ones do."""
     many = {"num_replicas": size.most}
     if size.least < size.most:
@@ -206,7 +210,7 @@ def _deploy(make: Callable[[], Worker], size: Size) -> None:
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=LOGGING,
     )
-    ray_serve.run(deployment.bind(make), name=NAME)
+    ray_serve.run(deployment.bind(make, hosts), name=NAME)
 
 
 def _drained() -> Counter:

@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_ee.export.serving.app import App
+from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.worker import Worker
 
 SILENCE = 15.0  # seconds that a connection may take to bring a request's head
@@ -60,15 +61,17 @@ def address_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None]) -> None:
+def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None], hosts: Hosts) -> None:
     """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the address.
 
-    port 0: a free one. Raises OSError where the address cannot be had.
+    port 0: a free one. hosts: whom requests may be for. Raises OSError where the address cannot be had.
     """
     listening = listen(host, port)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
     limits = {"limit_concurrency": CONNECTIONS + 1, "timeout_graceful_shutdown": DRAIN}
-    server = uvicorn.Server(uvicorn.Config(App(worker), log_level="error", server_header=False, **settings, **limits))
+    server = uvicorn.Server(
+        uvicorn.Config(App(worker, hosts), log_level="error", server_header=False, **settings, **limits)
+    )
     in_main = threading.current_thread() is threading.main_thread()
     ends = (signal.SIGTERM, signal.SIGINT) if in_main else ()
     # before uvicorn listens to them, and after it: it raises a signal again when it has drained

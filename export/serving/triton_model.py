@@ -16,11 +16,7 @@ import triton_python_backend_utils as triton  # the server brings it
 
 from mini_ee.data.lines import decoded
 from mini_ee.export.runtime import Runtime
-from mini_ee.export.serving import Refused, Worker, engine_of
-
-
-class WrongRow(ValueError):
-    """A request that no server could answer."""
+from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 
 
 class TritonPythonModel:
@@ -73,7 +69,7 @@ class TritonPythonModel:
         except Exception as error:
             codes = {Refused: triton.TritonError.UNAVAILABLE, WrongRow: triton.TritonError.INVALID_ARG}
             code = codes.get(type(error), triton.TritonError.INTERNAL)
-            response = triton.InferenceResponse(error=triton.TritonError(str(error), code))
+            response = triton.InferenceResponse(error=triton.TritonError(" ".join(str(error).split()), code))
         sender.send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 

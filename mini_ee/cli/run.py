@@ -130,10 +130,24 @@ def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) 
             rows[number] = row
         except ValueError as error:
             errors[number] = str(error).removeprefix("row 0: ")
-    answers = dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
+    answers = _run(runtime, rows, batch_size, errors)
     said = {number: {"error": text} for number, text in errors.items()}
     said |= {number: answer.to_dict() for number, answer in answers.items()}
     return [{"line": number, **said[number]} for number, _ in lines], cut
+
+
+def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict[int, str]) -> dict:
+    """The answers to numbered rows; where a batch fails, each row alone, and what is wrong with one goes to errors."""
+    try:
+        return dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
+    except (ValueError, RuntimeError) as error:
+        if len(rows) == 1:
+            errors[next(iter(rows))] = " ".join(str(error).split())
+            return {}
+    alone = {}
+    for number, row in rows.items():
+        alone |= _run(runtime, {number: row}, 1, errors)
+    return alone
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from mini_ee import WrongArguments
 from mini_ee.cli.options import number, positive, span, whole_number
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
+from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.watch import Promise, stricter
 from mini_ee.export.serving.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 from mini_ee.export.sessions import PROVIDERS, share_threads
@@ -33,6 +34,8 @@ def add(sub) -> None:
     """Its options."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED", help="best exported with --segments")
     sub.add_argument("--host", default="127.0.0.1", help="127.0.0.1, this machine alone; 0.0.0.0 for all others")
+    told = "name in the Host header of requests, beside --host's; may be given several times; * for any (default: none)"
+    sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=told)
     sub.add_argument("--port", type=whole_number, default=8000, help="8000; 0 for a free one")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
     sub.add_argument("--batch-size", type=positive, default=BATCH, help=f"rows of a batch, or texts at once; {BATCH}")
@@ -62,6 +65,11 @@ def run(args) -> dict:
         raise WrongArguments(f"--max-wait must be from 0 to 60000 milliseconds, got {args.max_wait}")
     if args.replicas and args.engine != "ray":
         raise WrongArguments("--replicas are for --engine ray; `local` is one process")
+    joins = args.engine == "ray" and os.environ.get("RAY_ADDRESS")  # what that cluster listens on is not known here
+    try:
+        args.hosts = Hosts("0.0.0.0" if joins else args.host, args.allow_host)
+    except ValueError as error:
+        raise WrongArguments(f"--allow-host: {error}") from None
     begin = time.perf_counter()
     summary = (_run_on_ray if args.engine == "ray" else _run_here)(args)
     return {"export": str(args.exported), "engine": args.engine, **summary, "seconds": time.perf_counter() - begin}
@@ -74,7 +82,7 @@ def _run_here(args) -> dict:
         raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
     with _worker(args) as worker:
         engine = worker.engine
-        serve(worker, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}"))
+        serve(worker, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}"), args.hosts)
     requests = worker.watch.requests
     _say(f"drained; {requests['answered']} requests answered")
     about = {"provider": engine.runtime.provider, "rule": engine.rule.to_dict()}
@@ -94,7 +102,7 @@ def _run_on_ray(args) -> dict:
     size = Size(least, most, args.batch_size, args.queue, args.threads, int(args.device == "cuda"))
     shown = f"replicas: {most if least == most else f'{least} to {most}'}"
     with redirect_stdout(sys.stderr):  # Ray prints there what its processes say
-        requests = serve(partial(_replica, args), size, args.host, args.port, _ready(args, shown))
+        requests = serve(partial(_replica, args), size, args.host, args.port, _ready(args, shown), args.hosts)
     if requests is None:
         _say("the cluster serves it now")
     else:

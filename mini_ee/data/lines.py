@@ -47,6 +47,23 @@ def row_of_object(fields: dict, expected: int) -> tuple[str, ...]:
     raise ValueError(f"expected {_forms(KEYS[expected])}, found the keys {found[:200]}")
 
 
+def rows_of_object(fields: dict, expected: int) -> list[tuple[str, ...]]:
+    """The texts of its row, or of each of its rows: {"texts": [...]}, each a text or a list of so many.
+
+    Raises ValueError for anything else. What is in the place of a text is not looked at.
+    """
+    if "texts" not in fields:
+        return [row_of_object(fields, expected)]
+    rows = fields["texts"]
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"expected texts as a list of at least one, found {str(rows)[:40]!r}")
+    rows = [tuple(row) if isinstance(row, list) else (row,) for row in rows]
+    wrong = next((number for number, row in enumerate(rows) if len(row) != expected), None)
+    if wrong is not None:
+        raise ValueError(f"expected {expected} texts in each row of texts, found {len(rows[wrong])} in row {wrong}")
+    return rows
+
+
 def _forms(keys: Sequence[Sequence[str]]) -> str:
     forms = ("{" + ", ".join(f'"{name}": ...' for name in names) + "}" for names in keys)
     return " or ".join(forms)

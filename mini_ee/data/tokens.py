@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +17,13 @@ from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
 from mini_ee.data.options import is_whole
 from mini_ee.data.table_files import shortened, text_flaw
+
+HEAD = 32  # characters for each token of max_length: as long a head of a text is tried before all of it
+
+OF_CHARACTERS = ("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents")
+"""Normalizers that change nothing before the second character of what follows, where the text ends there."""
+
+LETTER_SPACE, MARKS, IDEOGRAPHS = r"[^\W_] ", r"[!-/:-@\[-`{-~]{2}", "[\u4e00-\u9fff]{2}"
 
 
 # Tokens
@@ -132,7 +140,9 @@ class Tokenizer:
         rows = text_rows(texts)
         # Without a template for pairs (many decoders) the backend drops "<s>" or glues the texts together.
         pairs = self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
-        sequences = [row if pairs and len(row) == 2 else "\n".join(row) for row in rows]
+        sequences = [
+            self._head(row[0]) if len(row) == 1 else self._heads(row) if pairs else "\n".join(row) for row in rows
+        ]
         ids, type_ids, truncated = [], [], 0
         for start in range(0, len(rows), 1000):  # an Encoding is far larger than its ids
             for row, encoding in zip(rows[start:], self._encode_batch(sequences[start : start + 1000])):
@@ -146,9 +156,102 @@ class Tokenizer:
                 truncated += cut
         return Encoded(ids, type_ids, rows, truncated, self.pad_token_id, self.special_ids)
 
+    def encode_for(
+        self, texts: Sequence[str | tuple[str, ...]], vocab_size: int, token_types: int | None = None
+    ) -> Encoded:
+        """As `encode`, for a model with so many tokens and token types (None: it reads no types). A padding token that
+        the model does not have becomes 0, which the attention mask hides.
+
+        Raises: ValueError for a text with another token or type, too.
+        """
+        encoded = self.encode(texts)
+        for number, (ids, types, row) in enumerate(zip(encoded.ids, encoded.type_ids, encoded.texts)):
+            self.check_ids(ids, vocab_size, " / ".join(row), f"row {number}: ")
+            if token_types is not None and types.max() >= token_types:
+                raise ValueError(
+                    f"row {number}: expected token types below {token_types}, as the model has them, found "
+                    f"{types.max()}; use the tokenizer that belongs to the model"
+                )
+        return encoded if encoded.pad_token_id < vocab_size else replace(encoded, pad_token_id=0)
+
+    def check_ids(self, ids: Sequence[int], vocab_size: int, text: str, where: str = "") -> None:
+        """Raise ValueError where a text has a token that a model of so many does not have. where: the line's begin."""
+        largest = int(np.max(ids, initial=0))
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{where}expected token ids below {vocab_size}, as the model has them, found {largest} "
+                f"({self.backend.id_to_token(largest)!r}) in {shortened(text)}; remove that token from the text, or "
+                f"use the tokenizer that belongs to the model"
+            )
+
+    def beyond(self, vocab_size: int) -> str | None:
+        """One line about the tokens that a model of so many does not have; None where it has all."""
+        ids = sorted(number for number in self.backend.get_vocab().values() if number >= vocab_size)
+        if not ids:
+            return None
+        named = ", ".join(f"{self.backend.id_to_token(number)!r} ({number})" for number in ids[:3])
+        return (
+            f"the model has {vocab_size} tokens, its tokenizer has {len(ids)} beyond them: {named}"
+            f"{', ...' if len(ids) > 3 else ''}. A text that contains one of these is refused."
+        )
+
     def ids_of(self, text: str, special: bool = True) -> list[int]:
         """The token ids of one text, with the special tokens around it unless told otherwise."""
-        return self.backend.encode(text, add_special_tokens=special).ids
+        (encoding,) = self._encode_batch([text], special)
+        return encoding.ids
+
+    def _head(self, text: str, more_than: int = 0) -> str:
+        """The text, or as much of its beginning as has the same first tokens, and more of them than are kept, and than
+        so many: it ends where a word of the whole text ends as well, see `_ends`.
+        """
+        size = HEAD * (self.max_length or 0)
+        while self.max_length and 2 * size < len(text) and self._ends:
+            end = self._ends.search(text, size)
+            if end is None:
+                break
+            head = text[: end.start() + 1]
+            if self._encode_batch([head])[0].overflowing and (not more_than or self._count(head) > more_than):
+                return head
+            size = 2 * len(head)
+        return text
+
+    def _heads(self, row: tuple[str, str]) -> tuple[str, str]:
+        """The same of a pair. The backend's time grows with the product of the lengths of two long texts.
+
+        It keeps half of the room for each of two that are longer than it. An odd token goes to the longer one, or to
+        the second: so the longer one stays the longer.
+        """
+        heads = [self._head(text) for text in row]
+        room = (self.max_length or 0) - self.backend.num_special_tokens_to_add(True)
+        if heads != [*row] and room % 2 and all(self._count(head) > room for head in heads):
+            longer = int(self._count(row[0]) <= self._count(row[1]))
+            heads[longer] = self._head(row[longer], self._count(heads[1 - longer]))
+        return tuple(heads)
+
+    def _count(self, text: str) -> int:
+        """Tokens of a text, without special ones."""
+        (encoding,) = self._encode_batch([text], special=False)
+        return sum(len(each.ids) for each in (encoding, *encoding.overflowing))
+
+    @cached_property
+    def _ends(self) -> re.Pattern | None:
+        """Two characters of which the first ends a word, so that nothing behind it changes the tokens before; None
+        where that is not known of any.
+
+        The normalizer must look at single characters and their accents alone, the first splitting has to be between the
+        two, whatever splits further, and no added token may reach over them.
+        """
+        normalizer, splitter = (_parts(each) for each in (self.backend.normalizer, self.backend.pre_tokenizer))
+        known = bool(splitter) and all(part["type"] in OF_CHARACTERS for part in normalizer)
+        if not known or getattr(self.backend.model, "dropout", None):
+            return None
+        normalized = self.backend.normalizer.normalize_str if normalizer else str
+        added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
+        added += [normalized(token) for token in added]
+        ends = _word_ends(splitter[0], normalizer)
+        if not ends or any(re.search(rf"\s|{ends}", token) for token in added):
+            return None
+        return re.compile(ends)
 
     def _shortened(self, row: tuple[str, str]) -> str:
         """Two lines of one text that fit: the second keeps what the first leaves of the tokens, and at least half."""
@@ -159,10 +262,11 @@ class Tokenizer:
         kept = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
         return "\n".join(kept)
 
-    def _encode_batch(self, sequences: list) -> list[tokenizers.Encoding]:
+    def _encode_batch(self, sequences: list, special: bool = True) -> list[tokenizers.Encoding]:
+        """Other threads run meanwhile, as they do not in the backend's `encode`."""
         try:
             with _errors_of_tokenizers():
-                return self.backend.encode_batch(sequences)
+                return self.backend.encode_batch(sequences, add_special_tokens=special)
         except ValueError as error:
             raise ValueError(
                 f"the tokenizer cannot read a text ({error}); copy the model's own tokenizer again"
@@ -196,6 +300,26 @@ class Tokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json; a kill leaves the old file or the new one."""
         write_bytes(Path(path), self.backend.to_str().encode())
+
+
+def _parts(component) -> list[dict]:
+    """The settings of a normalizer or a pre-tokenizer, of a sequence those of its parts; none where there is none."""
+    if component is None:
+        return []
+    settings = json.loads(component.__getstate__())
+    if settings["type"] != "Sequence":
+        return [settings]
+    return [part for key in ("normalizers", "pretokenizers") for part in settings.get(key, ())]
+
+
+def _word_ends(splitter: dict, normalizer: list[dict]) -> str | None:
+    """A pattern of two characters between which a pre-tokenizer splits for certain, given both parts' settings."""
+    of_option = {"ByteLevel": "use_regex", "Metaspace": "split"}
+    if splitter["type"] != "BertPreTokenizer":
+        known = splitter["type"] in ("Whitespace", "WhitespaceSplit")
+        return LETTER_SPACE if known or splitter.get(of_option.get(splitter["type"])) else None
+    ideographs = any(part.get("handle_chinese_chars") for part in normalizer)
+    return "|".join((LETTER_SPACE, MARKS, *[IDEOGRAPHS] * ideographs))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from mini_ee.training import ranks
 from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
-from mini_ee.training.train import Request, check_task, exits_of, say_left_out, trained_on
+from mini_ee.training.train import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
 from mini_ee.units.prompts import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.units.rows import RowData
 
@@ -63,6 +63,7 @@ def collect_run(request: Request, say) -> Run:
         if ranks.rank() == 0:
             run = load_run(base)
             say_left_out(run.model.backbone, request.model, say)
+            say_beyond(run.tokenizer, run.model.backbone, request.model, say)
             if run.unit == "tokens":
                 raise WrongArguments(f"{base}: holds a decoder, whose tokens have no labels; give a classifier's run")
             check_task(run, request.task, base)

@@ -149,18 +149,7 @@ class Run(NamedTuple):
 
 def encode(tokenizer: Tokenizer, texts, backbone) -> Encoded:
     """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
-    encoded, config = tokenizer.encode(texts), backbone.config
-    kinds = [("token", encoded.ids, config.vocab_size)]
-    if config.token_types is not None:
-        kinds.append(("type", encoded.type_ids, config.token_types))
-    for kind, rows, size in kinds:
-        largest = max(int(row.max()) for row in rows)
-        if largest >= size:
-            raise ValueError(
-                f"the tokenizer gives the {kind} id {largest}, the model knows {size}; "
-                f"put the tokenizer that belongs to the model beside it"
-            )
-    return encoded
+    return tokenizer.encode_for(texts, backbone.config.vocab_size, backbone.config.token_types)
 
 
 def versions() -> dict[str, str]:

@@ -277,6 +277,7 @@ def _train_rows(request: Request, state_folder: Path, say) -> tuple:
     backbone = load_backbone(request.model).without_heads()
     say_left_out(backbone, request.model, say)
     tokenizer = Tokenizer.from_folder(request.model, min(common.max_length, backbone.config.max_tokens))
+    say_beyond(tokenizer, backbone, request.model, say)
     train, held = (
         RowData(encode(tokenizer, part.texts, backbone), part.labels, task)
         for part in split_rows(task, request.seed, common.max_train)
@@ -327,6 +328,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     backbone = load_backbone(request.model).to(request.common.device)
     say_left_out(backbone, request.model, say)
     tokenizer = Tokenizer.from_folder(request.model, None)
+    say_beyond(tokenizer, backbone, request.model, say)
     source = Source(backbone, tokenizer, request.texts, request.seed)
     exits = exits_of(request, backbone.config.num_hidden_layers)
     if len(exits) < 2 and "exits" not in request.method.lacks:
@@ -360,6 +362,12 @@ def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) 
         why = f"; the masked-LM head is among them, because {UNTIED}" if backbone.untied_head else ""
         found = some_of(backbone.left_out)
         say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}){why}.")
+
+
+def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which tokens of a tokenizer the model does not have."""
+    if line := tokenizer.beyond(backbone.config.vocab_size):
+        say(f"{folder}: {line}")
 
 
 def _fit(request: Request, backbone: nn.Module, about: dict, train, held, saved: Saved) -> tuple[nn.Module, Fitted]:

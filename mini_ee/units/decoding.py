@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mini_ee import WrongArguments
+from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.options import is_whole
 from mini_ee.early_exit import Reading, Segments, early_exit
 from mini_ee.rules import Rule
@@ -47,8 +48,8 @@ Choose = Callable[[np.ndarray, list[int]], list[int]]
 
 
 def greedy(logits: np.ndarray, rows: list[int]) -> list[int]:
-    """The likeliest tokens."""
-    return logits.argmax(-1).tolist()
+    """The likeliest tokens. Raises ValueError where a logit is not finite."""
+    return check_finite(logits).argmax(-1).tolist()
 
 
 def decode(
@@ -189,6 +190,11 @@ class DecoderSegments(Segments):
 
     def forget(self, row: int) -> None:
         """Another prompt takes the place of this one: what was filled is overwritten, and never read before it is."""
+
+    def wipe(self, row: int) -> None:
+        """What was filled for this row may be NaN, which no mask hides: 0 x NaN is NaN. For engines whose rows are used
+        again.
+        """
 
     def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
         """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
