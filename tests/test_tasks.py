@@ -727,7 +727,7 @@ def test_a_panic_while_a_text_is_read_is_one_line_and_an_interrupt_is_none():
         def __getattr__(self, name):
             return getattr(decoder_backend(), name)
 
-        def encode_batch(self, sequences):
+        def encode_batch(self, sequences, **settings):
             raise self.error
 
     with pytest.raises(ValueError, match=r"the tokenizer cannot read a text \(slice index\); copy the model's own"):
@@ -782,7 +782,7 @@ def test_with_a_seed_batches_repeat_are_shuffled_and_waste_little_padding(tmp_pa
 
 
 def test_a_batch_size_below_one_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="batch_size of at least 1, found 0"):
+    with pytest.raises(ValueError, match="batch_size of at least 1, a whole number, found 0"):
         batches(encoded_of([1], tmp_path), 0)
 
 
