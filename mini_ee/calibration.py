@@ -31,9 +31,7 @@ from mini_ee.data.progress import tqdm
 from mini_ee.rules import LIMITS, Policy, Rule, Threshold
 
 START = 0.05  # share of the rows in the strictest cut that is tested
-
 RESAMPLES = 1000
-
 ROUNDING = 1e-9  # of counts that are whole numbers but for it
 LEAST = 1e-9  # of delta, and of 1 - epsilon: below it the sums round
 A_SET = "a calibration set is a quarter of the rows or texts"
@@ -128,10 +126,13 @@ def tau_with_confidence(
     """The lowest confidence down to which every cut passes; inf where the first fails, or could not pass at all.
 
     confidence, agrees, groups: (N,). With probability 1 - delta over the draw of the groups, rows at least so sure
-    agree in a share of at least epsilon. Why: let t be the highest threshold that breaks the promise. A tau below t
-    has passed the cut at t, which happens with probability delta at most. The first cut holds START of the rows, and
-    as many as would pass delta squared if all agreed, which leaves room for some that do not; where there are too few
-    for that, delta. It is placed by the confidences, never by the agreement.
+    agree in a share of at least epsilon. The first cut holds f rows: START of all, and as many as would pass delta
+    squared if all agreed, which leaves room for some that do not; where there are too few for that, delta.
+    Why, for single rows without ties: a threshold is bad if its rows agree in less than epsilon; at the ends of a
+    stretch of bad ones they agree in epsilon exactly. If the f-th row is outside, a bad tau has passed the cut at the
+    next stretch, with probability delta at most. If it is inside, the first cut has passed. Let u be the share of rows
+    as sure and q(u) = u^f P(f such rows pass) <= delta u^f, the same at the ends: the f-th row is at u and passes with
+    density (N over f) (1 - u)^(N - f) q'(u), by parts at most delta times its chance to be there. The tests enumerate.
     """
     order = np.argsort(-confidence, kind="stable")
     confidence, agrees, groups = confidence[order], agrees[order], groups[order]

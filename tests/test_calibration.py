@@ -2,7 +2,8 @@
 
 import json
 import math
-from math import comb
+from itertools import combinations_with_replacement, product
+from math import comb, factorial
 
 import numpy as np
 import pytest
@@ -189,6 +190,92 @@ def test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_i
     p = p_values(agrees, groups, 0.8)
     first = np.flatnonzero(p[150:] > DELTA)[0] + 150
     assert p[-1] <= DELTA < p[first] and found == confidence[first - 1]
+
+
+def chance_of_a_bad_tau(find, rows, epsilon, shares, agree):
+    """By enumeration: how often `find`, a tau from confidence and agreement, breaks the promise on fresh rows.
+
+    The population, from the surest rows down: strips with these shares of all rows, in each of which rows agree with
+    one probability and no two are equally sure. Strips are cut where the agreement above crosses epsilon.
+    """
+    above = np.concatenate(([0.0], np.cumsum(shares * (agree - epsilon))))  # times the rows: below 0 is bad
+    ends = [0.0]
+    for strip, share in enumerate(shares):
+        if above[strip] * above[strip + 1] < -1e-15:
+            ends.append(ends[-1] + above[strip] / (epsilon - agree[strip]))
+        ends.append(sum(shares[: strip + 1]))
+    middles, sizes = (np.array(ends[1:]) + ends[:-1]) / 2, np.diff(ends)
+    of = np.minimum(np.searchsorted(np.cumsum(shares), middles), len(shares) - 1)
+    bad = np.interp(middles, np.concatenate(([0.0], np.cumsum(shares))), above) < -1e-12
+    confidence, total = np.arange(rows, 0, -1.0), 0.0
+    found = {bits: find(confidence, np.array(bits)) for bits in product((True, False), repeat=rows)}
+    for strips in combinations_with_replacement(range(len(sizes)), rows):
+        counts = np.bincount(strips, minlength=len(sizes))
+        there = factorial(rows) * math.prod(size**n / factorial(n) for size, n in zip(sizes, counts))
+        for bits, at in found.items():
+            if math.isfinite(at) and bad[strips[int(rows - at)]]:
+                total += there * math.prod(p if bit else 1 - p for bit, p in zip(bits, agree[of[list(strips)]]))
+    return total
+
+
+TIGHT = [  # rows, epsilon, delta: the first cut has f < rows rows, and passes with probability delta at the edge
+    (3, 0.5, 0.25),
+    (5, 0.5, 0.125),
+    (4, 0.5, 0.3125),
+]
+POPULATIONS = [  # shares and agreement of strips, from the surest
+    ((1.0,), (0.499999,)),  # nearly epsilon at all thresholds: the worst that there is
+    ((0.8, 0.2), (0.45, 0.69)),  # the boundary row agrees oftener than the rows above it
+    ((0.6, 0.4), (0.2, 0.95)),
+    ((0.3, 0.3, 0.4), (0.9, 0.05, 0.5)),  # good, then bad
+    ((0.2, 0.2, 0.2, 0.4), (0.3, 0.8, 0.1, 0.6)),  # bad, good, bad
+]
+
+
+@pytest.mark.parametrize("rows, epsilon, delta", TIGHT)
+@pytest.mark.parametrize("shares, agree", POPULATIONS)
+def test_of_few_rows_a_bad_tau_has_at_most_probability_delta_by_enumeration(rows, epsilon, delta, shares, agree):
+    """The first cut is at a row of the sample, which was not drawn as those above it: it costs nothing."""
+
+    def find(confidence, agrees):
+        return tau_with_confidence(confidence, agrees, np.arange(rows), epsilon, delta)
+
+    chance = chance_of_a_bad_tau(find, rows, epsilon, np.array(shares), np.array(agree))
+    assert chance <= delta + 1e-12
+    if len(shares) == 1:
+        assert chance > 0.9 * delta
+
+
+def test_the_enumeration_finds_a_first_cut_that_the_agreement_places():
+    """Planted: the lowest cut that passes, whatever failed above it."""
+
+    def find(confidence, agrees):
+        passes = np.flatnonzero(p_values(agrees, np.arange(4), 0.5) <= 0.3125)
+        return float(confidence[passes[-1]]) if len(passes) else math.inf
+
+    assert chance_of_a_bad_tau(find, 4, 0.5, np.array([1.0]), np.array([0.499999])) > 0.35
+
+
+def chance_of_a_bad_tau_with_ties(rows, epsilon, delta, shares, agree):
+    """The same of a confidence that takes a few values, with these shares of the rows, from the highest on."""
+    values, total = len(shares), 0.0
+    bad = np.cumsum(np.multiply(shares, agree)) / np.cumsum(shares) < epsilon - 1e-12
+    cells = np.stack((np.multiply(shares, agree), shares - np.multiply(shares, agree)), axis=1).ravel()
+    for drawn in combinations_with_replacement(range(2 * values), rows):
+        drawn = np.array(drawn)
+        found = tau_with_confidence(values - drawn // 2.0, drawn % 2 == 0, np.arange(rows), epsilon, delta)
+        if math.isfinite(found) and bad[int(values - found)]:
+            counts = np.bincount(drawn, minlength=2 * values)
+            total += factorial(rows) * math.prod(p**n / factorial(n) for p, n in zip(cells, counts))
+    return total
+
+
+@pytest.mark.parametrize("rows, epsilon, delta", TIGHT)
+@pytest.mark.parametrize("shares, agree", [*POPULATIONS[1:4], ((0.312, 0.688), (0.0044, 0.7247))])
+def test_with_ties_a_bad_tau_has_at_most_probability_delta_too(rows, epsilon, delta, shares, agree):
+    """The last population is the worst that a search over two values found for 4 rows: .99999 delta."""
+    chance = chance_of_a_bad_tau_with_ties(rows, epsilon, delta, np.array(shares), np.array(agree))
+    assert 0 < chance <= delta
 
 
 @pytest.mark.parametrize("delta", [0.01, 0.05, 0.2])
