@@ -21,11 +21,13 @@ import pytest
 import torch
 
 import mini_ee.backbones.hub as checkpoint
+import mini_ee.cli.calibrate as calibrating
 import mini_ee.cli.main as command_line
 import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.measure.evaluate as evaluation
 import mini_ee.measure.figures as figures
+import mini_ee.units.recording as recording
 import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
@@ -34,7 +36,7 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
-from mini_ee.data.tasks import holdout, load_task, subset, toy_task
+from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.early_exit import read_every_exit
 from mini_ee.measure.evaluate import RANGES, curve, hardness_in_training, over_seeds, rows_of
 from mini_ee.measure.tables import ranges_table
@@ -44,9 +46,10 @@ from mini_ee.training.method import load_method
 from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
 from mini_ee.training.rule import thresholds
 from mini_ee.training.run import about_task, load_run, training_folder, write_rule
-from mini_ee.training.train import asked, trained_on
+from mini_ee.training.train import asked, split_rows, trained_on
 from mini_ee.units.recording import record, summary
 
+LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "1"))  # moments; 20 by hand
 
@@ -403,6 +406,7 @@ def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
 ):
     out, exported, task = tmp_path / "run", tmp_path / "exported", ("--task", str(task_folder))
     exits = ["--exits", "1,2,3", "--epochs", "20", "--lr", "1e-2", "--head-lr", "1e-2", "--out", str(out)]
+    exits += ["--max-train", "45"]  # so that more than one row chooses the epoch
     answer(capsys, "train", method, "--model", str(decoder_checkpoint), *task, *exits)
     layer = ["--rule", "fixed", "--layer", "3"]
     told = answer(capsys, "evaluate", str(out), *task, *layer)
@@ -495,7 +499,7 @@ class Named(NamedTuple):
 def lora_folder(run_folder, task_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "lora"
     model = load_run(run_folder).config["backbone"]["folder"]
-    given = ("--model", model, "--task", task_folder, "--exits", "1,2,3", *FAST, "--out", out)
+    given = ("--model", model, "--task", task_folder, "--exits", "1,2,3", *FAST, *LOOSE, "--out", out)
     assert main(["train", "lora-exits", *map(str, given)]) == 0
     return out
 
@@ -633,7 +637,7 @@ def test_a_run_of_consistent_leaves_by_its_policy_at_a_half_where_asked_and_is_s
     capsys, tmp_path, task_folder, run_folder
 ):
     model = load_run(run_folder).config["backbone"]["folder"]
-    given = ("--model", model, "--task", task_folder, "--rounds", 1, *FAST, "--out", tmp_path / "run")
+    given = ("--model", model, "--task", task_folder, "--rounds", 1, *FAST, *LOOSE, "--out", tmp_path / "run")
     answer(capsys, "train", "consistent", *given)
     assert isinstance(load_run(tmp_path / "run").rule, Policy)
     half = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--rule", "policy")
@@ -847,16 +851,14 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     assert known["easy"] == 1 and known["hard"] == pytest.approx(np.mean([layer for layer in memorized if layer > 1]))
 
 
-@pytest.mark.parametrize("max_train", [None, 45])  # which holds out a ninth of so many
+@pytest.mark.parametrize("max_train", [36, 45])  # of which a ninth selects
 def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(
     capsys, run_folder, task_folder, tmp_path, max_train
 ):
     copy = shutil.copytree(run_folder, tmp_path / "run")
     metrics, config = read_json(copy / "metrics.json"), read_json(copy / "config.json")
-    _, held = holdout(load_task(task_folder).split("train"), config["seed"])
-    if max_train:
-        held = subset(held, max_train // 9, config["seed"])
-        metrics["rows_held"], config["training"]["max_train"] = len(held), max_train
+    held = split_rows(load_task(task_folder), config["seed"], max_train).selection
+    metrics["rows_held"], config["training"]["max_train"] = len(held), max_train
     epoch = metrics["epochs"][0]
     wrong = [[0, 1], [2], [1, 3], [0, 1, 3]]  # each of the four is forgotten once
     write_json(copy / "metrics.json", metrics | {"epochs": [epoch | {"wrong": rows} for rows in wrong]})
@@ -920,6 +922,62 @@ def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, 
     assert everyone["rule"]["threshold"][:-1] == said["thresholds"]
     said = answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8", "--sets", 5)
     assert said["broken"]["sets"] == 5 and 0 <= said["broken"]["paper"] <= 1
+
+
+def test_calibrate_reads_the_held_out_rows_that_chose_nothing_of_the_model(
+    capsys, run_folder, task_folder, tmp_path, monkeypatch
+):
+    read, original = [], recording.record
+    monkeypatch.setattr(
+        recording,
+        "record",
+        lambda segments, encoded, *more, **given: (
+            read.append(encoded.texts) or original(segments, encoded, *more, **given)
+        ),
+    )
+    copy = shutil.copytree(run_folder, tmp_path / "run")
+    answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8")
+    parts = split_rows(load_task(task_folder), load_run(run_folder).config["seed"], None)
+    assert read == [parts.test.texts] and not set(parts.selection.texts) & set(read[0])
+
+
+@pytest.mark.parametrize(
+    "agreement, end_to_end, more, expected",
+    [
+        ([0.95, 1.0], 0.96, {}, ""),
+        ([0.95, None], 0.95, {}, ""),
+        (
+            [0.912, 0.96],
+            0.93,
+            {},
+            "This is below the agreement that was asked for, 95.0%: 91.2% at the exit after layer 2, 93.0% at the "
+            "exits that they take. --delta .05 gives stricter thresholds.",
+        ),
+        (
+            [0.9, 0.96],
+            0.96,
+            {"delta": 0.05},
+            "This is below the agreement that was asked for, 95.0%: 90.0% at the exit after layer 2.",
+        ),
+        ([0.9, 0.96], 0.96, {"promise": "conformal"}, ""),
+        (
+            [0.9, 0.96],
+            0.949,
+            {"promise": "conformal"},
+            "This is below the agreement that was asked for, 95.0%: 94.9% at the exits that they take.",
+        ),
+    ],
+)
+def test_calibrate_says_when_the_agreement_is_below_what_was_asked(agreement, end_to_end, more, expected):
+    found = {"epsilon": 0.95, "delta": None, "agreement": agreement, "end_to_end": end_to_end} | more
+    assert calibrating.below_line(found, (2, 4, 6)) == expected
+
+
+def test_the_line_about_too_little_agreement_is_printed(capsys, run_folder, task_folder, tmp_path, monkeypatch):
+    copy = shutil.copytree(run_folder, tmp_path / "run")
+    monkeypatch.setattr(calibrating, "below_line", lambda found, exits: f"{found['epsilon']} at {exits}")
+    assert main(["calibrate", str(copy), "--task", str(task_folder), "--epsilon", ".8"]) == 0
+    assert "\n0.8 at (1, 2, 3)\n" in capsys.readouterr().out
 
 
 def test_calibrate_prints_where_rows_left_and_how_far_chance_moves_the_papers_thresholds(

@@ -1,6 +1,7 @@
 """The default rule's promise: the exact test behind it, the rule that is chosen, and how many rows would do."""
 
 import json
+import math
 from math import comb, factorial
 
 import numpy as np
@@ -171,6 +172,17 @@ def population(rows, seed, strengths=(0.6, 1.2, 2.0)):
     return recorded(np.stack([np.stack((-sign * m, sign * m), axis=1) for m in margins], axis=1), (1, 2, 3)), labels
 
 
+def parts(record, labels, share=0.1):
+    """The rows that select, the first tenth, and those that test."""
+    first = math.ceil(share * len(labels)) if len(labels) else 0
+    record = record._replace(labels=labels)
+    return record.take(slice(first)), record.take(slice(first, None))
+
+
+def chosen_from(record, labels, task=CLASSES, *settings, **others):
+    return default_rule(*parts(record, labels), task, *settings, **others)
+
+
 def loss_of(rule, record, labels):
     said = predictions(record.replay(rule).logits)
     return ((predictions(record.logits[:, -1]) == labels).astype(int) - (said == labels)).mean()
@@ -193,7 +205,7 @@ def exceeded(choose, draws=60, rows=600):
 
 
 def promised_rule(record, labels):
-    chosen = default_rule(record, CLASSES, labels, MAX_LOSS)
+    chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
     return chosen.rule if chosen.promise else NeverExit()
 
 
@@ -206,7 +218,7 @@ def test_without_a_bound_it_is_broken_far_more_often():
     assert exceeded(without_bound, draws=8)[0] > 0.25
 
 
-def no_losses_of_gains(task, labels, said, last):
+def no_losses_of_gains(task, labels, said, last, label_range):
     """Planted: not paired with the last exit's own mistakes; rows that both get wrong count as gains."""
     return -((said == labels) != (last == labels)).astype(np.int8)
 
@@ -242,33 +254,36 @@ def test_trying_on_after_a_failure_would_break_it():
     assert np.mean([fixed_sequence(np.sort(each), ALPHA) > 0 for each in tries]) > 0.3  # ordered by what was observed
 
 
-def test_the_order_and_the_candidates_come_from_rows_that_are_not_tested():
+def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures_from_the_test_part():
     record, labels = population(700, seed=3)
+    selection, test = parts(record, labels)
     seen = []
 
     def candidates(some):
-        seen.append(some.logits)
+        seen.append(some)
         return thresholds(some)
 
-    chosen = default_rule(record, CLASSES, labels, MAX_LOSS, candidates=candidates)
-    assert chosen.promise and len(seen) == 1 and len(seen[0]) == 70
-    tested = np.array([not (seen[0] == row).all(axis=(1, 2)).any() for row in record.logits])
-    assert chosen.promise["rows"] == tested.sum() == 630
-    losses = (predictions(record.logits[:, -1]) == labels).astype(int)
-    losses -= predictions(record.replay(chosen.rule).logits) == labels
-    assert chosen.promise["loss_on_holdout"] == losses[tested].mean()
-    p_value = paired_p_values(losses[None, tested], MAX_LOSS)[0]
+    chosen = default_rule(selection, test, CLASSES, MAX_LOSS, candidates=candidates)
+    assert chosen.promise and len(seen) == 1 and seen[0] is selection
+    assert chosen.promise["rows"] == len(test.labels) == 630
+    losses = (predictions(test.logits[:, -1]) == test.labels).astype(int)
+    losses -= predictions(test.replay(chosen.rule).logits) == test.labels
+    assert chosen.promise["loss_on_holdout"] == losses.mean()
+    p_value = paired_p_values(losses[None], MAX_LOSS)[0]
     assert chosen.promise["p_value"] == pytest.approx(p_value) and p_value <= ALPHA
     assert json.loads(json.dumps(chosen.promise)) == chosen.promise
-    assert chosen.promise["of"] == "accuracy" and chosen.rows_needed is None
-    assert "rows like the 630 held-out ones" in chosen.sentence() and "calibrate RUN --task DIR" in chosen.sentence()
+    assert chosen.promise["of"] == "accuracy" and chosen.rows_needed is None and chosen.about["fallback"] is None
+    said = chosen.about["promised"]
+    assert said.startswith("Guaranteed with confidence 95%: the default rule loses at most 0.01 of accuracy")
+    assert "the 630 held-out ones that tested it and chose nothing else. 70 others chose" in said
+    assert "calibrate RUN --task DIR" in said
 
 
 def test_a_higher_confidence_and_a_smaller_loss_save_no_more():
     record, labels = population(2000, seed=4)
 
     def saved(max_loss, confidence):
-        chosen = default_rule(record, CLASSES, labels, max_loss, confidence)
+        chosen = chosen_from(record, labels, CLASSES, max_loss, confidence)
         assert chosen.promise
         return record.replay(chosen.rule).layers_run.mean()
 
@@ -276,76 +291,123 @@ def test_a_higher_confidence_and_a_smaller_loss_save_no_more():
     assert saved(0.01, 0.95) >= saved(0.03, 0.95)
 
 
-def test_where_none_can_be_promised_the_rule_loses_nothing_and_enough_rows_are_named():
+def test_without_a_guarantee_a_rule_is_taken_that_loses_less_than_a_twentieth_and_enough_rows_are_named():
     record, labels = population(200, seed=5)
-    chosen = default_rule(record, CLASSES, labels, MAX_LOSS)
-    assert chosen.promise is None and loss_of(chosen.rule, record, labels) <= 0
-    layers = record.replay(chosen.rule).layers_run.mean()
-    for rule in thresholds(record):
-        assert loss_of(rule, record, labels) > 0 or record.replay(rule).layers_run.mean() >= layers
+    chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
+    _, test = parts(record, labels)
+    assert chosen.promise is None and chosen.rule != NeverExit() and loss_of(chosen.rule, test, test.labels) <= MAX_LOSS
+    fallback = chosen.about["fallback"]
+    assert (fallback["max_loss"], fallback["confidence"], fallback["rows"]) == (0.05, 0.95, 180)
+    losses = (predictions(test.logits[:, -1]) == test.labels).astype(int)
+    losses -= predictions(test.replay(chosen.rule).logits) == test.labels
+    p_value = paired_p_values(losses[None], 0.05)[0]
+    assert fallback["p_value"] == pytest.approx(p_value, rel=0.01) and fallback["p_value"] <= 0.05
     assert 300 < chosen.rows_needed < 20_000
-    assert chosen.sentence().endswith(f"too few to promise it for others; about {chosen.rows_needed} would do.")
+    assert chosen.about["promised"] == (
+        "The default rule loses less than 0.05 of accuracy with confidence 95%, by a test on 180 held-out examples. "
+        "A loss of at most 0.01 with confidence 95% is not guaranteed: "
+        f"about {chosen.rows_needed} held-out test examples would do."
+    )
     made = [
-        default_rule(record, CLASSES, labels).promise
-        for record, labels in (population(chosen.rows_needed, seed) for seed in range(100, 110))
+        default_rule(*parts(*population(chosen.rows_needed + 70, seed), share=70 / (chosen.rows_needed + 70)), CLASSES)
+        for seed in range(100, 110)
     ]
-    assert sum(each is not None for each in made) >= 8
+    assert sum(each.promise is not None for each in made) >= 8
+
+
+def alike(rows, worse=0):
+    """Two exits that say the same of all rows, but for so many of the tested ones that the first gets wrong."""
+    labels = np.arange(rows + 5) % 2
+    last = np.where(labels[:, None] == [0, 1], 3.0, 0.0)
+    first = last.copy()
+    first[5 : 5 + worse] = first[5 : 5 + worse, ::-1]
+    record = recorded(np.stack((first, last), axis=1), (1, 2))._replace(labels=labels)
+    return record.take(slice(5)), record.take(slice(5, None))
+
+
+@pytest.mark.parametrize(
+    "rows, worse, exits_early",
+    [(0, 0, False), (5, 0, False), (10, 0, False), (58, 0, False), (59, 0, True), (95, 1, True)],
+)
+def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(rows, worse, exits_early):
+    """.95^59 + GAMMA is below .05, .95^58 is not."""
+    chosen = default_rule(*alike(rows, worse), CLASSES, 0.02, candidates=lambda some: [Threshold(0.0)])
+    assert chosen.promise is None and (chosen.rule == Threshold(0.0)) == exits_early
+    said = chosen.about["promised"]
+    assert "would do" in said and "lost nothing" not in said
+    if not exits_early:
+        assert chosen.rule == NeverExit() and chosen.about["fallback"] is None
+        first = f"The default rule is the full model: {rows} held-out test examples show of no other rule that it loses"
+        assert said.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
+        assert int(said.split("; about ")[1].split()[0]) >= 59
+
+
+def test_a_rule_that_lost_more_than_was_allowed_on_the_test_part_is_not_taken():
+    """5 of 400 are worse: surely below .05, but .0125 is above the .01 that may be lost."""
+    assert (
+        default_rule(*alike(400, worse=5), CLASSES, 0.01, candidates=lambda some: [Threshold(0.0)]).rule == NeverExit()
+    )
+    assert default_rule(*alike(400, worse=5), CLASSES, 0.015, candidates=lambda some: [Threshold(0.0)]).about[
+        "fallback"
+    ]
 
 
 def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
     labels = np.array([0, 1] * 200)
     right = np.eye(2)[labels] * 5
-    chosen = default_rule(recorded(np.stack([-right, -right, right], 1), (2, 4, 6)), CLASSES, labels, MAX_LOSS)
+    chosen = chosen_from(recorded(np.stack([-right, -right, right], 1), (2, 4, 6)), labels, CLASSES, MAX_LOSS)
     assert chosen.rule == NeverExit() and chosen.promise is None
-    assert chosen.sentence().startswith("The default rule is the full model")
+    assert chosen.about["promised"].startswith("The default rule is the full model")
 
 
 def test_a_promise_that_fails_by_bad_luck_names_more_rows_than_there_are(monkeypatch):
     record, labels = population(600, seed=6)
     monkeypatch.setattr(rule_module, "paired_p_values", lambda losses, max_loss: np.ones(len(losses)))
-    assert default_rule(record, CLASSES, labels, MAX_LOSS).rows_needed > 600
+    assert chosen_from(record, labels, CLASSES, MAX_LOSS).rows_needed > 600
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 15])
-def test_hardly_any_rows_promise_nothing(rows):
+def test_hardly_any_rows_leave_the_full_model(rows):
     record, labels = population(rows, seed=7)
-    chosen = default_rule(record, CLASSES, labels, MAX_LOSS)
-    assert chosen.promise is None and loss_of(chosen.rule, record, labels) <= 0
+    chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
+    assert (chosen.rule, chosen.promise) == (NeverExit(), None)
 
 
 def test_a_single_exit_has_no_rule_and_no_number_of_rows_would_do():
     record, labels = population(400, seed=8)
     alone = recorded(record.logits[:, -1:], (3,))
-    chosen = default_rule(alone, CLASSES, labels, MAX_LOSS)
+    chosen = chosen_from(alone, labels, CLASSES, MAX_LOSS)
     assert (chosen.rule, chosen.promise, chosen.rows_needed) == (NeverExit(), None, None)
-    assert "would do" not in chosen.sentence()
+    assert chosen.about["promised"].endswith("no rule of this method can exit before the last of 1 exits.")
 
 
 def test_a_rule_under_which_nobody_leaves_is_not_promised():
     record, labels = population(700, seed=3)
-    chosen = default_rule(record, CLASSES, labels, MAX_LOSS, candidates=lambda some: [Threshold(np.inf)])
+    chosen = chosen_from(record, labels, CLASSES, MAX_LOSS, candidates=lambda some: [Threshold(np.inf)])
     assert (chosen.rule, chosen.promise) == (NeverExit(), None)
 
 
 def test_exits_that_all_agree_are_left_at_the_first():
     record, labels = population(400, seed=9)
-    alike = recorded(np.repeat(record.logits[:, -1:], 3, axis=1), (1, 2, 3))
-    chosen = default_rule(alike, CLASSES, labels, MAX_LOSS)
-    assert chosen.promise and alike.replay(chosen.rule).layers_run.mean() < 1.1
+    same = recorded(np.repeat(record.logits[:, -1:], 3, axis=1), (1, 2, 3))
+    chosen = chosen_from(same, labels, CLASSES, MAX_LOSS)
+    assert chosen.promise and same.replay(chosen.rule).layers_run.mean() < 1.1
     assert chosen.promise["loss_on_holdout"] == 0
 
 
-def test_no_loss_at_all_cannot_be_promised():
+def test_no_loss_at_all_cannot_be_guaranteed():
     record, labels = population(3000, seed=10)
-    chosen = default_rule(record, CLASSES, labels, 0.0)
-    assert chosen.promise is None and chosen.rows_needed is None and loss_of(chosen.rule, record, labels) <= 0
+    chosen = chosen_from(record, labels, CLASSES, 0.0)
+    _, test = parts(record, labels)
+    assert chosen.promise is None and chosen.rows_needed is None and loss_of(chosen.rule, test, test.labels) <= 0
+    assert chosen.about["promised"].endswith("A loss of at most 0 with confidence 95% is not guaranteed.")
 
 
 @pytest.mark.parametrize("settings", [(-0.1, 0.95), (1.0, 0.95), (float("nan"), 0.95), (0.01, 1.0), (0.01, 0.0)])
 def test_settings_out_of_range_are_refused(settings):
     record, labels = population(50, seed=0)
     with pytest.raises(ValueError, match="expected a max_loss from 0 to below 1"):
-        default_rule(record, CLASSES, labels, *settings)
+        chosen_from(record, labels, CLASSES, *settings)
 
 
 # ---- Other metrics, and regression ----
@@ -359,7 +421,7 @@ def test_a_rule_that_is_promised_in_accuracy_loses_no_more_by_the_tasks_own_scor
     record = recorded(np.stack((sure, last), axis=1), (1, 2))
     rules = [Threshold(0.5)]
     by_accuracy, by_matthews = (
-        default_rule(record, Task("t", ("a", "b"), (metric,), {}), labels, 0.05, candidates=lambda *_: rules)
+        chosen_from(record, labels, Task("t", ("a", "b"), (metric,), {}), 0.05, candidates=lambda *_: rules)
         for metric in ("accuracy", "matthews")
     )
     assert by_accuracy.rule == Threshold(0.5) and by_accuracy.promise
@@ -369,22 +431,33 @@ def test_a_rule_that_is_promised_in_accuracy_loses_no_more_by_the_tasks_own_scor
 def test_losses_of_a_regression_are_rounded_without_a_change_of_their_mean():
     labels = np.linspace(0, 5, 20_000)
     said, last = labels + 0.5, labels - 0.25  # a twentieth of the range more
-    losses = paired_losses(NUMBERS, labels, said, last)
+    losses = paired_losses(NUMBERS, labels, said, last, 5.0)
     assert set(losses.tolist()) == {0, 1} and losses.mean() == pytest.approx(0.05, abs=0.005)
-    assert set(paired_losses(NUMBERS, labels, last, said).tolist()) == {0, -1}
-    assert (paired_losses(NUMBERS, labels, labels + 1e9, labels) == 1).all()
-    assert (paired_losses(NUMBERS, np.ones(5), np.ones(5), np.ones(5)) == 0).all()
+    assert set(paired_losses(NUMBERS, labels, last, said, 5.0).tolist()) == {0, -1}
+    assert (paired_losses(NUMBERS, labels, labels + 1e9, labels, 5.0) == 1).all()
+    assert (paired_losses(NUMBERS, np.ones(5), np.ones(5), np.ones(5), 0.0) == 0).all()
 
 
-def test_a_regression_is_promised_in_mean_absolute_error():
-    values = np.linspace(0, 5, 900, dtype=np.float32)
+def test_losses_of_a_regression_are_scaled_by_a_range_that_the_tested_labels_do_not_change():
+    labels = np.linspace(0, 5, 900)
+    outlier = np.append(labels, 500.0)  # one tested label that lies far away
+    losses, with_outlier = (
+        paired_losses(NUMBERS, each, each + 0.5, each, label_range=5.0) for each in (labels, outlier)
+    )
+    np.testing.assert_array_equal(losses, with_outlier[:-1])
+    assert losses.mean() == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_regression_is_guaranteed_in_mean_absolute_error():
+    values = np.linspace(0, 5, 900, dtype=np.float32)[np.random.default_rng(1).permutation(900)]
     record = recorded(np.stack([values] * 4, axis=1)[:, :, None], (1, 2, 3, 4))
-    chosen = default_rule(record, NUMBERS, values)
+    chosen = chosen_from(record, values, NUMBERS, label_range=5.0)
     assert chosen.rule == Patience(1) and "absolute error" in chosen.promise["of"]
+    assert chosen.promise["label_range"] == 5.0
     noise = np.random.default_rng(0).permutation(values)
     record = recorded(np.stack([noise, noise, noise, values], axis=1)[:, :, None], (1, 2, 3, 4))
-    chosen = default_rule(record, NUMBERS, values)
-    assert chosen.promise is None and record.replay(chosen.rule).layers_run.min() == 4
+    chosen = chosen_from(record, values, NUMBERS, label_range=5.0)
+    assert chosen.promise is None and chosen.rule == NeverExit()
 
 
 # ---- What the promises keep on real rows ----

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_suits import FREE, write_task
 
+import mini_ee.training.train as train_module
 from mini_ee import train
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
@@ -276,6 +277,7 @@ def test_a_case_that_no_experiment_makes_is_named():
 
 
 def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "TEST_ROWS", 64)
     lora = train("lora-exits", out=tmp_path / "run", exits=(4, 12), max_train=32, epochs=1)
     ran = []
     monkeypatch.setattr(measures, "medians", lambda ways, name, **how: ran.append([way() for way in ways]) or [2.0] * 5)
@@ -300,6 +302,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(measures, "HELD_ROWS", 100)
     monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
     monkeypatch.setattr(evaluate, "TIMED_ROWS", 16)
+    monkeypatch.setattr(train_module, "TEST_ROWS", 64)
     return tmp_path / "out"
 
 
@@ -716,7 +719,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     task, given = load_task(task_folder), {"exits": (1, 2, 3), "max_train": 30, "epochs": 1}
     run = train("joint", checkpoint_folder, task_folder, tmp_path / "run", **given)
     draw_weights(run)
-    (fitted, _), every, dev = split_rows(task, 0, 30), task.split("train"), task.split("dev")
+    fitted, every, dev = split_rows(task, 0, 30).train, task.split("train"), task.split("dev")
     others = every.take(np.array([text not in fitted.texts for text in every.texts]))
     on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
     points = evaluate.curve(on_others, [NeverExit(), *thresholds(on_others)], task, others.labels)

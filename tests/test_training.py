@@ -18,8 +18,8 @@ import mini_ee.training.train as train_module
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Split, Task, load_task, subset
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
+from mini_ee.data.tokens import Encoded, Tokenizer
 from mini_ee.early_exit import Recorded
 from mini_ee.measure.evaluate import best_within, overthinking
 from mini_ee.registry import METHODS
@@ -29,7 +29,7 @@ from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
 from mini_ee.training.run import build_model, encode
-from mini_ee.training.train import asked, exits_of, split_rows
+from mini_ee.training.train import TEST_ROWS, asked, exits_of, split_rows
 from mini_ee.units.recording import Record
 from mini_ee.units.rows import RowData, RowExits
 
@@ -354,13 +354,116 @@ def test_a_training_that_diverges_says_so_and_writes_no_run(tmp_path, checkpoint
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_held_out_are_never_trained_on_and_max_train_shrinks_both_parts():
-    texts = tuple((f"text {i}",) for i in range(100))
-    task = Task("t", ("a", "b"), ("accuracy",), {"train": Split(texts, np.zeros(100, np.int64))})
-    for max_train, sizes in ((None, (90, 10)), (45, (45, 5)), (5, (5, 1)), (1000, (90, 10))):
-        train_part, held = split_rows(task, 3, max_train)
-        assert (len(train_part), len(held)) == sizes
-        assert not set(train_part.texts) & set(held.texts)
+def numbered(rows):
+    texts = tuple((f"text {i}",) for i in range(rows))
+    return Task("t", ("a", "b"), ("accuracy",), {"train": Split(texts, np.arange(rows) % 2)})
+
+
+@pytest.mark.parametrize(
+    "rows, max_train, sizes",  # of train, selection and test
+    [
+        (100, None, (90, 2, 8)),  # a fifth of the tenth selects
+        (4000, None, (3600, 80, 320)),
+        (9, None, (8, 1, 0)),
+        (100, 1000, (90, 2, 8)),
+        (100, 88, (88, 2, 10)),  # 3 rows are left over: fewer than the 9 of the tenth
+        (100, 81, (81, 9, 10)),  # 10 are: the whole tenth selects
+        (100, 45, (45, 5, 50)),
+        (100, 5, (5, 1, 94)),
+        (5000, 600, (600, 66, TEST_ROWS)),
+    ],
+)
+def test_held_out_rows_select_or_test_and_rows_left_over_test_too(rows, max_train, sizes):
+    task = numbered(rows)
+    found = split_rows(task, 3, max_train)
+    assert tuple(map(len, found)) == sizes
+    texts = [text for part in found for text in part.texts]
+    assert len(set(texts)) == len(texts)
+    for part in found:
+        numbers = [int(text.split()[1]) for (text,) in part.texts]
+        np.testing.assert_array_equal(part.labels, np.array(numbers) % 2)
+    again, other = split_rows(task, 3, max_train), split_rows(task, 4, max_train)
+    assert again.test.texts == found.test.texts and (not found.test or other.test.texts != found.test.texts)
+
+
+SHORT = {"consistent": {"policy_epochs": 1, "rounds": 1}, "cat": {"meta_epochs": 1}, "tr-bert": {"policy_epochs": 1}}
+OF_ROWS = [name for name in METHODS if "rows" in load_method(name).units and load_method(name).train is None]
+
+
+def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeypatch):
+    """The texts that a training reads until the default rule is chosen, and what that is chosen from."""
+    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, train_module.default_rule
+
+    def reading(encoded, rows):
+        read.update(encoded.texts[row] for row in np.arange(len(encoded))[rows])
+        return batch(encoded, rows)
+
+    def fitting_first(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(Encoded, "batch", reading)
+            return fit(*given)
+
+    def choosing(*records, **settings):
+        chosen_from.extend(records)
+        return choose(*records, **settings)
+
+    monkeypatch.setattr(train_module, "_fit", fitting_first)
+    monkeypatch.setattr(train_module, "default_rule", choosing)
+    train(out, checkpoint, task_folder, method, epochs=1, max_train=24, **SHORT.get(method, {}))
+    return read, chosen_from
+
+
+@pytest.mark.parametrize("method", OF_ROWS)
+def test_nothing_that_a_training_chooses_has_read_the_rows_that_test_the_default_rule(
+    method, checkpoint_folder, task_folder, tmp_path, monkeypatch
+):
+    parts = split_rows(load_task(task_folder), 0, 24)
+    assert tuple(map(len, parts)) == (24, 2, 34)
+    given = method, checkpoint_folder, task_folder, tmp_path / "run", monkeypatch
+    read, (selection, test, _) = read_before_the_rule_is_chosen(*given)
+    assert read and not read & set(parts.test.texts)
+    assert read <= {*parts.train.texts, *parts.selection.texts}
+    np.testing.assert_array_equal(selection.labels, parts.selection.labels)
+    np.testing.assert_array_equal(test.labels, parts.test.labels)
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    assert (metrics["rows"], metrics["rows_held"], metrics["rows_tested"]) == (24, 2, 34)
+
+
+def test_losses_of_a_regression_are_scaled_by_the_labels_that_were_trained_on(checkpoint_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "STS-B"
+    folder.mkdir()
+    rows = [f"{i % 7}\tthe film was good {i}\tthe song was {i}\t{i / 40}" for i in range(200)]
+    (folder / "train.tsv").write_text("\n".join(["genre\tsentence1\tsentence2\tscore", *rows]) + "\n")
+    given, choose = {}, train_module.default_rule
+    monkeypatch.setattr(train_module, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
+    train(tmp_path / "run", checkpoint_folder, folder, "pabee", epochs=1, max_train=20)
+    parts = split_rows(load_task(folder), 0, 20)
+    assert given["label_range"] == np.ptp(parts.train.labels) < np.ptp(parts.test.labels)
+
+
+@pytest.mark.parametrize("method", ["joint", "right-tool", "consistent"])
+def test_the_test_of_what_a_training_reads_can_fail(method, checkpoint_folder, task_folder, tmp_path, monkeypatch):
+    """Planted: one part for all, as it was."""
+
+    def one_part(*given):
+        parts = split_rows(*given)
+        return parts._replace(selection=parts.test)
+
+    monkeypatch.setattr(train_module, "split_rows", one_part)
+    read, _ = read_before_the_rule_is_chosen(method, checkpoint_folder, task_folder, tmp_path / "run", monkeypatch)
+    assert read >= set(split_rows(load_task(task_folder), 0, 24).test.texts)
+
+
+@pytest.mark.parametrize("max_train", [None, 45, 88])
+def test_the_rows_to_train_on_are_those_that_the_holdout_leaves(max_train):
+    """As they were when all of the tenth did everything; and if enough rows are left over, the tenth still selects."""
+    task = numbered(100)
+    train_part, held = holdout(task.split("train"), 3)
+    if max_train:
+        train_part, held = subset(train_part, max_train, 3), subset(held, max_train // 9, 3)
+    found = split_rows(task, 3, max_train)
+    assert found.train.texts == train_part.texts
+    assert found.selection.texts == held.texts if max_train == 45 else set(found.selection.texts) < set(held.texts)
 
 
 @pytest.mark.parametrize(
@@ -537,10 +640,21 @@ def test_metrics_tell_every_epoch_and_exit(tmp_path, checkpoint_folder, task_fol
         assert epoch["seconds"] > 0
 
 
-def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, task_folder):
-    run = train(tmp_path / "run", checkpoint_folder, task_folder, epochs=8, lr=3e-3)
-    assert min(read_json(tmp_path / "run" / "metrics.json")["epochs"][-1]["exit_scores"]) > 0.9
-    assert run.rule != NeverExit()
+@pytest.fixture(scope="module")
+def many_rows(task_folder, tmp_path_factory):
+    """The same rows again and again: 62 test the default rule, which is enough for one that exits early."""
+    folder = tmp_path_factory.mktemp("many") / "words"
+    folder.mkdir()
+    rows = (task_folder / "train.jsonl").read_text() * 13
+    (folder / "train.jsonl").write_text(rows)
+    return folder
+
+
+def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, many_rows):
+    run = train(tmp_path / "run", checkpoint_folder, many_rows, epochs=2, lr=3e-3)
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    assert min(metrics["epochs"][-1]["exit_scores"]) > 0.9
+    assert run.rule != NeverExit() and metrics["fallback"]["rows"] == metrics["rows_tested"] == 62
 
 
 def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_its_depth():
@@ -551,7 +665,8 @@ def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_i
     cheap, dear = (recorded(logits, (2, 4, 6)) for _ in range(2))
     dear.segments._layer_passes = [2, 6, 6]
     rule = [Threshold(0.9)]
-    chosen = [default_rule(each, task, np.ones(6, int), candidates=lambda *_: rule).rule for each in (cheap, dear)]
+    taken = [each._replace(labels=np.ones(6, int)).take(np.arange(600) % 6) for each in (cheap, dear)]
+    chosen = [default_rule(each, each, task, candidates=lambda *_: rule).rule for each in taken]
     assert chosen == [Threshold(0.9), NeverExit()]
 
 

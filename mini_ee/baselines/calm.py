@@ -89,7 +89,8 @@ def held_loss(model: nn.Module, held: States) -> float:
 def promised_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
     """For each measure the loosest threshold under which held-out texts keep CALM's promise; the first is the rule.
 
-    The risk of a text is 1 - Rouge-L against what the full model writes there, greedily.
+    The risk of a text is 1 - Rouge-L against what the full model writes there, greedily. All these texts have chosen
+    the best epoch before: the confidence is that of a model that was chosen without them.
     """
     proposing, tested = held.texts[::PROPOSING], [text for at, text in enumerate(held.texts) if at % PROPOSING]
     recorded, decode = record_texts(model, proposing), source.tokenizer.backend.decode

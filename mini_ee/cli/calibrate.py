@@ -14,8 +14,8 @@ BATCH = 32
 
 def add(sub) -> None:
     sub.add_argument("run", type=Path, metavar="RUN")
-    add_task(sub, "rows like those that will be served; by default those of the training that were held out")
-    sub.add_argument("--split", help="of --task; by default its rows that were held out of train")
+    add_task(sub, "rows like those that will be served; by default those of the training that were held out as a test")
+    sub.add_argument("--split", help="of --task; by default its train rows that were held out to test the default rule")
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     sub.add_argument("--epsilon", type=number, required=True, help="the least share that agrees, above 0, at most 1")
@@ -72,6 +72,8 @@ def run(args, say) -> dict:
         f"it {answer['end_to_end']:.1%} get the full model's answer, after {answer['mean_layers']:.2f} layers of "
         f"{exits[-1]}. What is promised is promised for {what} like these."
     )
+    if below := below_line(answer, exits):
+        say(below)
     if args.sets:
         say(kept_line(answer) if "kept" in answer else broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
@@ -111,10 +113,12 @@ def _calibrated(args, recorded, tokens: bool) -> tuple:
 
 
 def _rows(opened, args):
-    """Rows that the run was not trained on, or those that were named."""
+    """Rows that were named; or the held-out test part, which chose the default rule alone: these thresholds replace it.
+
+    Rows that chose the epoch would promise too much: the model fits them better than others.
+    """
     from mini_ee.cli.open import open_task_of
-    from mini_ee.data.tasks import holdout
-    from mini_ee.training.train import check_task, trained_on
+    from mini_ee.training.train import check_task, split_rows, trained_on
     from mini_ee.units.recording import record
 
     if not opened.label_names:
@@ -127,7 +131,10 @@ def _rows(opened, args):
         split = args.split or ("train" if "train" in task.splits else task.default_split)
         rows = task.split(split)
     else:
-        split, rows = "hold-out", holdout(task.split("train"), opened.config["seed"])[1]
+        max_train = opened.config["training"].get("max_train")
+        split, rows = "hold-out", split_rows(task, opened.config["seed"], max_train).test
+        if not len(rows):
+            raise WrongArguments(f"{args.run}: its training held out no test examples; give others with --task DIR")
     recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
     return recorded, {"task": task.name, "split": split}
 
@@ -152,6 +159,18 @@ def _texts(opened, args):
         raise WrongArguments(str(error)) from None
     source = Source(opened.model.backbone, opened.tokenizer, options, args.seed)
     return record_texts(opened.model, texts_to_calibrate(source), progress="observing"), {}
+
+
+def below_line(answer: dict, exits: tuple[int, ...]) -> str:
+    """If the other units agree less often than was asked for: where, in words. Else empty."""
+    places = {f"the exit after layer {layer}": share for layer, share in zip(exits, answer["agreement"])}
+    places = {} if "promise" in answer else places  # a conformal guarantee is about the answers alone
+    places["the exits that they take"] = answer["end_to_end"]
+    below = [f"{share:.1%} at {at}" for at, share in places.items() if share is not None and share < answer["epsilon"]]
+    if not below:
+        return ""
+    advice = " --delta .05 gives stricter thresholds." if answer["delta"] is None and "promise" not in answer else ""
+    return f"This is below the agreement that was asked for, {answer['epsilon']:.1%}: {', '.join(below)}.{advice}"
 
 
 def kept_line(answer: dict) -> str:

@@ -123,7 +123,8 @@ def _of_rows(trained, metrics: dict, say) -> dict:
     say(metrics["promised"])
     for line in metrics["doubts"]:
         say(line)
-    return told | held | {name: metrics[name] for name in ("rows_truncated", "rows_held", "rows_needed", "doubts")}
+    names = ("rows_truncated", "rows_held", "rows_tested", "rows_needed", "doubts")
+    return told | held | {name: metrics[name] for name in names}
 
 
 def _of_tokens(trained, metrics: dict, say) -> dict:

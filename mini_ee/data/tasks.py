@@ -58,6 +58,11 @@ class Split:
         """The texts of each row in one spelling: neither case nor blanks tell two rows apart."""
         return [tuple(" ".join(text.casefold().split()) for text in row) for row in self.texts]
 
+    def __add__(self, other: "Split") -> "Split":
+        """These rows, then the other's. The hardness stays if both know it."""
+        hardness = None if self.hardness is None or other.hardness is None else self.hardness + other.hardness
+        return Split(self.texts + other.texts, np.concatenate((self.labels, other.labels)), hardness)
+
     def sha256(self) -> str:
         """One digest over texts and labels, in their order."""
         return json_sha256({"texts": self.texts, "labels": None if self.labels is None else self.labels.tolist()})
@@ -153,9 +158,8 @@ def holdout(split: Split, seed: int, share: float = 0.1) -> tuple[Split, Split]:
     count = max(1, round(share * len(split)))
     if not 0 < share < 1 or count >= len(split):
         raise ValueError(f"expected a share that leaves rows on both sides, found {share} of {len(split)}")
-    held = np.zeros(len(split), bool)
-    held[np.random.default_rng(seed).permutation(len(split))[:count]] = True
-    return split.take(~held), split.take(held)
+    held, fit = divided(split, count, seed)
+    return fit, held
 
 
 def subset(split: Split, count: int, seed: int) -> Split:
@@ -165,7 +169,14 @@ def subset(split: Split, count: int, seed: int) -> Split:
     """
     if count < 1:
         raise ValueError(f"expected at least one row, found {count}")
-    return split.take(np.sort(np.random.default_rng(seed).permutation(len(split))[:count]))
+    return divided(split, count, seed)[0]
+
+
+def divided(split: Split, count: int, seed: int) -> tuple[Split, Split]:
+    """(some, others): a seeded choice of `count` rows, and the rows that it leaves; both keep the order of the file."""
+    some = np.zeros(len(split), bool)
+    some[np.random.default_rng(seed).permutation(len(split))[:count]] = True
+    return split.take(some), split.take(~some)
 
 
 # Task folders

@@ -284,7 +284,7 @@ def hardness(recorded: Record, rows: Split) -> dict:
 
 
 def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
-    """ConsistentEE's Table 1 on the rows held out in training; None where the run says nothing of them."""
+    """ConsistentEE's Table 1 on the held-out rows that chose the epoch; None where the run says nothing of them."""
     folder = getattr(run, "folder", None)
     path = folder and folder / "metrics.json"
     if not path or not path.is_file():
@@ -293,7 +293,7 @@ def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
     wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
     if not trained_on(run, task):
         return None
-    _, held = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
+    held = split_rows(task, run.config["seed"], run.config["training"].get("max_train")).selection
     if metrics.get("rows_held") != len(held):
         return None
     right = np.ones((len(wrong), len(held)), bool)

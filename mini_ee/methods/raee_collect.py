@@ -9,14 +9,13 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
 from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
-from mini_ee.data.tasks import Split, Task, holdout, subset
+from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.methods.datastore import Collected, build
 from mini_ee.methods.encoders import open_encoder
@@ -148,10 +147,7 @@ def untrained_rows(run: Run, task: Task) -> Split:
     fitted, held = holdout(train, seed)
     if training["max_train"] is None:
         return held
-    trained = np.random.default_rng(seed).permutation(len(fitted))[: training["max_train"]]
-    rows = np.setdiff1d(np.arange(len(fitted)), trained)
-    unseen = fitted.take(rows)
-    return Split(held.texts + unseen.texts, np.concatenate([held.labels, unseen.labels]))
+    return held + divided(fitted, training["max_train"], seed)[1]
 
 
 # ---- Through a prompt ----

@@ -2,7 +2,7 @@
 
 A recipe is a list of stages; a stage says which parameters learn, from which loss, and which score decides the best
 checkpoint. It knows units alone: rows and tokens bring their own data (units/rows.py, units/tokens.py). Epochs are
-scored on what is held out of train; the split that is reported is never seen here.
+scored on held-out units; those that test the default rule, and the split that is reported, are never seen here.
 """
 
 import json

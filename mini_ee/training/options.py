@@ -50,10 +50,12 @@ class RowOptions(CommonOptions):
         choices=POOLS,
     )
     head: str = option("dense", "a dense layer, tanh and a linear map; or linear, that map alone", choices=HEADS)
-    max_train: int | None = option(None, "train on so many rows at most, drawn with the seed", least=1, metavar="N")
+    max_train: int | None = option(
+        None, "train on so many rows at most, drawn with the seed; others test the default rule", least=1, metavar="N"
+    )
     max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
     max_loss: float = option(0.01, "the default rule may lose this much score", least=0, below=1)
-    confidence: float = option(0.95, "with which the default rule keeps that promise", above=0, below=1)
+    confidence: float = option(0.95, "with which that loss is guaranteed", above=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The rule that a training ends with: candidates, and the one that is chosen on rows held out of train."""
+"""The rule that a training ends with: candidates, and the one that is chosen and tested on rows held out of train."""
 
 import math
 from collections.abc import Callable
@@ -207,154 +207,171 @@ def _settings(recorded: Record, rule: Rule) -> list:
 
 
 # ---- The rule that a training ends with ----
-PROPOSING = 200
-"""Rows at most, and a tenth of the hold-out, on which candidates are made and ordered, and nothing is promised."""
+FALLBACK_LOSS, FALLBACK_CONFIDENCE = 0.05, 0.95
+"""Without a guarantee a rule is taken only if the same test shows that it loses less than this: 59 examples that lose
+nothing do."""
 
 
 class Chosen(NamedTuple):
-    """The default rule, and what is promised of it. In JSON: rule.to_dict(), promise and rows_needed as they are."""
+    """The default rule, and what is guaranteed of it. In JSON: rule.to_dict(), promise and rows_needed as they are."""
 
     rule: Rule
-    promise: dict | None  # keys: max_loss, confidence, of, rows, loss_on_holdout, p_value
-    rows_needed: int | None = None  # without a promise: held-out rows that would do; None where no rule can be promised
-    about: dict = {}  # what was measured on the way
-
-    def sentence(self) -> str:
-        """What is promised, for whom, and what to do otherwise."""
-        if "promised" in self.about:
-            return self.about["promised"]
-        if self.promise:
-            of = self.promise
-            return (
-                f"Promised with confidence {of['confidence']:.0%}: on rows like the {of['rows']} held-out ones the "
-                f"default rule loses at most {of['max_loss']:g} of {of['of']} against the last exit. For other rows: "
-                f"mini-ee calibrate RUN --task DIR."
-            )
-        more = f"; about {self.rows_needed} would do" if self.rows_needed else ""
-        if self.rule == NeverExit():
-            return f"The default rule is the full model: no other lost nothing on the held-out rows{more}."
-        return f"The default rule lost nothing on the held-out rows, which are too few to promise it for others{more}."
+    promise: dict | None  # keys: max_loss, confidence, of, rows, loss_on_holdout, p_value; of a regression label_range
+    rows_needed: int | None = None  # without a guarantee: test examples that would do; None if no rule can have one
+    about: dict = {}  # what else metrics.json says; of rows "promised", the guarantee in words, and "fallback"
 
 
 class Replay(NamedTuple):
-    """What a rule does with N recorded rows."""
+    """What a candidate rule does with the recorded rows of both held-out parts."""
 
     rule: Rule
-    layer_passes: np.ndarray  # (N,)
-    saves: bool  # layers, on average
-    losses: np.ndarray  # (N,), see paired_losses
-    score: float  # the task's
+    layers: float  # mean layer passes on the selection part, by which candidates are ordered
+    tested_layers: float  # the same on the test part
+    saves: bool  # layers, on average over both parts
+    losses: np.ndarray  # (N,) of the test part, see paired_losses
+    differing: int  # rows of both parts that are worse or better than with the last exit
+    score: float  # the task's, on the test part
 
 
 def default_rule(
-    recorded: Record,
+    selection: Record,
+    test: Record,
     task: Task,
-    labels: np.ndarray,
     max_loss: float = 0.01,
     confidence: float = 0.95,
     candidates: Candidates | None = None,
+    label_range: float = 1.0,
 ) -> Chosen:
-    """The rule that saves most layers among those promised to lose at most max_loss against the last exit.
+    """The rule that saves most layers among those guaranteed to lose at most max_loss against the last exit.
 
-    The promise is kept with this confidence on rows like these, see `paired_losses` for what is lost; by the task's own
-    score, where that is another, the rule loses at most max_loss on the hold-out, without a promise. Candidates, by
-    default thresholds on the max probability, for regression patiences, are made on rows of the hold-out that are not
-    tested, and tested from the one that computes most layers on those down, until the first that fails. So the order
-    is fixed before (`fixed_sequence`), and no correction for their number is needed. The confidences of the tested rows
-    could not give it: they are no labels, but they go together with the losses.
+    selection, test: what the exits say of the two held-out parts, with labels. Candidates, by default thresholds on the
+    max probability, for regression patiences, are made and ordered on the selection part, which may have chosen
+    epochs and temperatures too. They are tested on the test part, which has chosen nothing, from the one that computes
+    most layers down, until the first that fails. So the order is fixed before (`fixed_sequence`), and no correction
+    for the number of candidates is needed. The guarantee holds with this confidence for rows like the tested ones;
+    `paired_losses` says what is lost. By the task's own score, if that is not accuracy, the rule loses at most
+    max_loss on the test part, without a guarantee.
 
-    Without a promise: the rule that saves most among those that lose nothing on the hold-out.
-    The hold-out chose the best epoch too, before: the confidence is that of a model chosen without these rows.
-    `calibrate RUN --task DIR` on other rows promises with no such reserve.
+    If no rule passes, the same test is made with FALLBACK_LOSS and FALLBACK_CONFIDENCE; if none passes that either,
+    the full model is the default. Each of the two statements is wrong in at most 1 - confidence of all trainings.
+    label_range: of a regression, the range of labels outside the test part.
     Raises ValueError for a max_loss outside [0, 1), or a confidence outside (0, 1).
     """
     if not (0 <= max_loss < 1 and 0 < confidence < 1):
         raise ValueError(
             f"expected a max_loss from 0 to below 1 and a confidence between 0 and 1, got {max_loss} and {confidence}"
         )
-    recorded = recorded._replace(labels=labels)
     candidates = candidates or (patiences if task.regression else thresholds)
-    chosen = max_loss and _promised(recorded, task, max_loss, confidence, candidates)
-    return chosen or _without_promise(recorded, task, max_loss, confidence, candidates)
+    replays = [_replayed(rule, selection, test, task, label_range) for rule in candidates(selection)]
+    replays.sort(key=lambda replay: replay.layers)
+    replays.reverse()  # of equal ones the last comes first: candidates are listed from the loosest on
+    if not replays:
+        exits = len(selection.segments.exits)
+        said = f"The default rule is the full model: no rule of this method can exit before the last of {exits} exits."
+        return Chosen(NeverExit(), None, None, {"promised": said, "fallback": None})
+    selecting = len(selection.labels)
+    least = exit_scores(test, task, test.labels)[-1] - max_loss if len(test.labels) else math.inf
+    useful = [replay.saves and replay.score >= least for replay in replays]
+    if found := _passing(replays, useful, max_loss, confidence):
+        promise = found[1] | _lost(task, label_range)
+        return Chosen(found[0], promise, None, {"promised": _guarantee(promise, selecting), "fallback": None})
+    return _without_guarantee(replays, useful, selecting, task, (max_loss, confidence), label_range)
 
 
-def paired_losses(task: Task, labels: np.ndarray, said: np.ndarray, last: np.ndarray) -> np.ndarray:
+def _without_guarantee(
+    replays: list[Replay],
+    useful: list[bool],
+    selecting: int,
+    task: Task,
+    wanted: tuple[float, float],
+    label_range: float,
+) -> Chosen:
+    """The rule that passes the fallback's test, or the full model; and how many test examples would do for more."""
+    (max_loss, confidence), tested = wanted, len(replays[0].losses)
+    of, fallback = _lost(task, label_range), _passing(replays, useful, FALLBACK_LOSS, FALLBACK_CONFIDENCE)
+    rule, fallback = (fallback[0], fallback[1] | of) if fallback else (NeverExit(), None)
+    others = [replay for replay in replays if replay.saves and (replay.rule == rule or not fallback)]
+    needed = _needed(others, selecting, max_loss, confidence)
+    said = f"A loss of at most {max_loss:g} with confidence {confidence:.0%} is not guaranteed"
+    said += f": about {needed} held-out test examples would do." if needed else "."
+    less = f"less than {FALLBACK_LOSS:g} of {of['of']} with confidence {FALLBACK_CONFIDENCE:.0%}"
+    if fallback:
+        said = f"The default rule loses {less}, by a test on {tested} held-out examples. {said}"
+    else:
+        enough = _needed(others, selecting, FALLBACK_LOSS, FALLBACK_CONFIDENCE)
+        shown = f"{tested} held-out test examples show of no other rule that it loses {less}"
+        said = f"The default rule is the full model: {shown}{f'; about {enough} would do' if enough else ''}. {said}"
+    return Chosen(rule, None, needed, {"promised": said, "fallback": fallback})
+
+
+def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confidence: float) -> tuple[Rule, dict] | None:
+    """Of the useful rules that pass the test the one that saves most layers, and the test's figures; or None."""
+    losses = np.array([replay.losses for replay in replays])
+    if not losses.size or not max_loss:
+        return None
+    p_values = paired_p_values(losses, max_loss)
+    passed = [at for at in range(fixed_sequence(p_values, 1 - confidence)) if useful[at]]
+    if not passed:
+        return None
+    best = min(passed, key=lambda at: replays[at].tested_layers)
+    about = {"max_loss": max_loss, "confidence": confidence, "rows": losses.shape[1]}
+    about |= {"loss_on_holdout": float(losses[best].mean()), "p_value": float(p_values[best])}
+    return replays[best].rule, about
+
+
+def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: float) -> int | None:
+    """Test examples that would do for the rule that differs least, if it loses nothing on average; None without rules.
+
+    Twice those at hand, where those were enough but for bad luck.
+    """
+    if not replays or not max_loss:
+        return None
+    tested, differing = len(replays[0].losses), min(replay.differing for replay in replays)
+    found = rows_needed((differing + 1) / (selecting + tested + 1), max_loss, confidence)
+    return found if found > tested else 2 * tested
+
+
+def _lost(task: Task, label_range: float) -> dict:
+    """What a loss is a loss of."""
+    if task.regression:
+        return {"of": "the labels' range in mean absolute error", "label_range": label_range}
+    return {"of": "accuracy"}
+
+
+def _guarantee(of: dict, selecting: int) -> str:
+    """What is guaranteed, from how many examples, and what to do otherwise."""
+    return (
+        f"Guaranteed with confidence {of['confidence']:.0%}: the default rule loses at most {of['max_loss']:g} of "
+        f"{of['of']} against the last exit, on examples like the {of['rows']} held-out ones that tested it and chose "
+        f"nothing else. {selecting} others chose the epoch and proposed rules. For other examples: mini-ee calibrate "
+        f"RUN --task DIR."
+    )
+
+
+def paired_losses(
+    task: Task, labels: np.ndarray, said: np.ndarray, last: np.ndarray, label_range: float = 1.0
+) -> np.ndarray:
     """What each row loses by a rule's prediction instead of the last exit's: (..., N) in {-1, 0, 1}.
 
     Classes: right(last) - right(rule), whose mean is the loss of accuracy. Regression: how much larger the absolute
-    error is, over the range of these labels, clipped to [-1, 1] and rounded at random so that the mean stays.
+    error is, over label_range, clipped to [-1, 1] and rounded at random so that the mean stays. The range must be that
+    of other labels than these: a test that scales by what it tests is none.
     """
     if not task.regression:
         return (last == labels).astype(np.int8) - (said == labels)
-    larger = (abs(said - labels) - abs(last - labels)) / (np.ptp(labels) or 1)
+    larger = (abs(said - labels) - abs(last - labels)) / (label_range or 1)
     return np.floor(np.clip(larger, -1, 1) + np.random.default_rng(0).random(len(labels))).astype(np.int8)
 
 
-def _promised(
-    recorded: Record, task: Task, max_loss: float, confidence: float, candidates: Candidates
-) -> Chosen | None:
-    """The rule that saves most layers among those that pass the test; None where none that saves any does."""
-    rows = len(recorded.labels)
-    proposing = np.zeros(rows, bool)
-    proposing[np.random.default_rng(0).permutation(rows)[: min(PROPOSING, rows // 10)]] = True
-    replays = _replays(candidates, recorded, proposing, task) if proposing.any() else []
-    if not replays:
-        return None
-    replays.sort(key=lambda replay: replay.layer_passes[proposing].mean())
-    replays.reverse()  # of equal ones the last comes first: candidates are listed from the loosest on
-    losses = np.array([replay.losses[~proposing] for replay in replays])
-    p_values = paired_p_values(losses, max_loss)
-    least = exit_scores(recorded, task, recorded.labels)[-1] - max_loss
-    passed = range(fixed_sequence(p_values, 1 - confidence))
-    passed = [at for at in passed if replays[at].saves and replays[at].score >= least]
-    if not passed:
-        return None
-    best = min(passed, key=lambda at: replays[at].layer_passes.mean())
-    promise = {
-        "max_loss": max_loss,
-        "confidence": confidence,
-        "of": "the labels' range in mean absolute error" if task.regression else "accuracy",
-        "rows": losses.shape[1],
-        "loss_on_holdout": float(losses[best].mean()),
-        "p_value": float(p_values[best]),
-    }
-    return Chosen(replays[best].rule, promise, None)
-
-
-def _without_promise(
-    recorded: Record, task: Task, max_loss: float, confidence: float, candidates: Candidates
-) -> Chosen:
-    """The rule that saves most layers among those that lose nothing here, and how many rows would promise it.
-
-    Where none loses nothing, the rows for the one that differs least from the last exit. They are enough if the rule
-    loses nothing on fresh rows either; twice the rows at hand, where those were enough but for bad luck.
-    """
-    rows = len(recorded.labels)
-    replays = _replays(candidates, recorded, np.ones(rows, bool), task)
-    if not replays:
-        exits = len(recorded.segments.exits)
-        said = f"The default rule is the full model: no rule of this method can leave before the last of {exits} exits."
-        return Chosen(NeverExit(), None, None, {"promised": said})
-    saving = [replay for replay in replays if replay.saves]
-    full_score = exit_scores(recorded, task, recorded.labels)[-1]
-    harmless = [replay for replay in saving if replay.score >= full_score]
-    best = min(harmless, key=lambda replay: replay.layer_passes.mean(), default=None)
-    needed = None
-    if saving and max_loss:
-        differing = min(np.count_nonzero(replay.losses) for replay in ([best] if best else saving))
-        tested = rows_needed((differing + 1) / (rows + 1), max_loss, confidence)
-        needed = tested + min(PROPOSING, math.ceil(tested / 9))
-        needed = needed if needed > rows else 2 * rows
-    return Chosen(best.rule if best else NeverExit(), None, needed)
-
-
-def _replays(candidates: Candidates, recorded: Record, proposing: np.ndarray, task: Task) -> list[Replay]:
-    """All rows under the rules that some of them, a mask (N,), propose."""
-    labels, last, replays = recorded.labels, predictions(recorded.logits[:, -1]), []
-    for rule in candidates(recorded.take(proposing)):
-        result = recorded.replay(rule)
-        passes, said = result.cost.layer_passes, predictions(result.logits)
-        losses = paired_losses(task, labels, said, last)
-        saves = bool(passes.mean() < recorded.segments.exits[-1])
-        replays.append(Replay(rule, passes, saves, losses, task.score(said, labels)["score"]))
-    return replays
+def _replayed(rule: Rule, selection: Record, test: Record, task: Task, label_range: float) -> Replay:
+    passes, losses, score = [], [], -math.inf
+    for part in (selection, test) if len(test.labels) else (selection,):
+        result = part.replay(rule)
+        said, last = predictions(result.logits), predictions(part.logits[:, -1])
+        passes.append(result.cost.layer_passes)
+        losses.append(paired_losses(task, part.labels, said, last, label_range))
+        score = task.score(said, part.labels)["score"]
+    saves = bool(np.concatenate(passes).mean() < selection.segments.exits[-1])
+    differing = int(sum(map(np.count_nonzero, losses)))
+    tested = losses[1] if len(losses) > 1 else np.zeros(0, np.int8)
+    return Replay(rule, passes[0].mean(), passes[-1].mean(), saves, tested, differing, score)

@@ -155,8 +155,8 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
     """ConsistentEE's Fig. 2 and Table 1."""
     if task.regression:
         return {}
-    train, _ = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
-    train = subset(train, TRAIN_ROWS, run.config["seed"])
+    parts = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
+    train = subset(parts.train, TRAIN_ROWS, run.config["seed"])
     recorded = record(run.segments(), run.encode(train.texts), BATCH, "reading")
     figures = {}
     for each in by_exit(recorded, recorded.replay(rule).exit_index, train.labels):
