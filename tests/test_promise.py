@@ -467,6 +467,14 @@ def test_the_page_is_made_of_the_figures_that_are_kept_and_the_promises_hold():
     figures = json.loads(promise_figures.FIGURES.read_text())
     assert promise_figures.page(figures) == promise_figures.PAGE.read_text(), "python tests/promise_figures.py --page"
     assert all(each["promised"] and each["exceeded"] <= 0.05 for each in figures["default"])
+    kept, finer, _ = promise_figures.by_kind(figures["repeated"])
+    assert {each["method"] for each in kept} == {"joint", "lora-exits", "consistent", "right-tool"}
+    assert [each["broken"] <= 0.05 * each["trainings"] for each in finer] == [True]
+    for each in kept:
+        assert each["trainings"] >= 100 and each["guaranteed"] > each["trainings"] / 2 and each["interval"][0] <= 0.05
+    assert promise_figures.together(kept)["broken"] <= 0.05 * promise_figures.together(kept)["trainings"]
+    (untested,) = (each for each in figures["repeated"] if each["planted"] == "no test")
+    assert untested["interval"][0] > 0.05, "what is measured can be broken"
     for each in figures["calibrate"]:
         assert each["kept"]["sets"] == 1000 and each["kept"]["conformal"] >= each["epsilon"]
         assert each["broken"]["delta"] <= 0.05
