@@ -42,11 +42,12 @@ from mini_ee.measure.evaluate import RANGES, curve, hardness_in_training, over_s
 from mini_ee.measure.tables import ranges_table
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import load_method
 from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
 from mini_ee.training.rule import thresholds
 from mini_ee.training.run import about_task, load_run, training_folder, write_rule
-from mini_ee.training.train import asked, split_rows, trained_on
+from mini_ee.training.train import asked, trained_on
 from mini_ee.units.recording import record, summary
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
@@ -1203,8 +1204,11 @@ def test_a_tokenizer_of_another_model_is_one_line(capsys, tmp_path, checkpoint_f
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["film"] = 500
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    line = refused(capsys, "train", "joint", "--model", folder, "--task", task_folder, "--out", tmp_path / "run")
-    assert "the token id 500" in line
+    argv = "train", "joint", "--model", folder, "--task", task_folder, "--out", tmp_path / "run"
+    assert main([*map(str, argv)]) == 1
+    told = capsys.readouterr()
+    assert "its tokenizer has 1 beyond them: 'film' (500)" in told.out
+    assert "500" in told.err and told.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,12 @@ from mini_ee.measure.evaluate import best_within, overthinking
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training.fit import Saved, Stage, depth_weighted_sum, fine_tune_then_heads, fit, joint_stage, task_loss
+from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
 from mini_ee.training.run import build_model, encode
-from mini_ee.training.train import TEST_ROWS, asked, exits_of, split_rows
+from mini_ee.training.train import asked, exits_of
 from mini_ee.units.recording import Record
 from mini_ee.units.rows import RowData, RowExits
 

@@ -118,7 +118,8 @@ def _rows(opened, args):
     Rows that chose the epoch would promise too much: the model fits them better than others.
     """
     from mini_ee.cli.open import open_task_of
-    from mini_ee.training.train import check_task, split_rows, trained_on
+    from mini_ee.training.holdout import split_rows
+    from mini_ee.training.train import check_task, trained_on
     from mini_ee.units.recording import record
 
     if not opened.label_names:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +28,11 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import json_sha256, read_json, sole_writer
 from mini_ee.data.options import flag_of, idle_option
 from mini_ee.data.table_files import SUFFIXES
-from mini_ee.data.tasks import TOY, Split, Task, divided, holdout, load_task, toy_task
+from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.training import doubts, ranks
 from mini_ee.training.fit import STATE, Diverged, Fitted, NothingToResume, Saved, fit
+from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, curves, default_rule
@@ -262,41 +262,6 @@ def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
 
 
 # ---- Rows ----
-
-
-TEST_ROWS = 2_000
-"""Examples at most that test the default rule. So many guarantee a loss of at most .01 for a rule that is worse than
-the last exit on 1 % of them and better on 1 % (results/promises.md). Reading more may take longer than the training."""
-
-SELECTING = 0.2
-"""Share of the held-out tenth that selects, if few rows are left over: a guarantee of .01 needs over 300 that test."""
-
-
-class Parts(NamedTuple):
-    """The rows of a task's train split, by their use. No row is in two parts."""
-
-    train: Split
-    selection: Split  # chooses epochs, temperatures, policies and candidate rules: whatever a training chooses
-    test: Split  # tests the default rule; nothing else reads it. Empty if only one row is held out
-
-
-def split_rows(task: Task, seed: int, max_train: int | None) -> Parts:
-    """A seeded tenth of the train split is held out; with max_train the train part and this tenth shrink alike.
-
-    Rows that max_train leaves over are held out too. If they are at least as many as the tenth, the whole tenth
-    selects and they test. Else the share SELECTING of the tenth selects, and the others of it test with them. At most
-    TEST_ROWS test.
-    """
-    train, held = holdout(task.split("train"), seed)
-    unused = held.take(slice(0))
-    if max_train is not None:
-        train, unused = divided(train, max_train, seed)
-        held, more = divided(held, max(1, max_train // 9), seed)
-        unused = unused + more
-    if len(unused) < len(held):
-        held, others = divided(held, max(1, round(SELECTING * len(held))), seed)
-        unused = unused + others
-    return Parts(train, held, divided(unused, TEST_ROWS, seed)[0])
 
 
 def _train_rows(request: Request, state_folder: Path, say) -> tuple:

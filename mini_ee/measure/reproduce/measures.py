@@ -41,9 +41,9 @@ from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.fit import task_loss
+from mini_ee.training.holdout import split_rows
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
-from mini_ee.training.train import split_rows
 from mini_ee.units.generation import Sampling
 from mini_ee.units.prompts import PromptModel
 from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
