@@ -1,20 +1,18 @@
-"""A graph in ONNX's own operators (opset 23), written node by node: what the `graph` twin of a module is given.
-
-    def forward(self, x: Tensor) -> Tensor:            def graph(self, g, x: str) -> str:
-        return self.norm(self.dense(x))                    return g.apply(self.norm, g.linear(x, self.dense))
+"""A graph in ONNX's own operators (opset 23), written node by node; graph.py runs the project's own code on its values.
 
 Values are names. A parameter is known by its identity and keeps the name that it has in the model, in torch's layout:
 a graph is readable, and two graphs share a weight by its name. Weights stand in the innermost branch that alone uses
 them: outside of it ONNX Runtime does not prepack them for its nodes.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import onnx
+import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
@@ -24,6 +22,12 @@ INT8_LARGEST = np.float32(63)  # of a weight in int8
 
 Parameters = dict[int, tuple[str, Tensor]]
 """id of a parameter -> its name, and the parameter itself, kept alive."""
+
+
+def int8_maps(model: nn.Module) -> set[int]:
+    """The ids of all weights of linear maps that can bear int8: modules say so in `int8_maps`."""
+    modules = ((module, getattr(module, "int8_maps", ())) for module in model.modules())
+    return {id(getattr(module, name).weight) for module, names in modules for name in names}
 
 
 def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
@@ -40,20 +44,25 @@ class Value(NamedTuple):
 
 
 class Builder:
-    """One graph. dtype: of all weights and hidden states; int8: whether maps that can bear it become int8.
+    """One graph. dtype: of all weights and hidden states; int8: ids of the weights that become int8, see `int8_maps`.
 
     plain: inputs with values of their own become inputs like others, for callers that cannot feed those: JavaScript,
     and whoever binds memory.
     """
 
-    def __init__(self, parameters: Parameters, dtype: type = np.float32, int8: bool = False, plain: bool = False):
+    def __init__(
+        self,
+        parameters: Parameters,
+        dtype: type = np.float32,
+        int8: Collection[int] = (),
+        plain: bool = False,
+    ):
         self.dtype, self.int8, self.plain = np.dtype(dtype), int8, plain
         self.weights: dict[str, np.ndarray] = {}  # those taken up so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch that is being written
         self._inputs, self._outputs, self._defaults, self._made = {}, {}, {}, 0
-        self._rounded = {}  # value -> its int8 form, where it is visible
-        self._rows, self._taken = None, {}  # those that inputs are asked for, and inputs of which they were taken
+        self._written = {}  # node -> its outputs, where they are visible
 
     # ---- Nodes ----
     def op(self, kind: str, *inputs: str, **attributes) -> str:
@@ -61,20 +70,20 @@ class Builder:
         return self.several(1, kind, *inputs, **attributes)[0]
 
     def several(self, outputs: int, kind: str, *inputs: str, **attributes) -> list[str]:
-        """Append a node with several outputs; returns their names."""
+        """Append a node with several outputs; returns their names. An equal node that is visible serves again."""
+        node = outputs, kind, inputs, repr(sorted(attributes.items()))
+        if kind != "If" and node in self._written:
+            return self._written[node]
         self._made += 1
         names = [f"{kind.lower()}_{self._made}_{i}" for i in range(outputs)]
         self._nodes.append(helper.make_node(kind, inputs, names, **attributes))
+        self._written[node] = names
         return names
 
     def input(self, name: str, *axes: str | int, dtype: type = np.int64) -> str:
-        """Declare an input with its axes, or ask for it again; inside of `rows`, for those rows of it."""
+        """Declare an input with its axes, or ask for it again."""
         self._inputs.setdefault(name, _info(name, dtype, axes))
-        if self._rows is None or axes[:1] != ("batch",):
-            return name
-        if name not in self._taken:
-            self._taken[name] = self.op("Gather", name, self._rows)
-        return self._taken[name]
+        return name
 
     def default(self, name: str, values: np.ndarray, *axes: str | int) -> str:
         """Declare an input that has these values where nobody feeds it others: an overridable initialiser."""
@@ -83,18 +92,9 @@ class Builder:
         self._inputs[name] = _info(name, values.dtype, axes)
         return name
 
-    @contextmanager
-    def rows(self, index: str) -> Iterator[None]:
-        """In a branch of its own: inputs whose first axis is "batch" are those rows (N,) of what they were outside."""
-        outside = self._rows, self._taken
-        self._rows = index if self._rows is None else self.op("Gather", self._rows, index)
-        self._taken = {}
-        yield
-        self._rows, self._taken = outside
-
     def output(self, name: str, value: str, *axes: str | int, dtype: type | None = None) -> None:
         """Declare a value of the graph as an output under this name; of the graph's dtype unless it says another."""
-        if value in self._outputs:
+        if value in self._outputs or value in self._inputs:
             value = self.op("Identity", value)
         self._outputs[value] = _info(name, dtype or self.dtype, axes)
 
@@ -127,7 +127,7 @@ class Builder:
         return Value(self.op("Constant", value=array), value.dtype, axes)
 
     def _branch(self, write: Callable[[], Sequence[Value]]) -> tuple[GraphProto, Sequence[Value]]:
-        outside, self._nodes, rounded, taken = self._nodes, [], dict(self._rounded), dict(self._taken)
+        outside, self._nodes, written = self._nodes, [], dict(self._written)
         outputs, values = [], write()
         for value in values:
             made_here = any(value.name in node.output for node in self._nodes)
@@ -135,7 +135,7 @@ class Builder:
             outputs.append(_info(name, value.dtype, value.axes))
         self._made += 1
         graph = helper.make_graph(self._nodes, f"branch_{self._made}", [], outputs)
-        self._nodes, self._rounded, self._taken = outside, rounded, taken
+        self._nodes, self._written = outside, written
         return graph, values
 
     # ---- Constants and weights ----
@@ -156,10 +156,6 @@ class Builder:
         """A constant (len(values),) int64."""
         return self.constant("_".join(map(str, values)), np.array(values, np.int64))
 
-    def number(self, value: float) -> str:
-        """A constant () of the graph's dtype."""
-        return self.constant(str(value), np.array(value, self.dtype))
-
     def constant(self, name: str, values: np.ndarray) -> str:
         """A constant by name, held in the graph itself. Raises ValueError where the name has other values already."""
         name = f"constant_{name}_{values.dtype}"
@@ -167,13 +163,24 @@ class Builder:
             raise ValueError(f"{name} is {self._constants[name]} already, not {values}")
         return name
 
+    def held(self, values: np.ndarray) -> str:
+        """A constant by what it holds."""
+        digest = hashlib.sha1(values.tobytes() + repr(values.shape).encode()).hexdigest()[:12]
+        text = f"scalar_{values.item()}" if values.ndim == 0 else f"{'x'.join(map(str, values.shape))}_{digest}"
+        return self.constant(text, values)
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether it is a parameter of the model."""
+        return id(parameter) in self._parameters
+
     def _named(self, parameter: Tensor) -> tuple[str, Tensor]:
         if id(parameter) not in self._parameters:
             raise ValueError(f"a graph asks for a parameter {tuple(parameter.shape)} that is none of the model's own")
         return self._parameters[id(parameter)]
 
     def _array(self, value: Tensor) -> np.ndarray:
-        array = value.detach().float().cpu().numpy()
+        with torch._C.DisableTorchFunction():  # of the weight itself, while what is made of it is traced
+            array = value.detach().float().cpu().numpy()
         largest = np.finfo(self.dtype).max
         if np.isfinite(array).all() and (abs(array) > largest).any():
             raise ValueError(
@@ -181,82 +188,51 @@ class Builder:
             )
         return array.astype(self.dtype)
 
-    # ---- Torch's own modules, which have no twin of theirs ----
-    def apply(self, module: nn.Module, x: str) -> str:
-        """module(x): its own `graph`, or what a module of torch's computes. Raises ValueError for another one."""
-        if hasattr(module, "graph"):
-            return module.graph(self, x)
-        match module:
-            case nn.Linear():
-                return self.linear(x, module)
-            case nn.LayerNorm():
-                parameters = self.parameter(module.weight), self.parameter(module.bias)
-                return self.op("LayerNormalization", x, *parameters, epsilon=module.eps)
-            case nn.Sequential():
-                for each in module:
-                    x = self.apply(each, x)
-                return x
-            case nn.GELU():
-                return self.op("Gelu", x, approximate=module.approximate)
-            case nn.Tanh() | nn.ReLU() | nn.Sigmoid():
-                return self.op({"ReLU": "Relu"}.get(type(module).__name__, type(module).__name__), x)
-            case nn.Dropout() | nn.Identity():
-                return x
-        raise ValueError(f"{type(module).__name__} has no ONNX twin: write a method `graph(g, x)` below its forward")
-
-    def linear(self, x: str, module: nn.Linear, int8: bool = False) -> str:
-        """nn.Linear: (N, I) -> (N, O). int8: whether the map can bear it."""
-        if int8 and self.int8:
-            return self._linear_int8(x, module)
-        return self.gemm(x, *(self.parameter(each) for each in (module.weight, module.bias) if each is not None))
-
     def gemm(self, x: str, weight: str, *bias: str) -> str:
         """x (N, I), weight (O, I), bias (O,) -> (N, O)."""
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
-    def _linear_int8(self, x: str, module: nn.Linear) -> str:
+    def linear_int8(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
         """Weights in int8 with a scale for each output, x in uint8 as it comes; the form that ONNX Runtime fuses.
 
         Weights are rounded to -63 .. 63: a processor without VNNI adds two products in 16 bits, which 255 * 127 twice
         overflows.
         """
-        name, weight = self._named(module.weight)
+        name, weight = self._named(weight)
         whole, scale = f"{name}_int8", f"{name}_scale"
         if whole not in self.weights:
             matrix = self._array(weight)
             self.weights[scale] = np.maximum(abs(matrix).max(axis=1), np.finfo(np.float32).tiny) / INT8_LARGEST
             self.weights[whole] = np.ascontiguousarray(np.rint(matrix / self.weights[scale][:, None]).astype(np.int8).T)
-        if x not in self._rounded:
-            self._rounded[x] = self.several(3, "DynamicQuantizeLinear", x)
-        rounded, step, zero = self._rounded[x]
+        rounded, step, zero = self.several(3, "DynamicQuantizeLinear", x)
         product = self.cast(self.op("MatMulInteger", rounded, whole, zero), np.float32)
         y = self.op("Mul", product, self.op("Mul", step, scale))
-        return y if module.bias is None else self.op("Add", y, self.parameter(module.bias))
+        return y if bias is None else self.op("Add", y, self.parameter(bias))
 
-    # ---- What twins have in common ----
+    # ---- Parts ----
     def cast(self, x: str, dtype: type) -> str:
         """x in another type."""
         return self.op("Cast", x, to=_kind(dtype))
-
-    def float32(self, x: str) -> str:
-        """A value of the graph's dtype in float32."""
-        return x if self.dtype == np.float32 else self.cast(x, np.float32)
 
     def shape(self, x: str, start: int, stop: int) -> str:
         """The sizes of the axes start .. stop - 1, (stop - start,) int64."""
         return self.op("Shape", x, start=start, end=stop)
 
-    def flatten(self, x: str, width: int) -> str:
-        """(..., width) -> (N, width)."""
-        return self.op("Reshape", x, self.integers(-1, width))
+    def attention(
+        self,
+        query: str,
+        key: str,
+        value: str,
+        readable: str,
+        heads: int,
+        key_value_heads: int,
+        scale: float | None = None,
+    ) -> str:
+        """Scaled dot products: (B, T, H d), (B, S, KV d) twice -> (B, T, H d). readable: (B, 1, T, S) bool, or added.
 
-    def unflatten(self, x: str, shape: str, width: int = -1) -> str:
-        """(N, width) -> (*shape, width); shape is a value."""
-        return self.op("Reshape", x, self.op("Concat", shape, self.integers(width), axis=0))
-
-    def attention(self, query: str, key: str, value: str, readable: str, heads: int, key_value_heads: int) -> str:
-        """Scaled dot products: (B, T, H d), (B, S, KV d) twice -> (B, T, H d). readable: (B, 1, T, S) bool."""
-        counts = {"q_num_heads": heads, "kv_num_heads": key_value_heads}
+        scale: of the products; None: one over the root of d.
+        """
+        counts = {"q_num_heads": heads, "kv_num_heads": key_value_heads} | ({} if scale is None else {"scale": scale})
         return self.op("Attention", query, key, value, readable, softmax_precision=TensorProto.FLOAT, **counts)
 
     def readable(self, mask: str, queries: str) -> str:
@@ -269,8 +245,11 @@ class Builder:
         """The finished graph. tensors: weight -> dtype, shape and offset in weights_file, beside the graph."""
         renamed = {value: info.name for value, info in self._outputs.items()}
         outputs = list(self._outputs.values())
-        graph = helper.make_graph(self._nodes, name, list(self._inputs.values()), outputs)
+        graph = helper.make_graph(self._nodes, name, [], outputs)
         _rename(graph, renamed)
+        _prune(graph)
+        used = _used(graph) | self._defaults.keys()
+        graph.input.extend(info for info in self._inputs.values() if info.name in used)
         values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
         for weight, array in self.weights.items():
             kept = {"name": weight, "data_type": _kind(array.dtype), "dims": array.shape}
@@ -307,6 +286,23 @@ def _rename(graph: GraphProto, names: dict[str, str]) -> None:
             wires[:] = [names.get(name, name) for name in wires]
     for branch in branches_of(graph):
         _rename(branch, names)
+
+
+def _prune(graph: GraphProto) -> None:
+    """Take out nodes that nothing needs: what was asked of a value that the trace had no use for in the end."""
+    needed, kept = {output.name for output in graph.output}, []
+    for node in reversed(graph.node):
+        if needed.isdisjoint(node.output):
+            continue
+        kept.append(node)
+        needed.update(node.input)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _prune(attribute.g)
+                needed |= _used(attribute.g) | {output.name for output in attribute.g.output}
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+    del graph.node[:]
+    graph.node.extend(kept)
 
 
 def _used(graph: GraphProto) -> set[str]:

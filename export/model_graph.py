@@ -10,14 +10,15 @@
 
 After exit k an If asks whether anybody stays. Its branch takes those rows, runs the layers up to exit k + 1, and in it
 the same again; what it says is scattered over what exit k said. So a graph is as deep as the model has exits, and what
-is not run costs nothing. The segments say what is computed: graph_start, graph_advance, graph_read, graph_read_state,
-graph_read_saturation.
+is not run costs nothing. What is computed is the segments' own start, advance, read_logits, read_state and keep, and
+the rule's own stop, which run here on values of the graph (tracing.py).
 """
 
 import numpy as np
 
-from mini_ee.confidence import graph_max_probability
+from mini_ee.confidence import max_probability
 from mini_ee.early_exit import Reading
+from mini_ee.export.tracing import ArrayValue
 from mini_ee.rules import Rule
 from mini_ee.units.token_graphs import output_caches
 
@@ -38,13 +39,14 @@ class _ModelGraph:
         self.classes = facts["vocab_size"] if facts["unit"] == "tokens" else facts["num_labels"]
 
     def write(self) -> None:
-        g, state = self.g, self.segments.graph_start(self.g)
-        names = ["logits", "layers", *["spent"] * self.segments.tokens_leave, *["exit_logit"] * self.says_exit_logit]
-        values = self._from_exit(0, state, self._bars(), {})
+        g, segments = self.g, self.segments
+        with g.tracing():
+            values = self._from_exit(0, segments.start(g.inputs()), self._plan(), {})
+        names = ["logits", "layers", *["spent"] * segments.tokens_leave, *["exit_logit"] * self.says_exit_logit]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
-        if self.segments.facts()["unit"] == "tokens":
-            kinds = (f"{kind}_{layer}" for layer in range(self.segments.exits[-1]) for kind in ("keys", "values"))
+        if segments.facts()["unit"] == "tokens":
+            kinds = (f"{kind}_{layer}" for layer in range(segments.exits[-1]) for kind in ("keys", "values"))
             output_caches(g, values[len(names) :], kinds)
         else:
             self._write_labels(values[0].name)
@@ -55,81 +57,82 @@ class _ModelGraph:
             g.output("label", g.op("Squeeze", logits, g.integers(1)), "batch", dtype=np.float32)
         else:
             g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), "batch", dtype=np.int64)
-            g.output("confidence", graph_max_probability(g, logits), "batch", dtype=np.float32)
+            confidence = max_probability(g.array(logits, "batch", self.classes)).name
+            g.output("confidence", confidence, "batch", dtype=np.float32)
 
-    def _bars(self) -> str:
-        """(B, K - 1) float32: what each row is compared with at each exit; -inf and inf where a plan decides."""
+    def _plan(self) -> str:
+        """(B,) int64: at which exit each row is to leave; negative: the rule decides. Else the rule's own plan."""
         g, rule, last = self.g, self.rule, self.last
         planned = None if self.decides or rule.plans_from_texts else rule.plan(range(1))
         own = np.array([-1 if self.decides else last]) if planned is None else planned
         exit_at = g.default("exit_at", own, "rows_planned")
-        plans = np.where(np.arange(last + 1)[:, None] <= np.arange(last), -np.inf, np.inf).astype(np.float32)
-        bars = g.op("Gather", g.constant("plans", plans), g.op("Max", exit_at, g.integers(0)))
-        shape = g.op("Concat", g.shape(g.input("input_ids", "batch", "tokens"), 0, 1), g.integers(last), axis=0)
-        if self.decides:
-            settings = [(name, g.default(name, value, len(value))) for name, value in rule.graph_settings(last).items()]
-            ruled = g.cast(settings[0][1], np.float32) if settings else g.constant("zero", np.zeros(1, np.float32))
-        else:
-            ruled = g.constant("own_plan", plans[own[0]])
-        unplanned = g.op("Unsqueeze", g.op("Less", exit_at, g.integers(0)), g.integers(1))
-        return g.op("Expand", g.op("Where", unplanned, ruled, bars), shape)
+        exits = g.constant("exits", np.arange(last + 1))
+        known = g.op("Gather", exits, g.op("Max", exit_at, g.integers(0)))  # an error for an exit that is none
+        exit_at = g.op("Where", g.op("Less", exit_at, g.integers(0)), g.integers(*own), known)
+        return g.op("Expand", exit_at, g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
 
-    def _from_exit(self, k: int, state, bars: str, memory: dict[str, str]) -> list:
+    def _rule_at(self, k: int) -> tuple[Rule, ArrayValue | None]:
+        """The rule with the inputs of the graph as they are at exit k, and its threshold ()."""
+        g, values = self.g, {}
+        for name, own in self.rule.runtime_values(self.last).items():
+            values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
+            if own.dtype == np.float32:  # one for each exit
+                values[name] = values[name][k]
+        return self.rule.with_runtime(values), values.get("threshold")
+
+    def _from_exit(self, k: int, state, exit_at: str, memory: dict[str, ArrayValue]) -> list:
         """What exit k says of the units that come to it, and later exits say over it, as values: logits, layers; behind
         them what the layers from here on leave behind.
         """
         g, segments = self.g, self.segments
-        state = segments.graph_advance(k, g, state)
-        written, rows = segments.graph_written(k, g, state), g.shape(bars, 0, 1)
+        state = segments.advance(k, state)
+        written, rows = segments.written(k, state), g.shape(exit_at, 0, 1)
         if k == self.last:
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
-            read = g.float32(segments.graph_read(k, g, state))
-            return self._said(k, read, state, rows, [nothing] * self.says_exit_logit) + written
-        bar = g.op("Gather", bars, g.constant(f"scalar_{k}", np.array(k)), axis=1)
-        said, leaves = self._at_exit(k, state, (bar, rows), memory)
-        stays = g.op("Not", leaves)
+            read = segments.read_logits(k, state)
+            said = self._said(k, read.logits.name, rows, [nothing] * self.says_exit_logit)
+            if segments.tokens_leave:
+                said.insert(2, g.value(read.spent.name, f"rows_{k}", 2, dtype=np.float32))
+            return said + written
+        said, leaves = self._at_exit(k, state, g.array(exit_at, f"rows_{k}", dtype=np.int64), memory)
+        stays = ~leaves
 
         def go_on() -> list:
-            index = g.op("Squeeze", g.op("NonZero", stays), g.integers(0))
-            with g.rows(index):
-                on = {name: g.op("Gather", value, index) for name, value in memory.items()}
-                kept = segments.graph_keep(g, state, index, leaves)
-                later = self._from_exit(k + 1, kept, g.op("Gather", bars, index), on)
-            places = g.op("Unsqueeze", index, g.integers(1))
+            index = np.flatnonzero(stays)
+            on = {name: value[index] for name, value in memory.items()}
+            kept = segments.keep_in_graph(state, index.tensor(), leaves.tensor())
+            later = self._from_exit(k + 1, kept, g.op("Gather", exit_at, index.name), on)
+            places = g.op("Unsqueeze", index.name, g.integers(1))
             over = [v._replace(name=g.op("ScatterND", v.name, places, new.name)) for v, new in zip(said, later)]
             return over + later[len(said) :]
 
-        values = g.either(g.any(stays), go_on, lambda: said + segments.graph_fill(k, g, state))
+        values = g.either(g.any(stays.name), go_on, lambda: said + segments.filled(k, state))
         return values[: len(said)] + written + values[len(said) :]
 
-    def _at_exit(self, k: int, state, of_rows: tuple[str, str], memory: dict[str, str]) -> tuple[list, str]:
-        """What an exit says as values, and who leaves (B,) bool. The head is read where somebody leaves, or asks.
-
-        of_rows: the bar of each (B,), and how many they are (1,).
-        """
-        (bar, rows), g, segments, rule = of_rows, self.g, self.segments, self.rule
-        if self.decides and rule.needs == "logits":
-            asked = g.op("Less", g.op("ReduceMin", bar, keepdims=0), g.constant("inf", INFINITY))
-            logits = self._where_asked(asked, k, state, rows)
-            number = g.op("Squeeze", logits, g.integers(1)) if self.classes == 1 else None
-            leaves = rule.graph_stop(g, k, Reading(logits, prediction=number), bar, memory)
-            return self._said(k, logits, state, rows, []), leaves
-        exit_logit = []
-        if self.decides:
-            read = segments.graph_read_state if rule.asks_policy else segments.graph_read_saturation
-            reading = read(k, g, state)
-            leaves = rule.graph_stop(g, k, reading, bar, memory)
-            exit_logit = [reading.exit_logit] * self.says_exit_logit
+    def _at_exit(self, k: int, state, exit_at: ArrayValue, memory: dict[str, ArrayValue]) -> tuple[list, ArrayValue]:
+        """What an exit says as values, and who leaves (B,) bool. The head is read where somebody leaves, or asks."""
+        g, segments = self.g, self.segments
+        rows, exit_logit, leaves = g.shape(exit_at.name, 0, 1), [], exit_at <= k
+        if not self.decides:
+            logits = self._where_asked(g.any(leaves.name), k, state, rows)
+            return self._said(k, logits, rows, []), leaves
+        planned, (rule, threshold) = exit_at >= 0, self._rule_at(k)  # what is not planned is negative: it may leave
+        if rule.needs == "logits":
+            asked = leaves if threshold is None else leaves & (planned | (threshold < np.inf))
+            logits = self._where_asked(g.any(asked.name), k, state, rows)
+            reading = Reading(g.array(logits, f"rows_{k}", self.classes))
         else:
-            leaves = g.op("Less", bar, g.constant("float_0", np.zeros((), np.float32)))
-        return self._said(k, self._where_asked(g.any(leaves), k, state, rows), state, rows, exit_logit), leaves
+            reading = segments.read_state(k, state)
+            exit_logit = [] if reading.exit_logit is None else [reading.exit_logit.name] * self.says_exit_logit
+        leaves = leaves & (planned | rule.stop(k, reading, memory))
+        if rule.needs != "logits":
+            logits = self._where_asked(g.any(leaves.name), k, state, rows)
+        return self._said(k, logits, rows, exit_logit), leaves
 
-    def _said(self, k: int, logits: str, state, rows: str, exit_logit: list[str]) -> list:
+    def _said(self, k: int, logits: str, rows: str, exit_logit: list[str]) -> list:
         g, axis = self.g, f"rows_{k}"
         layers = g.op("Expand", g.integers(self.segments.exits[k]), rows)
         said = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
-        if self.segments.tokens_leave:
-            said.append(g.value(self.segments.graph_spent(g, state), axis, 2, dtype=np.float32))
         return said + [g.value(name, axis, dtype=np.float32) for name in exit_logit]
 
     def _where_asked(self, condition: str, k: int, state, rows: str) -> str:
@@ -137,7 +140,7 @@ class _ModelGraph:
         g = self.g
 
         def read() -> list:
-            logits = g.float32(self.segments.graph_read(k, g, state))
+            logits = self.segments.read_logits(k, state).logits.name
             return [g.value(logits, "rows_read", self.classes, dtype=np.float32)]
 
         def nothing() -> list:

@@ -204,6 +204,6 @@ def _family(rule: Rule) -> dict:
 
 def _fed(rule: Rule) -> tuple[str, float | str]:
     """The input of the graph that the rule's knob is, and its value."""
-    settings = rule.graph_settings(1)
+    settings = rule.runtime_values(1)
     name = "threshold" if "threshold" in settings else "patience"
     return name, _numbers(settings[name])[0]

@@ -128,15 +128,15 @@ class HeldRule:
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
         self._index_of_depth = np.full(manifest["exits"][-1] + 1, -1)
         self._index_of_depth[list(manifest["exits"])] = np.arange(self._last + 1)
-        self._rule = NeverExit() if "encoder" in manifest else rule_from_dict(manifest["rule"])
-        self._has_twin = type(self._rule).graph_stop is not Rule.graph_stop
+        held = "encoder" not in manifest and manifest.get("rule_in_graph", True)
+        self._rule = rule_from_dict(manifest["rule"]) if held else NeverExit()
         self._fed: tuple = (None, None)
         plan = self._rule.plan(range(1))
         if plan is None:
             plan = np.array([self._last if self._rule.needs is None or not self._last else -1])
         self.own = {"exit_at": plan}  # what the graph is fed by itself, where its inputs have values of their own
         if plan[0] < 0:
-            self.own |= self._rule.graph_settings(self._last)
+            self.own |= self._rule.runtime_values(self._last)
 
     def feeds(self, rule: Rule, plan: np.ndarray | None) -> dict[str, np.ndarray] | None:
         """Inputs that make it stop by a rule, whose plan (B,) is known; None where nothing does."""
@@ -150,9 +150,9 @@ class HeldRule:
     def _settings(self, rule: Rule) -> dict[str, np.ndarray] | None:
         if rule.needs is None:
             return {"exit_at": np.array([self._last])}
-        if not (self._has_twin and rule.served_by(self._rule)):
+        if not rule.served_by(self._rule):
             return None
-        return rule.graph_settings(self._last) if self._last else {}
+        return rule.runtime_values(self._last) if self._last else {}
 
     def left(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
         """Exit index (B,) of each depth (B,) that the graph says, and what the rule was shown at each exit."""

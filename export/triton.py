@@ -20,7 +20,6 @@ from onnx import TensorProto, ValueInfoProto
 from mini_ee.data.files import atomic_folder, write_bytes
 from mini_ee.export import writer
 from mini_ee.export.serving.worker import BATCH
-from mini_ee.rules import Rule
 from mini_ee.training.run import Run
 
 TEXTS = {1: ("text",), 2: ("text", "text_b")}
@@ -38,16 +37,11 @@ def write_repository(run: Run, out: str | Path, segments: bool = False, **option
         manifest = writer.export(run, version, segments=segments or rows, **options)
         shutil.copyfile(Path(__file__).parent / "serving" / "triton_model.py", version / "model.py")
         write_bytes(model / "config.pbtxt", _texts_config(run).encode())
-        if rows and _stops_by_itself(run.rule):
+        if rows and not run.rule.plans_from_texts and manifest.get("rule_in_graph", True):
             (model / "configs").mkdir()
             graph = onnx.load(version / "model.onnx", load_external_data=False).graph
             write_bytes(model / "configs" / "graph.pbtxt", _graph_config(graph).encode())
     return manifest
-
-
-def _stops_by_itself(rule: Rule) -> bool:
-    """Whether model.onnx does what the rule says with nothing but token ids."""
-    return not rule.plans_from_texts and (rule.needs is None or type(rule).graph_stop is not Rule.graph_stop)
 
 
 def _texts_config(run: Run) -> str:

@@ -14,7 +14,7 @@ exported/tokenizer.json
 exported/index.html            and more, where a page is asked for: see page.py
 exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
 
-What a graph is stands beside the torch code that it repeats: `graphs()` of a model's segments, `graph` of its modules.
+What a graph computes is the project's own torch and numpy code, run on values of it: see tracing.py.
 """
 
 import logging
@@ -35,12 +35,15 @@ from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import Segments, read_every_exit
-from mini_ee.export.builder import OPSET, Builder, parameters_of
+from mini_ee.export.builder import OPSET, int8_maps, parameters_of
+from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
 from mini_ee.export.model_graph import write_model_graph
 from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.segment_graphs import segment_graphs
 from mini_ee.export.sessions import CPU
+from mini_ee.export.tracing import NotTraceable
 from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.training.run import Run, versions
@@ -136,26 +139,36 @@ def write_graphs(
     """Write graphs and weights into a folder that is there; returns what the manifest says of them.
 
     source: the segments of a model of rows, the TokenGraphs of a model of tokens.
-    Raises ValueError for an unknown precision, and for a rule without twin where there are no segments either.
+    Raises ValueError for an unknown precision, and for a rule that no graph can hold if there are no segments either.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": precision == "int8"}
+    rounded = int8_maps(model) if precision == "int8" else ()
+    settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": rounded}
     own, made, facts = parameters_of(model), {}, source.facts()
-    held = NeverExit() if segments and type(rule).graph_stop is Rule.graph_stop else rule
-    graphs = {"model": partial(write_model_graph, segments=source, rule=held)} | (source.graphs() if segments else {})
+    tokens, one = facts["unit"] == "tokens", source.in_one_graph()
+    graphs = {"model": partial(write_model_graph, segments=one, rule=rule)}
+    if segments:
+        graphs |= source.graphs() if tokens else segment_graphs(source)
     if source.tokens_leave:
         graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=NeverExit())
-    graphs |= source.prompt_graphs() if facts["unit"] == "tokens" else {}
+    graphs |= source.prompt_graphs() if tokens else {}
     for name, write in graphs.items():
-        made[name] = Builder(own, **settings, plain=facts["unit"] == "tokens")
-        write(made[name])
+        made[name] = Graph(own, **settings, plain=tokens)
+        try:
+            write(made[name])
+        except NotTraceable:
+            if name != "model" or not segments:
+                raise
+            facts["rule_in_graph"] = False  # it decides between graphs by segment
+            made[name] = Graph(own, **settings, plain=tokens)
+            write_model_graph(made[name], one, NeverExit())
     encoder = rule.embed.states if isinstance(rule, Retrieval) else None  # the queries are averaged from its states
     if encoder is not None:
         others = parameters_of(encoder.backbone, "encoder.backbone.")
         if own.keys().isdisjoint(others):
             own, settings = others, settings | {"dtype": np.float32}
-        made["encoder"] = Builder(own, **settings)
+        made["encoder"] = Graph(own, **settings)
         encoder.graph(made["encoder"])
     write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
     tensors, graphs = layout(folder / WEIGHTS), {}
@@ -171,11 +184,7 @@ def write_graphs(
         "exits": list(model.exits),
         "rule": rule.to_dict(),
         **facts,
-        **(
-            _costs(source, segments)
-            if facts["unit"] != "tokens"
-            else {"weights": token_weights(model.backbone)._asdict()}
-        ),
+        **(_costs(source, segments) if not tokens else {"weights": token_weights(model.backbone)._asdict()}),
         "graphs": graphs,
         "tensors": tensors,
     }

@@ -19,13 +19,15 @@ import numpy as np
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """(B, C) -> (B, C), in float32 at least."""
     logits = _checked(logits)
+    if not isinstance(logits, np.ndarray):  # a value of a graph, which has a node for it
+        return logits.log_softmax(axis=1)
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def _checked(logits: np.ndarray) -> np.ndarray:
     """The logits in float32 at least, or ValueError where they are not those of two classes or more."""
-    logits = np.asarray(logits)
+    logits = logits if hasattr(logits, "__array_ufunc__") else np.asarray(logits)  # a value of a graph is no array
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(
             f"confidence needs logits of shape (B, C) with at least 2 classes, found {logits.shape}: "
@@ -70,48 +72,6 @@ def _gap(values: np.ndarray) -> np.ndarray:
     second, first = np.partition(values, -2, axis=1)[:, -2:].T
     return first - second
 
-
-# ---- The same as ONNX nodes: of logits (B, C) float32, (B,); g is an export.builder.Builder ----
-def graph_max_probability(g, logits: str) -> str:
-    """max_probability."""
-    return g.op("ReduceMax", g.op("Softmax", logits, axis=1), g.integers(1), keepdims=0)
-
-
-def graph_entropy(g, logits: str) -> str:
-    """entropy."""
-    log_p = g.op("LogSoftmax", logits, axis=1)
-    p = g.op("Exp", log_p)
-    zero = g.constant("scalar_0", np.zeros((), np.float32))
-    terms = g.op("Where", g.op("Greater", p, zero), g.op("Mul", p, log_p), zero)
-    return g.op("ReduceSum", terms, g.integers(1), keepdims=0)
-
-
-def graph_normalised_entropy(g, logits: str) -> str:
-    """normalised_entropy."""
-    largest = g.op("Log", g.cast(g.op("Squeeze", g.shape(logits, 1, 2)), np.float32))
-    least = g.constant("least", np.float32(-1).reshape(()))
-    return g.op("Max", g.op("Div", graph_entropy(g, logits), largest), least)
-
-
-def graph_breaking_ties(g, logits: str) -> str:
-    """breaking_ties."""
-    return graph_breaking_ties_logits(g, g.op("Softmax", logits, axis=1))
-
-
-def graph_breaking_ties_logits(g, logits: str) -> str:
-    """breaking_ties_logits."""
-    largest, _ = g.several(2, "TopK", logits, g.integers(2), axis=1)
-    first, second = g.several(2, "Split", largest, axis=1, num_outputs=2)
-    return g.op("Squeeze", g.op("Sub", first, second), g.integers(1))
-
-
-GRAPH_MEASURES = {
-    "max_probability": graph_max_probability,
-    "entropy": graph_entropy,
-    "normalised_entropy": graph_normalised_entropy,
-    "breaking_ties": graph_breaking_ties,
-    "breaking_ties_logits": graph_breaking_ties_logits,
-}
 
 MEASURES = {
     "max_probability": (max_probability, 0.0, 1.0),

@@ -85,27 +85,21 @@ class Segments:
         """Layers that one unit costs in advance(k)."""
         return self.exits[k] - (self.exits[k - 1] if k else 0)
 
-    # ---- As nodes of a graph that stops by itself: graph_start(g), graph_advance(k, g, state), graph_read(k, g, state)
-    # (which is read_logits) and graph_read_state(k, g, state) are as above, on names of values; see
-    # export/model_graph.py. Where tokens leave, graph_spent(g, state) is the `spent` of a Reading, (N, 2) float32 ----
+    # ---- The same methods write a graph that stops by itself, on values of it; see export/model_graph.py ----
     def in_one_graph(self) -> "Segments":
         """What such a graph computes: these segments, for most."""
         return self
 
-    def graph_keep(self, g, state, index: str, leaves: str):
-        """keep: the units `index` (N,) of a state, `leaves` (N',) bool being false for them."""
-        return None if state is None else g.op("Gather", state, index)
+    def keep_in_graph(self, state, rows, leaves):
+        """state.keep(rows); leaves (N,) is true for the others, which may have to leave something behind."""
+        return state.keep(rows)
 
-    def graph_read_saturation(self, k: int, g, state) -> Reading:
-        """The saturation (N,), where states of two exits can be compared."""
-        return Reading(None)
-
-    def graph_written(self, k: int, g, state) -> list:
-        """What graph_advance(k) leaves behind for later calls, as values with their axes: caches."""
+    def written(self, k: int, state) -> list:
+        """What advance(k) leaves behind for later calls, as values with their axes: caches."""
         return []
 
-    def graph_fill(self, k: int, g, state) -> list:
-        """The same of all layers above, where every unit has left at exit k."""
+    def filled(self, k: int, state) -> list:
+        """The same of all layers above, if every unit has left at exit k."""
         return []
 
 

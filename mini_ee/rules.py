@@ -6,8 +6,8 @@
     rule.flops(classes)                                what one decision costs for one unit
     rule.plan_flops(inputs)                            what a plan costs for one unit
     rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
-    rule.graph_stop(g, k, reading, bar, memory)        `stop` as ONNX nodes, for a graph that stops by itself
 
+A rule is numpy code, which also runs on the values of a graph that stops by itself (export/tracing.py).
 A rule is a frozen dataclass; its fields carry their help, from which the command line's options are made.
 
 Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
@@ -15,14 +15,16 @@ Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no st
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar, Self
 
 import numpy as np
 
 from mini_ee import WrongArguments
-from mini_ee.confidence import GRAPH_MEASURES, MEASURES
+from mini_ee.confidence import MEASURES
 from mini_ee.data.options import is_whole, option
 from mini_ee.registry import METHODS
 
@@ -67,34 +69,46 @@ class Rule:
         return 0.0
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----
-    # Settings that such a graph takes as inputs; the first is what `graph_stop` compares with:
-    fed: tuple[str, ...] = ()
+    fed: tuple[str, ...] = ()  # settings that such a graph takes as inputs
+    runtime_inputs: ClassVar[dict[str, str]] = {}
+    """Input of the graph -> the attribute that `stop` compares with. Of a `threshold` inf means that nobody exits."""
 
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        """Input -> its values, for `count` exits besides the last. The first is the bar: (count,) or (1,)."""
-        return {}
+    def runtime_values(self, count: int) -> dict[str, np.ndarray]:
+        """Input -> its own values, for `count` exits besides the last: (count,) float32, or (1,) of an integer."""
+        return {
+            name: _runtime_value(getattr(self, attribute), count) for name, attribute in self.runtime_inputs.items()
+        }
 
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        """stop: (B,) bool. bar (B,) float32: that of exit k for each row, -inf and inf where a plan decides.
-
-        Raises ValueError for a rule that was not given this twin.
-        """
-        raise ValueError(
-            f"the rule {self.name} has no ONNX twin: write `graph_stop` below `stop`, or export --segments"
-        )
+    def with_runtime(self, values: dict) -> Self:
+        """The rule with these values of its inputs, as they are at one exit."""
+        rule = copy(self)
+        for name, value in values.items():
+            object.__setattr__(rule, self.runtime_inputs[name], value)
+        return rule
 
     def served_by(self, other: "Rule") -> bool:
         """Whether a graph with the rule `other` in it can be fed so that it stops by this one."""
         return type(self) is type(other) and all(
-            value == getattr(other, name) for name, value in vars(self).items() if name not in self.fed
+            value == getattr(other, name) for name, value in self.settings().items() if name not in self.fed
         )
 
     def opened(self, folder: Path, config: dict, model) -> "Rule":
         """The rule of a run on disk, with what it needs of the run's other files. Most need nothing."""
         return self
 
+    def settings(self) -> dict:
+        """The fields of the rule by name."""
+        return {name: getattr(self, name) for name in getattr(self, "__dataclass_fields__", ())}
+
     def to_dict(self) -> dict:
-        return {"name": self.name} | {key: _json(value) for key, value in self.__dict__.items()}
+        return {"name": self.name} | {key: _json(value) for key, value in self.settings().items()}
+
+
+def _runtime_value(value, count: int) -> np.ndarray:
+    if isinstance(value, int):
+        return np.array([value])
+    values = value[:count] if isinstance(value, tuple) else [value] * count
+    return np.array(values, np.float32)
 
 
 def _json(value):
@@ -161,22 +175,6 @@ def confidence(reading, measure: str) -> np.ndarray:
     return MEASURES[measure][0](reading.logits) if handed_over is None else handed_over
 
 
-def graph_confidence(g, reading, measure: str) -> str:
-    """confidence."""
-    handed_over = getattr(reading, measure, None)
-    if handed_over is None and measure in STATE_MEASURES:
-        raise WrongArguments(NO_STATES.format(measure))
-    return GRAPH_MEASURES[measure](g, reading.logits) if handed_over is None else handed_over
-
-
-def graph_streak(g, same: str, memory: dict[str, str]) -> str:
-    """How many exits in a row were (B,) bool, in float32; kept in the memory."""
-    one = g.cast(same, np.int64)
-    streak = g.op("Mul", g.op("Add", memory["streak"], one), one) if "streak" in memory else one
-    memory["streak"] = streak
-    return g.cast(streak, np.float32)
-
-
 @dataclass(frozen=True)
 class Threshold(Rule):
     """Leave where a confidence is at least the threshold: one number, or one for each exit (the last is not asked).
@@ -209,14 +207,7 @@ class Threshold(Rule):
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
         return confidence(reading, self.measure) >= threshold
 
-    fed = ("threshold",)
-
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        values = self.threshold[:count] if isinstance(self.threshold, tuple) else [self.threshold] * count
-        return {"threshold": np.array(values, np.float32)}
-
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        return g.op("GreaterOrEqual", graph_confidence(g, reading, self.measure), bar)
+    fed, runtime_inputs = ("threshold",), {"threshold": "threshold"}
 
     def check(self, num_exits: int) -> None:
         if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
@@ -255,25 +246,7 @@ class Patience(Rule):
         memory["prediction"] = prediction
         return memory["streak"] >= self.patience
 
-    fed = ("patience",)
-
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        return {"patience": np.array([self.patience])}
-
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        before = memory.get("prediction")
-        if reading.prediction is not None:  # a number
-            memory["prediction"] = reading.prediction
-            if before is not None:
-                apart = g.op("Abs", g.op("Sub", reading.prediction, before))
-                same = g.op("Less", apart, g.constant("tolerance", np.array(self.tolerance, np.float32)))
-        else:
-            memory["prediction"] = g.op("ArgMax", reading.logits, axis=1, keepdims=0)
-            if before is not None:
-                same = g.op("Equal", memory["prediction"], before)
-        if before is None:
-            same = g.op("Greater", bar, bar)  # nothing to repeat
-        return g.op("GreaterOrEqual", graph_streak(g, same, memory), bar)
+    fed, runtime_inputs = ("patience",), {"patience": "patience"}
 
     def flops(self, classes: int) -> float:
         return classes + 3.0
@@ -307,15 +280,7 @@ class PatienceConfidence(Rule):
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
 
-    fed = ("patience", "threshold")
-
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        return {"patience": np.array([self.patience]), "threshold": np.full(count, self.threshold, np.float32)}
-
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        sure = graph_confidence(g, reading, self.measure)
-        confident = g.op("GreaterOrEqual", sure, g.op("Gather", "threshold", g.integers(k)))
-        return g.op("GreaterOrEqual", graph_streak(g, confident, memory), bar)
+    fed, runtime_inputs = ("patience", "threshold"), {"patience": "patience", "threshold": "threshold"}
 
     def flops(self, classes: int) -> float:
         return 5.0 * classes + 2.0
@@ -337,29 +302,17 @@ class Policy(Rule):
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
             raise ValueError(f"the cut on the probability of leaving must be from 0 to 1, got {self.cut}")
+        # Where the sigmoid reaches the cut: its values near 0 and 1 are equal in float32, the logits are not.
+        at_ends = math.inf if self.cut else -math.inf
+        least = at_ends if self.cut in (0, 1) else math.log(self.cut / (1 - self.cut))
+        object.__setattr__(self, "least_logit", least)
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY.format(self.name))
         return reading.exit_logit > self.least_logit
 
-    fed = ("cut",)
-
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        """The bar is on the exit_logit: float32 holds more of it than of the cut."""
-        return {"threshold": np.full(count, self.least_logit, np.float32)}
-
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        if reading.exit_logit is None:
-            raise ValueError(NO_POLICY.format(self.name))
-        return g.op("Greater", reading.exit_logit, bar)
-
-    @property
-    def least_logit(self) -> float:
-        """Where the sigmoid reaches the cut: its values near 0 and 1 are equal in float32, the logits are not."""
-        if self.cut in (0, 1):
-            return math.inf if self.cut else -math.inf
-        return math.log(self.cut / (1 - self.cut))
+    fed, runtime_inputs = ("cut",), {"threshold": "least_logit"}  # float32 holds more of the logit than of the cut
 
     def flops(self, classes: int) -> float:
         return 1.0
@@ -381,31 +334,16 @@ class QExit(Rule):
     def __post_init__(self):
         if not 0 <= self.q <= 1:
             raise ValueError(f"q, a probability of having left, must be from 0 to 1, got {self.q}")
+        at_ends = math.inf if self.q else -math.inf
+        object.__setattr__(self, "least_hazard", at_ends if self.q in (0, 1) else -math.log1p(-self.q))
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY.format(self.name))
         memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
-        return memory["hazard"] > self._bar
+        return memory["hazard"] > self.least_hazard
 
-    fed = ("q",)
-
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        """The bar is on the memory."""
-        return {"threshold": np.full(count, self._bar, np.float32)}
-
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        if reading.exit_logit is None:
-            raise ValueError(NO_POLICY.format(self.name))
-        here = g.op("Softplus", reading.exit_logit)
-        memory["hazard"] = g.op("Add", memory["hazard"], here) if "hazard" in memory else here
-        return g.op("Greater", memory["hazard"], bar)
-
-    @property
-    def _bar(self) -> float:
-        if self.q in (0, 1):
-            return math.inf if self.q else -math.inf
-        return -math.log1p(-self.q)
+    fed, runtime_inputs = ("q",), {"threshold": "least_hazard"}
 
     def flops(self, classes: int) -> float:
         return 4.0  # exponential, logarithm, sum, comparison

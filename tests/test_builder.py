@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from mini_ee.export.builder import Builder, branches_of, parameters_of
+from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import layout
 
 EXITS, C = (1, 2, 4), 3
@@ -24,25 +25,19 @@ def opened(g, folder):
     return onnxruntime.InferenceSession(folder / "graph.onnx", providers=["CPUExecutionProvider"])
 
 
-def test_a_module_of_torchs_own_parts_needs_no_twin(tmp_path):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Dropout(), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2))
-    module.eval()
-    g = Builder(parameters_of(module))
-    g.output("y", g.apply(module, g.input("x", "batch", 4, dtype=np.float32)), "batch", 2)
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    (found,) = opened(g, tmp_path).run(None, {"x": x.numpy()})
-    np.testing.assert_allclose(found, module(x).detach(), rtol=0, atol=1e-6)
-    assert g.weights.keys() == {name for name, _ in module.named_parameters()}
+def through(g, x, *modules):
+    """The modules one after the other, of x (batch, width): the name of what comes out."""
+    width, x = modules[0].in_features, x
+    with g.tracing():
+        value = g.tensor(x, "batch", width)
+        for module in modules:
+            value = module(value)
+        return value.name
 
 
-def test_a_module_without_a_twin_and_a_parameter_of_another_model_are_told():
-    g = Builder(parameters_of(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="Bilinear has no ONNX twin: write a method `graph"):
-        g.apply(nn.Bilinear(2, 2, 2), "x")
+def test_a_parameter_of_another_model_is_told():
     with pytest.raises(ValueError, match=r"\(3, 2\) that is none of the model's own"):
-        g.linear("x", nn.Linear(2, 3))
+        Builder(parameters_of(nn.Linear(2, 2))).parameter(nn.Linear(2, 3).weight)
 
 
 def where_weights_stand(graph, depth=0):
@@ -66,13 +61,13 @@ def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp
     with torch.random.fork_rng():
         torch.manual_seed(0)
         maps = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-    g = Builder(parameters_of(maps))
+    g = Graph(parameters_of(maps))
     x, first = g.input("x", "batch", 2, dtype=np.float32), g.input("first", dtype=bool)
 
-    def through(number):
-        return [g.value(g.linear(g.linear(x, maps[number]), maps[2]), "batch", 2)]
+    def branch(number):
+        return [g.value(through(g, x, maps[number], maps[2]), "batch", 2)]
 
-    (y,) = g.either(first, lambda: through(0), lambda: through(1))
+    (y,) = g.either(first, lambda: branch(0), lambda: branch(1))
     g.output("y", y.name, "batch", 2)
     session, values = opened(g, tmp_path), np.ones((1, 2), np.float32)
     assert where_weights_stand(onnx.load(tmp_path / "graph.onnx").graph) == {
@@ -87,9 +82,9 @@ def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp
 
 def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
     maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-    g = Builder(parameters_of(maps), int8=True)
+    g = Graph(parameters_of(maps), int8={id(each.weight) for each in maps})
     x, first = g.input("x", "batch", 4, dtype=np.float32), g.input("first", dtype=bool)
-    branches = [lambda k=k: [g.value(g.linear(x, maps[k], int8=True), "batch", 4)] for k in range(2)]
+    branches = [lambda k=k: [g.value(through(g, x, maps[k]), "batch", 4)] for k in range(2)]
     (y,) = g.either(first, *branches)
     g.output("y", y.name, "batch", 4)
     session, values = opened(g, tmp_path), torch.linspace(-1, 1, 8).view(2, 4)
@@ -103,8 +98,8 @@ def test_int8_weights_leave_room_for_the_sum_of_two_products_in_16_bits(tmp_path
     layer = nn.Linear(64, 2, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 64))
-    g = Builder(parameters_of(layer), int8=True)
-    g.output("y", g.linear(g.input("x", "batch", 64, dtype=np.float32), layer, int8=True), "batch", 2)
+    g = Graph(parameters_of(layer), int8={id(layer.weight)})
+    g.output("y", through(g, g.input("x", "batch", 64, dtype=np.float32), layer), "batch", 2)
     assert 2 * 255 * int(abs(g.weights["weight_int8"].astype(int)).max()) < 2**15
     (found,) = opened(g, tmp_path).run(None, {"x": np.ones((1, 64), np.float32)})
     np.testing.assert_allclose(found, [[64, -64]], rtol=1e-3)
@@ -114,6 +109,6 @@ def test_a_weight_that_float16_does_not_hold_is_told():
     module = nn.Linear(2, 2)
     with torch.no_grad():
         module.weight[0, 1] = -7e4
-    Builder(parameters_of(module)).linear("x", module)
+    Builder(parameters_of(module)).parameter(module.weight)
     with pytest.raises(ValueError, match="a weight of 70000 is too large for float16 .65504.; use float32"):
-        Builder(parameters_of(module), np.float16).linear("x", module)
+        Builder(parameters_of(module), np.float16).parameter(module.weight)

@@ -120,7 +120,7 @@ def test_whoever_stands_at_the_cut_stays_in_float32_too(measure):
         rule, logits = above(float(tau), measure), np.zeros((3, 2, 2), np.float32)
         segments = Recorded((1, 2), logits, np.zeros((3, 2, 2)), [1, 1], {measure: scores[:, None]})
         assert early_exit(segments, rule, range(3)).exit_index.tolist() == [1, 1, 0]
-        bar = rule.graph_settings(1)["threshold"][0]
+        bar = rule.runtime_values(1)["threshold"][0]
         compared = scores >= bar if measure == "max_probability" else scores > bar
         assert compared.tolist() == [False, False, True]
 

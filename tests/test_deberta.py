@@ -725,8 +725,13 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets, change
 
 
 def test_that_test_can_fail(monkeypatch):
-    """Planted bug: rows take the tables of the streams in turns."""
-    monkeypatch.setattr(torch.Tensor, "repeat_interleave", lambda self, count, dim: self.repeat(count, 1, 1, 1))
+    """Planted bug: rows take the tables of another stream."""
+    right = Layer.position_scores
+
+    def in_turns(self, query, key, tables, index):
+        return right(self, query, key, {term: table.flip(0) for term, table in tables.items()}, index)
+
+    monkeypatch.setattr(Layer, "position_scores", in_turns)
     with pytest.raises(AssertionError, match="Not equal"):
         test_every_schedule_gives_every_exit_what_it_has_alone("deberta", OWN_TABLES, {})
 

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mini_ee.backbones.bert as bert_module
+import mini_ee.backbones.cache as cache_module
 import mini_ee.backbones.hub as checkpoint
 import mini_ee.backbones.llama as llama
-import mini_ee.backbones.llama_layer as layer_module
 from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.cache import rotate
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, rope_frequencies, token_positions
-from mini_ee.backbones.llama_layer import RMSNorm, rotate
+from mini_ee.backbones.llama_layer import RMSNorm
 from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -71,37 +72,37 @@ def changed_attention(change):
     def wrong(query, key, value, **rest):
         return right(*change(query, key, value), **rest)
 
-    return lambda patch: patch.setattr(layer_module.F, "scaled_dot_product_attention", wrong)
+    return lambda patch: patch.setattr(cache_module.F, "scaled_dot_product_attention", wrong)
 
 
 def see_everything(patch):
     right = torch.nn.functional.scaled_dot_product_attention
     patch.setattr(
-        layer_module.F,
+        cache_module.F,
         "scaled_dot_product_attention",
         lambda *heads, attn_mask, is_causal, **rest: right(*heads, **rest),
     )
 
 
 def no_rotation(patch):
-    patch.setattr(layer_module, "rotate", lambda heads, cos, sin: heads)
+    patch.setattr(cache_module, "rotate", lambda heads, cos, sin: heads)
 
 
 def backward_rotation(patch):
-    right = layer_module.rotate
+    right = cache_module.rotate
     patch.setattr(
-        layer_module, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin)
+        cache_module, "rotate", lambda heads, cos, sin: right(heads, cos, -sin if heads.shape[2] > 1 else sin)
     )
 
 
 def interleaved_rotation(patch):
-    right = layer_module.rotate
+    right = cache_module.rotate
 
     def wrong(heads, cos, sin):
         swap = torch.arange(heads.shape[-1]).view(2, -1).T.flatten()
         return right(heads[..., swap], cos, sin)[..., swap.argsort()]
 
-    patch.setattr(layer_module, "rotate", wrong)
+    patch.setattr(cache_module, "rotate", wrong)
 
 
 def forget_the_norm_weight(patch):
@@ -148,17 +149,17 @@ def forgotten_head_norms(patch):
 
 
 def head_norms_after_the_rotation(patch):
-    right = layer_module.rotate
+    right = cache_module.rotate
     forgotten_head_norms(patch)
 
-    def wrong(self, normed, around, keys, values, adapt=None):
+    def wrong(self, normed, around, depth, adapt=None):
         def rotated(heads, cos, sin):
             turned = right(heads, cos, sin)
             query, key = turned.split((self.heads, self.key_value_heads), dim=2)
             return torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
 
-        patch.setattr(layer_module, "rotate", rotated)
-        return attention(self, normed, around, keys, values, adapt)
+        patch.setattr(cache_module, "rotate", rotated)
+        return attention(self, normed, around, depth, adapt)
 
     attention = Layer.attention
     patch.setattr(Layer, "attention", wrong)

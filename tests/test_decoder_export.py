@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 import mini_ee.backbones.cache as cache_module
@@ -25,8 +27,7 @@ import mini_ee.export.writer as writer
 from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock, Layer
-from mini_ee.backbones.llama_layer import RMSNorm
+from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
@@ -36,6 +37,7 @@ from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.sessions import CPU, HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Sessions, open_sessions
 from mini_ee.export.torch_engine import torch_segments
+from mini_ee.export.tracing import LOWERINGS
 from mini_ee.export.writer import export
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
@@ -44,7 +46,6 @@ from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, load_run, save_run
 from mini_ee.units.decoding import FILLS, decode, gather
 from mini_ee.units.generation import generate
-from mini_ee.units.token_graphs import TokenGraphs
 from mini_ee.units.tokens import TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -332,6 +333,10 @@ def test_weights_are_stored_once_under_the_names_of_torch(case_of):
 
 def instead(monkeypatch, owner, name, wrong):
     """Plant a bug: `wrong` is called in place of the owner's function, and given the right one before its arguments."""
+    if owner is LOWERINGS:
+        right = owner[name]
+        monkeypatch.setitem(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
+        return
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
 
@@ -362,43 +367,18 @@ def future(right, g, kind, *inputs, **attributes):
     return right(g, "GreaterOrEqual" if kind == "LessOrEqual" else kind, *inputs, **attributes)
 
 
-def unturned_keys(right, self, g, heads, count):
-    return heads if count == self.config.key_value_heads else right(self, g, heads, count)
+def unturned_keys(right, self, heads, count):
+    return heads if count == self.config.key_value_heads else right(self, heads, count)
 
 
-def without_head_norms(right, self, g, *where):
-    changed = copy_of(self)
-    changed.head_norms = False
-    return right(changed, g, *where)
+def keys_for_values(right, self, depth, key, value):
+    return right(self, depth, key, key)
 
 
-def forgotten_window(right, self, g, layer, query, key, value):
+def forgotten_window(right, self, *where):
     changed = copy_of(self)
     changed.near = changed.readable
-    return right(changed, g, layer, query, key, value)
-
-
-def unnormed_fill(right, self, g, hidden, *where):
-    changed = copy_of(self)
-    changed._modules = self._modules | {"attention_norm": torch.nn.Identity()}
-    return right(changed, g, hidden, *where)
-
-
-def mlp_after_attention(right, self, g, *where):
-    """Phi's MLP on what attention adds, instead of on the normed input beside it."""
-    linear, attended = g.linear, []
-
-    def wrong(x, module, **settings):
-        y = linear(attended[0] if module is self.up else x, module, **settings)
-        if module is self.attention_output:
-            attended.append(y)
-        return y
-
-    g.linear = wrong
-    try:
-        return right(self, g, *where)
-    finally:
-        g.linear = linear
+    return right(changed, *where)
 
 
 class Unscaled:
@@ -425,20 +405,21 @@ GRAPH_BUGS = {
         *node("RotaryEmbedding", lambda g, inputs, attributes: (inputs, attributes | {"interleaved": 1})),
     ),
     "keys of a fill do not rotate": ("llama", GraphBlock, "rotate", unturned_keys),
-    "a fill from its un-normed input": ("llama", Layer, "graph_write_keys", unnormed_fill),
-    "gemma's norm without 1 +": (
-        "gemma",
-        RMSNorm,
-        "graph",
-        lambda right, self, g, x: g.op("RMSNormalization", x, g.parameter(self.weight), epsilon=self.eps),
+    "keys are written for values": ("llama", GraphBlock, "write", keys_for_values),
+    "a norm that forgets its weight": (
+        "llama",
+        LOWERINGS,
+        F.rms_norm,
+        lambda right, x, shape, weight, eps: right(x, shape, torch.ones(len(weight)), eps),
     ),
-    "gemma's embeddings not scaled": (
+    "a norm without 1 +": (
         "gemma",
-        Decoder,
-        "graph_embed",
-        lambda right, self, g: g.op("Gather", g.parameter(self.embeddings.weight), right(self, g) and "input_ids"),
+        LOWERINGS,
+        operator.add,
+        lambda right, a, b: b if isinstance(a, float) else right(a, b),
     ),
-    "the MLP after attention": ("phi", Layer, "graph", mlp_after_attention),
+    "an activation that is another": ("llama", LOWERINGS, F.silu, lambda right, x, **how: LOWERINGS[F.relu](x)),
+    "embeddings not scaled": ("gemma", LOWERINGS, torch.Tensor.new_tensor, lambda right, *about: torch.tensor(1.0)),
     "no Llama 3 scaling": (
         "llama3",
         cache_module,
@@ -446,26 +427,18 @@ GRAPH_BUGS = {
         lambda right, config: right(dataclasses.replace(config, rope_scaling=None)),
     ),
     "no window": ("mistral", GraphBlock, "attend", forgotten_window),
-    "every layer has the window of the others": ("qwen2", DecoderConfig, "window", lambda right, self, depth: 5),
-    "heads without their norms": ("qwen3", Layer, "graph", without_head_norms),
-    "keys of a fill without their norm": ("qwen3", Layer, "graph_write_keys", without_head_norms),
     "LongRoPE's heads are not widened": (
         "phi3",
         cache_module.GraphBlock,
         "__init__",
         lambda right, self, g, config, *where: right(self, g, Unscaled(config), *where),
     ),
-    "no norm before the policy": (
-        "policies",
-        TokenGraphs,
-        "_exit_logit",
-        lambda right, self, k, g, newest: g.float32(self.model.policy.graph_exit_logit(g, k, newest)),
-    ),
+    "another activation in the policy": ("policies", LOWERINGS, F.gelu, lambda right, x, **how: -right(x, **how)),
     "the next head": (
         "llama",
-        TokenGraphs,
-        "_logits",
-        lambda right, self, k, g, newest: right(self, k if k == 2 else 1 - k, g, newest),
+        TokenExits,
+        "classify",
+        lambda right, self, k, state: right(self, k if k == 2 or isinstance(state, torch.Tensor) else 1 - k, state),
     ),
 }
 

@@ -21,18 +21,19 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
-import mini_ee.backbones.bert as bert_module
 import mini_ee.export.manifest as manifest_module
 import mini_ee.export.runtime as runtime
+import mini_ee.export.segment_graphs as segment_graphs
 import mini_ee.export.sessions as sessions
 import mini_ee.export.writer as writer
 import mini_ee.units.heads as heads_module
-import mini_ee.units.rows as rows_module
-from mini_ee.backbones.bert import Bert, BertConfig, Embeddings
+from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines.multi_model import MultiModel
@@ -48,6 +49,7 @@ from mini_ee.export.row_segments import OrtModel, OrtSegments, OrtState, WholeMo
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import CPU, CUDA
 from mini_ee.export.torch_engine import torch_segments
+from mini_ee.export.tracing import LOWERINGS, Value
 from mini_ee.export.writer import export, write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.datastore import Datastore
@@ -384,8 +386,30 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
 
 def instead(monkeypatch, owner, name, wrong):
     """Plant a bug: `wrong` is called in place of the owner's function, and given the right one before its arguments."""
+    if owner is LOWERINGS:
+        right = owner[name]
+        monkeypatch.setitem(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
+        return
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
+
+
+def in_graphs(wrong):
+    """A bug of what is traced alone: torch's own values get the right function."""
+
+    def planted(right, *arguments, **settings):
+        traced = any(isinstance(value, Value) for value in leaves(arguments))
+        return wrong(right, *arguments, **settings) if traced else right(*arguments, **settings)
+
+    return planted
+
+
+def leaves(tree):
+    if isinstance(tree, tuple | list):
+        for each in tree:
+            yield from leaves(each)
+    else:
+        yield tree
 
 
 def turned(of, becomes):
@@ -393,17 +417,13 @@ def turned(of, becomes):
     return Builder, "op", lambda right, g, kind, *inputs, **kw: right(g, becomes if kind == of else kind, *inputs, **kw)
 
 
-def unmasked(g, mask):
-    return g.op("Or", mask, g.op("Not", mask))
-
-
 PROMPT_BUGS = {
-    "the future is read": turned("LessOrEqual", "GreaterOrEqual"),
-    "no final norm": (Decoder, "graph_lm_logits", lambda right, self, g, *args: right(without_norm(self), g, *args)),
+    "the future is read": turned("GreaterOrEqual", "LessOrEqual"),
+    "no final norm": (Decoder, "lm_logits", in_graphs(lambda right, self, *args: right(without_norm(self), *args))),
     "padding is counted": (
         Decoder,
-        "graph_around",
-        lambda right, self, g, mask: right(self, g, g.op("Not", mask)),
+        "_graph_around",
+        lambda right, self, inputs: right(self, Tensors(inputs.input_ids, ~inputs.attention_mask.bool())),
     ),
 }
 
@@ -548,54 +568,59 @@ def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, po
 # These tests can fail: bugs planted in the graphs and in the state
 
 
-def gelus(form):
-    return bert_module, "graph_activation", lambda right, g, x, activation: g.op("Gelu", x, approximate=form)
+def gelus(form, of=F.gelu):
+    gelu = LOWERINGS[F.gelu]
+    return LOWERINGS, of, lambda right, x, **settings: gelu(x, approximate=form)
 
 
-def other_pool(right, g, hidden, mask, pool):
-    return right(g, hidden, mask, "mean" if pool == "first" else "first")
+def other_pool(right, hidden, mask, pool):
+    return right(hidden, mask, "mean" if pool == "first" else "first")
 
 
 def loose_norms(right, g, kind, *inputs, **attributes):
     return right(g, kind, *inputs, **attributes | ({"epsilon": 1e-2} if kind == "LayerNormalization" else {}))
 
 
-def plain_positions(right, self, g):
-    changed = copy_of(self)
-    changed.config = dataclasses.replace(self.config, model_type="bert")
-    return right(changed, g)
-
-
-def first_rows(right, g, width):
-    hidden, rows = g.input("hidden", "rows_before", "tokens", width, dtype=g.dtype), g.input("rows", "batch")
-    return g.op("Slice", hidden, g.integers(0), g.op("Shape", rows))
+def first_rows(right, g, name, axes, rows):
+    g.input(name, *("rows_before" if axis == "batch" else axis for axis in axes), dtype=g.dtype)
+    return g.tensor(name, "rows_before", *axes[1:])[: rows.shape[0]]
 
 
 GRAPH_BUGS = {
     "exact gelu for gelu_new": gelus("none"),
     "tanh gelu for gelu": gelus("tanh"),
-    "gelu for relu": gelus("none"),
-    "the next head": (RowSegments, "graph_read", lambda right, self, k, *args: right(self, (k + 1) % 3, *args)),
-    "the other pool": (heads_module, "graph_pooled", other_pool),
+    "gelu for relu": gelus("none", of=F.relu),
+    "the next head": (
+        RowSegments,
+        "read_logits",
+        in_graphs(lambda right, self, k, state: right(self, (k + 1) % 3, state)),
+    ),
+    "the other pool": (heads_module, "pooled", in_graphs(other_pool)),
     "padding counted in the mean": (
         heads_module,
-        "graph_pooled",
-        lambda right, g, hidden, mask, pool: right(g, hidden, unmasked(g, mask), pool),
+        "pooled",
+        in_graphs(lambda right, hidden, mask, pool: right(hidden, torch.ones_like(mask), pool)),
     ),
-    "padding read": (Bert, "graph_around", lambda right, self, g, mask: right(self, g, unmasked(g, mask))),
-    "plain positions": (Embeddings, "graph", plain_positions),
+    "padding read": (
+        LOWERINGS,
+        F.scaled_dot_product_attention,
+        lambda right, *heads, attn_mask, **how: right(*heads, attn_mask=torch.ones_like(attn_mask), **how),
+    ),
+    "plain positions": (LOWERINGS, torch.Tensor.cumsum, lambda right, x, *axis: x),
     "a layer skipped": (
         Bert,
-        "graph_layers",
-        lambda right, self, g, hidden, around, start, stop, adapt=None: right(self, g, hidden, around, start + 1, stop),
+        "run_layers",
+        in_graphs(lambda right, self, hidden, around, start, *stop: right(self, hidden, around, start + 1, *stop)),
     ),
     "a layer twice": (
         Bert,
-        "graph_layers",
-        lambda right, self, g, hidden, around, start, *args: right(self, g, hidden, around, max(start - 1, 0), *args),
+        "run_layers",
+        in_graphs(
+            lambda right, self, hidden, around, start, *stop: right(self, hidden, around, max(start - 1, 0), *stop)
+        ),
     ),
     "norms without epsilon": (Builder, "op", loose_norms),
-    "rows ignored": (rows_module, "graph_rows", first_rows),
+    "rows ignored": (segment_graphs, "_rows_of", first_rows),
 }
 
 

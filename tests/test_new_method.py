@@ -51,9 +51,6 @@ class Trust(nn.Module):
     def exit_logit(self, k, state):
         return self.linear[k](state.detach())[..., 0]
 
-    def graph_exit_logit(self, g, k, state):
-        return g.op("Squeeze", g.linear(state, self.linear[k]), g.integers(1))
-
 
 def recipe(model, config):
     def loss(model, batch):

@@ -17,7 +17,7 @@ import mini_ee.backbones.t5_layers as t5_layers
 from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
 from mini_ee.backbones.t5 import T5
 from mini_ee.backbones.t5_config import Biases, T5Config, buckets
-from mini_ee.backbones.t5_layers import EncoderLayer, HeadNorm, Layer, Pairs
+from mini_ee.backbones.t5_layers import Around, HeadNorm, Layer, Pairs
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("t5", "t5-v1.1")
@@ -116,14 +116,13 @@ def reads_padding_in(name):
 
 
 def biased_cross_attention(patch):
-    right = EncoderLayer.read
+    right = Around.attend_memory
 
-    def read(self, output, hidden, heads, mask, adapt):
-        if output == "cross_output":
-            mask = torch.linspace(0, 1, heads[1].shape[2]).expand(len(hidden), 1, 1, -1).masked_fill(~mask, -torch.inf)
-        return right(self, output, hidden, heads, mask, adapt)
+    def attend_memory(self, depth, layer, query, *more):
+        bias = torch.linspace(0, 1, self.memory.shape[1]).expand(len(query), 1, 1, -1)
+        return right(self._replace(readable=bias.masked_fill(~self.readable, -torch.inf)), depth, layer, query, *more)
 
-    patch.setattr(EncoderLayer, "read", read)
+    patch.setattr(Around, "attend_memory", attend_memory)
 
 
 def memory_is_normed(patch):

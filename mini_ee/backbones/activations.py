@@ -1,9 +1,6 @@
-"""Activations of feed-forward parts by the names that config.json gives them, with their ONNX twin."""
-
-from collections.abc import Callable
+"""Activations of feed-forward parts by the names that config.json gives them."""
 
 import torch.nn.functional as F
-from torch import Tensor
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -12,12 +9,3 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-
-
-def graph_activation(g, x: str, activation: Callable[[Tensor], Tensor]) -> str:
-    """The twin of ACTIVATIONS."""
-    if activation is F.relu:
-        return g.op("Relu", x)
-    if activation is F.silu:
-        return g.op("Mul", x, g.op("Sigmoid", x))
-    return g.op("Gelu", x, approximate="none" if activation is F.gelu else "tanh")

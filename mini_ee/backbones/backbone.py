@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mini_ee.backbones.targets import TARGETS
 
@@ -47,9 +48,32 @@ class Tensors(NamedTuple):
 
 def tensor_on(device: torch.device, array: Tensor | np.ndarray | None) -> Tensor | None:
     """An array or a tensor as a tensor on a device; None stays None."""
-    if array is None:
-        return None
-    return (array if isinstance(array, Tensor) else torch.from_numpy(array)).to(device)
+    return (
+        torch.from_numpy(array).to(device)
+        if isinstance(array, np.ndarray)
+        else None
+        if array is None
+        else array.to(device)
+    )
+
+
+def is_traced(x) -> bool:
+    """Whether code runs on values of a graph, which is written thereby (export/tracing.py)."""
+    return x is not None and not isinstance(x, Tensor | np.ndarray)
+
+
+def sizes_of(counts: Tensor) -> list[int]:
+    """(n,) -> n sizes. A function of its own: in a graph they are known only when it runs."""
+    if has_torch_function_unary(counts):
+        return handle_torch_function(sizes_of, (counts,), counts)
+    return counts.tolist()
+
+
+def token_places(ids: Tensor) -> Tensor:
+    """(B, T) -> 0, 1, ... T - 1. A function of its own: torch.arange takes no size of a graph."""
+    if has_torch_function_unary(ids):
+        return handle_torch_function(token_places, (ids,), ids)
+    return torch.arange(ids.shape[1], device=ids.device)
 
 
 def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.device | None = None) -> Tensor | None:
@@ -59,10 +83,10 @@ def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.devic
     """
     if attention_mask is None:
         return None
-    if isinstance(attention_mask, Tensor):
-        full = bool(attention_mask.all())
-    else:
+    if isinstance(attention_mask, np.ndarray):
         full = np.count_nonzero(attention_mask) == attention_mask.size  # quicker than all()
+    else:
+        full = torch.is_nonzero(attention_mask.all())
     return None if full else tensor_on(device, attention_mask).bool()[:, None, None, :]
 
 
@@ -97,15 +121,6 @@ class Halves(Protocol):
 
     def feed(self, hidden: Tensor) -> Tensor:
         """a -> the layer's output, LN(dropout(FFN(a)) + a)."""
-
-    def graph_attend(self, g, hidden: str, around) -> str:
-        """attend on (B T, D). around: of `graph_around`."""
-
-    def graph_feed_forward(self, g, hidden: str) -> str:
-        """feed_forward on (B T, D)."""
-
-    def graph_feed(self, g, hidden: str) -> str:
-        """feed on (B T, D)."""
 
 
 # ---- The backbone ----
@@ -184,29 +199,13 @@ class Backbone(nn.Module):
         """
         raise NotImplementedError
 
-    # ---- The same as ONNX nodes; g is an export.builder.Builder, values are names. Only an export asks for them ----
+    def packed(self, hidden: Tensor, around: Around) -> Tensor:
+        """What a graph of one segment gives to the next: hidden states, and what `around` could not make again."""
+        return hidden
 
-    def graph_embed(self, g) -> str:
-        """embed, (B, T, D); declares the inputs that it takes: input_ids, and token_type_ids where they count."""
-        raise self.no_twin("graph_embed")
-
-    def graph_around(self, g, mask: str):
-        """around, as graph_layers takes it. mask (B, T): true where there is a token."""
-        raise self.no_twin("graph_around")
-
-    def graph_layers(self, g, hidden: str, around, start: int, stop: int, adapt: Callable | None = None) -> str:
-        """run_layers, (B, T, D) -> (B, T, D); adapt takes and gives values, of what stands as (B T, D)."""
-        raise self.no_twin("graph_layers")
-
-    def graph_lm_logits(self, g, hidden: str, words: Tensor) -> str:
-        """lm_logits of some words (C,): (B, D) -> (B, C)."""
-        raise self.no_twin("graph_lm_logits")
-
-    def no_twin(self, name: str) -> ValueError:
-        """The error of an export where a twin is missing."""
-        return ValueError(
-            f"a {self.config.model_type} has no ONNX twin: write `{name}` below `{name[6:]}`, as bert.py has"
-        )
+    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, Around]:
+        """Hidden states and their `around`, from what was packed."""
+        return packed, self.around(inputs)
 
     @property
     def vocabulary(self) -> dict[str, str]:
@@ -282,11 +281,6 @@ class Backbone(nn.Module):
         """The states of a text's tokens after a layer, (B, T, D), with their `padding`: what texts are compared by."""
         around = self.around(inputs)
         return self.run_layers(self.embed(inputs), around, 0, layer), around.padding
-
-    def graph_text_states(self, g, mask: str, layer: int) -> str:
-        """text_states as ONNX nodes."""
-        hidden = self.graph_embed(g)
-        return self.graph_layers(g, hidden, self.graph_around(g, mask), 0, layer) if layer else hidden
 
     def text_flops(self, layer: int, tokens: int) -> float:
         """Floating-point operations of text_states on one row."""

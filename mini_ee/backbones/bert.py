@@ -10,7 +10,6 @@ All four are one stack of post-norm layers. They differ here, and nowhere else:
 Agreement with transformers, hidden states and logits, is pinned in tests/test_bert.py.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.activations import ACTIVATIONS, graph_activation
+from mini_ee.backbones.activations import ACTIVATIONS
 from mini_ee.backbones.backbone import (
     Adapt,
     AdaptLayer,
@@ -121,13 +120,6 @@ class BertConfig:
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
 
 
-class GraphAround(NamedTuple):
-    """What the layers of an ONNX graph need besides their input."""
-
-    shape: str  # (2,): B and T
-    readable: str  # (B, 1, T, T): true where a token may be read
-
-
 class Around(NamedTuple):
     """What all layers need besides the hidden states."""
 
@@ -157,7 +149,7 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         if config.model_type == "albert":
-            self.to_hidden = nn.Linear(width, config.hidden_size)
+            self.to_hidden, self.int8_maps = nn.Linear(width, config.hidden_size), ("to_hidden",)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         types = self.token_type.weight[0] if token_type_ids is None else self.token_type(token_type_ids)
@@ -168,27 +160,6 @@ class Embeddings(nn.Module):
             positions = self.position.weight[: input_ids.shape[1]]
         embedded = self.dropout(self.norm(self.word(input_ids) + types + positions))
         return self.to_hidden(embedded) if self.config.model_type == "albert" else embedded
-
-    def graph(self, g) -> str:
-        """forward; declares the inputs input_ids and token_type_ids, (B, T)."""
-        ids, types = (g.input(name, "batch", "tokens") for name in ("input_ids", "token_type_ids"))
-        words, types = (
-            g.op("Gather", g.parameter(table.weight), index)
-            for table, index in ((self.word, ids), (self.token_type, types))
-        )
-        position = g.parameter(self.position.weight)
-        if self.config.model_type == "roberta":
-            padding = g.integers(self.config.pad_token_id)
-            real = g.cast(g.op("Not", g.op("Equal", ids, padding)), int)
-            counted = g.op("Mul", g.op("CumSum", real, g.integers(1)), real)
-            positions = g.op("Gather", position, g.op("Add", counted, padding))
-        else:
-            positions = g.op("Slice", position, g.integers(0), g.shape(ids, 1, 2))
-        embedded = g.apply(self.norm, g.op("Add", g.op("Add", words, types), positions))
-        if self.config.model_type != "albert":
-            return embedded
-        flat = g.flatten(embedded, self.to_hidden.in_features)
-        return g.unflatten(g.linear(flat, self.to_hidden, int8=True), g.shape(ids, 0, 2))
 
 
 class StackedLinear(nn.Linear):
@@ -209,9 +180,11 @@ class Adapted(nn.Module):
         y = getattr(self, name)(x)
         return y if adapt is None else adapt(name, x, y)
 
-    def graph_linear(self, g, name: str, x: str, adapt) -> str:
-        y = g.linear(x, getattr(self, name), int8=name not in self.float_maps)
-        return y if adapt is None else adapt(name, x, y)
+    @property
+    def int8_maps(self) -> tuple[str, ...]:
+        """The linear maps that can bear int8."""
+        maps = (name for name, module in self.named_children() if isinstance(module, nn.Linear))
+        return tuple(name for name in maps if name not in self.float_maps)
 
 
 class Layer(Adapted):
@@ -255,24 +228,6 @@ class Layer(Adapted):
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
 
-    def graph(self, g, hidden: str, around: "GraphAround", adapt: Callable[[str, str, str], str] | None = None) -> str:
-        """forward, on (B T, D) but for the attention itself."""
-        return self.graph_feed(g, self.graph_attend(g, hidden, around, adapt), adapt)
-
-    def graph_attend(self, g, hidden: str, around: "GraphAround", adapt=None) -> str:
-        qkv = g.unflatten(self.graph_linear(g, "qkv", hidden, adapt), around.shape)
-        query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
-        attended = g.attention(query, key, value, around.readable, self.heads, self.heads)
-        flat = g.flatten(attended, self.attention_output.in_features)
-        return g.apply(self.attention_norm, g.op("Add", hidden, self.graph_linear(g, "attention_output", flat, adapt)))
-
-    def graph_feed(self, g, hidden: str, adapt=None) -> str:
-        return g.apply(self.output_norm, g.op("Add", hidden, self.graph_feed_forward(g, hidden, adapt)))
-
-    def graph_feed_forward(self, g, hidden: str, adapt=None) -> str:
-        inner = graph_activation(g, self.graph_linear(g, "up", hidden, adapt), self.activation)
-        return self.graph_linear(g, "down", inner, adapt)
-
 
 class MaskedLMHead(nn.Module):
     """Dense, activation, norm; the vocabulary projection is tied to the word embeddings.
@@ -292,11 +247,6 @@ class MaskedLMHead(nn.Module):
         """(..., D), (V, E) -> (..., V); of `words` alone, (C,), it is (..., C)."""
         weight, bias = (word_embeddings, self.bias) if words is None else (word_embeddings[words], self.bias[words])
         return F.linear(self.norm(self.activation(self.dense(hidden))), weight, bias)
-
-    def graph(self, g, hidden: str, word_embeddings: str, bias: str) -> str:
-        """forward on (B, D), to the words whose embeddings (V', E) and bias (V',) are given."""
-        inner = graph_activation(g, g.linear(hidden, self.dense), self.activation)
-        return g.gemm(g.apply(self.norm, inner), word_embeddings, bias)
 
 
 class Bert(Backbone):
@@ -339,14 +289,6 @@ class Bert(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types)
 
-    def graph_embed(self, g) -> str:
-        """embed; declares the inputs that it takes."""
-        return self.embeddings.graph(g)
-
-    def graph_around(self, g, mask: str) -> "GraphAround":
-        """What all layers need, made once. mask (B, T): true where there is a token."""
-        return GraphAround(g.shape(mask, 0, 2), g.readable(mask, mask))
-
     def around(self, inputs) -> Around:
         """The padding mask."""
         return Around(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
@@ -362,14 +304,6 @@ class Bert(Backbone):
             hidden = self.layers[stored](hidden, around.padding, adapt and partial(adapt, stored))
         return hidden
 
-    def graph_layers(self, g, hidden: str, around: "GraphAround", start: int, stop: int, adapt=None) -> str:
-        """run_layers. adapt: (index of a stored layer, name of a linear map, its input, its output) -> its output."""
-        flat = g.flatten(hidden, self.config.hidden_size)
-        for depth in range(start, stop):
-            stored = depth % len(self.layers)
-            flat = self.layers[stored].graph(g, flat, around, adapt and partial(adapt, stored))
-        return g.unflatten(flat, around.shape)
-
     def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:
         """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth is L by default."""
         depth = self.config.num_hidden_layers if depth is None else depth
@@ -382,11 +316,6 @@ class Bert(Backbone):
         if self.lm_head is None:
             raise self.no_lm_head()
         return self.lm_head(hidden, self.embeddings.word.weight, words).float()
-
-    def graph_lm_logits(self, g, hidden: str, words: Tensor) -> str:
-        """lm_logits of some words (C,) alone: (B, D) -> (B, C)."""
-        rows = g.rows_of(self.embeddings.word.weight, words), g.rows_of(self.lm_head.bias, words)
-        return self.lm_head.graph(g, hidden, *rows)
 
     def without_heads(self) -> "Bert":
         """The same backbone, without poolers and masked-LM head."""

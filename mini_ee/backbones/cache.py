@@ -10,6 +10,8 @@ from copy import copy
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Tensors, tensor_on
@@ -74,10 +76,6 @@ class Writer(Backbone):
         """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
         return self.embed(Tensors(input_ids))
 
-    def graph_embed_written(self, g) -> str:
-        """embed_written; declares the input input_ids, (B, T)."""
-        return self.graph_embed(g)
-
     def prompt_graphs(self) -> dict[str, Callable]:
         """Graphs that read prompts apart: name -> what writes one, given a Builder."""
         return {}
@@ -114,9 +112,25 @@ class Cache:
         self.memory = None  # what an encoder made of the prompts, where there is one
 
 
-class Around(NamedTuple):
-    """Tokens that run together: (B, T) of them, and what every layer needs to know of where they stand."""
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021, Eq. 34): the pairs (x_i, x_{i+R/2}) turn, what is beyond R stays.
 
+    heads (B, T, H, d); cos and sin (B or 1, T, 1, R), with -sin in the first half. Returns (B, T, H, d).
+    """
+    width = cos.shape[-1]
+    turning = heads[..., :width]
+    turned = torch.addcmul(turning * cos, turning.roll(width // 2, -1), sin)
+    return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
+
+
+class Around(NamedTuple):
+    """Tokens that run together: (B, T) of them, and what every layer needs to know of where they stand.
+
+    Layers are written once over this and over GraphBlock, which has the same methods: every, here, rotate, write and
+    attend.
+    """
+
+    config: DecoderConfig
     cos: Tensor  # (B or 1, T, 1, R)
     sin: Tensor
     mask: Tensor | None  # (B or 1, 1, T, S), true where a token may be read; None: all of them, or causal
@@ -125,12 +139,53 @@ class Around(NamedTuple):
     padding: Tensor | None = None  # (B, 1, 1, T), true at tokens; None: nothing is padded, or a cache is there
     cache: Cache | None = None  # None: the tokens read each other
     rows: list[int] | None = None  # whose cache they read, None: all rows in order
-    write: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
+    slots: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
     near: Tensor | None = None  # mask of layers with a window; None: it reaches back to the first token
 
-    def reads(self, windowed: bool) -> tuple[Tensor | None, bool]:
-        """`mask` and `causal`, for a layer with a window or one without."""
-        return (self.near, False) if windowed and self.near is not None else (self.mask, self.causal)
+    def every(self, hidden: Tensor) -> Tensor:
+        """States (B, T, D) of all tokens that leave keys and values: in torch those that run."""
+        return hidden
+
+    def here(self, x: Tensor) -> Tensor:
+        """Of what was made of `every` token, those that run."""
+        return x
+
+    def rotate(self, x: Tensor, count: int) -> Tensor:
+        """(B, T, count d), turned by where the tokens stand."""
+        return rotate(x.unflatten(-1, (count, -1)), self.cos, self.sin).flatten(-2)
+
+    def write(self, depth: int, key: Tensor, value: Tensor) -> None:
+        """Put keys and values (B, T, KV d) into the cache of the layer at this depth."""
+        for cache, new in ((self.cache.keys[depth], key), (self.cache.values[depth], value)):
+            cache.transpose(1, 2)[self.slots] = new.unflatten(-1, (self.config.key_value_heads, -1))
+
+    def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d): what the tokens read of all before them."""
+        mask, causal = self.mask, self.causal
+        if self.near is not None and self.config.window(depth) is not None:
+            mask, causal = self.near, False
+        query = query.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
+        if self.cache is None:
+            heads = self.config.key_value_heads
+            key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (key, value))
+            attended = self._attend(query, key, value, mask, causal)
+        else:
+            self.write(depth, key, value)
+            key, value = self.cache.keys[depth][:, :, : self.end], self.cache.values[depth][:, :, : self.end]
+            if self.rows is None:
+                attended = self._attend(query, key, value, mask, causal)
+            else:  # row by row: a gathered copy of their keys takes longer than attention itself
+                attended = torch.cat(
+                    [
+                        self._attend(query[i, None], key[row, None], value[row, None], mask[i, None], False)
+                        for i, row in enumerate(self.rows)
+                    ]
+                )
+        return attended.transpose(1, 2).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        grouped = self.config.key_value_heads < self.config.num_attention_heads
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
         """That of these rows of the batch alone. Over a cache it is made anew for each token: `Decoder.block`."""
@@ -184,11 +239,11 @@ class GraphBlock:
         """at (B, T): positions, from 0. seen: positions (S) or (B, 1, 1, S) of what may be read, and whether it is, but
         for windows, (B, 1, T, S). cache: None where tokens read each other alone."""
         self.config, (reads, self.readable), self._cache = config, seen, cache
-        self.near = None
+        self.near, self.scale = None, None
         if config.sliding_window is not None:
             farthest = g.op("Sub", g.op("Unsqueeze", at, g.integers(1, 3)), g.integers(config.sliding_window))
             self.near = g.op("And", self.readable, g.op("Greater", reads, farthest))
-        self.shape = self.every_shape = g.shape(at, 0, 2)
+        self.dims = self.every_dims = g.tensor(at, "batch", "tokens").shape
         self.width = config.key_value_heads * config.head_width
         self.written: dict[str, str] = {}  # cache -> what it has become
         self._gone = None
@@ -207,19 +262,39 @@ class GraphBlock:
         last = g.op("Unsqueeze", g.op("ReduceMax", at, g.integers(1)), g.integers(2))
         return g.op("Where", g.op("GreaterOrEqual", last, g.integers(self.config.short_tokens)), long, frequencies)
 
-    def of_rows(self, g, here: str, left: str, gone: str) -> "GraphBlock":
+    def of_rows(self, here: Tensor, left: Tensor, gone: Tensor) -> "GraphBlock":
         """The block of the rows `here` (B',) alone, while those that have `left` (M,) leave keys and values as well.
 
         gone (M, T, D): what stands in for the input of all their layers.
         """
-        block, every = copy(self), g.op("Concat", here, left, axis=0)
-        block.shape = g.op("Concat", g.op("Shape", here), g.shape(gone, 1, 2), axis=0)
+        block, every, g = copy(self), torch.cat((here, left)), here.g
+        block.dims, block.every_dims = ((rows.shape[0], self.dims[1]) for rows in (here, every))
+        here, every = here.name, every.name
         block.readable, block.written = g.op("Gather", self.readable, here), {}
         block.near = self.near and g.op("Gather", self.near, here)
         block._turn = [g.op("Gather", each, every) for each in self._turn]
         index, rows = g.op("Gather", self._cache.index, every), g.op("Gather", self._cache.rows, here)
         block._cache = GraphCache(index, rows, self._cache.prompts)
-        block._gone = g.flatten(gone, self.config.hidden_size)
+        block._gone = gone.flat
+        return block
+
+    def keep(self, rows: Tensor) -> "GraphBlock":
+        """That of these rows of a batch whose tokens read each other."""
+        block, g = copy(self), rows.g
+        block.readable, block.padding = g.op("Gather", self.readable, rows.name), self.padding[rows]
+        block.near = self.near and g.op("Gather", self.near, rows.name)
+        block._turn = [g.op("Gather", each, rows.name) for each in self._turn]
+        block.dims = block.every_dims = (rows.shape[0], self.dims[1])
+        return block
+
+    def repeat(self, count: int) -> "GraphBlock":
+        """That of the batch, `count` times one after the other."""
+        block, g = copy(self), self.padding.g
+        block.padding = self.padding.repeat(count, 1, 1, 1)
+        block.readable = g.op("Tile", self.readable, g.integers(count, 1, 1, 1))
+        block.near = self.near and g.op("Tile", self.near, g.integers(count, 1, 1, 1))
+        block._turn = [g.op("Tile", each, g.integers(count, 1, 1)) for each in self._turn]
+        block.dims = block.every_dims = (block.padding.shape[0], self.dims[1])
         return block
 
     def unwritten(self) -> "GraphBlock":
@@ -228,42 +303,43 @@ class GraphBlock:
         block.written = {}
         return block
 
-    def every(self, g, hidden: str) -> str:
-        """(B T, D) of the rows that are here -> of all whose keys and values are written."""
-        return hidden if self._gone is None else g.op("Concat", hidden, self._gone, axis=0)
+    def every(self, hidden: Tensor) -> Tensor:
+        """As in Around: behind the tokens that run stand those that have left."""
+        if self._gone is None:
+            return hidden
+        both = hidden.g.op("Concat", hidden.flat, self._gone, axis=0)
+        return hidden.flat_like(both, (*self.every_dims, hidden.shape[-1]))
 
-    def here(self, g, x: str, like: str) -> str:
-        """Of what was made of `every` row, those that are here: as many as `like` has."""
-        return x if self._gone is None else g.op("Slice", x, g.integers(0), g.shape(like, 0, 1), g.integers(0))
+    def here(self, x: Tensor) -> Tensor:
+        return x if self._gone is None else x[: self.dims[0]]
 
-    def rotate(self, g, heads: str, count: int) -> str:
-        """rotate: (B, T, count d) -> the same."""
+    def rotate(self, x: Tensor, count: int) -> Tensor:
         config = self.config
         part = {"rotary_embedding_dim": config.rotary_width} if config.rotary_width < config.head_width else {}
-        return g.op("RotaryEmbedding", heads, *self._turn, num_heads=count, **part)
+        return x.like(x.g.op("RotaryEmbedding", x.name, *self._turn, num_heads=count, **part))
 
-    def write(self, g, layer: int, key: str, value: str) -> list[str]:
-        """Put keys and values (B, T, KV d) into the layer's caches; returns the names of both as they are then."""
+    def write(self, depth: int, key: Tensor, value: Tensor) -> list[str]:
+        """As in Around; returns the names of both caches as they are then."""
         for kind, new in (("keys", key), ("values", value)):
-            cache = g.input(f"{kind}_{layer}", "prompts", "slots", self.width, dtype=g.dtype)
-            self.written[cache] = g.op("ScatterND", cache, self._cache.index, new)
-        return [self.written[f"{kind}_{layer}"] for kind in ("keys", "values")]
+            cache = new.g.input(f"{kind}_{depth}", "prompts", "slots", self.width, dtype=new.g.dtype)
+            self.written[cache] = new.g.op("ScatterND", cache, self._cache.index, new.name)
+        return [self.written[f"{kind}_{depth}"] for kind in ("keys", "values")]
 
-    def attend(self, g, layer: int, query: str, key: str, value: str) -> str:
-        """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d)."""
-        heads = self.config.num_attention_heads, self.config.key_value_heads
-        seen = self.readable if self.config.window(layer) is None else self.near
+    def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+        g, heads = query.g, (self.config.num_attention_heads, self.config.key_value_heads)
+        seen = self.readable if self.config.window(depth) is None else self.near
         if self._cache is None:
-            return g.attention(query, key, value, seen, *heads)
-        caches = self.write(g, layer, key, value)
+            return query.like(g.attention(query.name, key.name, value.name, seen, *heads, self.scale))
+        queries, caches = query.name, self.write(depth, key, value)
 
         def of_all() -> list:  # read in place
-            return [g.value(g.attention(query, *caches, seen, *heads), "some", "tokens", width)]
+            return [g.value(g.attention(queries, *caches, seen, *heads, self.scale), "some", "tokens", query.shape[-1])]
 
         def of_some() -> list:
             gathered = [g.op("Gather", cache, self._cache.rows) for cache in caches]
-            return [g.value(g.attention(query, *gathered, seen, *heads), "some", "tokens", width)]
+            return [
+                g.value(g.attention(queries, *gathered, seen, *heads, self.scale), "some", "tokens", query.shape[-1])
+            ]
 
-        width = self.config.num_attention_heads * self.config.head_width
         everyone = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
-        return g.either(everyone, of_all, of_some)[0].name
+        return query.like(g.either(everyone, of_all, of_some)[0].name)

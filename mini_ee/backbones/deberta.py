@@ -24,14 +24,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones import bert
 from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, layer_flops, padding_mask, tensor_on
-from mini_ee.backbones.bert import ACTIVATIONS, Adapted, Bert, MaskedLMHead, StackedLinear, graph_activation
+from mini_ee.backbones.bert import ACTIVATIONS, Adapted, Bert, MaskedLMHead, StackedLinear
 from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
 from mini_ee.backbones.shapes import check
 
@@ -44,19 +43,10 @@ class Around(NamedTuple):
 
     padding: Tensor | None  # (B, 1, 1, T), true where a token may be read; None: nothing is padded
     table: Tensor | None  # (S, D), the rows of P that the distances have; None: no positions are read
+    rows: Tensor | None  # (S,), which rows of the table these are, where it is whole: in a graph
     index: Tensor | None  # (T, T), which of these is i - j
 
     keep, repeat = bert.Around.keep, bert.Around.repeat  # what positions read is the same for all rows
-
-
-class GraphAround(NamedTuple):
-    """What the layers of an ONNX graph need besides their input."""
-
-    shape: str  # (2,): B and T
-    mask: str  # (B, T): true where there is a token
-    table: str | None  # (2 span, D): P
-    rows: str | None  # (S,): the rows of the table that distances have
-    index: str | None  # (T, T)
 
 
 class Embeddings(nn.Module):
@@ -69,6 +59,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(config.max_position_embeddings, width) if config.position_biased_input else None
         self.token_type = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.to_hidden = nn.Linear(width, config.hidden_size, bias=False) if width != config.hidden_size else None
+        self.int8_maps = ("to_hidden",) if self.to_hidden else ()
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -82,22 +73,6 @@ class Embeddings(nn.Module):
             embedded = embedded + types
         embedded = self.norm(embedded if self.to_hidden is None else self.to_hidden(embedded))
         return self.dropout(embedded if padding is None else embedded * padding[:, 0, 0, :, None])
-
-    def graph(self, g) -> str:
-        """forward; declares the inputs that it takes, (B, T)."""
-        ids = g.input("input_ids", "batch", "tokens")
-        embedded = g.op("Gather", g.parameter(self.word.weight), ids)
-        if self.position is not None:
-            positions = g.op("Slice", g.parameter(self.position.weight), g.integers(0), g.shape(ids, 1, 2))
-            embedded = g.op("Add", embedded, positions)
-        if self.token_type is not None:
-            types = g.input("token_type_ids", "batch", "tokens")
-            embedded = g.op("Add", embedded, g.op("Gather", g.parameter(self.token_type.weight), types))
-        if self.to_hidden is not None:
-            flat = g.linear(g.flatten(embedded, self.to_hidden.in_features), self.to_hidden, int8=True)
-            embedded = g.unflatten(flat, g.shape(ids, 0, 2))
-        mask = g.op("Unsqueeze", g.input("attention_mask", "batch", "tokens"), g.integers(2))
-        return g.op("Mul", g.apply(self.norm, embedded), g.cast(mask, g.dtype))
 
 
 # ---- A layer ----
@@ -134,18 +109,6 @@ class Convolution(nn.Module):
         output = self.norm(hidden + self.activation(inner))
         return output if padding is None else output * padding[:, 0, 0, :, None]
 
-    def graph(self, g, embedded: str, hidden: str, around: GraphAround) -> str:
-        """forward, on (B T, D)."""
-        width, pad = self.conv.in_channels, self.conv.padding[0]
-        columns = g.op("Transpose", g.unflatten(embedded, around.shape, width), perm=(0, 2, 1))
-        parameters = g.parameter(self.conv.weight), g.parameter(self.conv.bias)
-        inner = g.op("Conv", columns, *parameters, pads=(pad, pad), group=self.conv.groups)
-        inner = g.flatten(g.op("Transpose", inner, perm=(0, 2, 1)), width)
-        tanh = self.activation is torch.tanh
-        inner = g.op("Tanh", inner) if tanh else graph_activation(g, inner, self.activation)
-        real = g.cast(g.flatten(around.mask, 1), g.dtype)
-        return g.op("Mul", g.apply(self.norm, g.op("Add", hidden, inner)), real)
-
 
 class Layer(Adapted):
     """Disentangled self-attention, then the feed-forward part, each added to its input and normed (post-norm)."""
@@ -181,11 +144,7 @@ class Layer(Adapted):
         mask, positions = around.padding, None
         if self.terms:
             table = self.dropout(around.table)
-            tables = self.tables(linear, table if adapt is None else table.expand(streams, -1, -1))
-            tables = {
-                term: each.repeat_interleave(len(hidden) // streams, 0) if streams > 1 else each
-                for term, each in tables.items()
-            }
+            tables = self.tables(linear, table.expand(streams, -1, -1), around.rows)
             positions = self.position_scores(query, key, tables, around.index) * self.scale
             mask = positions if mask is None else positions.masked_fill(~mask, -torch.inf)
         dropout = self.attention_dropout if self.training else 0.0
@@ -202,88 +161,33 @@ class Layer(Adapted):
         """(..., T, D) -> (..., H, T, d)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
-    def tables(self, linear: Callable[[str, Tensor], Tensor], table: Tensor) -> dict[str, Tensor]:
-        """K and Q by term, (H, S, d) each; of one table for each stream, (n, S, D), (n, H, S, d)."""
+    def tables(self, linear: Callable[[str, Tensor], Tensor], table: Tensor, rows: Tensor | None) -> dict[str, Tensor]:
+        """K and Q by term, (n, H, S, d) each, of one table for each stream, (n, S, D).
+
+        rows: of a whole table, those that are read: all that comes before is constant in a graph, and is folded.
+        """
         if self.shared:
             query, key, _ = linear("qkv", table).chunk(3, dim=-1)
             found = {"c2p": key, "p2c": query}
         else:
             found = {term: linear(MAPS[term], table) for term in self.terms}
-        return {term: self.by_head(found[term]) for term in self.terms}
+        read = {term: found[term] if rows is None else found[term][..., rows, :] for term in self.terms}
+        return {term: self.by_head(each) for term, each in read.items()}
 
     def position_scores(self, query: Tensor, key: Tensor, tables: dict[str, Tensor], index: Tensor) -> Tensor:
-        """q_i . K_r + k_j . Q_r, (B, H, T, T)."""
+        """q_i . K_r + k_j . Q_r, (B, H, T, T). The rows of the batch are as many equal groups as there are tables."""
         shape, scores = (*query.shape[:2], *index.shape), []
-        if "c2p" in tables:
-            scores.append((query @ tables["c2p"].mT).gather(-1, index.expand(shape)))
-        if "p2c" in tables:
-            scores.append((key @ tables["p2c"].mT).gather(-1, index.T.expand(shape)).mT)
-        return sum(scores)
-
-    def graph(self, g, hidden: str, around: GraphAround, adapt: Callable | None = None, streams: int = 1) -> str:
-        """forward, on (B T, D) but for the attention itself."""
-        linear = partial(self.graph_linear, g, adapt=adapt)
-        width = self.attention_output.in_features
-        qkv = g.unflatten(linear("qkv", hidden), around.shape, 3 * width)
-        query, key, value = g.several(3, "Split", qkv, axis=2, num_outputs=3)
-        if self.q_bias is not None:
-            query, value = (
-                g.op("Add", each, g.parameter(bias)) for each, bias in ((query, self.q_bias), (value, self.v_bias))
-            )
-        real = g.op("Unsqueeze", around.mask, g.integers(1, 2))
-        if self.terms:
-            tables = self.graph_tables(g, around, adapt, streams)
-            scores = self.graph_position_scores(g, query, key, tables, around.index)
-            mask = g.op("Where", real, scores, g.number(-np.inf))
-        else:
-            mask = g.readable(around.mask, around.mask)
-        query = g.op("Mul", query, g.number(self.share))
-        attended = g.attention(query, key, value, mask, self.heads, self.heads)
-        attended = linear("attention_output", g.flatten(attended, width))
-        attended = g.apply(self.attention_norm, g.op("Add", hidden, attended))
-        inner = graph_activation(g, linear("up", attended), self.activation)
-        output = g.apply(self.output_norm, g.op("Add", attended, linear("down", inner)))
-        return output if self.conv is None else self.conv.graph(g, hidden, output, around)
-
-    def graph_position_scores(self, g, query: str, key: str, tables: dict[str, str], index: str) -> str:
-        """position_scores, scaled: (B, T, D) twice -> (B, H, T, T)."""
-        found = []
-        for term, content in (("c2p", query), ("p2c", key)):
-            if term in self.terms:
-                product = g.op("MatMul", self.graph_by_head(g, content, (0, 2, 1, 3)), tables[term])
-                shape = g.op("Concat", g.shape(product, 0, 3), g.shape(index, 0, 1), axis=0)
-                at = index if term == "c2p" else g.op("Transpose", index, perm=(1, 0))
-                scores = g.op("GatherElements", product, g.op("Expand", at, shape), axis=3)
-                found.append(scores if term == "c2p" else g.op("Transpose", scores, perm=(0, 1, 3, 2)))
-        return g.op("Mul", found[0] if len(found) == 1 else g.op("Add", *found), g.number(self.scale))
-
-    def graph_by_head(self, g, x: str, order: tuple[int, ...]) -> str:
-        """(B, T, D) -> (B, T, H, d) in another order of axes."""
-        return g.op("Transpose", g.op("Reshape", x, g.integers(0, 0, self.heads, -1)), perm=order)
-
-    def graph_tables(self, g, around: GraphAround, adapt: Callable | None, streams: int) -> dict[str, str]:
-        """tables, transposed: (1 or B, H, d, S). All products are of constants alone, those of adapters too."""
-
-        def linear(name: str) -> str:
-            whole = g.linear(around.table, getattr(self, name), int8=True)  # (2 span, O)
-            if adapt is None:
-                return g.op("Unsqueeze", g.op("Gather", whole, around.rows), g.integers(0))
-            x, y = (g.op("Concat", *[each] * streams, axis=0) for each in (around.table, whole))
-            size = g.integers(streams, -1, getattr(self, name).out_features)
-            each = g.op("Gather", g.op("Reshape", adapt(name, x, y), size), around.rows, axis=1)
-            if streams == 1:
-                return each
-            batch = g.op("Div", g.shape(around.mask, 0, 1), g.integers(streams))
-            every = g.op("Concat", g.integers(1), batch, g.integers(1, 1), axis=0)
-            rows = g.op("Expand", g.op("Unsqueeze", each, g.integers(1)), every)
-            return g.op("Reshape", rows, g.op("Concat", g.integers(-1), g.shape(each, 1, 3), axis=0))
-
-        if self.shared:
-            query, key, _ = g.several(3, "Split", linear("qkv"), axis=2, num_outputs=3)
-            found = {"c2p": key, "p2c": query}
-        else:
-            found = {term: linear(MAPS[term]) for term in self.terms}
-        return {term: self.graph_by_head(g, found[term], (0, 2, 3, 1)) for term in self.terms}
+        for term, content, at in (("c2p", query, index), ("p2c", key, index.T)):
+            if term not in tables:
+                continue
+            table = tables[term]
+            if len(table) > 1:
+                products = (content.unflatten(0, (len(table), -1)) @ table[:, None].mT).flatten(0, 1)
+            else:
+                products = content @ table.mT
+            found = products.gather(-1, at.expand(shape))
+            scores.append(found if term == "c2p" else found.mT)
+        return scores[0] if len(scores) == 1 else scores[0] + scores[1]
 
 
 # ---- The backbone ----
@@ -291,8 +195,7 @@ class Deberta(Backbone):
     """The backbone: embeddings, positions, L layers, and, where the checkpoint has it, a masked-LM head."""
 
     Config = DebertaConfig
-    vocabulary, lm_logits, graph_lm_logits = Bert.vocabulary, Bert.lm_logits, Bert.graph_lm_logits  # the head is BERT's
-    graph_embed = Bert.graph_embed
+    vocabulary, lm_logits = Bert.vocabulary, Bert.lm_logits  # the head is BERT's
 
     def __init__(self, config: DebertaConfig, lm_head: bool = True):
         super().__init__()
@@ -326,25 +229,16 @@ class Deberta(Backbone):
     def around(self, inputs) -> Around:
         """The padding mask, and what positions read."""
         padding = padding_mask(inputs.attention_mask, self.embeddings.word.weight.device)
-        return Around(padding, *self.positions(inputs.input_ids.shape[1]))
-
-    def graph_around(self, g, mask: str) -> GraphAround:
-        """around. mask (B, T): true where there is a token."""
-        return GraphAround(g.shape(mask, 0, 2), mask, *self.positions.graph(g, g.shape(mask, 1, 2)))
+        return Around(padding, *self.positions(inputs.input_ids))
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
-        streams = getattr(adapt, "streams", None) or len(hidden)  # a table for each, else for each row
+        streams = (
+            (getattr(adapt, "streams", None) or len(hidden)) if adapt else 1
+        )  # a table for each, else for each row
         for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around, adapt and partial(adapt, depth), streams if adapt else 1)
+            hidden = self.layers[depth](hidden, around, adapt and partial(adapt, depth), streams)
         return hidden
-
-    def graph_layers(self, g, hidden: str, around: GraphAround, start: int, stop: int, adapt=None) -> str:
-        """run_layers. adapt: (index of a layer, name of a linear map, its input, its output) -> its output."""
-        flat, streams = g.flatten(hidden, self.config.hidden_size), getattr(adapt, "streams", 1)
-        for depth in range(start, stop):
-            flat = self.layers[depth].graph(g, flat, around, adapt and partial(adapt, depth), streams)
-        return g.unflatten(flat, around.shape, self.config.hidden_size)
 
     # ---- What it costs ----
     def layer_flops(self, tokens: int) -> float:

@@ -2,11 +2,18 @@
 
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Layout, check_fields, check_fixed, known_fields, shortened
+from mini_ee.backbones.backbone import (
+    Layout,
+    check_fields,
+    check_fixed,
+    is_traced,
+    known_fields,
+    shortened,
+    token_places,
+)
 from mini_ee.backbones.bert import ACTIVATIONS
 
 CONV_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
@@ -140,7 +147,11 @@ def table_rows(distances: Tensor, config: DebertaConfig) -> Tensor:
     if config.position_buckets:
         near = config.position_buckets // 2
         far = distances.abs().clamp(min=near)
-        steps = torch.log(far / near) / torch.log(torch.tensor((config.reach - 1) / near)) * (near - 1)
+        steps = (
+            torch.log(far / near)
+            / torch.log(far.new_tensor((config.reach - 1) / near, dtype=torch.float32))
+            * (near - 1)
+        )
         distances = torch.where(far > near, distances.sign() * (steps.ceil().long() + near), distances)
     return (distances + config.span).clamp(0, 2 * config.span - 1)
 
@@ -154,30 +165,23 @@ class Positions(nn.Module):
         self.table = nn.Embedding(2 * config.span, config.hidden_size) if config.relative_attention else None
         normed = config.norm_rel_ebd == "layer_norm"
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if normed else None
+        every = table_rows(torch.arange(1 - config.max_tokens, config.max_tokens, device="cpu"), config)
+        self.register_buffer("rows", every, persistent=False)
 
-    def forward(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """The table (S, D) and the index (T, T) of `Around`."""
-        if not self.config.terms:
-            return None, None
-        places = torch.arange(tokens, device=self.table.weight.device)
-        distances = torch.arange(1 - tokens, tokens, device=places.device)
-        table = self.table(table_rows(distances, self.config))
-        return table if self.norm is None else self.norm(table), places[:, None] - places + tokens - 1
-
-    def graph(self, g, tokens: str) -> tuple[str | None, str | None, str | None]:
-        """forward; tokens (1,). The table whole, the rows of it (S,), and the index."""
+    def forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The table (S, D), its rows (S,), where it is whole, and the index (T, T) of `Around`. ids: (B, T)."""
         if not self.config.terms:
             return None, None, None
-        table = g.parameter(self.table.weight)
-        table = table if self.norm is None else g.apply(self.norm, table)
-        most = self.config.max_tokens
-        every = table_rows(torch.arange(1 - most, most), self.config).numpy()
-        start, stop = (g.op(kind, g.integers(end), tokens) for kind, end in (("Sub", most), ("Add", most - 1)))
-        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
-        places = g.op("Range", zero, g.op("Squeeze", tokens), one)
-        between = g.op("Sub", g.op("Unsqueeze", places, g.integers(1)), places)
-        index = g.op("Add", between, g.op("Sub", tokens, g.integers(1)))
-        return table, g.op("Slice", g.constant("table_rows", every), start, stop), index
+        places = token_places(ids)
+        last, distances = places[-1:], places[:, None] - places
+        every = torch.cat((places - last, places[1:]))  # 1 - T .. T - 1
+        rows, index = self.rows[every + self.config.max_tokens - 1], distances + last
+        if is_traced(rows):
+            return self.normed(self.table.weight), rows, index
+        return self.normed(self.table(rows)), None, index
+
+    def normed(self, table: Tensor) -> Tensor:
+        return table if self.norm is None else self.norm(table)
 
 
 # ---- Hugging Face's names ----

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, padding_mask, tensor_on
+from mini_ee.backbones.backbone import Adapt, is_traced, padding_mask, tensor_on
 from mini_ee.backbones.cache import Around, Cache, GraphBlock, Writer, graph_cache, readable, token_positions
 from mini_ee.backbones.llama_config import LAYER_TYPES, DecoderConfig, rope_frequencies
 from mini_ee.backbones.llama_family import MEMBERS
@@ -92,18 +92,13 @@ class Decoder(Writer):
             hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
         return hidden
 
-    def graph_embed(self, g) -> str:
-        """embed; declares the input input_ids, (B, T)."""
-        hidden = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
-        if self.config.member.scaled_embeddings:
-            hidden = g.op("Mul", hidden, g.number(self.config.hidden_size**0.5))
-        return hidden
-
     def around(self, inputs) -> Around:
         """Where the tokens of whole rows stand, padded on either side; padded on the right they are the quickest.
 
         Raises ValueError where there are more tokens than the model has positions.
         """
+        if is_traced(inputs.attention_mask):
+            return self._graph_around(inputs)
         tokens, attention_mask = check(inputs.input_ids, "B T")["T"], inputs.attention_mask
         padding = padding_mask(attention_mask, self.cos.device)
         some_long = self.config.short_tokens is not None and tokens > self.config.short_tokens
@@ -114,7 +109,7 @@ class Decoder(Writer):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         cos, sin, places = self.cos[None, :tokens, None], self.sin[None, :tokens, None], self._places(tokens)
         # What is before a token is all that it reads: padding behind it needs no mask.
-        return Around(cos, sin, None, True, tokens, padding, near=self._near(places, places, tokens))
+        return Around(self.config, cos, sin, None, True, tokens, padding, near=self._near(places, places, tokens))
 
     def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> Around:
         """What the layers need to run tokens at these positions, made once for all layers.
@@ -139,18 +134,18 @@ class Decoder(Writer):
             place = place + short * (positions.amax(1, keepdim=True)[: len(place)] >= short)
         cos, sin = self.cos[place].unsqueeze(2), self.sin[place].unsqueeze(2)
         if cache is None and aligned:
-            return Around(cos, sin, None, True, end, near=self._near(at[:1], at[:1], end))
+            return Around(self.config, cos, sin, None, True, end, near=self._near(at[:1], at[:1], end))
         if cache is None:
             real = positions >= 0
             seen = (real[:, None, :] | ~real[:, :, None])[:, None]  # no token reads padding
             masks = readable(positions, positions), self._near(positions, positions, end)
             mask, near = (each if each is None else each & seen for each in masks)
-            return Around(cos, sin, mask, False, end, near=near)
+            return Around(self.config, cos, sin, mask, False, end, near=near)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         slots = self._places(end)
         mask, near = readable(at, slots), self._near(at, slots, end)
-        return Around(cos, sin, mask, False, end, cache=cache, rows=rows, write=write, near=near)
+        return Around(self.config, cos, sin, mask, False, end, cache=cache, rows=rows, slots=write, near=near)
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
         """`block` where all rows of the cache stand at low .. low + tokens - 1. Asks no tensor anything."""
@@ -160,10 +155,12 @@ class Decoder(Writer):
         cos, sin, write = self.cos[None, low:end, None], self.sin[None, low:end, None], (slice(None), slice(low, end))
         reaches = self.config.sliding_window is None or end <= self.config.sliding_window
         if reaches and (tokens == 1 or low == 0):
-            return Around(cos, sin, None, tokens > 1, end, cache=cache, write=write)
+            return Around(self.config, cos, sin, None, tokens > 1, end, cache=cache, slots=write)
         slots = self._places(end)
         near = self._near(slots[:, low:], slots, end)
-        return Around(cos, sin, readable(slots[:, low:], slots), False, end, cache=cache, write=write, near=near)
+        return Around(
+            self.config, cos, sin, readable(slots[:, low:], slots), False, end, cache=cache, slots=write, near=near
+        )
 
     def _places(self, end: int) -> Tensor:
         return torch.arange(end, device=self.cos.device)[None]
@@ -173,13 +170,14 @@ class Decoder(Writer):
         window = self.config.sliding_window
         return None if window is None or end <= window else readable(at, reads, window)
 
-    def graph_around(self, g, mask: str) -> GraphBlock:
-        """The block of whole rows. mask (B, T): true where there is a token; no token reads padding, on either side."""
-        counted = g.op("CumSum", g.cast(mask, int), g.integers(1))
-        at = g.op("Max", g.op("Sub", counted, g.integers(1)), g.integers(0))
-        own, reads = (g.op("Unsqueeze", at, g.integers(1, axis)) for axis in (3, 2))
-        seen = g.op("And", g.op("LessOrEqual", reads, own), g.op("Unsqueeze", mask, g.integers(1, 2)))
-        return GraphBlock(g, self.config, at, (reads, seen))
+    def _graph_around(self, inputs) -> GraphBlock:
+        """The context of whole rows in a graph; no token reads padding, on either side."""
+        mask = inputs.attention_mask.bool()
+        at = token_positions(mask).clamp(min=0)
+        seen = readable(at, at) & mask[:, None, None, :]
+        block = GraphBlock(mask.g, self.config, at.name, (at[:, None, None, :].name, seen.name))
+        block.padding = mask[:, None, None, :]
+        return block
 
     def graph_block(self, g, first: int) -> GraphBlock:
         """block with a cache, for a graph whose first layer is this, from 0. Declares the inputs positions (B, T), -1
@@ -190,19 +188,9 @@ class Decoder(Writer):
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""
-        cache, keys, values = around.cache, None, None
         for depth in range(start, stop):
-            if cache is not None:
-                keys, values = cache.keys[depth], cache.values[depth]
-            hidden = self.layers[depth](hidden, around, keys, values, adapt and partial(adapt, depth))
+            hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
         return hidden
-
-    def graph_layers(self, g, hidden: str, around: GraphBlock, start: int, stop: int, adapt=None) -> str:
-        """run_layers. adapt: (index of a layer, name of a linear map, its input, its output) -> its output."""
-        flat = g.flatten(hidden, self.config.hidden_size)
-        for depth in range(start, stop):
-            flat = self.layers[depth].graph(g, flat, around, depth, adapt and partial(adapt, depth))
-        return g.unflatten(flat, around.shape, self.config.hidden_size)
 
     def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
@@ -210,12 +198,7 @@ class Decoder(Writer):
         The layers start + 1 .. stop each write its keys and values, through their own input norm, and compute no more.
         """
         for depth in range(start, stop):
-            self.layers[depth].write_keys(hidden, around, around.cache.keys[depth], around.cache.values[depth])
-
-    def graph_propagate(self, g, hidden: str, block: GraphBlock, start: int, stop: int) -> None:
-        flat = g.flatten(hidden, self.config.hidden_size)
-        for depth in range(start, stop):
-            self.layers[depth].graph_write_keys(g, flat, block, depth)
+            self.layers[depth].write_keys(hidden, around, depth)
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """LM logits, (..., D) -> (..., V) float32, as `Backbone.lm_logits` says: the final norm and the head."""
@@ -227,12 +210,6 @@ class Decoder(Writer):
         weight = (self.embeddings if head is None else head).weight[words]
         bias = None if head is None or head.bias is None else head.bias[words]
         return F.linear(normed, weight, bias).float()
-
-    def graph_lm_logits(self, g, hidden: str, words: Tensor | None = None) -> str:
-        """lm_logits, (B, D) -> (B, V); of some words (C,) alone where they are given."""
-        linear = self.embeddings if self.lm_head is None else self.lm_head
-        weights = [g.parameter(each) if words is None else g.rows_of(each, words) for each in linear.parameters()]
-        return g.gemm(g.apply(self.norm, hidden), *weights)
 
 
 def _padded_on_the_right(attention_mask: Tensor | np.ndarray) -> bool:

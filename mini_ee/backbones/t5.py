@@ -26,17 +26,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Layout, Tensors, layer_flops, padding_mask, tensor_on
+from mini_ee.backbones.backbone import (
+    Adapt,
+    Layout,
+    Tensors,
+    layer_flops,
+    padding_mask,
+    tensor_on,
+    token_places,
+)
 from mini_ee.backbones.cache import Cache, Writer
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_config import Biases, T5Config
 from mini_ee.backbones.t5_graphs import MEMORY, T5Block, write_memory
-from mini_ee.backbones.t5_layers import Around, EncoderLayer, GraphAround, HeadNorm, Layer, Memory, Pairs, norm_of
+from mini_ee.backbones.t5_layers import Around, EncoderLayer, HeadNorm, Layer, Memory, Pairs, norm_of
 
 
 # ---- The backbone ----
@@ -94,23 +101,23 @@ class T5(Writer):
         written = getattr(inputs, "decoder_input_ids", None)
         if written is None:
             start = self.embeddings.weight[self.config.decoder_start_token_id]
-            return self.dropout(start.expand(len(inputs.input_ids), 1, -1))
+            return self.dropout(start.expand(inputs.input_ids.shape[0], 1, -1))
         return self.dropout(self.embeddings(tensor_on(device, written)))
 
-    def graph_embed(self, g) -> str:
-        """embed and the encoder: (B, 1 + S, D), the start token before the encoder's output; declares what it takes."""
-        ids, mask = (g.input(name, "batch", "tokens") for name in ("input_ids", "attention_mask"))
-        words, width = g.parameter(self.embeddings.weight), self.config.hidden_size
-        memory = self.graph_encode(g, g.op("Gather", words, ids), g.cast(mask, bool), len(self.encoder))
-        memory = g.apply(self.encoder_norm, memory)
-        start = g.op("Gather", words, g.integers(self.config.decoder_start_token_id))
-        every = g.op("Concat", g.shape(ids, 0, 1), g.integers(1, width), axis=0)
-        return g.op("Concat", g.op("Expand", start, every), memory, axis=1)
+    def packed(self, hidden: Tensor, around: Around) -> Tensor:
+        """(B, 1 + S, D): the one token of each row, and the encoder's output."""
+        return torch.cat((hidden, around.memory), dim=1)
+
+    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, Around]:
+        readable, one = padding_mask(inputs.attention_mask, packed.device), packed[:, :1]
+        first = torch.zeros(1, 1, 1, dtype=torch.int64, device=packed.device)
+        heads, bias = self.config.num_attention_heads, self.biases.of_distances(first)
+        return one, Around(heads, packed[:, 1:], readable, bias)
 
     def encode(self, inputs, stop: int) -> tuple[Tensor, Tensor | None]:
         """What the encoder makes of the texts in its first `stop` layers, (B, S, D), unnormed; and their padding."""
         ids = tensor_on(self.embeddings.weight.device, inputs.input_ids)
-        tokens, places = check(ids, "B S")["S"], torch.arange(ids.shape[1], device=ids.device)
+        tokens, places = check(ids, "B S")["S"], token_places(ids)
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         readable, bias = padding_mask(inputs.attention_mask, ids.device), self.encoder_biases(places[None], places)
@@ -121,27 +128,13 @@ class T5(Writer):
             hidden = layer(hidden, bias)
         return hidden, readable
 
-    def graph_encode(self, g, hidden: str, mask: str, stop: int) -> str:
-        """encode, of the embeddings (B, S, D). mask (B, S): true where there is a token."""
-        shape, width = g.shape(mask, 0, 2), self.config.hidden_size
-        bias = self.encoder_biases.graph(g, g.shape(mask, 1, 2))
-        bias = g.op("Where", g.op("Unsqueeze", mask, g.integers(1, 2)), bias, g.number(-np.inf))
-        flat = g.flatten(hidden, width)
-        for layer in self.encoder[:stop]:
-            flat = layer.graph(g, flat, shape, bias)
-        return g.unflatten(flat, shape, width)
-
     def around(self, inputs) -> Around:
         """The encoder's output, with its mask, and the biases of what is written."""
         hidden, readable = self.encode(inputs, len(self.encoder))
         written = getattr(inputs, "decoder_input_ids", None)
         places = torch.arange(1 if written is None else written.shape[1], device=hidden.device)
         bias = self.biases(places[None], places).masked_fill(places > places[:, None], -torch.inf)
-        return Around(self.dropout(self.encoder_norm(hidden)), readable, bias)
-
-    def graph_around(self, g, mask: str) -> GraphAround:
-        """The mask and the bias: the encoder's output comes with the hidden states."""
-        return GraphAround(mask, self.biases.graph(g, g.integers(1)))
+        return Around(self.config.num_attention_heads, self.dropout(self.encoder_norm(hidden)), readable, bias)
 
     def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
@@ -149,36 +142,12 @@ class T5(Writer):
             hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
         return hidden
 
-    def graph_layers(self, g, hidden: str, around, start: int, stop: int, adapt=None) -> str:
-        """run_layers, of tokens over caches; or of the first of (B, 1 + S, D), the others being the encoder's output.
-
-        around: a T5Block, or the GraphAround of rows.
-        """
-        width = self.config.hidden_size
-        if isinstance(around, T5Block):
-            flat = g.flatten(hidden, width)
-            for depth in range(start, stop):
-                flat = self.layers[depth].graph_token(g, flat, around, depth, adapt and partial(adapt, depth))
-            return g.unflatten(flat, around.shape, width)
-        one, memory = g.several(
-            2, "Split", hidden, g.op("Concat", g.integers(1), g.shape(around.mask, 1, 2), axis=0), axis=1
-        )
-        flat, memory_flat = g.flatten(one, width), g.flatten(memory, width)
-        for depth in range(start, stop):
-            flat = self.layers[depth].graph(g, flat, memory_flat, around, adapt and partial(adapt, depth))
-        return g.op("Concat", g.op("Unsqueeze", flat, g.integers(1)), memory, axis=1)
-
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """LM logits, (..., D) -> (..., V) float32, as `Backbone.lm_logits` says: the final norm and the head."""
         if not self.has_lm_head:
             raise self.no_lm_head()
         weight = self.get_parameter(self.vocabulary["weight"])
         return F.linear(self.norm(hidden), weight if words is None else weight[words]).float()
-
-    def graph_lm_logits(self, g, hidden: str, words: Tensor | None = None) -> str:
-        """lm_logits, (B, D) -> (B, V); of some words (C,) alone where they are given."""
-        weight = self.get_parameter(self.vocabulary["weight"])
-        return g.gemm(g.apply(self.norm, hidden), g.parameter(weight) if words is None else g.rows_of(weight, words))
 
     # ---- Token by token ----
     def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -210,13 +179,14 @@ class T5(Writer):
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         readable = cache.memory.readable
         readable = readable if readable is None or rows is None else readable[rows]
-        return Around(None, readable, bias, cache=cache, rows=rows, write=write)
+        heads = self.config.num_attention_heads
+        return Around(heads, None, readable, bias, cache=cache, rows=rows, slots=write)
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
         """`block` where all rows of the cache stand at low .. low + tokens - 1."""
         places = torch.arange(low, low + tokens, device=cache.keys.device)
         block = self.block(places[None], cache)
-        return block._replace(write=(slice(None), slice(low, low + tokens)))
+        return block._replace(slots=(slice(None), slice(low, low + tokens)))
 
     def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
@@ -247,15 +217,6 @@ class T5(Writer):
         """block, for a graph whose first layer is this, from 0. Declares the inputs that it takes."""
         return T5Block(g, self, first)
 
-    def graph_embed_written(self, g) -> str:
-        """embed_written; declares the input input_ids, (B, T)."""
-        return g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
-
-    def graph_propagate(self, g, hidden: str, block: T5Block, start: int, stop: int) -> None:
-        flat = g.flatten(hidden, self.config.hidden_size)
-        for depth in range(start, stop):
-            self.layers[depth].graph_write_keys(g, flat, block, depth)
-
     def prompt_graphs(self) -> dict[str, Callable]:
         """The encoder, with the keys and values of all layers of what it makes."""
         return {MEMORY: partial(write_memory, self)}
@@ -269,10 +230,6 @@ class T5(Writer):
     def text_states(self, inputs, layer: int) -> tuple[Tensor, Tensor | None]:
         """The encoder's, which reads the text."""
         return self.encode(inputs, layer)
-
-    def graph_text_states(self, g, mask: str, layer: int) -> str:
-        embedded = g.op("Gather", g.parameter(self.embeddings.weight), g.input("input_ids", "batch", "tokens"))
-        return self.graph_encode(g, embedded, mask, layer)
 
     def text_flops(self, layer: int, tokens: int) -> float:
         """Of text_states on one row."""

@@ -3,8 +3,8 @@
 import math
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.activations import ACTIVATIONS
@@ -169,19 +169,11 @@ class Biases(nn.Module):
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Positions (B, T) and (S,) -> (B, H, T, S)."""
-        return self.table(buckets(keys - queries[..., None], self.both, self.config)).permute(0, 3, 1, 2)
+        return self.of_distances(keys - queries[..., None])
 
-    def graph(self, g, tokens: str) -> str:
-        """forward of as many queries as keys, each in its place; tokens (1,). Gives (1, H, T, T)."""
-        zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
-        places = g.op("Range", zero, g.op("Squeeze", tokens), one)
-        return self.graph_of(g, g.op("Sub", places, g.op("Unsqueeze", places, g.integers(0, 2))))
-
-    def graph_of(self, g, distances: str) -> str:
-        """forward of distances j - i: (B, T, S) -> (B, H, T, S)."""
+    def of_distances(self, distances: Tensor) -> Tensor:
+        """j - i, (B, T, S) -> (B, H, T, S)."""
         most = self.config.relative_attention_max_distance  # beyond it all distances are one
-        rows = buckets(torch.arange(-most, most + 1), self.both, self.config).numpy()
-        by_distance = g.op("Gather", g.parameter(self.table.weight), g.constant(f"buckets_{self.both}", rows))
-        ends = (g.constant(f"scalar_{value}", np.array(value)) for value in (-most, most))
-        index = g.op("Add", g.op("Clip", distances, *ends), g.integers(most))
-        return g.op("Transpose", g.op("Gather", by_distance, index), perm=(0, 3, 1, 2))
+        every = torch.arange(-most, most + 1, device=self.table.weight.device)
+        by_distance = self.table(buckets(every, self.both, self.config))
+        return F.embedding(distances.clamp(-most, most) + most, by_distance).permute(0, 3, 1, 2)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mini_ee.rules import RULES, Rule, confidence, graph_confidence
+from mini_ee.rules import RULES, Rule, confidence
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import PASSING, Chosen, quantiles
 from mini_ee.units.recording import Record
@@ -72,17 +72,7 @@ class Svm(Rule):
         gap, top = (confidence(reading, measure) for measure in MEASURES)
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
-    fed = ("margin",)
-
-    def graph_settings(self, count: int) -> dict[str, np.ndarray]:
-        return {"threshold": np.full(count, self.margin, np.float32)}
-
-    def graph_stop(self, g, k: int, reading, bar: str, memory: dict[str, str]) -> str:
-        decision = g.constant(f"bias_{k}", np.float32(self.bias[k]).reshape(()))
-        for name, measure in zip(("gap", "top"), MEASURES):
-            weight = g.constant(f"{name}_{k}", np.float32(getattr(self, name)[k]).reshape(()))
-            decision = g.op("Add", decision, g.op("Mul", graph_confidence(g, reading, measure), weight))
-        return g.op("Greater", decision, bar)
+    fed, runtime_inputs = ("margin",), {"threshold": "margin"}
 
     def flops(self, classes: int) -> float:
         return 6.0 * classes + 5.0

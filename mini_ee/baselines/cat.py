@@ -40,14 +40,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Backbone
+from mini_ee.backbones.backbone import Around, Backbone, tensor_on
 from mini_ee.data.options import Settings, option
 from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
 from mini_ee.units.heads import HEAD_DROPOUT, ExitHead
-from mini_ee.units.rows import RowExits, RowSegments, States, graph_mask, graph_rows
+from mini_ee.units.rows import RowExits, RowSegments, States
 
 INNER = 32  # hidden values of an inner exit, and of a meta classifier
 HEADS, TEMPERATURES, META = 0, 1, 2  # parts of train
@@ -77,30 +77,13 @@ def features(logits: Tensor, inner: Tensor, before: Tensor | None, k: int, exits
     said = F.one_hot(p.argmax(dim=1), p.shape[1]).to(p.dtype)
     first, second = p.topk(2, dim=1).values.split(1, dim=1)
     history = [] if before is None else [(before * said[:, None]).sum(dim=2)]
-    tail = p.new_tensor(_tail(k, exits)).expand(len(p), -1)
+    tail = torch.zeros_like(p[:, :1]) + torch.tensor(_tail(k, exits), dtype=p.dtype, device=p.device)
     return torch.cat((said, inner, first, first - second, *history, tail), dim=1)
 
 
 def _tail(k: int, exits: int) -> list[float]:
     """The zeros that fill the history up, and how far the exit is."""
     return [0.0] * (max(exits - 2, 0) - max(k - 1, 0)) + [k / exits]
-
-
-def graph_features(g, logits: str, inner: str, before: str | None, k: int, exits: int, classes: int) -> str:
-    """features."""
-    p = g.op("Softmax", logits, axis=1)
-    top = g.op("ArgMax", p, axis=1, keepdims=1)
-    said = g.cast(g.op("Equal", top, g.integers(*range(classes))), g.dtype)
-    values, _ = g.several(2, "TopK", p, g.integers(2), axis=1)
-    first, second = g.several(2, "Split", values, axis=1, num_outputs=2)
-    history = []
-    if before is not None:
-        product = g.op("Mul", before, g.op("Unsqueeze", said, g.integers(1)))
-        history = [g.op("ReduceSum", product, g.integers(2), keepdims=0)]
-    tail = np.array([_tail(k, exits)], g.dtype)
-    shape = g.op("Concat", g.shape(p, 0, 1), g.integers(tail.shape[1]), axis=0)
-    tail = g.op("Expand", g.constant(f"tail_{k}", tail), shape)
-    return g.op("Concat", said, inner, first, g.op("Sub", first, second), *history, tail, axis=1)
 
 
 def remember(before: Tensor | None, logits: Tensor, k: int) -> Tensor | None:
@@ -135,9 +118,6 @@ class InnerHead(ExitHead):
 
     def conclude(self, inner: Tensor) -> Tensor:
         return self.out(inner) / self.temperature
-
-    def graph_conclude(self, g, inner: str) -> str:
-        return g.op("Div", g.linear(inner, self.out), g.parameter(self.temperature))
 
 
 class MetaClassifiers(nn.Module):
@@ -203,19 +183,9 @@ class CatState(NamedTuple):
     seen: Tensor | None = None  # the same with this exit
 
     def keep(self, rows: np.ndarray) -> "CatState":
-        index = torch.from_numpy(rows).to(self.hidden.device)
+        index = tensor_on(self.hidden.device, rows)
         tensors = (each if each is None else each[index] for each in self[3:])
         return CatState(self.hidden[index], self.around.keep(index), self.decides, *tensors)
-
-
-class GraphState(NamedTuple):
-    """The same as names of values."""
-
-    hidden: str
-    inner: str | None = None
-    logits: str | None = None
-    before: str | None = None
-    seen: str | None = None
 
 
 class CatSegments(RowSegments):
@@ -251,52 +221,12 @@ class CatSegments(RowSegments):
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops + self.model.heads[k].flops(tokens=0) if self._decides(k) else 0.0
 
-    # ---- ONNX ----
-    def graph_start(self, g) -> GraphState:
-        return GraphState(super().graph_start(g))
+    def handed_on(self, k: int, state: CatState) -> dict[str, Tensor]:
+        """With the probabilities at the exits so far, from the second on."""
+        return super().handed_on(k, state) | ({} if state.seen is None else {"carried": state.seen})
 
-    def graph_advance(self, k: int, g, state: GraphState) -> GraphState:
-        """advance: what exit k says stands in the state."""
-        hidden = super().graph_advance(k, g, state.hidden)
-        if not self._decides(k):
-            return GraphState(hidden)
-        head = self.model.heads[k]
-        inner = head.graph_inner(g, head.graph_state(g, hidden, graph_mask(g)))
-        logits, seen = head.graph_conclude(g, inner), None
-        if k:
-            seen = g.op("Unsqueeze", g.op("Softmax", logits, axis=1), g.integers(1))
-            seen = seen if state.seen is None else g.op("Concat", seen, state.seen, axis=1)
-        return GraphState(hidden, inner, logits, state.seen, seen)
-
-    def graph_keep(self, g, state: GraphState, index: str, leaves: str) -> GraphState:
-        hidden, seen = (each and g.op("Gather", each, index) for each in (state.hidden, state.seen))
-        return GraphState(hidden, seen=seen)
-
-    def graph_read(self, k: int, g, state: GraphState) -> str:
-        """read_logits: (B, C)."""
-        return state.logits or super().graph_read(k, g, state.hidden)
-
-    def graph_read_state(self, k: int, g, state: GraphState) -> Reading:
-        """read_state: the exit_logit (B,), where the exit decides."""
-        if not self._decides(k):
-            return Reading(None)
-        given = state.logits, state.inner, state.before, k, len(self.exits) - 1, self.model.num_labels
-        said = g.apply(self.model.policy.network(k), graph_features(g, *given))
-        return Reading(None, g.float32(g.op("Squeeze", said, g.integers(1))))
-
-    def _graph(self, k: int, g) -> None:
-        """A segment: `carried` are the probabilities at the exits so far."""
-        width, classes = self.model.backbone.config.hidden_size, self.model.num_labels
-        state = GraphState(graph_rows(g, width)) if k else self.graph_start(g)
-        if k > 1:
-            carried = g.input("carried", "rows_before", k - 1, classes, dtype=g.dtype)
-            state = state._replace(seen=g.op("Gather", carried, g.input("rows", "batch")))
-        state = self.graph_advance(k, g, state)
-        if self._decides(k):
-            g.output("hidden_out", state.hidden, "batch", "states", width)
-            if k:
-                g.output("carried_out", state.seen, "batch", k, classes)
-        self.graph_reading(k, g, state, optional=self._decides(k))
+    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> CatState:
+        return CatState(*super().taken_up(k, inputs, handed), seen=handed.get("carried"))
 
 
 # ---- Training ----

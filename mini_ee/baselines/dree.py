@@ -42,8 +42,8 @@ from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import patiences
-from mini_ee.units.heads import HEAD_DROPOUT, graph_pooled, pooled
-from mini_ee.units.rows import ExitModel, RowSegments, RowState, check_exits, graph_mask
+from mini_ee.units.heads import HEAD_DROPOUT, pooled
+from mini_ee.units.rows import ExitModel, RowSegments, RowState, check_exits
 
 MOMENTUM, EPSILON = 0.1, 1e-5  # of batch norms, torch's own
 SHORTEST = 1e-12  # of a vector that is divided by its length
@@ -97,13 +97,6 @@ class TaskBranch(nn.Module):
         attended, added = state.chunk(2, dim=-1)
         return self.norm(self.scale * self.up(F.relu(self.down(attended))) + added + attended)
 
-    def graph(self, g, state: str) -> str:
-        """forward, (N, 2 D) -> (N, D)."""
-        attended, added = g.several(2, "Split", state, axis=1, num_outputs=2)
-        inner = g.op("Relu", g.linear(attended, self.down))
-        adapted = g.op("Mul", g.linear(inner, self.up), g.number(self.scale))
-        return g.apply(self.norm, g.op("Add", g.op("Add", adapted, added), attended))
-
 
 class BatchNorm(nn.Module):
     """As nn.BatchNorm1d. Its statistics are parameters without gradient, as a graph knows no others."""
@@ -117,12 +110,8 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, D) -> (B, D). A batch of one row has no variance: it is normed as in use."""
         learns = self.training and len(x) > 1
-        return F.batch_norm(x, self.mean.data, self.variance.data, self.weight, self.bias, learns, MOMENTUM, EPSILON)
-
-    def graph(self, g, x: str) -> str:
-        """forward, in use."""
-        parameters = (self.weight, self.bias, self.mean, self.variance)
-        return g.op("BatchNormalization", x, *map(g.parameter, parameters), epsilon=EPSILON)
+        mean, variance = self.mean.detach(), self.variance.detach()
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, learns, MOMENTUM, EPSILON)
 
 
 class FrameHead(nn.Module):
@@ -149,20 +138,6 @@ class FrameHead(nn.Module):
         read = 1 if self.pool == "first" else tokens
         branch = 0.0 if self.branch is None else 4.0 * read * width * self.branch.down.out_features
         return branch + 2.0 * width * (width + classes) + float((tokens if self.pool == "mean" else 0) * width)
-
-    def graph_state(self, g, hidden: str, mask: str) -> str:
-        """state. mask (B, T): true where there is a token."""
-        if self.branch is None:
-            return graph_pooled(g, hidden, mask, self.pool)
-        if self.pool == "first":
-            return g.apply(self.branch, graph_pooled(g, hidden, mask, self.pool))
-        flat = g.apply(self.branch, g.flatten(hidden, 2 * self.frame.shape[0]))
-        return graph_pooled(g, g.unflatten(flat, g.shape(mask, 0, 2)), mask, self.pool)
-
-    def graph_classify(self, g, vector: str) -> str:
-        normed = g.apply(self.norm, vector)
-        length = g.op("Max", g.op("ReduceL2", normed, g.integers(1), keepdims=1), g.number(SHORTEST))
-        return g.op("MatMul", g.op("Div", normed, length), g.parameter(self.frame))
 
 
 class DreeExits(ExitModel):
@@ -222,36 +197,12 @@ class DreeExits(ExitModel):
 class DreeSegments(RowSegments):
     """The segments of a DreeExits in eval mode. The state of a row at exit k is a and FFN(a) of layer e_k."""
 
-    @property
-    def state_width(self) -> int:
-        return 2 * super().state_width
-
     def advance(self, k: int, state: RowState) -> RowState:
         return RowState(self.model.advance(k, *state), state.around)
 
     def read_logits(self, k: int, state: RowState) -> Reading:
         vector = self.model.heads[k].state(state.hidden, state.around.padding)
         return Reading(self.model.classify(k, vector).float().numpy(force=True))
-
-    def graph_advance(self, k: int, g, hidden: str) -> str:
-        """advance."""
-        backbone, start, stop = self.model.backbone, self.starts[k], self.exits[k]
-        around, width = backbone.graph_around(g, graph_mask(g)), backbone.config.hidden_size
-        tokens = g.shape(graph_mask(g), 0, 2)
-        if k:
-            parts = g.several(2, "Split", g.flatten(hidden, self.state_width), axis=1, num_outputs=2)
-            hidden = g.unflatten(g.apply(backbone.halves(start - 1).output_norm, g.op("Add", *parts)), tokens)
-        if k == len(self.exits) - 1:
-            return backbone.graph_layers(g, hidden, around, start, stop)
-        layer, hidden = backbone.halves(stop - 1), backbone.graph_layers(g, hidden, around, start, stop - 1)
-        attended = layer.graph_attend(g, g.flatten(hidden, width), around)
-        return g.unflatten(g.op("Concat", attended, layer.graph_feed_forward(g, attended), axis=1), tokens)
-
-    def graph_read(self, k: int, g, hidden: str) -> str:
-        """read_logits: (B, C)."""
-        head = self.model.heads[k]
-        state = head.graph_state(g, hidden, graph_mask(g))
-        return head.graph_classify(g, g.op("Tanh", g.linear(state, self.model.pooler)))
 
 
 # ---- Training ----

@@ -37,21 +37,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, Halves, tensor_on
+from mini_ee.backbones.backbone import Backbone, Halves, sizes_of, tensor_on, token_places
 from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method
-from mini_ee.units.leaving import (
-    LeavingExits,
-    Left,
-    float_constant,
-    graph_first,
-    graph_in_order,
-    graph_spent,
-    in_order,
-    spent_by,
-)
-from mini_ee.units.rows import RowData, graph_mask
+from mini_ee.units.leaving import LeavingExits, Left, in_order, spent_by
+from mini_ee.units.rows import RowData
 
 TABLES = ("frequency", "mi", "random")
 
@@ -109,21 +100,6 @@ def attend(layer: Halves, first: Tensor, hidden: Tensor, mask: Tensor | None) ->
     return layer.attention_norm(first + layer.dropout(layer.attention_output(attended)))
 
 
-def graph_attend(g, layer: Halves, first: str, hidden: str, mask: str) -> str:
-    """attend: (B, n, D), (B, T, D), mask (B, T) -> (B n, D)."""
-    width = layer.qkv.in_features
-    parts = []
-    for x, begin, end in ((first, 0, width), (hidden, width, 3 * width)):
-        rows = (g.integers(begin), g.integers(end), g.integers(0))
-        weight, bias = (g.op("Slice", g.parameter(each), *rows) for each in (layer.qkv.weight, layer.qkv.bias))
-        product = g.gemm(g.flatten(x, width), weight, bias)
-        parts.append(g.unflatten(product, g.shape(x, 0, 2), end - begin))
-    key, value = g.several(2, "Split", parts[1], axis=2, num_outputs=2)
-    attended = g.flatten(g.attention(parts[0], key, value, g.readable(mask, first), layer.heads, layer.heads), width)
-    attended = g.linear(attended, layer.attention_output, int8=True)
-    return g.apply(layer.attention_norm, g.op("Add", g.flatten(first, width), attended))
-
-
 # ---- The model ----
 class HashExits(LeavingExits):
     """A backbone whose tokens leave by a table: a parameter without gradient, as a graph knows no others."""
@@ -141,16 +117,9 @@ class HashExits(LeavingExits):
     def depths(self, inputs) -> Tensor:
         """How many layers each token runs, (B, T): 0 at padding."""
         device = self.table.device
-        depths = self.table[tensor_on(device, inputs.input_ids)]
-        depths[:, 0] = self.layers
+        ids = tensor_on(device, inputs.input_ids)
+        depths = torch.where(token_places(ids) == 0, float(self.layers), self.table[ids])
         return depths if inputs.attention_mask is None else depths * tensor_on(device, inputs.attention_mask)
-
-    def graph_depths(self, g) -> str:
-        """depths, (B, T) int64."""
-        mask = g.input("attention_mask", "batch", "tokens")
-        depths = g.cast(g.op("Gather", g.parameter(self.table), g.input("input_ids", "batch", "tokens")), np.int64)
-        first = graph_first(g, mask)
-        return g.op("Mul", g.op("Where", first, g.integers(self.layers), depths), mask)
 
     def leave(self, inputs) -> Left:
         """The deepest first: a layer takes as many tokens as go on in any row, and those that do keep what it says."""
@@ -159,13 +128,14 @@ class HashExits(LeavingExits):
         hidden, mask = in_order(order, hidden, mask)
         goes_on = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
         counts = goes_on.sum(dim=2)
-        widths, alike = counts.amax(dim=0).tolist(), (counts == counts[:1]).all(dim=0).tolist()
-        for depth, width in enumerate(widths):
+        most, alike = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)
+        for depth, width in enumerate(sizes_of(most)):
             layer, first = self.backbone.halves(depth), hidden[:, :width]
             said = layer.feed(attend(layer, first, hidden, mask))
-            said = said if alike[depth] else torch.where(goes_on[:, depth, :width, None], said, first)
+            said = said if torch.is_nonzero(alike[depth]) else torch.where(goes_on[:, depth, :width, None], said, first)
             hidden = said if width == hidden.shape[1] else torch.cat((said, hidden[:, width:]), dim=1)
-        operations = sum(widths) * (self.of_token + self.of_pair * depths.shape[1]) + self.of_all * depths.shape[1]
+        tokens, taken = depths.shape[1], most.sum().double()
+        operations = taken * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
         return Left(hidden, mask, spent_by(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
 
     def stay(self, inputs) -> Left:
@@ -175,43 +145,6 @@ class HashExits(LeavingExits):
             said = self.backbone.run_layers(hidden, around, depth, depth + 1)
             hidden = torch.where(depths[..., None] > depth, said, hidden)
         return Left(hidden, around.padding)
-
-    # ---- ONNX ----
-    def graph_leave(self, g, hidden: str) -> Left:
-        width, given = self.backbone.config.hidden_size, self.graph_depths(g)
-        tokens = g.shape(given, 1, 2)
-        depths, order = g.several(2, "TopK", given, tokens, axis=1)  # of equal ones the first comes first
-        hidden = graph_in_order(g, order, hidden, width)
-        mask, counts, widths = g.op("Greater", depths, g.integers(0)), [], []
-        for depth in range(self.layers):
-            goes_on = g.op("Greater", depths, g.integers(depth))
-            counts.append(g.op("ReduceSum", g.cast(goes_on, np.int64), g.integers(1), keepdims=0))
-            widths.append(g.op("ReduceMax", counts[-1], keepdims=1))
-            ends = g.integers(0), widths[-1], g.integers(1)
-            first, goes_on = (g.op("Slice", each, *ends) for each in (hidden, goes_on))
-            layer = self.backbone.halves(depth)
-            said = layer.graph_feed(g, graph_attend(g, layer, first, hidden, mask))
-            said = g.unflatten(said, g.shape(first, 0, 2), width)
-            said = g.op("Where", g.op("Unsqueeze", goes_on, g.integers(2)), said, first)
-            rest = g.op("Slice", hidden, widths[-1], tokens, g.integers(1))
-            hidden = g.op("Concat", said, rest, axis=1)
-        return Left(hidden, mask, self._graph_spent(g, mask, counts, widths))
-
-    def _graph_spent(self, g, mask: str, counts: list[str], widths: list[str]) -> str:
-        run, taken = (g.op("Sum", *(g.cast(each, np.float32) for each in numbers)) for numbers in (counts, widths))
-        real, tokens = g.cast(mask, np.float32), g.cast(g.shape(mask, 1, 2), np.float32)
-        layers = g.op("Div", run, g.op("ReduceSum", real, g.integers(1), keepdims=0))
-        each = g.op("Add", g.op("Mul", float_constant(g, self.of_pair), tokens), float_constant(g, self.of_token))
-        of_all = g.op("Mul", float_constant(g, self.of_all), tokens)
-        return graph_spent(g, layers, g.op("Add", g.op("Mul", taken, each), of_all))
-
-    def graph_stay(self, g, hidden: str) -> Left:
-        mask, depths = graph_mask(g), g.op("Unsqueeze", self.graph_depths(g), g.integers(2))
-        around = self.backbone.graph_around(g, mask)
-        for depth in range(self.layers):
-            said = self.backbone.graph_layers(g, hidden, around, depth, depth + 1)
-            hidden = g.op("Where", g.op("Greater", depths, g.integers(depth)), said, hidden)
-        return Left(hidden, mask)
 
 
 # ---- Training ----

@@ -5,7 +5,7 @@ the pretrained backbone with a head of its own, fine-tuned alone. A row that a m
 one: in layer passes the cost of LoRAExit's restart schedule, in memory K models.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mini_ee.early_exit import Reading, Segments
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method, NoConfig
-from mini_ee.units.rows import ExitModel, RowExits, RowState, check_exits
+from mini_ee.units.rows import ExitModel, RowExits, RowSegments, RowState, check_exits
 
 
 class MultiModel(ExitModel):
@@ -38,7 +38,7 @@ class MultiModel(ExitModel):
         return [model(input_ids, attention_mask, token_type_ids)[0] for model in self.models]
 
     def segments(self) -> "CascadeSegments":
-        return CascadeSegments(self)
+        return CascadeSegments([each.segments() for each in self.models])
 
 
 def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
@@ -70,9 +70,9 @@ class CascadeSegments(Segments):
 
     engine = "torch"
 
-    def __init__(self, model: MultiModel):
-        self.exits = model.exits
-        self._models = [each.segments() for each in model.models]
+    def __init__(self, models: Sequence[RowSegments]):
+        self.exits = tuple(each.exits[-1] for each in models)
+        self._models = models
 
     def running(self):
         return self._models[0].running()
@@ -101,20 +101,22 @@ class CascadeSegments(Segments):
         """As of a model with exits."""
         return self._models[-1].facts()
 
-    def graphs(self) -> dict[str, Callable]:
-        """As of a model with exits; each begins with the embeddings."""
-        return {name: write for each in self._models for name, write in each.graphs().items()}
+    def handed_on(self, k: int, state: CascadeState) -> dict:
+        """Nothing: each model begins with the embeddings."""
+        return {}
 
-    def graph_start(self, g) -> None:
-        """Nothing: each model begins anew, where somebody asks its head."""
+    def in_one_graph(self) -> "LazyCascade":
+        return LazyCascade(self._models)
 
-    def graph_advance(self, k: int, g, hidden: None) -> None:
-        """Nothing."""
 
-    def graph_read(self, k: int, g, hidden: None) -> str:
-        """The model of exit k from its embeddings on: logits (B, C)."""
-        model = self._models[k]
-        return model.graph_read(0, g, model.graph_advance(0, g, model.graph_start(g)))
+class LazyCascade(CascadeSegments):
+    """The same in one graph: a model runs if somebody asks its head."""
+
+    def advance(self, k: int, state: CascadeState) -> CascadeState:
+        return state
+
+    def read(self, k: int, state: CascadeState) -> Reading:
+        return super().read(k, super().advance(k, state))
 
 
 METHOD = Method(NoConfig, recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))

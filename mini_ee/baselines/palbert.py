@@ -27,14 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around
+from mini_ee.backbones.backbone import Around, tensor_on
 from mini_ee.data.options import Settings, option
 from mini_ee.early_exit import Reading
 from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
 from mini_ee.training.rule import q_exits
 from mini_ee.units.heads import HEAD_DROPOUT
-from mini_ee.units.rows import RowExits, RowSegments, graph_mask, graph_rows
+from mini_ee.units.rows import RowExits, RowSegments
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -85,10 +85,6 @@ class Ponder(nn.Module):
         """The logit of lambda_k: (..., 2 D) -> (...)."""
         return self.network(state)[..., 0]
 
-    def graph_exit_logit(self, g, k: int, state: str) -> str:
-        """exit_logit of states (B, 2 D)."""
-        return g.op("Squeeze", g.apply(self.network, state), g.integers(1))
-
 
 class PonderExits(RowExits):
     """A RowExits whose states are [s_k; s_{k-1}]."""
@@ -122,7 +118,7 @@ def recipe(model: PonderExits, how: Config) -> list[Stage]:
 
 # ---- Segments: what an exit said goes with its rows to the next ----
 class PonderState(NamedTuple):
-    """The rows still in the model; as names of values, in a graph."""
+    """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
     around: Around | None
@@ -130,7 +126,7 @@ class PonderState(NamedTuple):
     before: Tensor | None = None  # s_{k-1}
 
     def keep(self, rows: np.ndarray) -> "PonderState":
-        index = torch.from_numpy(rows).to(self.hidden.device)
+        index = tensor_on(self.hidden.device, rows)
         return PonderState(self.hidden[index], self.around.keep(index), self.said[index], self.before[index])
 
 
@@ -163,42 +159,11 @@ class PonderSegments(RowSegments):
         """The last exit alone: nobody asks what others say."""
         return RowSegments(self.model)
 
-    # ---- ONNX ----
-    def graph_start(self, g) -> PonderState:
-        return PonderState(super().graph_start(g), None)
+    def handed_on(self, k: int, state: PonderState) -> dict[str, Tensor]:
+        return super().handed_on(k, state) | {"carried": state.said}
 
-    def graph_advance(self, k: int, g, state: PonderState) -> PonderState:
-        hidden, head = super().graph_advance(k, g, state.hidden), self.model.heads[k]
-        said = head.graph_inner(g, head.graph_state(g, hidden, graph_mask(g)))
-        before = g.op("Expand", g.number(0.0), g.shape(said, 0, 2)) if state.said is None else state.said
-        return PonderState(hidden, None, said, before)
-
-    def graph_keep(self, g, state: PonderState, index: str, leaves: str) -> PonderState:
-        hidden, said = (g.op("Gather", each, index) for each in (state.hidden, state.said))
-        return PonderState(hidden, None, said)
-
-    def graph_read(self, k: int, g, state: PonderState) -> str:
-        return g.linear(state.said, self.model.heads[k].out)
-
-    def graph_read_state(self, k: int, g, state: PonderState) -> Reading:
-        if not self._decides(k):
-            return Reading(None)
-        both = g.op("Concat", state.said, state.before, axis=1)
-        return Reading(None, g.float32(self.model.policy.graph_exit_logit(g, k, both)))
-
-    def _graph(self, k: int, g) -> None:
-        last, width = k == len(self.exits) - 1, self.model.backbone.config.hidden_size
-        state = PonderState(graph_rows(g, width), None, graph_said(g, width)) if k else self.graph_start(g)
-        state = self.graph_advance(k, g, state)
-        if not last:
-            g.output("hidden_out", state.hidden, "batch", "states", width)
-            g.output("carried_out", state.said, "batch", width)
-        self.graph_reading(k, g, state, optional=not last)
-
-
-def graph_said(g, width: int) -> str:
-    """What the graph before said, and of that the rows that go on."""
-    return g.op("Gather", g.input("carried", "rows_before", width, dtype=g.dtype), g.input("rows", "batch"))
+    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> PonderState:
+        return PonderState(*super().taken_up(k, inputs, handed), handed["carried"])
 
 
 METHOD = Method(

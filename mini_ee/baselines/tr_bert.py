@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, Tensors, tensor_on
+from mini_ee.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
 from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Batch, Stage, row_losses, task_loss
 from mini_ee.training.method import Method
@@ -47,14 +47,10 @@ from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_networ
 from mini_ee.units.leaving import (
     LeavingExits,
     Left,
-    float_constant,
-    graph_first,
-    graph_in_order,
-    graph_spent,
     in_order,
     spent_by,
 )
-from mini_ee.units.rows import States, graph_mask
+from mini_ee.units.rows import States
 
 KEPT = 0.9  # pi(keep) of every token before step 2
 
@@ -112,9 +108,8 @@ class ReducedExits(LeavingExits):
         no more, else they are only read no more.
         """
         hidden, start, layers, log_p, operations = self.backbone.embed(inputs), 0, 0.0, 0.0, 0.0
-        kept = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
-        if inputs.attention_mask is not None:
-            kept = tensor_on(hidden.device, inputs.attention_mask).bool()
+        mask = tensor_on(hidden.device, inputs.attention_mask)
+        kept = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
         length = kept.sum(dim=1)
         for policy, stop in zip((*self.selectors, None), self.ends):
             width = hidden.shape[1]
@@ -127,7 +122,7 @@ class ReducedExits(LeavingExits):
                 chosen = keep(logits)
                 log_pi = F.logsigmoid(torch.where(chosen, logits, -logits)) * kept
                 log_p = log_p + log_pi[:, 1:].sum(dim=1) / count
-                kept, start = kept & F.pad(chosen[:, 1:], (1, 0), value=True), stop
+                kept, start = kept & (chosen | (token_places(kept) == 0)), stop
                 operations += self.of_policy * width
                 hidden, kept = compact(hidden, kept) if leave else (hidden, kept)
         return Selected(hidden, kept, layers, log_p, operations)
@@ -156,46 +151,10 @@ class ReducedExits(LeavingExits):
         """(B, D) or (B, D + 1) -> logits (B, C)."""
         return super().classify(k, state[:, : self.backbone.config.hidden_size])
 
-    # ---- ONNX ----
-    def graph_leave(self, g, hidden: str) -> Left:
-        mask, start, run, operations = graph_mask(g), 0, [], []
-        length = g.op("ReduceSum", g.cast(mask, np.float32), g.integers(1), keepdims=0)
-        one, two, three = (self.backbone.layer_flops(tokens) for tokens in (1, 2, 3))
-        square = (three - 2 * two + one) / 2
-        for policy, stop in zip((*self.selectors, None), self.ends):
-            hidden = self.backbone.graph_layers(g, hidden, self.backbone.graph_around(g, mask), start, stop)
-            count, passes = g.op("ReduceSum", g.cast(mask, np.float32), g.integers(1), keepdims=0), stop - start
-            run.append(g.op("Mul", count, float_constant(g, passes)))
-            width, own = g.cast(g.shape(mask, 1, 2), np.float32), self.of_policy if policy is not None else 0.0
-            each = g.op("Mul", width, float_constant(g, passes * square))
-            each = g.op("Add", each, float_constant(g, passes * (one - square) + own))
-            operations.append(g.op("Mul", width, each))
-            if policy is not None:
-                goes_on = g.cast(g.op("And", mask, self._graph_likely(g, policy, hidden, mask)), np.int64)
-                most = g.op("ReduceMax", g.op("ReduceSum", goes_on, g.integers(1), keepdims=0), keepdims=1)
-                goes_on, order = g.several(2, "TopK", goes_on, most, axis=1)  # of equal ones the first comes first
-                hidden = graph_in_order(g, order, hidden, self.backbone.config.hidden_size)
-                mask, start = g.op("Greater", goes_on, g.integers(0)), stop
-        return Left(hidden, mask, graph_spent(g, g.op("Div", g.op("Sum", *run), length), g.op("Sum", *operations)))
-
-    def graph_stay(self, g, hidden: str) -> Left:
-        mask, start = graph_mask(g), 0
-        for policy, stop in zip((*self.selectors, None), self.ends):
-            hidden = self.backbone.graph_layers(g, hidden, self.backbone.graph_around(g, mask), start, stop)
-            if policy is not None:
-                mask, start = g.op("And", mask, self._graph_likely(g, policy, hidden, mask)), stop
-        return Left(hidden, mask)
-
-    def _graph_likely(self, g, policy: nn.Module, hidden: str, mask: str) -> str:
-        """likely, and the first token: (B, T)."""
-        logits = g.apply(policy, g.flatten(hidden, self.backbone.config.hidden_size))
-        keeps = g.op("GreaterOrEqual", g.op("Reshape", logits, g.shape(mask, 0, 2)), g.number(0.0))
-        return g.op("Or", keeps, graph_first(g, mask))
-
 
 def compact(hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states without the tokens that are not kept, filled up to the longest row, and which are real."""
-    most = int(kept.sum(dim=1).max())
+    (most,) = sizes_of(kept.sum(dim=1).amax(dim=0, keepdim=True))
     order = kept.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
     return in_order(order, hidden, None)[0], kept.gather(1, order)
 

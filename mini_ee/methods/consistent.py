@@ -101,10 +101,6 @@ class PolicyNetworks(nn.Module):
         """The logit of pi(Exit | s_t; theta): (..., D) -> (...). No gradient flows into the state."""
         return self.networks[k](state.detach())[..., 0]
 
-    def graph_exit_logit(self, g, k: int, state: str) -> str:
-        """exit_logit of states (B, D)."""
-        return g.op("Squeeze", g.apply(self.networks[k], state), g.integers(1))
-
 
 # ---- The equations ----
 def exit_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.units.heads import graph_pooled, pooled
-from mini_ee.units.rows import graph_mask
+from mini_ee.units.heads import pooled
 
 
 class OwnStates:
@@ -41,9 +40,9 @@ class OwnStates:
 
     def graph(self, g) -> None:
         """The same as an ONNX graph, without a tokenizer: input_ids, attention_mask -> embedding (B, D)."""
-        backbone, mask = self.backbone, graph_mask(g)
-        embedding = g.float32(graph_pooled(g, backbone.graph_text_states(g, mask, self.layer), mask, "mean"))
-        g.output("embedding", embedding, "batch", backbone.config.hidden_size, dtype=np.float32)
+        with g.tracing():
+            embedding = pooled(*self.backbone.text_states(g.inputs(), self.layer), "mean").float()
+        g.output("embedding", embedding.name, "batch", self.backbone.config.hidden_size, dtype=np.float32)
 
     def flops(self, inputs: Inputs) -> float:
         return self.backbone.text_flops(self.layer, inputs.input_ids.shape[1])

@@ -35,7 +35,7 @@ Schedules, their costs and the segments that the loop drives are in units/stream
 backbones/lora.py, SGMV in backbones/sgmv.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, Tensors
+from mini_ee.backbones.backbone import Adapt, Backbone, Tensors, is_traced
 from mini_ee.backbones.lora import LowRank, check_lora, columns_of, load_adapters, save_adapters
 from mini_ee.backbones.sgmv import sgmv
 from mini_ee.backbones.targets import TARGETS
@@ -151,35 +151,6 @@ def low_rank(y: Tensor, x: Tensor, stacked: Stacked, starts: Sequence[int], scal
     sgmv(part, x.reshape(-1, x.shape[2]), stacked.A, stacked.B, [row * tokens for row in starts], scale)
 
 
-def graph_low_rank(
-    g, layer: nn.Module, streams: Sequence[nn.ModuleDict], scale: float, name: str, x: str, y: str
-) -> str:
-    """What low_rank adds to y, the output of the linear map `name` of a layer whose input is x.
-
-    streams: the layer's adapters in each. All are put together from constants, once, when the graph is loaded: one
-    batched product to the rank and one back.
-    """
-
-    def stacked(part: str) -> str:
-        together = []
-        for adapters in streams:
-            pieces = [g.parameter(getattr(adapters[target], part)) for target in targets]
-            if part == "B":  # (r, its own outputs) -> (r, outputs), zero beside its own
-                pads = [g.integers(0, each.start, 0, linear.out_features - each.stop) for each in columns]
-                pieces = [g.op("Pad", piece, pad) for piece, pad in zip(pieces, pads)]
-            joined = g.op("Concat", *pieces, axis=1 if part == "A" else 0)
-            together.append(g.op("Unsqueeze", joined, g.integers(0)))
-        return g.op("Concat", *together, axis=0)
-
-    targets = [target for target in streams[0] if TARGETS[target][0] == name]
-    if not targets:
-        return y
-    linear, columns = getattr(layer, name), [columns_of(layer, target) for target in targets]
-    shrunk = g.op("MatMul", g.op("Reshape", x, g.integers(len(streams), -1, linear.in_features)), stacked("A"))
-    added = g.op("MatMul", g.op("Mul", shrunk, g.number(scale)), stacked("B"))
-    return g.op("Add", y, g.flatten(added, linear.out_features))
-
-
 class Streams:
     """The adapters of the exits first .. stop - 1, stacked; of a single exit, the parameters themselves."""
 
@@ -207,6 +178,8 @@ class Streams:
         """
 
         def adapt(stored: int, name: str, x: Tensor, y: Tensor) -> Tensor:
+            if name in self.layers[stored] and is_traced(x):
+                return y + self.added(stored, name, x, live, y.shape[-1]).reshape(y.shape)
             if name in self.layers[stored]:
                 rows = starts or range(0, len(x) + 1, len(x) // live)
                 for part in self.layers[stored][name]:
@@ -215,6 +188,16 @@ class Streams:
 
         adapt.streams = None if starts else live
         return adapt
+
+    def added(self, stored: int, name: str, x: Tensor, live: int, outputs: int) -> Tensor:
+        """Eq. 6, the second term on a linear map, of equal streams at once: (n, N / n, all its outputs).
+
+        In a graph, where nothing is added in place: A and B are put together once, when it is loaded.
+        """
+        parts = [part.last(live) for part in self.layers[stored][name]]
+        A = torch.cat([part.A for part in parts], dim=2)
+        B = [F.pad(part.B, (part.columns.start, outputs - part.columns.stop)) for part in parts]
+        return (x.reshape(live, -1, x.shape[-1]) @ A) * self.scale @ torch.cat(B, dim=1)
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
@@ -270,15 +253,6 @@ class LoRAExits(ExitModel):
     def streams(self, first: int, stop: int) -> Streams:
         """The streams of the exits first .. stop - 1."""
         return Streams(self, first, stop)
-
-    def graph_streams(self, g, first: int, stop: int) -> Callable[[int, str, str, str], str]:
-
-        def adapt(layer: int, name: str, x: str, y: str) -> str:
-            live = [self.adapters[k][layer] for k in range(first, stop)]
-            return graph_low_rank(g, self.backbone.layers[layer], live, self.scale, name, x, y)
-
-        adapt.streams = stop - first
-        return adapt
 
     def logits_of(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""

@@ -21,10 +21,6 @@ class OneForAll(nn.Module):
         """The logit of the chance that exit k is right, or agrees with the last: (..., D) -> (...)."""
         return self.linear(state)[..., 0]
 
-    def graph_exit_logit(self, g, k: int, state: str) -> str:
-        """exit_logit of states (B, D)."""
-        return g.op("Squeeze", g.linear(state, self.linear), g.integers(1))
-
 
 def policy_network(width: int, chance: float) -> nn.Sequential:
     """Two layers, from a state to a logit; at first its probability is this chance, whatever the state."""

@@ -62,16 +62,6 @@ class ExitHead(nn.Module):
         """Both: (B, T, D) -> logits (B, C)."""
         return self.classify(self.state(hidden, mask))
 
-    def graph_state(self, g, hidden: str, mask: str) -> str:
-        """state. mask (B, T): true where there is a token."""
-        return graph_pooled(g, hidden if self.norm is None else g.apply(self.norm, hidden), mask, self.pool)
-
-    def graph_classify(self, g, state: str) -> str:
-        return g.linear(self.graph_inner(g, state), self.out)
-
-    def graph_inner(self, g, state: str) -> str:
-        return state if self.dense is None else g.op("Tanh", g.linear(state, self.dense))
-
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
     """(B, T, D) -> (B, D): the first token, or the mean over the tokens that are not padding."""
@@ -81,17 +71,6 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
         return hidden.mean(dim=1)
     weights = mask[:, 0, 0, :, None].to(hidden.dtype)  # (B, T, 1)
     return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
-
-
-def graph_pooled(g, hidden: str, mask: str, pool: str) -> str:
-    """pooled. mask (B, T): true where there is a token."""
-    if pool == "first":
-        return g.op("Squeeze", g.op("Slice", hidden, *map(g.integers, (0, 1, 1))), g.integers(1))
-    weights = g.cast(g.op("Unsqueeze", mask, g.integers(2)), g.dtype)
-    total, count = (
-        g.op("ReduceSum", each, g.integers(1), keepdims=0) for each in (g.op("Mul", hidden, weights), weights)
-    )
-    return g.op("Div", total, count)
 
 
 def exit_heads(backbone: Backbone, count: int, num_labels: int, pool: str) -> nn.ModuleList:
@@ -137,10 +116,6 @@ class VocabularyHead(nn.Module):
         """hidden (..., D) -> logits (..., V) float32."""
         return self.linear(self.norm(hidden)).float()
 
-    def graph(self, g, hidden: str) -> str:
-        """forward on (B, D)."""
-        return g.linear(g.apply(self.norm, hidden), self.linear)
-
 
 class OwnHead(nn.Module):
     """The decoder's own norm and map to the vocabulary, after another layer. It has no weights besides.
@@ -162,7 +137,3 @@ class OwnHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) float32."""
         return self.decoder.lm_logits(hidden)
-
-    def graph(self, g, hidden: str) -> str:
-        """forward on (B, D)."""
-        return self.decoder.graph_lm_logits(g, hidden)

@@ -7,7 +7,6 @@ LeavingSegments   the same as segments for early_exit; what a row has cost is kn
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +16,10 @@ from mini_ee.units.rows import RowExits, RowSegments
 
 
 class Left(NamedTuple):
-    """What the layers leave of rows; as names of values, in a graph."""
+    """What the layers leave of rows."""
 
     hidden: Tensor  # (B, T', D)
-    mask: Tensor | None  # (B, 1, 1, T'), true at tokens, None: nothing is padded; (B, T') in a graph
+    mask: Tensor | None  # (B, 1, 1, T'), true at tokens, None: nothing is padded
     spent: Tensor | None = None  # (B, 2), as Reading has it
 
 
@@ -33,14 +32,6 @@ class LeavingExits(RowExits):
 
     def stay(self, inputs) -> Left:
         """The same, to what rounding is, with all tokens in all layers: what it would cost if none left."""
-        raise NotImplementedError
-
-    def graph_leave(self, g, hidden: str) -> Left:
-        """leave, from the embeddings on."""
-        raise NotImplementedError
-
-    def graph_stay(self, g, hidden: str) -> Left:
-        """stay, from the embeddings on."""
         raise NotImplementedError
 
     def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
@@ -79,18 +70,6 @@ class LeavingSegments(RowSegments):
         """The same backbone and head where no token leaves: what the model says then."""
         return RowSegments(self.model)
 
-    # ---- ONNX ----
-    def graph_advance(self, k: int, g, hidden: str) -> Left:
-        return self.model.graph_leave(g, hidden) if self.tokens_leave else self.model.graph_stay(g, hidden)
-
-    def graph_read(self, k: int, g, state: Left) -> str:
-        head = self.model.heads[k]
-        return head.graph_classify(g, head.graph_state(g, state.hidden, state.mask))
-
-    def graph_spent(self, g, state: Left) -> str:
-        """The `spent` of a Reading, (B, 2) float32."""
-        return state.spent
-
 
 def in_order(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Tokens in another order, and their mask; or of them those that the order names. order (B, T') int64."""
@@ -98,30 +77,7 @@ def in_order(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor
     return hidden, mask if mask is None else mask.gather(3, order[:, None, None])
 
 
-def graph_in_order(g, order: str, hidden: str, width: int) -> str:
-    """in_order, of hidden states (B, T, width)."""
-    index = g.op("Expand", g.op("Unsqueeze", order, g.integers(2)), g.integers(1, 1, width))
-    return g.op("GatherElements", hidden, index, axis=1)
-
-
-def graph_spent(g, layers: str, operations: str) -> str:
-    """Layers (B,) and operations (1,), the same for all rows, both float32, as one (B, 2)."""
-    layers = g.op("Unsqueeze", layers, g.integers(1))
-    both = g.op("Expand", operations, g.shape(layers, 0, 2))
-    return g.op("Concat", layers, both, axis=1)
-
-
-def graph_first(g, mask: str) -> str:
-    """Where the first token of a row stands: (T,) bool. mask (B, T)."""
-    counted = g.op("CumSum", g.op("Expand", g.integers(1), g.shape(mask, 1, 2)), g.integers(0))
-    return g.op("Equal", counted, g.integers(1))
-
-
-def float_constant(g, value: float) -> str:
-    """A constant () of float32, whatever the graph's dtype: operations are large numbers."""
-    return g.constant(str(value), np.array(value, np.float32))
-
-
-def spent_by(layers: Tensor, operations: float) -> Tensor:
-    """The same as `spent` in torch: layers (B,) of each row, operations that all rows cost alike."""
-    return torch.stack((layers.double(), layers.new_full(layers.shape, operations, dtype=torch.float64)), dim=1)
+def spent_by(layers: Tensor, operations: Tensor | float) -> Tensor:
+    """Layers (B,) of each row, and operations that all rows cost alike, as `spent` has them: (B, 2)."""
+    layers = layers.double()
+    return torch.stack((layers, torch.zeros_like(layers) + operations), dim=1)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
+from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on, token_places
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
@@ -58,31 +58,18 @@ class PromptModel(ExitModel):
     def read_at(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The token of each row that the head reads, (B,): the mask, the last one that is no padding, or the first."""
         if self.pool == "first":
-            return input_ids.new_zeros(len(input_ids))
+            return torch.zeros_like(input_ids[:, 0])
         if self.mask_token_id is None:
-            return attention_mask.shape[1] - 1 - attention_mask.flip(1).argmax(1)
+            return (attention_mask * token_places(attention_mask)).argmax(1)
         masks = input_ids == self.mask_token_id
-        if not bool((masks.sum(1) == 1).all()):
+        if torch.is_nonzero((masks.sum(1) != 1).any()):
             raise ValueError("expected one mask token in every row, found another number; encode with PromptTokenizer")
         return masks.int().argmax(1)
 
     def label_logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """hidden (B, T, D) of any layer, read at (B,) -> (B, C) float32: the head's logits of the label words."""
-        read = hidden[torch.arange(len(hidden), device=hidden.device), at]
+        read = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
         return self.backbone.lm_logits(read, self.label_tokens).float()
-
-    def graph_read_at(self, g) -> str:
-        if self.pool == "first":
-            return g.op("Expand", g.integers(0), g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
-        if self.mask_token_id is None:
-            return g.op("ArgMax", g.input("attention_mask", "batch", "tokens"), axis=1, keepdims=0, select_last_index=1)
-        masks = g.op("Equal", g.input("input_ids", "batch", "tokens"), g.integers(self.mask_token_id))
-        return g.op("ArgMax", g.cast(masks, np.int32), axis=1, keepdims=0)
-
-    def graph_label_logits(self, g, hidden: str) -> str:
-        """label_logits. The graph holds the label words, not the whole vocabulary."""
-        at = g.op("Unsqueeze", self.graph_read_at(g), g.integers(1))
-        return self.backbone.graph_lm_logits(g, g.op("GatherND", hidden, at, batch_dims=1), self.label_tokens)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
@@ -102,7 +89,7 @@ class PromptState(NamedTuple):
     at: Tensor  # (B,), the token that the head reads
 
     def keep(self, rows: np.ndarray) -> "PromptState":
-        index = torch.from_numpy(rows).to(self.hidden.device)
+        index = tensor_on(self.hidden.device, rows)
         return PromptState(self.hidden[index], self.around.keep(index), self.at[index])
 
 
@@ -118,15 +105,16 @@ class PromptSegments(RowSegments):
         logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
         return Reading(check_finite(logits, "the logits of the label words"))
 
+    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> PromptState:
+        at = self.model.read_at(inputs.input_ids, inputs.attention_mask)
+        return PromptState(*super().taken_up(k, inputs, handed), at)
+
     def flops(self, k: int, inputs) -> tuple[float, float]:
         """The head is read at one token, and gives the label words alone."""
         backbone = self.model.backbone
         layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
         layers += 0.0 if k else backbone.start_flops(inputs.input_ids.shape[1])
         return layers, backbone.lm_head_flops(self.model.num_labels)
-
-    def graph_read(self, k: int, g, hidden: str) -> str:
-        return self.model.graph_label_logits(g, hidden)
 
 
 def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:

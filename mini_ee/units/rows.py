@@ -7,7 +7,6 @@ States          what the exits make of each unit, computed once: what a stage le
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Backbone, Tensors
-from mini_ee.confidence import graph_max_probability
+from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import Reading, Segments
@@ -153,7 +151,7 @@ class RowState(NamedTuple):
     around: Around
 
     def keep(self, rows: np.ndarray) -> "RowState":
-        index = torch.from_numpy(rows).to(self.hidden.device)
+        index = tensor_on(self.hidden.device, rows)
         return RowState(self.hidden[index], self.around.keep(index))
 
 
@@ -166,11 +164,6 @@ class RowSegments(Segments):
         self.model = model.eval()
         self.exits = model.exits
         self.starts = (0, *model.exits)
-
-    @property
-    def state_width(self) -> int:
-        """Numbers of a token that one segment hands to the next."""
-        return self.model.backbone.config.hidden_size
 
     def running(self) -> torch.inference_mode:
         """Without gradients: asked once a batch, since once a call is felt at batch 1."""
@@ -217,73 +210,13 @@ class RowSegments(Segments):
         """What an exported folder says of the model beside its graphs."""
         return {key: getattr(self.model, key) for key in ("unit", "pool", "head", "num_labels")}
 
-    def graph_start(self, g) -> str | None:
-        """start, of the rows that g is asked for; None where all begins at `graph_read`."""
-        return self.model.backbone.graph_embed(g)
+    def handed_on(self, k: int, state) -> dict[str, Tensor]:
+        """What a graph of segment k gives to the next, by name: `hidden`, and what a method hands on besides."""
+        return {"hidden": self.model.backbone.packed(state.hidden, state.around)}
 
-    def graph_advance(self, k: int, g, hidden: str | None) -> str | None:
-        """advance: (B, T, D) -> (B, T, D)."""
-        backbone = self.model.backbone
-        return backbone.graph_layers(g, hidden, backbone.graph_around(g, graph_mask(g)), self.starts[k], self.exits[k])
-
-    def graph_read(self, k: int, g, hidden: str | None) -> str:
-        """read_logits: (B, C)."""
-        head = self.model.heads[k]
-        return head.graph_classify(g, head.graph_state(g, hidden, graph_mask(g)))
-
-    def graph_read_state(self, k: int, g, hidden: str | None) -> Reading:
-        """read_state: the exit_logit (B,), where the exit decides."""
-        if not self._decides(k):
-            return Reading(None)
-        state = self.model.heads[k].graph_state(g, hidden, graph_mask(g))
-        return Reading(None, g.float32(self.model.policy.graph_exit_logit(g, k, state)))
-
-    def graphs(self) -> dict[str, Callable]:
-        """Graphs by segment: name -> what writes one, `advance` and `read` of one exit."""
-        return {f"segment_{layer}": partial(self._graph, k) for k, layer in enumerate(self.exits)}
-
-    def _graph(self, k: int, g) -> None:
-        last, width = k == len(self.exits) - 1, self.state_width
-        hidden = self.graph_advance(k, g, graph_rows(g, width) if k else self.graph_start(g))
-        if not last:
-            g.output("hidden_out", hidden, "batch", "states", width)
-        self.graph_reading(k, g, hidden, optional=not last)
-
-    def graph_reading(self, k: int, g, hidden: str | None, optional: bool) -> None:
-        """What an exit says, as outputs in float32: logits; max_probability of classes; exit_logit where it decides.
-
-        The head is in the graph of its segment, since a graph of its own costs more to call than to compute. optional:
-        it runs where the input `read` () is true, else its outputs have no rows.
-        """
-
-        def said() -> list:
-            logits = g.float32(self.graph_read(k, g, hidden))
-            values = [g.value(logits, "batch", classes, dtype=np.float32)]
-            if self.tokens_leave:
-                values.append(g.value(self.graph_spent(g, hidden), "batch", 2, dtype=np.float32))
-            if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
-                values.append(g.value(graph_max_probability(g, logits), "batch", dtype=np.float32))
-            if self._decides(k):
-                exit_logit = self.graph_read_state(k, g, hidden).exit_logit
-                values.append(g.value(exit_logit, "batch", dtype=np.float32))
-            return values
-
-        classes = self.model.num_labels
-        names = ["logits", *["spent"] * self.tokens_leave, *["max_probability"] * (classes > 1), "exit_logit"]
-        values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
-        for name, value in zip(names, values):
-            g.output(name, value.name, *value.axes, dtype=value.dtype)
-
-
-def graph_mask(g) -> str:
-    """The input attention_mask (B, T) of 1 and 0, as true and false."""
-    return g.cast(g.input("attention_mask", "batch", "tokens"), bool)
-
-
-def graph_rows(g, width: int) -> str:
-    """Hidden states (B', T, D) of the graph before, and of them those `rows` (B,): compaction, on the device."""
-    hidden = g.input("hidden", "rows_before", "states", width, dtype=g.dtype)
-    return g.op("Gather", hidden, g.input("rows", "batch"))
+    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]):
+        """The state before segment k, from what the one before has handed on of the rows that go on."""
+        return RowState(*self.model.backbone.unpacked(handed["hidden"], inputs))
 
 
 # ---- What training takes ----

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Tensors
+from mini_ee.backbones.backbone import Around, Tensors, is_traced, tensor_on
 from mini_ee.early_exit import Reading, Segments
-from mini_ee.units.rows import RowSegments, graph_mask
+from mini_ee.units.rows import RowSegments
 
 
 # ---- Schedules: which streams start together ----
@@ -87,7 +87,7 @@ class LoRAState(NamedTuple):
     around: Around
 
     def keep(self, rows: np.ndarray) -> "LoRAState":
-        index = torch.from_numpy(rows).to(self.embedded.device)
+        index = tensor_on(self.embedded.device, rows)
         hidden = None if self.hidden is None else self.hidden[:, index]
         return LoRAState(self.embedded[index], hidden, self.around.keep(index))
 
@@ -124,7 +124,9 @@ class LoRASegments(RowSegments):
         hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
         around = state.around.repeat(len(hidden))
         start = 0 if begins else self.exits[k - 1]
-        adapt = self._streams[group[0]].adapt(len(hidden))
+        graph = is_traced(hidden)  # where parameters are known by their names
+        streams = self.model.streams(group[0], group[-1] + 1) if graph else self._streams[group[0]]
+        adapt = streams.adapt(len(hidden))
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), around, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.around)
 
@@ -148,50 +150,29 @@ class LoRASegments(RowSegments):
         shape = {"rank": self.model.rank, "alpha": self.model.alpha, "targets": list(self.model.targets)}
         return super().facts() | {"lora": shape, "schedule": [list(group) for group in self.schedule]}
 
-    # The graph that stops by itself restarts: no stream runs for an exit that nobody asks.
-    def in_one_graph(self) -> "LoRASegments":
-        return self.model.segments(restart(len(self.exits)))
+    def in_one_graph(self) -> "LazyStreams":
+        return LazyStreams(self.model, restart(len(self.exits)))
 
-    def graph_advance(self, k: int, g, embedded: str) -> str:
-        return embedded
+    def handed_on(self, k: int, state: LoRAState) -> dict[str, Tensor]:
+        """All streams (n, B, T, D), the next exit's behind the first; nothing where the next begins anew."""
+        if k == self._group[k][-1]:
+            return {}
+        count, backbone = len(state.hidden), self.model.backbone
+        packed = backbone.packed(state.hidden.flatten(0, 1), state.around.repeat(count))
+        return {"hidden": packed.unflatten(0, (count, -1))}
 
-    def graph_read(self, k: int, g, state: "str | _Stream") -> str:
-        if not isinstance(state, _Stream):  # the embedded rows, where the stream of exit k begins
-            state = _Stream(self._graph_layers(g, state, graph_mask(g), (0, k), k + 1))
-        return super().graph_read(k, g, state.hidden)
-
-    def _graph_layers(self, g, hidden: str, mask: str, at: tuple[int, int], stop: int) -> str:
-        """The streams k .. stop - 1 from layer `start` to exit k; at: (start, k)."""
-        start, k = at
-        backbone, adapt = self.model.backbone, self.model.graph_streams(g, k, stop)
-        return backbone.graph_layers(g, hidden, backbone.graph_around(g, mask), start, self.exits[k], adapt)
-
-    def _graph(self, k: int, g) -> None:
-        """hidden and hidden_out (n, B, T, D) hold n streams, the next exit's first."""
-        backbone, last, begins = self.model.backbone, len(self.exits) - 1, k == self._group[k][0]
-        count, width, mask = self._group[k][-1] - k + 1, backbone.config.hidden_size, graph_mask(g)
-        hidden = backbone.graph_embed(g) if begins else _graph_streams(g, count, width)
-        masks = mask
-        if count > 1:
-            hidden = g.op("Concat", *[hidden] * count, axis=0) if begins else hidden
-            masks = g.op("Concat", *[mask] * count, axis=0)
-        hidden = self._graph_layers(g, hidden, masks, (0 if begins else self.exits[k - 1], k), k + count)
-        if count > 1:
-            shape = g.op("Concat", g.integers(count), g.shape(mask, 0, 1), g.shape(hidden, 1, 2), axis=0)
-            g.output("hidden_out", g.unflatten(hidden, shape, width), count, "batch", "states", width)
-            hidden = g.op("Slice", hidden, g.integers(0), g.shape(mask, 0, 1), g.integers(0))
-        self.graph_reading(k, g, _Stream(hidden), optional=k < last)
+    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> LoRAState:
+        packed, backbone = handed["hidden"], self.model.backbone
+        hidden, _ = backbone.unpacked(packed.flatten(0, 1), inputs)
+        _, around = backbone.unpacked(packed[0], inputs)
+        return LoRAState(None, hidden.unflatten(0, (len(packed), -1)), around)
 
 
-class _Stream(NamedTuple):
-    """The name of what a stream has come to at its exit, (B, T, D)."""
+class LazyStreams(LoRASegments):
+    """The same in one graph, which restarts: no stream runs for an exit that nobody asks."""
 
-    hidden: str
+    def advance(self, k: int, state: LoRAState) -> LoRAState:
+        return state
 
-
-def _graph_streams(g, count: int, width: int) -> str:
-    """All streams but the first, which has been read, of the rows that go on: (n + 1, B', T, D) -> (n B, T, D)."""
-    hidden = g.input("hidden", count + 1, "rows_before", "states", width, dtype=g.dtype)
-    hidden = g.op("Slice", hidden, *map(g.integers, (1, count + 1, 0)))
-    hidden = g.op("Gather", hidden, g.input("rows", "batch"), axis=1)
-    return g.op("Reshape", hidden, g.op("Concat", g.integers(-1), g.shape(hidden, 2, 4), axis=0))
+    def read_logits(self, k: int, state: LoRAState) -> Reading:
+        return super().read_logits(k, super().advance(k, state))

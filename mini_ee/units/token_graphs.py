@@ -9,6 +9,8 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mini_ee.backbones.cache import GraphBlock
 from mini_ee.early_exit import Reading, Segments
@@ -16,15 +18,20 @@ from mini_ee.units.tokens import TokenExits
 
 
 class GraphTokens(NamedTuple):
-    """The tokens still in the model, as names of values."""
+    """The tokens still in the model, as values of a graph."""
 
-    hidden: str  # (B', T, D)
-    before: str  # (B', T, D), at the exit before, at first the embeddings
+    hidden: Tensor  # (B', T, D)
+    before: Tensor  # (B', T, D), at the exit before, at first the embeddings
     block: GraphBlock  # of these tokens
     whole: GraphBlock  # of all
-    here: str | None = None  # (B',): which of the B rows they are; None: all
-    left: str | None = None  # (M,): which have left
-    gone: str | None = None  # (M, T, D): with what
+    here: Tensor | None = None  # (B',): which of the B rows they are; None: all
+    left: Tensor | None = None  # (M,): which have left
+    gone: Tensor | None = None  # (M, T, D): with what
+
+    @property
+    def newest(self) -> Tensor:
+        """(B', D), the last token of each row."""
+        return self.hidden[:, -1]
 
 
 class TokenGraphs(Segments):
@@ -49,51 +56,39 @@ class TokenGraphs(Segments):
         }
 
     # ---- One graph ----
-    def graph_start(self, g) -> GraphTokens:
-        block, hidden = self.model.backbone.graph_block(g, 0), self.model.backbone.graph_embed_written(g)
+    def start(self, inputs) -> GraphTokens:
+        backbone = self.model.backbone
+        hidden, block = backbone.embed_written(inputs.input_ids), backbone.graph_block(inputs.g, 0)
         return GraphTokens(hidden, hidden, block, block)
 
-    def graph_advance(self, k: int, g, state: GraphTokens) -> GraphTokens:
+    def advance(self, k: int, state: GraphTokens) -> GraphTokens:
         start = self.exits[k - 1] if k else 0
-        hidden = self.model.backbone.graph_layers(g, state.hidden, state.block, start, self.exits[k])
+        hidden = self.model.backbone.run_layers(state.hidden, state.block, start, self.exits[k])
         return state._replace(hidden=hidden, before=state.hidden)
 
-    def graph_read(self, k: int, g, state: GraphTokens) -> str:
-        """Logits (B', V) of the next token."""
-        return self._logits(k, g, _newest(g, state.hidden))
+    def read_logits(self, k: int, state: GraphTokens) -> Reading:
+        return Reading(self.model.classify(k, state.newest).numpy())
 
-    def graph_read_state(self, k: int, g, state: GraphTokens) -> Reading:
-        """exit_logit (B',), where the model has a policy."""
-        return Reading(None, self.model.policy and self._exit_logit(k, g, _newest(g, state.hidden)))
+    def read_state(self, k: int, state: GraphTokens) -> Reading:
+        cosine = torch.cosine_similarity(state.before[:, -1].float(), state.newest.float()).clamp(-1, 1)
+        exit_logit = self.model.policies[k](state.newest).float().numpy() if self.model.policy else None
+        return Reading(None, exit_logit, saturation=cosine.numpy())
 
-    def graph_read_saturation(self, k: int, g, state: GraphTokens) -> Reading:
-        newest, before = (g.float32(_newest(g, hidden)) for hidden in (state.hidden, state.before))
-        return Reading(None, saturation=_cosine(g, newest, before))
-
-    def graph_keep(self, g, state: GraphTokens, index: str, leaves: str) -> GraphTokens:
-        out = g.op("Squeeze", g.op("NonZero", leaves), g.integers(0))
-        hidden, gone = (g.op("Gather", state.hidden, each) for each in (index, out))
-        here, left = index, out
+    def keep_in_graph(self, state: GraphTokens, rows: Tensor, leaves: Tensor) -> GraphTokens:
+        out = leaves.nonzero()[:, 0]
+        hidden, gone, here, left = state.hidden[rows], state.hidden[out], rows, out
         if state.here is not None:
-            here, left = (g.op("Gather", state.here, each) for each in (index, out))
-            left, gone = g.op("Concat", left, state.left, axis=0), g.op("Concat", gone, state.gone, axis=0)
-        block = state.whole.of_rows(g, here, left, gone)
-        return GraphTokens(hidden, hidden, block, state.whole, here, left, gone)
+            here, left = state.here[rows], torch.cat((state.here[out], state.left))
+            gone = torch.cat((gone, state.gone))
+        return GraphTokens(hidden, hidden, state.whole.of_rows(here, left, gone), state.whole, here, left, gone)
 
-    def graph_written(self, k: int, g, state: GraphTokens) -> list:
-        return _caches(g, state.block)
+    def written(self, k: int, state: GraphTokens) -> list:
+        return _caches(state.hidden.g, state.block)
 
-    def graph_fill(self, k: int, g, state: GraphTokens) -> list:
+    def filled(self, k: int, state: GraphTokens) -> list:
         block = state.block.unwritten()
-        self.model.backbone.graph_propagate(g, state.hidden, block, self.exits[k], self.exits[-1])
-        return _caches(g, block)
-
-    def _logits(self, k: int, g, newest: str) -> str:
-        last = k == len(self.exits) - 1
-        return self.model.backbone.graph_lm_logits(g, newest) if last else self.model.heads[k].graph(g, newest)
-
-    def _exit_logit(self, k: int, g, newest: str) -> str:
-        return g.float32(self.model.policy.graph_exit_logit(g, k, g.apply(self.model.heads[k].norm, newest)))
+        self.model.backbone.propagate(state.hidden, block, self.exits[k], self.exits[-1])
+        return _caches(state.hidden.g, block)
 
     def prompt_graphs(self) -> dict[str, Callable]:
         """What stands beside the one graph, where prompts are read apart."""
@@ -115,49 +110,45 @@ class TokenGraphs(Segments):
     def _graph_segment(self, k: int, g) -> None:
         """input_ids or hidden, positions, rows, caches -> hidden_out, caches: the layers between two exits."""
         backbone, start = self.model.backbone, self.exits[k - 1] if k else 0
-        hidden, block = self._hidden(g) if k else backbone.graph_embed_written(g), backbone.graph_block(g, start)
-        hidden = backbone.graph_layers(g, hidden, block, start, self.exits[k])
-        g.output("hidden_out", hidden, "batch", "tokens", backbone.config.hidden_size)
+        with g.tracing():
+            block = backbone.graph_block(g, start)
+            hidden = self._hidden(g, block) if k else backbone.embed_written(g.inputs().input_ids)
+            hidden = backbone.run_layers(hidden, block, start, self.exits[k])
+        g.output("hidden_out", hidden.name, "batch", "tokens", backbone.config.hidden_size)
         output_caches(g, _caches(g, block), block.written)
 
     def _graph_fill(self, k: int, g) -> None:
         """hidden, positions, rows, caches -> caches: keys and values alone, from a state that stands in for the input
         of all these layers. To recompute needs no graph of its own: it is the segment on those tokens."""
         start = self.exits[k - 1]
-        block = self.model.backbone.graph_block(g, start)
-        self.model.backbone.graph_propagate(g, self._hidden(g), block, start, self.exits[k])
+        with g.tracing():
+            block = self.model.backbone.graph_block(g, start)
+            self.model.backbone.propagate(self._hidden(g, block), block, start, self.exits[k])
         output_caches(g, _caches(g, block), block.written)
 
-    def _hidden(self, g) -> str:
-        return g.input("hidden", "batch", "tokens", self.model.backbone.config.hidden_size, dtype=g.dtype)
+    def _hidden(self, g, block: GraphBlock) -> Tensor:
+        width = self.model.backbone.config.hidden_size
+        return g.tensor(g.input("hidden", "batch", "tokens", width, dtype=g.dtype), *block.dims, width)
 
     def _graph_head(self, k: int, g) -> None:
         """hidden (B, D) -> logits (B, V); below the last layer `largest` (B, 2), its two largest probabilities."""
         config = self.model.backbone.config
-        logits = g.float32(self._logits(k, g, g.input("hidden", "batch", config.hidden_size, dtype=g.dtype)))
-        g.output("logits", logits, "batch", config.vocab_size, dtype=np.float32)
-        if k < len(self.exits) - 1:
-            largest, _ = g.several(2, "TopK", g.op("Softmax", logits, axis=1), g.integers(2), axis=1)
-            g.output("largest", largest, "batch", 2, dtype=np.float32)
+        with g.tracing():
+            logits = self.model.classify(k, self._state(g))
+            g.output("logits", logits.name, "batch", config.vocab_size, dtype=np.float32)
+            if k < len(self.exits) - 1:
+                largest = logits.softmax(-1).topk(2).values
+                g.output("largest", largest.name, "batch", 2, dtype=np.float32)
 
     def _graph_policy(self, k: int, g) -> None:
         """hidden (B, D) -> exit_logit (B,)."""
-        hidden = g.input("hidden", "batch", self.model.backbone.config.hidden_size, dtype=g.dtype)
-        g.output("exit_logit", self._exit_logit(k, g, hidden), "batch", dtype=np.float32)
+        with g.tracing():
+            exit_logit = self.model.policies[k](self._state(g)).float()
+        g.output("exit_logit", exit_logit.name, "batch", dtype=np.float32)
 
-
-def _newest(g, hidden: str) -> str:
-    """(B, T, D) -> (B, D), the last token."""
-    return g.op("Gather", hidden, g.constant("scalar_-1", np.array(-1)), axis=1)
-
-
-def _cosine(g, a: str, b: str) -> str:
-    """(B, D) twice -> (B,), from -1 to 1."""
-    product, *norms = (
-        g.op("ReduceSum", g.op("Mul", x, y), g.integers(1), keepdims=0) for x, y in ((a, b), (a, a), (b, b))
-    )
-    cosine = g.op("Div", product, g.op("Sqrt", g.op("Mul", *norms)))
-    return g.op("Clip", cosine, *(g.constant(f"float_{end}", np.float32(end).reshape(())) for end in (-1, 1)))
+    def _state(self, g) -> Tensor:
+        width = self.model.backbone.config.hidden_size
+        return g.tensor(g.input("hidden", "batch", width, dtype=g.dtype), "batch", width)
 
 
 def _caches(g, block: GraphBlock) -> list:
