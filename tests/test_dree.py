@@ -90,7 +90,7 @@ class ByHand:
             a, added = self.layer(depth, h)
             h = self.norm(f"backbone.layers.{depth % len(self.model.backbone.layers)}.output_norm", added + a)
             if depth + 1 in self.model.exits[:-1]:
-                branch = f"heads.{self.model.exits.index(depth + 1)}.branch"
+                branch = f"heads.{self.model.exits.index(depth + 1)}.task_branch"
                 adapted = self.linear(f"{branch}.up", np.maximum(self.linear(f"{branch}.down", a), 0))
                 found.append(self.norm(f"{branch}.norm", 3 * adapted + added + a))
         return [*found, h]
@@ -255,7 +255,7 @@ def test_norms_are_copied_with_weight_and_bias_at_every_exit():
     dree.recipe(model, Config())[0].finish(model, None)
     for layer, head in zip(EXITS[:-1], model.heads):
         norm = model.backbone.layers[layer - 1].output_norm
-        assert torch.equal(head.branch.norm.bias, norm.bias) and torch.equal(head.branch.norm.weight, norm.weight)
+        assert torch.equal(head.task_branch.norm.bias, norm.bias) and torch.equal(head.task_branch.norm.weight, norm.weight)
         assert norm.bias.any()
 
 

@@ -119,14 +119,14 @@ class FrameHead(nn.Module):
 
     def __init__(self, branch: TaskBranch | None, width: int, num_labels: int, pool: str):
         super().__init__()
-        self.branch, self.pool = branch, pool
+        self.task_branch, self.pool = branch, pool
         self.dropout, self.norm = nn.Dropout(HEAD_DROPOUT), BatchNorm(width)
         self.frame = nn.Parameter(equiangular_frame(width, num_labels), requires_grad=False)
 
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The vector of each row, (B, D): of a and FFN(a), (B, T, 2 D), or of the last layer's output, (B, T, D)."""
         hidden = hidden[:, :1] if self.pool == "first" else hidden
-        return pooled(hidden if self.branch is None else self.branch(hidden), mask, self.pool)
+        return pooled(hidden if self.task_branch is None else self.task_branch(hidden), mask, self.pool)
 
     def classify(self, vector: Tensor) -> Tensor:
         """What the shared pooler gives, (B, D) -> logits (B, C), each a cosine."""
@@ -136,7 +136,7 @@ class FrameHead(nn.Module):
         """Of one row of so many tokens, the shared pooler included."""
         width, classes = self.frame.shape
         read = 1 if self.pool == "first" else tokens
-        branch = 0.0 if self.branch is None else 4.0 * read * width * self.branch.down.out_features
+        branch = 0.0 if self.task_branch is None else 4.0 * read * width * self.task_branch.down.out_features
         return branch + 2.0 * width * (width + classes) + float((tokens if self.pool == "mean" else 0) * width)
 
 
@@ -191,7 +191,7 @@ class DreeExits(ExitModel):
     def copy_norms(self) -> None:
         """LN' of each exit as LN is after stage 1, weight and bias."""
         for layer, head in zip(self.exits[:-1], self.heads):
-            head.branch.norm.load_state_dict(self.backbone.halves(layer - 1).output_norm.state_dict())
+            head.task_branch.norm.load_state_dict(self.backbone.halves(layer - 1).output_norm.state_dict())
 
 
 class DreeSegments(RowSegments):
