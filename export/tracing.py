@@ -19,9 +19,11 @@ An operation without a lowering is refused in one line with the place of the cal
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import torch
@@ -72,16 +74,19 @@ class Dim:
     def __gt__(self, other) -> bool:
         return False  # whoever feeds the graph checks the largest size
 
-    def __index__(self) -> int:
+    def __index__(self, *_) -> int:
         raise NotTraceable(f"the size {self.name} is known only when the graph runs")
 
-    __int__ = __bool__ = __index__
+    __int__ = __bool__ = __lt__ = __floordiv__ = __truediv__ = __mod__ = __index__
 
     def __mul__(self, other):
         return self.value() * other
 
     def __add__(self, other):
         return self.value() + other
+
+    def __sub__(self, other):
+        return self.value() - other
 
     __rmul__, __radd__ = __mul__, __add__
 
@@ -108,8 +113,8 @@ LOWERS = tuple(f"{__package__}.{name}" for name in ("lower_shapes", "lower_math"
 class NotTraceable(ValueError):
     """Code that a graph cannot hold. The message names the place."""
 
-    def __init__(self, what: str):
-        frame = sys._getframe(1)
+    def __init__(self, what: str, frame: FrameType | None = None):
+        frame = frame or sys._getframe(1)
         while frame.f_back and frame.f_globals["__name__"].startswith((__package__ + ".tracing", *LOWERS, "torch")):
             frame = frame.f_back
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -367,8 +372,15 @@ def lifted(g: Builder, each):
 @contextmanager
 def tracing(g: Builder) -> Iterator[None]:
     """Within, torch functions of values, and of parameters that the Builder knows, write nodes of its graph."""
-    with torch.no_grad(), _Parameters(g):
-        yield
+    try:
+        with torch.no_grad(), _Parameters(g):
+            yield
+    except TypeError as error:  # of a function of torch's that is not handed over, as torch.arange of a Dim
+        if "Dim" not in str(error):
+            raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        what = f"{str(error).partition('(')[0]} takes no size that is known only when the graph runs"
+        raise NotTraceable(what, frame) from None
 
 
 def name_of(x, like: Value) -> str:

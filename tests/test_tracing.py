@@ -155,6 +155,12 @@ class Untraceable:
     def size_as_a_number(x):
         return range(x.shape[0])
 
+    def a_size_for_torch(x):
+        return torch.arange(x.shape[1])
+
+    def half_of_a_size(x):
+        return x.shape[1] // 2
+
     def length(x):
         return len(x)
 
@@ -170,6 +176,8 @@ class Untraceable:
 
 REFUSALS = {
     "size_as_a_number": "the size batch is known only when the graph runs",
+    "a_size_for_torch": "arange takes no size that is known only when the graph runs",
+    "half_of_a_size": "the size tokens is known only when the graph runs",
     "length": "the size batch is known only when the graph runs",
     "truth": "whether a value is true is known only when the graph runs",
     "unknown_function": "linalg_norm has no lowering to ONNX",
@@ -180,7 +188,7 @@ REFUSALS = {
 @pytest.mark.parametrize("name, why", REFUSALS.items(), ids=REFUSALS)
 def test_what_a_graph_cannot_hold_is_one_line_with_its_place(name, why):
     g = Graph(parameters_of(nn.Linear(1, 1)))
-    with g.tracing(), pytest.raises(NotTraceable) as told:
+    with pytest.raises(NotTraceable) as told, g.tracing():
         getattr(Untraceable, name)(g.tensor("x", "batch", "tokens", 4, dtype=np.float32))
     line = str(told.value)
     assert line.startswith("test_tracing.py:") and why in line and line.endswith("--engine torch") and "\n" not in line
