@@ -255,7 +255,8 @@ def test_norms_are_copied_with_weight_and_bias_at_every_exit():
     dree.recipe(model, Config())[0].finish(model, None)
     for layer, head in zip(EXITS[:-1], model.heads):
         norm = model.backbone.layers[layer - 1].output_norm
-        assert torch.equal(head.task_branch.norm.bias, norm.bias) and torch.equal(head.task_branch.norm.weight, norm.weight)
+        own = head.task_branch.norm
+        assert torch.equal(own.bias, norm.bias) and torch.equal(own.weight, norm.weight)
         assert norm.bias.any()
 
 
