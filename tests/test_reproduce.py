@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_suits import FREE, write_task
 
-import mini_ee.training.train as train_module
+import mini_ee.training.holdout as holdout_module
 from mini_ee import train
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
@@ -277,7 +277,7 @@ def test_a_case_that_no_experiment_makes_is_named():
 
 
 def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "TEST_ROWS", 64)
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
     lora = train("lora-exits", out=tmp_path / "run", exits=(4, 12), max_train=32, epochs=1)
     ran = []
     monkeypatch.setattr(measures, "medians", lambda ways, name, **how: ran.append([way() for way in ways]) or [2.0] * 5)
@@ -302,7 +302,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(measures, "HELD_ROWS", 100)
     monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
     monkeypatch.setattr(evaluate, "TIMED_ROWS", 16)
-    monkeypatch.setattr(train_module, "TEST_ROWS", 64)
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
     return tmp_path / "out"
 
 

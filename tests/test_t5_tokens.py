@@ -410,7 +410,7 @@ def no_biases(patch):
 
     def init(self, g, backbone, first):
         right(self, g, backbone, first)
-        self.readable = g.op("Mul", self.readable, g.number(1.5))
+        self.readable = g.op("Mul", self.readable, g.held(np.array(1.5, np.float32)))
 
     patch.setattr(t5_graphs.T5Block, "__init__", init)
 
