@@ -14,7 +14,7 @@ from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, re
 from mini_ee.backbones.llama import Decoder
 from mini_ee.confidence import max_probability
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import Segments, early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import CPU, HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
@@ -31,7 +31,9 @@ from mini_ee.measure.bench.common import (
 )
 from mini_ee.measure.bench.decoders import STORIES, generate_of_transformers
 from mini_ee.measure.evaluate import REST
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit, Threshold
+from mini_ee.segments import Segments
 from mini_ee.units.decoding import Generated, decode, gather
 from mini_ee.units.rows import RowExits, even_exits
 from mini_ee.units.token_graphs import TokenGraphs

@@ -5,8 +5,8 @@
                                     a policy on its exit_logit; inf: nobody leaves, and no head is read
     exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
  -> logits (B, C), label (B,), confidence (B,), layers (B,); exit_logit (B,) where a policy decides; of tokens caches,
-    and no label: the caches of layers that a token did not run are filled as `propagate` does; spent (B, 2), as Reading
-    has it, where the tokens of a row leave
+    and no label: the caches of layers that a token did not run are filled as `propagate` does; spent (B, 2),
+    the token_cost of a Reading, if tokens exit within a row
 
 After exit k an If asks whether anybody stays. Its branch takes those rows, runs the layers up to exit k + 1, and in it
 the same again; what it says is scattered over what exit k said. So a graph is as deep as the model has exits, and what
@@ -17,9 +17,9 @@ the rule's own stop, which run here on values of the graph (tracing.py).
 import numpy as np
 
 from mini_ee.confidence import max_probability
-from mini_ee.early_exit import Reading
 from mini_ee.export.tracing import ArrayValue
 from mini_ee.rules import Rule
+from mini_ee.segments import Reading
 from mini_ee.units.token_graphs import output_caches
 
 INFINITY = np.array(np.inf, np.float32)
@@ -92,7 +92,7 @@ class _ModelGraph:
             read = segments.read_logits(k, state)
             said = self._said(k, read.logits.name, rows, [nothing] * self.says_exit_logit)
             if segments.tokens_leave:
-                said.insert(2, g.value(read.spent.name, f"rows_{k}", 2, dtype=np.float32))
+                said.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
             return said + written
         said, leaves = self._at_exit(k, state, g.array(exit_at, f"rows_{k}", dtype=np.int64), memory)
         stays = ~leaves

@@ -12,10 +12,11 @@ import numpy as np
 
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.early_exit import Ran, Reading, Segments
+from mini_ee.early_exit import run_segments
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
+from mini_ee.segments import BatchResult, Reading, Segments
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
@@ -66,17 +67,19 @@ class OrtModel(OrtRows):
         self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
         self._held, self._by_segment = HeldRule(folder, manifest), None
 
-    def run_batch(self, rule: Rule, inputs: Inputs) -> Ran:
+    def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
         """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
         plan = rule.plan(inputs)
         feeds = self._held.feeds(rule, plan)
         if feeds is None:
-            engine = self.by_segment(rule)
-            ran = engine.run_batch(rule, inputs)
-            check_finite(ran.logits)
-            return ran._replace(by=engine)
+            segments = self.by_segment(rule)
+            batch = run_segments(segments, rule, inputs)
+            check_finite(batch.logits)
+            return batch._replace(segments=segments)
         said = self._run(inputs, feeds)
-        return Ran(check_finite(said["logits"]), *self._held.left(rule, plan, said["layers"]), said.get("spent"))
+        return BatchResult(
+            check_finite(said["logits"]), *self._held.left(rule, plan, said["layers"]), said.get("spent")
+        )
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
         """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
@@ -95,7 +98,7 @@ class OrtModel(OrtRows):
     def read(self, k: int, state: AtExit) -> Reading:
         said = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
         decides = "exit_logit" in said and k < len(self.exits) - 1
-        return Reading(said["logits"], said["exit_logit"] if decides else None, spent=said.get("spent"))
+        return Reading(said["logits"], said["exit_logit"] if decides else None, token_cost=said.get("spent"))
 
     def read_state(self, k: int, state: AtExit) -> Reading:
         return self.read(k, state)._replace(logits=None)
@@ -119,12 +122,12 @@ class WholeModel(Segments):
         self.exits, self._model, self._manifest = model.exits[-1:], model, manifest
         self._session = Session(folder / "whole.onnx", provider, threads) if "whole" in manifest["graphs"] else None
 
-    def run_batch(self, rule: Rule, inputs: Inputs) -> Ran:
+    def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
         if self._session is not None:
             logits = check_finite(self._session.run(self._session.of_rows(inputs))["logits"])
         else:
             logits = self._model.run_batch(rule, inputs).logits
-        return Ran(logits, np.zeros(len(logits), np.int64), [None])
+        return BatchResult(logits, np.zeros(len(logits), np.int64), [None])
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         advance, read = self._manifest["whole_flops"]
@@ -179,7 +182,7 @@ class OrtSegments(OrtRows):
             said[name] = _padded(rows, inputs, len(rows[0]) - width) if name == HIDDEN else np.stack(rows)
         return state._replace(said=said)
 
-    def will_read(self, heads: Container[int], state: OrtState) -> OrtState:
+    def select_heads(self, heads: Container[int], state: OrtState) -> OrtState:
         return state._replace(heads=heads)
 
     def advance(self, k: int, state: OrtState) -> OrtState:
@@ -203,7 +206,7 @@ class OrtSegments(OrtRows):
     def read(self, k: int, state: OrtState) -> Reading:
         said = state.said
         others = said.get("exit_logit"), said.get("max_probability")
-        reading = Reading(said["logits"], *others, spent=said.get("spent"))
+        reading = Reading(said["logits"], *others, token_cost=said.get("spent"))
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from mini_ee.confidence import max_probability
-from mini_ee.early_exit import Segments
+from mini_ee.segments import Segments
 
 
 def segment_graphs(segments: Segments) -> dict[str, Callable]:
@@ -63,7 +63,7 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
         read = segments.read(k, state)
         found = {"logits": g.value(read.logits.name, "batch", classes, dtype=np.float32)}
         if segments.tokens_leave:
-            found["spent"] = g.value(read.spent.name, "batch", 2, dtype=np.float32)
+            found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
         if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
             found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)
         if read.exit_logit is not None:

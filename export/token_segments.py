@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.early_exit import Ran, Reading
 from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
+from mini_ee.segments import BatchResult, Reading
 from mini_ee.units.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
 
 
@@ -87,14 +87,14 @@ class OrtTokenModel(OrtTokens):
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         self._run(ids, rows, positions, {"exit_at": np.array([len(self.exits) - 1])})
 
-    def run_batch(self, rule: Rule, inputs: Tokens) -> Ran:
+    def run_batch(self, rule: Rule, inputs: Tokens) -> BatchResult:
         """One call. Raises ValueError for a rule that the graph does not hold."""
         plan = rule.plan(inputs)
         feeds = self._held.feeds(rule, plan)
         if feeds is None:
             raise self._held.another(rule)
         logits, layers = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
-        return Ran(logits.copy(), *self._held.left(rule, plan, layers))
+        return BatchResult(logits.copy(), *self._held.left(rule, plan, layers))
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Logits (B, V) and layers (B,); the memory of the logits is used again by the next call."""

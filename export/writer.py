@@ -34,7 +34,6 @@ from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import Segments, read_every_exit
 from mini_ee.export.builder import OPSET, int8_maps, parameters_of
 from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
@@ -45,11 +44,12 @@ from mini_ee.export.segment_graphs import segment_graphs
 from mini_ee.export.sessions import CPU
 from mini_ee.export.tracing import NotTraceable
 from mini_ee.methods.raee import Retrieval
+from mini_ee.recording import plan_rows, predictions, read_every_exit, record
 from mini_ee.rules import STATE_MEASURES, NeverExit, Rule
+from mini_ee.segments import Segments
 from mini_ee.training.run import Run, versions
 from mini_ee.units.decoding import FILLS, DecoderSegments, decode, gather, greedy
 from mini_ee.units.generation import token_segments, token_weights
-from mini_ee.units.recording import plan_rows, predictions, record
 from mini_ee.units.token_graphs import TokenGraphs
 
 PRECISIONS = ("float32", "float16", "int8")

@@ -25,12 +25,11 @@ from wrapped import wrapped
 
 from mini_ee.calibration import COMPARED, broken_promises, kept_by_sets, share_interval
 from mini_ee.data.tasks import Task, load_task
-from mini_ee.early_exit import Recorded
+from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.training.promise import POWER, paired_p_values
 from mini_ee.training.rule import default_rule, observe, thresholds
 from mini_ee.training.run import load_run
-from mini_ee.units.recording import Record, predictions, record
 
 SEED = 0
 

@@ -15,7 +15,8 @@ from mini_ee.baselines.right_tool import calibrate_heads, fit_temperature
 from mini_ee.baselines.sweet import separate_loss
 from mini_ee.data.tasks import load_task, subset
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.early_exit import Recorded, early_exit
+from mini_ee.early_exit import early_exit
+from mini_ee.recording import Record, Recorded, record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit, joint_stage, task_loss
 from mini_ee.training.method import configured, load_method
@@ -23,7 +24,6 @@ from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import LEVELS, cuts, thresholds
 from mini_ee.training.run import build_model, encode
-from mini_ee.units.recording import Record, record
 from mini_ee.units.rows import RowData, RowExits
 from mini_ee.units.tokens import TokenExits
 

@@ -22,9 +22,8 @@ from mini_ee.calibration import (
     tau_with_confidence,
 )
 from mini_ee.confidence import MEASURES
-from mini_ee.early_exit import Recorded
+from mini_ee.recording import Record, Recorded
 from mini_ee.training.rule import calibrate_record, observe
-from mini_ee.units.recording import Record
 
 EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 DELTA = 0.05

@@ -27,7 +27,7 @@ import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.measure.evaluate as evaluation
 import mini_ee.measure.figures as figures
-import mini_ee.units.recording as recording
+import mini_ee.recording as recording
 import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
@@ -37,9 +37,9 @@ from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task, toy_task
-from mini_ee.early_exit import read_every_exit
 from mini_ee.measure.evaluate import RANGES, curve, hardness_in_training, over_seeds, rows_of
 from mini_ee.measure.tables import ranges_table
+from mini_ee.recording import read_every_exit, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.holdout import split_rows
@@ -48,7 +48,6 @@ from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, Tra
 from mini_ee.training.rule import thresholds
 from mini_ee.training.run import about_task, load_run, training_folder, write_rule
 from mini_ee.training.train import asked, trained_on
-from mini_ee.units.recording import record, summary
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")

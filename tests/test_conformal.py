@@ -22,12 +22,13 @@ from mini_ee.calibration import (
 )
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.early_exit import Reading, Recorded, early_exit
+from mini_ee.early_exit import early_exit
+from mini_ee.recording import Record, Recorded
 from mini_ee.rules import Policy, Threshold
+from mini_ee.segments import Reading
 from mini_ee.training.rule import calibrate_conformal
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train
-from mini_ee.units.recording import Record
 
 
 def drawn(rows, exits=3, seed=0, ties=False, power=0.3):

@@ -45,12 +45,12 @@ from mini_ee.methods.consistent import (
     sample_exits,
     vanilla_rewards,
 )
+from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import encode
 from mini_ee.units.generation import Sampling
-from mini_ee.units.recording import record
 from mini_ee.units.rows import RowData, RowExits, States
 from mini_ee.units.tokens import TextData, TokenExits
 

@@ -20,10 +20,10 @@ from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, readable, rope_frequencies, token_positions
 from mini_ee.cli.main import main
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.early_exit import read_every_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import write_graphs
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import load_run
 from mini_ee.units.decoding import gather

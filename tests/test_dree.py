@@ -17,11 +17,12 @@ from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import dree
 from mini_ee.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
 from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run

@@ -18,9 +18,9 @@ from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.bert import Around
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokens import Encoded, Inputs
-from mini_ee.early_exit import Reading, Recorded, Segments, read_every_exit
+from mini_ee.recording import Recorded, plan_rows, read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
-from mini_ee.units.recording import plan_rows, record
+from mini_ee.segments import Reading, Segments
 from mini_ee.units.rows import RowSegments, RowState
 
 EXITS = (1, 2, 4, 6)
@@ -361,7 +361,7 @@ def test_segments_are_told_before_they_run_which_heads_alone_will_be_read(rule, 
     told = []
 
     class Told(Fake):
-        def will_read(self, heads, state):
+        def select_heads(self, heads, state):
             assert not self.ran
             told.append(set(heads))
             return state
@@ -534,7 +534,7 @@ def test_read_every_exit_gives_all_logits_and_what_each_exit_costs(case):
 
 
 def test_a_record_is_replayed_on_all_of_its_units(case):
-    with pytest.raises(ValueError, match=f"expected {B} units, as were recorded, got {B - 1}"):
+    with pytest.raises(ValueError, match=f"expected {B} rows, as were recorded, got {B - 1}"):
         loop.early_exit(recorded_case(case).segments, NeverExit(), range(B - 1))
 
 
@@ -568,15 +568,15 @@ def test_what_a_reading_says_was_spent_is_what_a_unit_cost(cases, rule):
     """Where tokens leave within a unit: its layers, and its operations but for the heads that were read."""
     source, rule = cases["torch mean"], RULES[rule](ALL)
     plain = recorded_case(source)
-    spent = np.random.default_rng(0).uniform(1, 2, (B, K, 2))
+    token_cost = np.random.default_rng(0).uniform(1, 2, (B, K, 2))
     logits, flops, _ = read_every_exit(source.segments, source.inputs)
-    recorded = Recorded(EXITS, logits, flops, [1] * K, {"spent": spent})
+    recorded = Recorded(EXITS, logits, flops, [1] * K, {"token_cost": token_cost})
     found, heads = loop.early_exit(recorded, rule, range(B)), run(plain, rule)
     rows, left = np.arange(B), found.exit_index
     layers = flops[:, :, 0].cumsum(axis=1)[rows, left]
-    np.testing.assert_array_equal(found.cost.depth, spent[rows, left, 0])
-    np.testing.assert_array_equal(found.cost.layer_passes, spent[rows, left, 0])
-    np.testing.assert_allclose(found.cost.flops, spent[rows, left, 1] + heads.cost.flops - layers, rtol=1e-9)
+    np.testing.assert_array_equal(found.cost.depth, token_cost[rows, left, 0])
+    np.testing.assert_array_equal(found.cost.layer_passes, token_cost[rows, left, 0])
+    np.testing.assert_allclose(found.cost.flops, token_cost[rows, left, 1] + heads.cost.flops - layers, rtol=1e-9)
     np.testing.assert_array_equal(heads.cost.depth, heads.layers_run)
 
 
@@ -640,7 +640,7 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
 # These tests can fail: planted bugs, each with a test that must catch it
 
 
-LOOP = ("early_exit", "_run", "at_exit", "heads_read", "Cost")
+LOOP = ("early_exit", "run_segments", "at_exit", "select_heads", "in_batch_order", "Cost")
 
 
 def mutant(monkeypatch, old, new):
@@ -655,29 +655,29 @@ def mutant(monkeypatch, old, new):
 
 LOOP_BUGS = [
     (
-        "state, rows = state.keep(stay), rows[stay]",
-        "state, rows = state.keep(stay), rows[: len(stay)]",
+        "state, rows = state.keep(staying), rows[staying]",
+        "state, rows = state.keep(staying), rows[: len(staying)]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
     ),
     (
-        "state, rows = state.keep(stay), rows[stay]",
-        "state, rows = state.keep(np.arange(len(stay))), rows[stay]",
+        "state, rows = state.keep(staying), rows[staying]",
+        "state, rows = state.keep(np.arange(len(staying))), rows[staying]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
     ),
     (
-        "values[stay]",
-        "values[: len(stay)]",
+        "values[staying]",
+        "values[: len(staying)]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "remembers"),
     ),
-    ("values[stay]", "values[: len(stay)]", lambda case: test_memory_is_kept_with_the_rows()),
+    ("values[staying]", "values[: len(staying)]", lambda case: test_memory_is_kept_with_the_rows()),
     (
-        "else plan[stay]",
-        "else plan[: len(stay)]",
+        "else plan[staying]",
+        "else plan[: len(staying)]",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "planned"),
     ),
     (
-        "if plan is not None:\n        leaves",
-        "if plan is not None and rule.needs is None:\n        leaves",
+        "if plan is not None:\n        exits",
+        "if plan is not None and rule.needs is None:\n        exits",
         test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide,
     ),
     ("k == len(segments.exits) - 1", "k >= len(segments.exits) - 2", test_never_exit_equals_the_full_model),
@@ -687,12 +687,12 @@ LOOP_BUGS = [
         test_the_last_exit_takes_whoever_is_left_and_is_not_asked,
     ),
     (
-        "else reading.logits[leaving]",
-        "else reading.logits[: len(leaving)]",
+        "reading = reading.keep(leaving)",
+        "reading = reading.keep(np.arange(len(leaving)))",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
     ),
     (
-        "state.keep(leaving)",
+        "state.keep(leaving) if len(staying) else state",
         "state",
         lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(),
     ),
@@ -703,7 +703,7 @@ LOOP_BUGS = [
     ),
     (
         "set(plan.tolist())",
-        "{last}",
+        "{len(segments.exits) - 1}",
         lambda case: test_segments_are_told_before_they_run_which_heads_alone_will_be_read(FixedExit(2), {2}),
     ),
     (
@@ -712,8 +712,8 @@ LOOP_BUGS = [
         lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
     ),
     (
-        'shown = "state" if reading.logits is None else "logits"',
-        'shown = "state"',
+        'evaluated = "state" if reading.logits is None else "logits"',
+        'evaluated = "state"',
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
     (
@@ -722,7 +722,7 @@ LOOP_BUGS = [
         lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
     ),
     (
-        "self._rule.flops(self._classes)",
+        "self._rule.flops(batch.logits.shape[1])",
         "0.0",
         lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
     ),
@@ -732,7 +732,12 @@ LOOP_BUGS = [
         lambda case: test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes(),
     ),
     ("break", "pass", lambda case: test_nothing_runs_after_the_last_row_has_left()),
-    ("exit_index.fill(k)", "pass", test_never_exit_equals_the_full_model),
+    ("exit_index.fill(k)", "exit_index.fill(0)", test_never_exit_equals_the_full_model),
+    (
+        "logits[rows] = reading.logits",
+        "logits[rows] = first.logits[: len(rows)]",
+        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
+    ),
 ]
 
 

@@ -12,9 +12,10 @@ import mini_ee
 import mini_ee.units.heads as heads
 from mini_ee.backbones.backbone import padding_mask
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.policies import OneForAll
 from mini_ee.units.heads import HEAD_DROPOUT, ExitHead, pooled

@@ -43,7 +43,7 @@ from mini_ee.data.files import file_sha256, read_json, write_json
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.early_exit import Reading, early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.export.builder import OPSET, Builder, branches_of
 from mini_ee.export.row_segments import OrtModel, OrtSegments, OrtState, WholeModel
 from mini_ee.export.runtime import Runtime
@@ -56,7 +56,9 @@ from mini_ee.methods.datastore import Datastore
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
+from mini_ee.segments import Reading
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.run import Run, versions
 from mini_ee.units.prompts import PromptModel
@@ -859,8 +861,8 @@ def test_a_graph_passes_over_a_head_that_nobody_reads(by_segment, run, rule, rea
 def test_a_head_that_nobody_reads_is_not_asked_what_it_says(by_segment, run):
     segments = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1)
     state = segments.start(run.encode(TEXTS[:3]).batch(slice(None)))
-    assert set(segments.advance(0, segments.will_read({1}, state)).said) == {"hidden_out"}
-    assert set(segments.advance(0, segments.will_read({0}, state)).said) > {"hidden_out"}
+    assert set(segments.advance(0, segments.select_heads({1}, state)).said) == {"hidden_out"}
+    assert set(segments.advance(0, segments.select_heads({0}, state)).said) > {"hidden_out"}
 
 
 def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(by_segment):

@@ -26,10 +26,10 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.measure.evaluate import evaluate, read_rows
+from mini_ee.recording import record
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train
-from mini_ee.units.recording import record
 from mini_ee.units.rows import RowExits
 
 L, C, D, HEADS, VOCABULARY = 4, 3, 24, 3, 60

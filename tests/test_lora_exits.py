@@ -16,9 +16,10 @@ import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.units.streams as streams_module
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.lora import load_adapters, save_adapters
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.measure.bench.common import BERT_BASE
 from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train

@@ -19,7 +19,7 @@ from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.baselines.palbert import Ponder, PonderExits
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
-from mini_ee.early_exit import Recorded, Segments, early_exit, read_and_measure, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import HeldRule
@@ -27,11 +27,12 @@ from mini_ee.export.tracing import ArrayValue
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.recording import Record, Recorded, read_and_measure, read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, QExit, Rule, Threshold
+from mini_ee.segments import Segments
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import left_by
 from mini_ee.units.prompts import PromptModel
-from mini_ee.units.recording import Record
 from mini_ee.units.rows import RowExits, RowState
 
 EXITS, K, C, B = (1, 2, 4), 3, 3, 24

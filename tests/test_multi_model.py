@@ -10,7 +10,8 @@ import mini_ee
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.baselines.multi_model import METHOD, MultiModel, recipe
 from mini_ee.data.tasks import load_task
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned
 from mini_ee.training.run import load_run
 

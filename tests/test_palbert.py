@@ -10,11 +10,12 @@ from test_baselines import LABELS, of_exits, tensors
 import mini_ee.baselines.palbert as palbert
 from mini_ee.baselines.palbert import Config, Ponder, PonderExits, log_exit_probabilities, log_prior, pondering_loss
 from mini_ee.cli.main import main
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import exact_loss, vanilla_rewards
 from mini_ee.methods.consistent import log_exit_probabilities as of_consistent
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, QExit, Threshold
 from mini_ee.training.fit import Batch
 from mini_ee.training.rule import q_exits

@@ -12,11 +12,10 @@ import mini_ee.training.promise as promise
 import mini_ee.training.rule as rule_module
 from mini_ee.calibration import fixed_sequence
 from mini_ee.data.tasks import Task
-from mini_ee.early_exit import Recorded
+from mini_ee.recording import Record, Recorded, predictions
 from mini_ee.rules import NeverExit, Patience, Threshold
 from mini_ee.training.promise import p_values_of_counts, paired_p_values, rows_needed
 from mini_ee.training.rule import default_rule, paired_losses, thresholds
-from mini_ee.units.recording import Record, predictions
 
 ALPHA = 0.05
 MAX_LOSS = 0.01

@@ -21,11 +21,12 @@ from mini_ee.data.glue import GLUE
 from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
 from mini_ee.data.tasks import Split, Task, load_task, toy_task
 from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.early_exit import early_exit, read_every_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.measure.reproduce import measures
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Planned
 from mini_ee.training.fit import Batch
 from mini_ee.units.prompts import PromptModel, draw_shots

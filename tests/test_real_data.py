@@ -11,8 +11,8 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.recording import predictions, record
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.units.recording import predictions, record
 from mini_ee.units.rows import RowExits, RowSegments
 
 SHARED = os.environ.get("MINI_EE_SHARED")

@@ -37,6 +37,7 @@ from mini_ee.measure.reproduce.page import (
 from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.measure.reproduce.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
 from mini_ee.measure.texts import EPSILONS
+from mini_ee.recording import exit_scores, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.fit import Diverged
@@ -44,7 +45,6 @@ from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import observe, thresholds
 from mini_ee.training.train import split_rows
-from mini_ee.units.recording import exit_scores, record, summary
 
 RESULTS = Path(__file__).parent.parent / "results"
 README_FIGURES = {  # as printed -> page, case, figure

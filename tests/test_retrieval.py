@@ -40,8 +40,8 @@ from mini_ee.methods.raee import (
     retrieved,
     shuffled_plan,
 )
+from mini_ee.recording import plan_rows, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
-from mini_ee.units.recording import plan_rows, record
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "3"))  # moments of each kind; 20 by hand
@@ -719,7 +719,7 @@ ENTRIES = {
         ({"labels": np.zeros(60, np.float32)}, "found .* labels float32"),
         ({"ids": np.arange(59)}, r"ids int64 \(59,\)"),
         ({"ids": np.arange(60)[::-1].copy()}, "it marks other vectors as deleted than the entries do"),
-        ({"texts": np.frombuffer(b"[3]", np.uint8)}, "entries.safetensors: damaged: ValueError: row 0: expected one text"),
+        ({"texts": np.frombuffer(b"[3]", np.uint8)}, "entries.safetensors: damaged: ValueError: row 0: expected one"),
         ({"texts": np.frombuffer(b"[[", np.uint8)}, "entries.safetensors: damaged: JSONDecodeError"),
         ({"texts": np.frombuffer(b'[["a"]]', np.uint8)}, "and 1 texts"),
     ],

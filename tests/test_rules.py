@@ -8,7 +8,8 @@ import pytest
 
 import mini_ee.rules as rules
 from mini_ee.confidence import MEASURES
-from mini_ee.early_exit import Reading, Recorded, early_exit
+from mini_ee.early_exit import early_exit
+from mini_ee.recording import Recorded
 from mini_ee.rules import (
     RULES,
     FixedExit,
@@ -21,6 +22,7 @@ from mini_ee.rules import (
     Threshold,
     rule_from_dict,
 )
+from mini_ee.segments import Reading
 
 EXITS = 8
 

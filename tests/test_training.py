@@ -20,8 +20,8 @@ from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
 from mini_ee.data.tokens import Encoded, Tokenizer
-from mini_ee.early_exit import Recorded
 from mini_ee.measure.evaluate import best_within, overthinking
+from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training.fit import Saved, Stage, depth_weighted_sum, fine_tune_then_heads, fit, joint_stage, task_loss
@@ -31,7 +31,6 @@ from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
 from mini_ee.training.run import build_model, encode
 from mini_ee.training.train import asked, exits_of
-from mini_ee.units.recording import Record
 from mini_ee.units.rows import RowData, RowExits
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}

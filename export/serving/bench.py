@@ -28,9 +28,9 @@ from mini_ee.export.serving.worker import Worker
 from mini_ee.export.sessions import CPU
 from mini_ee.export.writer import export
 from mini_ee.measure.bench.common import minilm_of, row_of, three_exits
+from mini_ee.recording import record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.run import Run
-from mini_ee.units.recording import record
 from mini_ee.units.rows import RowExits
 
 LEAVE = (0.6, 0.3)  # which share of all rows leaves at the first two of three exits: half of the layers are saved

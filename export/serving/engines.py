@@ -1,4 +1,4 @@
-"""What a batch of a worker's rows runs on: the exported model, through the one loop of early_exit.py.
+"""What a batch of a worker's rows runs on: the exported model, through the loop of early_exit.py.
 
 RowEngine    rows: a queue for each segment, where the folder has graphs by segment (`mini-ee export --segments`) and
              rows of several batches can go on as one; else one queue, for model.onnx, which stops by itself. A rule
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mini_ee.data.tokens import Encoded, Inputs
-from mini_ee.early_exit import at_exit, early_exit, heads_read
+from mini_ee.early_exit import at_exit, early_exit, select_heads
 from mini_ee.export.runtime import Answer, Continuation, Runtime, TokenRuntime
 from mini_ee.export.serving.watch import Promise, Watch
 from mini_ee.export.serving.worker import BATCH, Row
@@ -114,14 +114,15 @@ class RowEngine:
         plan = None if rows[0].plan is None else np.array([row.plan for row in rows])
         with segments.running():
             state = segments.joined(inputs, [row.part for row in rows]) if k else segments.start(inputs)
-            state = segments.will_read(heads_read(rule, plan, self._last), state)
+            state = select_heads(segments, rule, plan, state)
             memory = _memory([row.memory for row in rows]) if k else {}
             state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
         leaving, said = (), []
         if exited is not None:  # before any row changes: where this fails, each runs alone from the state that it has
-            leaving, count = np.arange(len(rows))[exited.leaving], len(exited.logits)
-            depth = [self.runtime.exits[k]] * count if exited.spent is None else exited.spent[:, 0].tolist()
-            said = self.runtime.answers(exited.logits, [k] * count, depth, [0.0] * count)
+            reading, leaving = exited.reading, exited.leaving
+            count, token_cost = len(leaving), reading.token_cost
+            depth = [self.runtime.exits[k]] * count if token_cost is None else token_cost[:, 0].tolist()
+            said = self.runtime.answers(reading.logits, [k] * count, depth, [0.0] * count)
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
         self._answer([rows[at] for at in leaving], said, rule)

@@ -29,10 +29,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mini_ee.recording import Record
 from mini_ee.rules import RULES, Rule, confidence
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import PASSING, Chosen, quantiles
-from mini_ee.units.recording import Record
 
 COST = 10.0
 MOST_UNITS = 5000  # that an SVM is fitted to, drawn with a fixed seed

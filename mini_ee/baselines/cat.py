@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, tensor_on
 from mini_ee.data.options import Settings, option
-from mini_ee.early_exit import Reading
+from mini_ee.segments import Reading
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
@@ -194,7 +194,7 @@ class CatSegments(RowSegments):
     def start(self, inputs) -> CatState:
         return CatState(*super().start(inputs))
 
-    def will_read(self, heads, state: CatState) -> CatState:
+    def select_heads(self, heads, state: CatState) -> CatState:
         return state._replace(decides=False)
 
     def advance(self, k: int, state: CatState) -> CatState:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, Halves, Tensors
 from mini_ee.data.options import Settings, option
-from mini_ee.early_exit import Reading
+from mini_ee.segments import Reading
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import patiences

@@ -16,11 +16,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from mini_ee.recording import Record
 from mini_ee.rules import Rule
 from mini_ee.training.fit import Batch, joint_stage, task_loss
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import patiences, thresholds
-from mini_ee.units.recording import Record
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:

@@ -41,7 +41,7 @@ from mini_ee.backbones.backbone import Backbone, Halves, sizes_of, tensor_on, to
 from mini_ee.data.options import Settings, option
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method
-from mini_ee.units.leaving import LeavingExits, Left, in_order, spent_by
+from mini_ee.units.leaving import LeavingExits, Left, in_order, token_costs
 from mini_ee.units.rows import RowData
 
 TABLES = ("frequency", "mi", "random")
@@ -136,7 +136,7 @@ class HashExits(LeavingExits):
             hidden = said if width == hidden.shape[1] else torch.cat((said, hidden[:, width:]), dim=1)
         tokens, taken = depths.shape[1], most.sum().double()
         operations = taken * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
-        return Left(hidden, mask, spent_by(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
+        return Left(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
 
     def stay(self, inputs) -> Left:
         """By the equation: a layer on all tokens, and those that have left keep their states."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, tensor_on
 from mini_ee.data.options import Settings, option
-from mini_ee.early_exit import Reading
+from mini_ee.segments import Reading
 from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
 from mini_ee.training.rule import q_exits

@@ -3,11 +3,11 @@
 Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early Exiting, Findings of NAACL 2022.
 """
 
+from mini_ee.recording import Record
 from mini_ee.rules import PatienceConfidence, Rule
 from mini_ee.training.fit import joint_stage
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import thresholds
-from mini_ee.units.recording import Record
 
 
 def confident_patiences(recorded: Record) -> list[Rule]:

@@ -6,9 +6,9 @@ A row leaves where the calibrated largest probability reaches a threshold.
 import numpy as np
 import torch
 
+from mini_ee.recording import record
 from mini_ee.training.fit import joint_stage
 from mini_ee.training.method import Method, NoConfig
-from mini_ee.units.recording import record
 from mini_ee.units.rows import RowData, RowExits
 
 CALIBRATION_BATCH = 64

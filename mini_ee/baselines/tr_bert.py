@@ -48,7 +48,7 @@ from mini_ee.units.leaving import (
     LeavingExits,
     Left,
     in_order,
-    spent_by,
+    token_costs,
 )
 from mini_ee.units.rows import States
 
@@ -129,7 +129,7 @@ class ReducedExits(LeavingExits):
 
     def leave(self, inputs) -> Left:
         found = self.through(inputs, likely)
-        return Left(found.hidden, self._mask(found), spent_by(found.layers, found.operations))
+        return Left(found.hidden, self._mask(found), token_costs(found.layers, found.operations))
 
     def stay(self, inputs) -> Left:
         found = self.through(inputs, likely, leave=False)

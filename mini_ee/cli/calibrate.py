@@ -118,9 +118,9 @@ def _rows(opened, args):
     Rows that chose the epoch would promise too much: the model fits them better than others.
     """
     from mini_ee.cli.open import open_task_of
+    from mini_ee.recording import record
     from mini_ee.training.holdout import split_rows
     from mini_ee.training.train import check_task, trained_on
-    from mini_ee.units.recording import record
 
     if not opened.label_names:
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")

@@ -35,8 +35,9 @@ def run(args, say) -> dict:
     from mini_ee.cli.open import open_trained
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.confidence import log_softmax, max_probability
-    from mini_ee.early_exit import early_exit, read_every_exit
+    from mini_ee.early_exit import early_exit
     from mini_ee.measure.tables import table
+    from mini_ee.recording import read_every_exit
     from mini_ee.training.texts import checked_prompt
 
     given = (("--text", args.text), ("--text-b", args.text_b))

@@ -161,7 +161,7 @@ def _hardness_rows(result, task, data, exits: int) -> list[dict]:
     """The built-in task knows how hard each sentence was made: where each kind leaves, and how often it is right."""
     import numpy as np
 
-    from mini_ee.units.recording import predictions
+    from mini_ee.recording import predictions
 
     kinds = np.array(data.hardness)
     rows = []

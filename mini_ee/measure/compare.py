@@ -29,6 +29,7 @@ from mini_ee.measure.texts import (
     quality,
     written_texts,
 )
+from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.method import load_method
@@ -36,7 +37,6 @@ from mini_ee.training.rule import cuts, patiences, q_exits, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
 from mini_ee.training.train import trained_on
-from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.units.tokens import TokenExits, record_texts
 
 TESTED_TEXTS, TIMED_TEXTS = 100, 2

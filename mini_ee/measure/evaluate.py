@@ -19,10 +19,10 @@ from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.consistent import forgetting_events, hardness_correlations, hardness_of
+from mini_ee.recording import Record, exit_scores, plan_rows, predictions, record, summary
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold, rule_from_dict
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.train import trained_on
-from mini_ee.units.recording import Record, exit_scores, plan_rows, predictions, record, summary
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 

@@ -31,11 +31,11 @@ import numpy as np
 from mini_ee.data.options import Settings, option
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs, batches
-from mini_ee.early_exit import Segments
 from mini_ee.methods.datastore import MOST_SHARDS, Datastore, Embed, Neighbours
+from mini_ee.recording import Record, record, summary
 from mini_ee.rules import RULES, Planned, Rule
+from mini_ee.segments import Segments
 from mini_ee.training.method import Method
-from mini_ee.units.recording import Record, record, summary
 
 LOTS = 10  # drawn for the random layers
 DRAWN = 8  # neighbours in Fig. 2

@@ -20,9 +20,9 @@ from mini_ee.calibration import (
 )
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
+from mini_ee.recording import Record, exit_scores, predictions
 from mini_ee.rules import LIMITS, NeverExit, Patience, Policy, QExit, Rule, Threshold
 from mini_ee.training.promise import paired_p_values, rows_needed
-from mini_ee.units.recording import Record, exit_scores, predictions
 
 
 def asked(recorded: Record, rule: Rule) -> np.ndarray:

@@ -41,8 +41,9 @@ from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_write
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Tokenizer, check_rows, in_order
-from mini_ee.early_exit import Segments, early_exit
+from mini_ee.early_exit import early_exit
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.segments import Segments
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.rule import Chosen
 from mini_ee.units.decoding import gather

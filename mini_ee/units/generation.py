@@ -2,7 +2,8 @@
 
     generate            greedy or sampled; each token is one run of `early_exit`, and each row leaves where the rule
                         says. Without heads it is plain decoding.
-    generate_lossless   greedy; an exit drafts, the full model verifies in one pass (self-speculative decoding)
+    generate_lossless   greedy; an exit drafts, the full model verifies in one pass (self-speculative decoding). It does
+                        not run `early_exit`: no rule decides.
 
 A token that leaves at exit k has no keys and values in the layers above, and later tokens that go higher read them:
 
@@ -26,8 +27,8 @@ from mini_ee.backbones.cache import Cache, Writer
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
-from mini_ee.early_exit import Reading
 from mini_ee.rules import NeverExit, Rule
+from mini_ee.segments import Reading
 from mini_ee.units.decoding import (
     FILLS,
     CachedSegments,

@@ -1,7 +1,7 @@
 """A row whose tokens leave: layer by layer fewer of them go on, and the row itself ends at L, its only exit.
 
 LeavingExits      the model: which tokens go on is its own
-LeavingSegments   the same as segments for early_exit; what a row has cost is known when it ran, and `spent` says it
+LeavingSegments   the same as segments for early_exit; a row's cost is known when it has run: `token_cost` of a Reading
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.early_exit import Reading
+from mini_ee.segments import Reading
 from mini_ee.units.rows import RowExits, RowSegments
 
 
@@ -20,7 +20,7 @@ class Left(NamedTuple):
 
     hidden: Tensor  # (B, T', D)
     mask: Tensor | None  # (B, 1, 1, T'), true at tokens, None: nothing is padded
-    spent: Tensor | None = None  # (B, 2), as Reading has it
+    token_cost: Tensor | None = None  # (B, 2), as Reading has it
 
 
 class LeavingExits(RowExits):
@@ -60,8 +60,8 @@ class LeavingSegments(RowSegments):
 
     def read_logits(self, k: int, state: Left) -> Reading:
         logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.mask))
-        spent = None if state.spent is None else state.spent.numpy(force=True)
-        return Reading(logits.float().numpy(force=True), spent=spent)
+        token_cost = None if state.token_cost is None else state.token_cost.numpy(force=True)
+        return Reading(logits.float().numpy(force=True), token_cost=token_cost)
 
     def whole(self) -> "LeavingSegments":
         return LeavingSegments(self.model, tokens_leave=False)
@@ -77,7 +77,7 @@ def in_order(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor
     return hidden, mask if mask is None else mask.gather(3, order[:, None, None])
 
 
-def spent_by(layers: Tensor, operations: Tensor | float) -> Tensor:
-    """Layers (B,) of each row, and operations that all rows cost alike, as `spent` has them: (B, 2)."""
+def token_costs(layers: Tensor, operations: Tensor | float) -> Tensor:
+    """Layers (B,) of each row, and operations that all rows cost alike, as `token_cost` has them: (B, 2)."""
     layers = layers.double()
     return torch.stack((layers, torch.zeros_like(layers) + operations), dim=1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.cache import GraphBlock
-from mini_ee.early_exit import Reading, Segments
+from mini_ee.segments import Reading, Segments
 from mini_ee.units.tokens import TokenExits
 
 

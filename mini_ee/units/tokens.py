@@ -19,12 +19,11 @@ from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
-from mini_ee.early_exit import Recorded
+from mini_ee.recording import Record, Recorded
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.units.decoding import Step, gather
 from mini_ee.units.generation import generate, token_weights
 from mini_ee.units.heads import OwnHead, VocabularyHead
-from mini_ee.units.recording import Record
 from mini_ee.units.rows import ExitModel, Fork, RunLayers, States, check_exits
 
 BATCH = 16  # texts that are read together where nothing learns

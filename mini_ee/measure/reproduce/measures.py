@@ -39,6 +39,7 @@ from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
+from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.fit import task_loss
 from mini_ee.training.holdout import split_rows
@@ -46,7 +47,6 @@ from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
 from mini_ee.units.generation import Sampling
 from mini_ee.units.prompts import PromptModel
-from mini_ee.units.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.units.streams import parallel, restart
 from mini_ee.units.tokens import record_texts
 

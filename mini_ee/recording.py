@@ -1,0 +1,208 @@
+"""Every exit of some rows, recorded once, so that many rules can be replayed without the model. No torch here.
+
+read_every_exit, read_and_measure   one batch through all exits
+Recorded                            segments that play back what was recorded
+Record, record                      the same of a data set, batch by batch, and what the full model costs
+exit_scores, summary                the score of every exit; score, layers and FLOPs of a replay
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.confidence import MEASURES
+from mini_ee.data.progress import tqdm
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Encoded, batches
+from mini_ee.early_exit import ExitResult, early_exit
+from mini_ee.rules import Planned, Rule
+from mini_ee.segments import Reading, Segments
+
+
+def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Every exit of N rows: logits (N, K, C); FLOPs to advance to each exit and to read it (N, K, 2); exit_logits
+    (N, K - 1) if the model has a policy, else None.
+    """
+    logits, flops, measures = read_and_measure(segments, inputs)
+    return logits, flops, measures.get("exit_logit")
+
+
+def read_and_measure(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """The same, but at the end the measures that Recorded takes: name of a field of Reading -> its values."""
+    logits, measures, flops = [], {}, np.zeros((len(inputs), len(segments.exits), 2))
+    with segments.running():
+        state = segments.start(inputs)
+        for k in range(len(segments.exits)):
+            state = segments.advance(k, state)
+            reading = segments.read(k, state)
+            logits.append(reading.logits)
+            for name, value in (("exit_logit", reading.exit_logit), ("token_cost", reading.token_cost)):
+                if value is not None:
+                    measures.setdefault(name, []).append(value)
+            flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
+    return np.stack(logits, axis=1), flops, {name: np.stack(each, axis=1) for name, each in measures.items()}
+
+
+class Recorded(Segments):
+    """Segments that play back every exit of N rows (examples or tokens), so that a sweep of rules runs the model once.
+
+    logits (N, K, C), or any C numbers that are wanted of the exit where a row stops. measures: fields of a Reading by
+    name, (N, K - 1) or (N, K), which a rule cannot or need not compute from the logits. flops (N, K, 2).
+    state_flops: of each exit, if the segments need not read logits for a rule that needs the state alone.
+    """
+
+    def __init__(
+        self,
+        exits: tuple[int, ...],
+        logits: np.ndarray,
+        flops: np.ndarray,
+        layer_passes: list[int],
+        measures: dict[str, np.ndarray] | None = None,
+        state_flops: list[float] | None = None,
+    ):
+        self.exits, self.logits, self.measures = exits, logits, measures or {}
+        self._flops, self._layer_passes, self._state_flops = flops, layer_passes, state_flops
+
+    def take(self, rows: np.ndarray) -> "Recorded":
+        """Some of the rows: an index or a mask (N,)."""
+        measures = {name: values[rows] for name, values in self.measures.items()}
+        flops, passes = self._flops[rows], self._layer_passes
+        return Recorded(self.exits, self.logits[rows], flops, passes, measures, self._state_flops)
+
+    @property
+    def exit_logits(self) -> np.ndarray | None:
+        """(N, K - 1), the policy's; None if the model has no policy."""
+        return self.measures.get("exit_logit")
+
+    def start(self, inputs) -> "RecordedRows":
+        """inputs: anything whose length is the number of recorded rows. Raises ValueError for another length."""
+        if len(inputs) != len(self.logits):
+            raise ValueError(f"expected {len(self.logits)} rows, as were recorded, got {len(inputs)}")
+        return RecordedRows(np.arange(len(inputs)))
+
+    def advance(self, k: int, state: "RecordedRows") -> "RecordedRows":
+        return state
+
+    def read(self, k: int, state: "RecordedRows") -> Reading:
+        measures = {name: values[state.rows, k] for name, values in self.measures.items() if k < values.shape[1]}
+        return Reading(self.logits[state.rows, k], **measures)
+
+    def read_state(self, k: int, state: "RecordedRows") -> Reading:
+        reading = self.read(k, state)
+        return reading if self._state_flops is None else reading._replace(logits=None)
+
+    def state_flops(self, k: int) -> float:
+        return self._state_flops[k]
+
+    def layer_passes(self, k: int) -> int:
+        return self._layer_passes[k]
+
+    def flops(self, k: int, inputs) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(self._flops[:, k].T)
+
+
+class RecordedRows(NamedTuple):
+    """The state of recorded segments: which rows are still in the model."""
+
+    rows: np.ndarray
+
+    def keep(self, rows: np.ndarray) -> "RecordedRows":
+        return RecordedRows(self.rows[rows])
+
+
+class Record(NamedTuple):
+    """Every exit of N rows (examples or tokens), and what the full model costs."""
+
+    segments: Recorded
+    logits: np.ndarray  # (N, K, C); of recorded texts see units.tokens.record_texts
+    full_flops: float  # mean over rows: all layers, last head only
+    groups: np.ndarray | None = None  # (N,), which text a token belongs to; None: each row is drawn on its own
+    labels: np.ndarray | None = None  # (N,), if rules may be fitted to them
+
+    def take(self, rows: np.ndarray) -> "Record":
+        """Some of the rows: an index or a mask (N,)."""
+        some = self.segments.take(rows)
+        groups, labels = (each if each is None else each[rows] for each in (self.groups, self.labels))
+        return Record(some, some.logits, self.full_flops, groups, labels)
+
+    @property
+    def predictions(self) -> np.ndarray:
+        """(N, K), the class or token that each exit predicts; of a regression its number."""
+        found = self.segments.measures.get("prediction")
+        if found is not None:
+            return found
+        return self.logits[:, :, 0] if self.logits.shape[2] == 1 else self.logits.argmax(axis=2)
+
+    def confidence(self, measure: str) -> np.ndarray:
+        """(N, K - 1), a measure at every exit but the last."""
+        found = self.segments.measures.get(measure)
+        if found is not None:
+            return found
+        before_last = range(self.logits.shape[1] - 1)
+        return np.stack([MEASURES[measure][0](self.logits[:, k]) for k in before_last], axis=1)
+
+    def replay(self, rule: Rule) -> ExitResult:
+        """The loop on the record. Its cost holds layers and FLOPs; its seconds mean nothing."""
+        return early_exit(self.segments, rule, range(len(self.logits)))
+
+
+def record(
+    segments: Segments,
+    encoded: Encoded,
+    batch_size: int,
+    progress: str | None = None,
+    whole: Segments | None = None,
+) -> Record:
+    """Read every exit for every row. `progress` names the bar that is shown if this takes long.
+
+    whole: the model without early exits, if it is not these segments run to the end.
+    """
+    whole, order = whole or segments, list(batches(encoded, batch_size))
+    parts, full = [], []
+    for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
+        inputs = encoded.batch(rows)
+        parts.append(read_and_measure(segments, inputs))
+        costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
+        full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
+    back = np.argsort(np.concatenate(order))
+    *both, measured = zip(*parts)
+    logits, flops = (np.concatenate(part)[back] for part in both)
+    measures = {name: np.concatenate([each[name] for each in measured])[back] for name in measured[0]}
+    passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
+    alone = type(segments).read_state is not Segments.read_state
+    state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if alone else None
+    recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
+    return Record(recorded, logits, sum(full) / len(encoded))
+
+
+def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
+    """The plan of all rows, by a rule that plans from texts: a record, which holds no texts, is replayed under it."""
+    exit_index, flops = np.empty(len(encoded), np.int64), 0.0
+    for rows in batches(encoded, batch_size):
+        inputs = encoded.batch(rows)
+        exit_index[rows] = rule.plan(inputs)
+        flops += len(rows) * rule.plan_flops(inputs)
+    return Planned(exit_index, flops / len(encoded))
+
+
+def predictions(logits: np.ndarray) -> np.ndarray:
+    """(N, C) logits -> (N,): the class index, or the value itself for regression (C = 1)."""
+    return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(axis=1)
+
+
+def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
+    """One of the task's metrics at every exit, over all rows."""
+    return [task.score(found, labels)[metric] for found in recorded.predictions.T]
+
+
+def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
+    """Score, depth and FLOPs of one result, under the keys of the JSON answers."""
+    num_layers = recorded.segments.exits[-1]
+    mean_layers = float(result.cost.depth.mean())
+    return task.score(predictions(result.logits), labels) | {
+        "mean_layers": mean_layers,
+        "layers_saved": 1 - mean_layers / num_layers,
+        "layer_passes": float(result.cost.layer_passes.mean()),
+        "flops_ratio": float(result.cost.flops.mean()) / recorded.full_flops,
+        "exit_counts": np.bincount(result.exit_index, minlength=len(recorded.segments.exits)).tolist(),
+    }
