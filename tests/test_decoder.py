@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 import mini_ee.backbones.bert as bert_module
 import mini_ee.backbones.cache as cache_module
 import mini_ee.backbones.hub as checkpoint
-import mini_ee.backbones.llama as llama
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.cache import rotate
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, rope_frequencies, token_positions
-from mini_ee.backbones.llama_layer import RMSNorm
+from mini_ee.backbones.layers import RMSNorm
+from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, token_positions
 from mini_ee.units.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -183,8 +182,8 @@ def short_factors_alone(patch):
 
 
 def long_factors_for_all(patch):
-    right = llama.rope_frequencies
-    patch.setattr(llama, "rope_frequencies", lambda config, long: right(config, True))
+    right = DecoderConfig.rope_frequencies
+    patch.setattr(DecoderConfig, "rope_frequencies", lambda config, long=False: right(config, True))
 
 
 def groups_in_turn(query, key, value):
@@ -258,7 +257,7 @@ def test_llama3_keeps_quick_frequencies_divides_slow_ones_and_goes_over_between(
     scaling, seen = config.rope_scaling, set()
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     longest, shortest = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
-    for i, found in enumerate(rope_frequencies(config).tolist()):
+    for i, found in enumerate(config.rope_frequencies().tolist()):
         frequency = config.rope_theta ** (-2 * i / config.rotary_width)
         wavelength = 2 * math.pi / frequency
         if wavelength < shortest:
@@ -290,7 +289,7 @@ def test_attention_reads_what_loops_over_tokens_heads_and_groups_read():
         if not turn:
             return part
         pairs = [complex(part[i], part[i + width // 2]) for i in range(width // 2)]
-        angles = token * rope_frequencies(config).double()
+        angles = token * config.rope_frequencies().double()
         turned = [pair * complex(math.cos(a), math.sin(a)) for pair, a in zip(pairs, angles.tolist())]
         return torch.tensor([z.real for z in turned] + [z.imag for z in turned], dtype=torch.float64)
 

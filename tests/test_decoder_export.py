@@ -422,7 +422,7 @@ GRAPH_BUGS = {
     "embeddings not scaled": ("gemma", LOWERINGS, torch.Tensor.new_tensor, lambda right, *about: torch.tensor(1.0)),
     "no Llama 3 scaling": (
         "llama3",
-        cache_module,
+        DecoderConfig,
         "rope_frequencies",
         lambda right, config: right(dataclasses.replace(config, rope_scaling=None)),
     ),

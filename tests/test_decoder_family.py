@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, readable, rope_frequencies, token_positions
+from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, readable, token_positions
 from mini_ee.cli.main import main
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.export.row_segments import OrtModel, OrtSegments
@@ -265,7 +265,7 @@ def test_longrope_divides_each_frequency_and_widens_all_heads(more, scale):
     config = DecoderConfig.from_hugging_face(config_of("phi3", rope_parameters=rope))
     for long, factors in ((False, rope["short_factor"]), (True, rope["long_factor"])):
         expected = [100.0 ** (-2 * i / 6) / factor for i, factor in enumerate(factors)]
-        assert rope_frequencies(config, long).tolist() == pytest.approx(expected, rel=1e-6)
+        assert config.rope_frequencies(long).tolist() == pytest.approx(expected, rel=1e-6)
     assert config.rope_scale == pytest.approx(math.sqrt(1 + math.log(scale or 64 / 40) / math.log(40)))
 
 

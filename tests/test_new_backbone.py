@@ -60,7 +60,7 @@ from mini_ee.backbones.backbone import (
     tensor_on,
     token_places,
 )
-from mini_ee.backbones.bert import StackedLinear
+from mini_ee.backbones.layers import StackedLinear
 from mini_ee.backbones.shapes import check
 
 

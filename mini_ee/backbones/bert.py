@@ -32,6 +32,7 @@ from mini_ee.backbones.backbone import (
     shortened,
     tensor_on,
 )
+from mini_ee.backbones.layers import Adapted, StackedLinear
 from mini_ee.backbones.shapes import check
 
 # What Hugging Face takes for a key that config.json leaves out, where the four types differ.
@@ -160,31 +161,6 @@ class Embeddings(nn.Module):
             positions = self.position.weight[: input_ids.shape[1]]
         embedded = self.dropout(self.norm(self.word(input_ids) + types + positions))
         return self.to_hidden(embedded) if self.config.model_type == "albert" else embedded
-
-
-class StackedLinear(nn.Linear):
-    """Several linear maps of one input in one product. sizes: the outputs of each, in order."""
-
-    def __init__(self, width: int, sizes: tuple[int, ...], bias: bool):
-        super().__init__(width, sum(sizes), bias)
-        self.sizes = sizes
-
-
-class Adapted(nn.Module):
-    """A layer whose linear maps adapters may add to."""
-
-    float_maps: tuple[str, ...] = ()  # whose inputs have outliers: they cannot bear int8
-
-    def linear(self, name: str, x: Tensor, adapt: AdaptLayer | None) -> Tensor:
-        """One of the layer's maps, with what adapters add."""
-        y = getattr(self, name)(x)
-        return y if adapt is None else adapt(name, x, y)
-
-    @property
-    def int8_maps(self) -> tuple[str, ...]:
-        """The linear maps that can bear int8."""
-        maps = (name for name, module in self.named_children() if isinstance(module, nn.Linear))
-        return tuple(name for name in maps if name not in self.float_maps)
 
 
 class Layer(Adapted):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Tensors, tensor_on
-from mini_ee.backbones.llama_config import DecoderConfig, rope_frequencies
 
 
 def token_positions(attention_mask: Tensor) -> Tensor:
@@ -130,7 +129,7 @@ class Around(NamedTuple):
     attend.
     """
 
-    config: DecoderConfig
+    config: Any  # of a family that rotates
     cos: Tensor  # (B or 1, T, 1, R)
     sin: Tensor
     mask: Tensor | None  # (B or 1, 1, T, S), true where a token may be read; None: all of them, or causal
@@ -235,7 +234,7 @@ class GraphBlock:
     inputs: then nothing is copied but the new tokens.
     """
 
-    def __init__(self, g, config: DecoderConfig, at: str, seen: tuple[str, str], cache: GraphCache | None = None):
+    def __init__(self, g, config, at: str, seen: tuple[str, str], cache: GraphCache | None = None):
         """at (B, T): positions, from 0. seen: positions (S) or (B, 1, 1, S) of what may be read, and whether it is, but
         for windows, (B, 1, T, S). cache: None where tokens read each other alone."""
         self.config, (reads, self.readable), self._cache = config, seen, cache
@@ -255,10 +254,10 @@ class GraphBlock:
 
     def _frequencies(self, g, at: str) -> str:
         """(R/2,), or where rows may turn by different numbers (B, 1, R/2)."""
-        frequencies = g.constant("rope_frequencies", rope_frequencies(self.config).numpy())
+        frequencies = g.constant("rope_frequencies", self.config.rope_frequencies().numpy())
         if self._cache is not None or self.config.short_tokens is None:
             return frequencies
-        long = g.constant("rope_frequencies_long", rope_frequencies(self.config, long=True).numpy())
+        long = g.constant("rope_frequencies_long", self.config.rope_frequencies(long=True).numpy())
         last = g.op("Unsqueeze", g.op("ReduceMax", at, g.integers(1)), g.integers(2))
         return g.op("Where", g.op("GreaterOrEqual", last, g.integers(self.config.short_tokens)), long, frequencies)
 

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from mini_ee.backbones import bert
 from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, layer_flops, padding_mask, tensor_on
-from mini_ee.backbones.bert import ACTIVATIONS, Adapted, Bert, MaskedLMHead, StackedLinear
+from mini_ee.backbones.bert import ACTIVATIONS, Bert, MaskedLMHead
 from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
+from mini_ee.backbones.layers import Adapted, StackedLinear
 from mini_ee.backbones.shapes import check
 
 MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> the map of its positions

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Adapt, is_traced, padding_mask, tensor_on
 from mini_ee.backbones.cache import Around, Cache, GraphBlock, Writer, graph_cache, readable, token_positions
-from mini_ee.backbones.llama_config import LAYER_TYPES, DecoderConfig, rope_frequencies
+from mini_ee.backbones.llama_config import LAYER_TYPES, DecoderConfig
 from mini_ee.backbones.llama_family import MEMBERS
 from mini_ee.backbones.llama_layer import Layer, norm_of
 from mini_ee.backbones.shapes import check
@@ -47,7 +47,7 @@ class Decoder(Writer):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.biased("lm_head"))
         short = config.short_tokens
         sets = [(config.max_tokens, False)] if short is None else [(short, False), (config.max_tokens, True)]
-        angle = torch.cat([torch.arange(n, device="cpu")[:, None] * rope_frequencies(config, long) for n, long in sets])
+        angle = torch.cat([torch.arange(n, device="cpu")[:, None] * config.rope_frequencies(long) for n, long in sets])
         cos, sin = angle.cos() * config.rope_scale, angle.sin() * config.rope_scale
         self.register_buffer("cos", cos.repeat(1, 2), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)

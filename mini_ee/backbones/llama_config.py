@@ -241,6 +241,27 @@ class DecoderConfig:
             return None
         return scaling[ORIGINAL]
 
+    def rope_frequencies(self, long: bool = False) -> Tensor:
+        """theta_i = rope_theta^(-2i/R), in radians a token, (R/2,) float32, where R numbers of a head rotate.
+
+        Llama 3 divides the slow ones by `factor`: those whose wavelength 2 pi / theta_i is above
+        original_max_position_embeddings / low_freq_factor; the quick ones, below original / high_freq_factor, stay;
+        between the two it goes over linearly in original / wavelength. LongRoPE (Ding et al. 2024) divides each by a
+        number of its own, which a search has found; long: by those for texts above the original length.
+        """
+        width, scaling = self.rotary_width, self.rope_scaling
+        slowness = self.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
+        frequency = 1.0 / slowness
+        if scaling is None:
+            return frequency
+        if scaling["rope_type"] == "longrope":
+            factors = torch.tensor(scaling["long_factor" if long else "short_factor"], device="cpu")
+            return 1.0 / (factors * slowness)
+        factor, low, high, original = (scaling[key] for key in LLAMA3_SCALING)
+        turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / factor)
+
     @property
     def rope_scale(self) -> float:
         """What cos and sin are multiplied with: in LongRoPE sqrt(1 + ln(factor) / ln(original length))."""
@@ -295,25 +316,3 @@ def _rope_entry(name: str, entry, original, kinds: tuple[str, ...]) -> dict:
     if kind != "default" and original is not None and scaling.setdefault(ORIGINAL, original) != original:
         raise ValueError(f"{name}: {ORIGINAL} must be {original} as beside it, got {shortened(scaling[ORIGINAL])}")
     return found | {"rope_scaling": {"rope_type": kind} | scaling if kind != "default" else None}
-
-
-def rope_frequencies(config: DecoderConfig, long: bool = False) -> Tensor:
-    """theta_i = rope_theta^(-2i/R), in radians a token, (R/2,) float32, where R numbers of a head rotate.
-
-    Llama 3 divides the slow ones by `factor`: those whose wavelength 2 pi / theta_i is above
-    original_max_position_embeddings / low_freq_factor; the quick ones, below original / high_freq_factor, stay; between
-    the two it goes over linearly in original / wavelength. LongRoPE (Ding et al. 2024) divides each by a number of its
-    own, which a search has found; long: by those for texts above the original length.
-    """
-    width, scaling = config.rotary_width, config.rope_scaling
-    slowness = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
-    frequency = 1.0 / slowness
-    if scaling is None:
-        return frequency
-    if scaling["rope_type"] == "longrope":
-        factors = torch.tensor(scaling["long_factor" if long else "short_factor"], device="cpu")
-        return 1.0 / (factors * slowness)
-    factor, low, high, original = (scaling[key] for key in LLAMA3_SCALING)
-    turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)

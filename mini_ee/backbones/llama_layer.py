@@ -8,26 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import AdaptLayer
-from mini_ee.backbones.bert import Adapted, StackedLinear
 from mini_ee.backbones.cache import Around
+from mini_ee.backbones.layers import Adapted, RMSNorm, StackedLinear
 from mini_ee.backbones.llama_config import ACTIVATIONS, DecoderConfig
 
 
 # ---- The layers ----
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019), in float32; offset: it stores w - 1."""
-
-    def __init__(self, width: int, eps: float, offset: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width) if offset else torch.ones(width))
-        self.eps, self.offset = eps, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.offset:  # added in float32: in bfloat16 1 + w would keep two digits of w
-            return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
 def norm_of(config: DecoderConfig, width: int | None = None) -> nn.Module:
     """A norm as the model has them, of weight one; width: of a head, None: of a hidden state."""
     width, kind = width or config.hidden_size, config.member.norm

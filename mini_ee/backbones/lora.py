@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mini_ee.backbones.bert import StackedLinear
 from mini_ee.backbones.hub import hugging_face_names, read_tensors, write_tensors
+from mini_ee.backbones.layers import StackedLinear
 from mini_ee.backbones.targets import TARGETS
 from mini_ee.data.files import file_sha256, read_json, write_bytes
 

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import AdaptLayer, tensor_on
-from mini_ee.backbones.bert import Adapted, StackedLinear
 from mini_ee.backbones.cache import Cache
-from mini_ee.backbones.llama_layer import RMSNorm
+from mini_ee.backbones.layers import Adapted, RMSNorm, StackedLinear
 from mini_ee.backbones.t5_config import ACTIVATIONS, T5Config
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.bert import StackedLinear
+from mini_ee.backbones.layers import StackedLinear
 from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
 from mini_ee.data.progress import tqdm
