@@ -10,7 +10,7 @@ A batch of rows, or a token of a batch of texts, is one call of model.onnx, whic
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt, PromptTokenizer
-from mini_ee.data.tokens import Encoded, Inputs, Tokenizer, batches, check_rows, in_order
+from mini_ee.data.tokens import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
@@ -51,14 +51,9 @@ def vocabulary_sizes(manifest: dict) -> tuple[int, int | None]:
 
 
 def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Rule:
-    """The rule of an exported folder, with the datastore that it asks, where it asks one."""
-    if "encoder" not in manifest:
-        return rule_from_dict(manifest["rule"])
-    from mini_ee.methods.datastore import Datastore
-
-    encoder = OrtEncoder(folder, manifest, provider, threads)
-    store = Datastore.load(folder / "datastore", encoder.name)
-    return rule_from_dict(manifest["rule"]).with_datastore(store, encoder)
+    """The rule of an exported folder, with the graph and the files that it plans by, where it does."""
+    rule = rule_from_dict(manifest["rule"])
+    return rule.served(folder, OrtEncoder(folder, manifest, provider, threads)) if "encoder" in manifest else rule
 
 
 class Answer(NamedTuple):
@@ -198,7 +193,7 @@ class Runtime:
         encoded = self.encode(texts)
         order = list(batches(encoded, batch_size))
         begin = time.perf_counter()  # what a batch waits for its plan is its own time
-        for rows, (inputs, planned) in zip(order, _planned(rule, map(encoded.batch, order))):
+        for rows, (inputs, planned) in zip(order, rule.of_batches(map(encoded.batch, order))):
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
             said = self.answers(
@@ -218,15 +213,6 @@ class Runtime:
         confidences = max_probability(logits).tolist() if names else [None] * len(logits)
         labels = [names[best] for best in logits.argmax(axis=1)] if names else logits[:, 0].tolist()
         return list(map(Answer, labels, confidences, exit_index, layers, milliseconds, logits))
-
-
-def _planned(rule: Rule, inputs: Iterable[Inputs]) -> Iterable[tuple[Inputs, Rule]]:
-    """Each batch with its rule; a rule that retrieves plans the next batch while the model runs on this one."""
-    if not rule.plans_from_texts:
-        return ((batch, rule) for batch in inputs)
-    from mini_ee.methods.raee import plan_ahead
-
-    return plan_ahead(rule, inputs)
 
 
 def _prompt(row: str | Sequence[str]) -> str:

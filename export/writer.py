@@ -12,7 +12,8 @@ exported/memory.onnx           of a decoder whose prompts an encoder reads: that
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
 exported/tokenizer.json
 exported/index.html            and more, where a page is asked for: see page.py
-exported/encoder.onnx          and datastore/, where the rule retrieves (RAEE); encoder/ holds a tokenizer of its own
+exported/encoder.onnx          where the rule plans by embeddings, with the files that it asks, such as datastore/;
+                               encoder/ holds a tokenizer of its own
 
 What a graph computes is the project's own torch and numpy code, run on values of it: see tracing.py.
 """
@@ -43,7 +44,6 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.segment_graphs import segment_graphs
 from mini_ee.export.sessions import CPU
 from mini_ee.export.tracing import NotTraceable
-from mini_ee.methods.raee import Retrieval
 from mini_ee.recording import plan_rows, predictions, read_every_exit, record
 from mini_ee.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.segments import Segments
@@ -121,8 +121,8 @@ def export(
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save(partial_folder / "tokenizer.json")
-        if isinstance(run.rule, Retrieval):
-            manifest["encoder"] = _write_retrieval(run.rule, partial_folder)
+        if run.rule.embed is not None:
+            manifest["encoder"] = _write_embedder(run.rule, partial_folder)
         if web:
             write_page(run, partial_folder, texts)
         manifest["files"] = _digests(partial_folder)
@@ -163,7 +163,7 @@ def write_graphs(
             facts["rule_in_graph"] = False  # it decides between graphs by segment
             made[name] = Graph(own, **settings, plain=tokens)
             write_model_graph(made[name], one, NeverExit())
-    encoder = rule.embed.states if isinstance(rule, Retrieval) else None  # the queries are averaged from its states
+    encoder = rule.embed and rule.embed.states  # the queries are averaged from its states
     if encoder is not None:
         others = parameters_of(encoder.backbone, "encoder.backbone.")
         if own.keys().isdisjoint(others):
@@ -231,10 +231,10 @@ def _quadratic(of: Callable[[int], np.ndarray]) -> list[list[float]]:
     return np.stack((one - slope - square, slope, square), axis=-1).tolist()
 
 
-def _write_retrieval(rule: Retrieval, folder: Path) -> dict:
-    """The datastore, and what the manifest says of the encoder."""
+def _write_embedder(rule: Rule, folder: Path) -> dict:
+    """The files that a rule asks which plans by embeddings, and what the manifest says of the encoder."""
     encoder = rule.embed
-    rule.datastore.save(folder / "datastore")
+    rule.save(folder)
     tokenizer = encoder.tokenizer
     if tokenizer is not None:
         (folder / "encoder").mkdir()

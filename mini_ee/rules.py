@@ -14,7 +14,7 @@ Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no st
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
@@ -49,6 +49,7 @@ class Rule:
     needs: str | None = "logits"
     asks_policy = False  # True where `stop` looks at the exit_logit
     plans_from_texts = False  # True where `plan` looks at the units themselves, not only at how many they are
+    embed: Callable | None = None  # what such a rule plans by: Inputs -> (N, D), with a name; see methods/encoders.py
 
     def plan(self, inputs) -> np.ndarray | None:
         return None
@@ -67,6 +68,10 @@ class Rule:
     def plan_flops(self, inputs) -> float:
         """What a plan costs for one row."""
         return 0.0
+
+    def of_batches(self, inputs: Iterable) -> "Iterable[tuple[object, Rule]]":
+        """Each batch of inputs with the rule that it is run under."""
+        return ((batch, self) for batch in inputs)
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----
     fed: tuple[str, ...] = ()  # settings that such a graph takes as inputs
@@ -95,6 +100,13 @@ class Rule:
     def opened(self, folder: Path, config: dict, model) -> "Rule":
         """The rule of a run on disk, with what it needs of the run's other files. Most need nothing."""
         return self
+
+    def save(self, folder: Path) -> None:
+        """Write the files that an exported rule asks, where it plans by an `embed`."""
+
+    def served(self, folder: Path, embed: Callable) -> "Rule":
+        """The rule of an exported folder, with what `save` wrote and its `embed`, which is a graph there."""
+        raise ValueError(f"the rule {self.name} plans by no embeddings, the folder holds a graph for them")
 
     def settings(self) -> dict:
         """The fields of the rule by name."""

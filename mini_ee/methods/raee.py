@@ -151,8 +151,13 @@ class Retrieval(Rule):
     def opened(self, folder: Path, config: dict, model) -> "Retrieval":
         from mini_ee.methods.encoders import open_encoder
 
-        encoder = open_encoder(config["retrieval"], model.backbone)
-        return self.with_datastore(Datastore.load(folder / "datastore", encoder.name), encoder)
+        return self.served(folder, open_encoder(config["retrieval"], model.backbone))
+
+    def save(self, folder: Path) -> None:
+        self.datastore.save(folder / "datastore")
+
+    def served(self, folder: Path, embed: Embed) -> "Retrieval":
+        return self.with_datastore(Datastore.load(folder / "datastore", embed.name), embed)
 
     def with_datastore(self, datastore: Datastore, embed: Embed) -> "Retrieval":
         """The same settings, able to plan. embed: Inputs -> (B, D), the encoder that the datastore was built with."""
@@ -169,6 +174,10 @@ class Retrieval(Rule):
         A measured speed-up has the search in it.
         """
         return self.embed.flops(inputs) if hasattr(self.embed, "flops") else 0.0
+
+    def of_batches(self, inputs: Iterable[Inputs]) -> Iterator[tuple[Inputs, Planned]]:
+        """The next batch is planned while the model runs on this one."""
+        return plan_ahead(self, inputs)
 
     def chosen(self, neighbours: Neighbours) -> np.ndarray:
         """Eq. 4 to 6 on neighbours of the datastore: exit index (B,)."""
