@@ -1,4 +1,4 @@
-"""What there is, by name: one line a method, one line a backbone.
+"""What there is, by name: one line a method, one line a backbone, one line a rule that a method brings.
 
 Strings only: nothing is imported before its use.
 """
@@ -29,6 +29,11 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "layerskip": "mini_ee.baselines.layerskip",
     "hashee": "mini_ee.baselines.hashee",
     "tr-bert": "mini_ee.baselines.tr_bert",
+}
+
+RULES = {  # name in a run's config.json -> the module of the method that brings the rule, and puts it into rules.RULES
+    "raee": "mini_ee.methods.raee",
+    "adainfer": "mini_ee.baselines.adainfer",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

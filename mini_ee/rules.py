@@ -26,7 +26,7 @@ import numpy as np
 from mini_ee import WrongArguments
 from mini_ee.confidence import MEASURES
 from mini_ee.data.options import is_whole, option
-from mini_ee.registry import METHODS
+from mini_ee.registry import RULES as OF_METHODS
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 """Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
@@ -35,8 +35,7 @@ LIMITS = {measure: tuple(limits) for measure, (_, *limits) in MEASURES.items()} 
 
 NO_POLICY = (
     "the rule {} needs a model that says when to leave, this one does not; "
-    "give a run of a method with policies, such as consistent, berxit, palbert or cat, exported with such a rule if it "
-    "is exported, or choose another rule"
+    "give a run of a method that trains policies, exported with such a rule if it is exported, or choose another rule"
 )
 
 NO_STATES = "{} is a measure of hidden states, which this model does not hand over; choose another measure"
@@ -364,15 +363,20 @@ class QExit(Rule):
 RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)}
 
 
+def rule_class(name: str) -> type[Rule]:
+    """The class of a name, of these here or of one that a method brings. Raises ValueError for another name."""
+    if name not in RULES and name in OF_METHODS:
+        import_module(OF_METHODS[name])
+    if name not in RULES:
+        raise ValueError(f"the rule must be one of {', '.join(RULES)}, found {name!r}")
+    return RULES[name]
+
+
 def rule_from_dict(config: dict) -> Rule:
     """The rule that `to_dict` described. Raises ValueError for an unknown name, key or value."""
     settings = dict(config)
     name = settings.pop("name", None)
-    if name not in RULES and name in METHODS:
-        import_module(METHODS[name])  # a method may bring a rule of its name
-    if name not in RULES:
-        raise ValueError(f"the rule must be one of {', '.join(RULES)}, found {name!r}")
     try:
-        return RULES[name](**settings)
+        return rule_class(name)(**settings)
     except TypeError as error:
         raise ValueError(f"the rule {name} does not take these settings: {error}") from None

@@ -623,7 +623,7 @@ def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
     said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
     assert sum(said["exit_counts"]) == 20 and len(said["exit_counts"]) == 4
     message = refused(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--threshold", ".9")
-    assert "layer 0 is an exit for rules that plan only: use raee, never or fixed, not threshold" in message
+    assert "layer 0 is an exit for rules that plan only: use never, fixed or its own, not threshold" in message
 
 
 def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder):

@@ -8,14 +8,14 @@ SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 
 
 def add(sub) -> None:
-    from mini_ee.cli.rules import add_retrieval, add_rule
+    from mini_ee.cli.rules import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED")
     sub.add_argument("--text", required=True, help="the sentence")
     sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
     add_where(sub)
     add_rule(sub)
-    add_retrieval(sub)
+    add_own(sub)
 
 
 def add_where(sub, device: bool = True, schedules: bool = True) -> None:

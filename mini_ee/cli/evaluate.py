@@ -15,7 +15,7 @@ SWEEP_POINTS = 51  # LoRAExit, section 4
 
 
 def add(sub) -> None:
-    from mini_ee.cli.rules import add_retrieval, add_rule
+    from mini_ee.cli.rules import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
     add_task(sub, "task folder; by default the one of the training; of tokens a benchmark's: HellaSwag, ...")
@@ -24,7 +24,7 @@ def add(sub) -> None:
     sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
     add_where(sub)
     add_rule(sub)
-    add_retrieval(sub)
+    add_own(sub)
     sub.add_argument("--sweep", action="store_true", help="also 51 thresholds; of tokens everything over epsilon")
     sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
     sub.add_argument("--neighbours", type=positive, metavar="N", help="raee: also what the store has nearest to N rows")

@@ -11,7 +11,7 @@ EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
 def add(sub) -> None:
     from mini_ee.cli.classify import add_where
-    from mini_ee.cli.rules import add_retrieval, add_rule
+    from mini_ee.cli.rules import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN", help="or a decoder's checkpoint")
     where = sub.add_mutually_exclusive_group(required=True)
@@ -29,7 +29,7 @@ def add(sub) -> None:
     )
     add_where(sub, device=False)
     add_rule(sub)
-    add_retrieval(sub)
+    add_own(sub)
 
 
 def run(args, say) -> dict:

@@ -3,9 +3,10 @@
 from dataclasses import MISSING, fields, replace
 
 from mini_ee import WrongArguments
-from mini_ee.cli.options import READERS, number, positive, whole_number
+from mini_ee.cli.options import READERS
 from mini_ee.data.options import flag_of
-from mini_ee.rules import NO_POLICY, RULES, Rule
+from mini_ee.registry import RULES as OF_METHODS
+from mini_ee.rules import NO_POLICY, RULES, Rule, rule_class
 
 PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy", "q-exit")
 
@@ -14,8 +15,8 @@ for _each in (each for name in PLAIN for each in fields(RULES[name]) if each.met
     SETTINGS.setdefault(_each.name, _each)
 """Name, as the arguments have it -> field, of the first of these rules that has it."""
 
-
-RETRIEVAL = ("k", "tau", "fallback_top")  # of RAEE's rule
+OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_class(name)) if each.metadata}
+"""Name -> the rule that a method brings, and its field: a setting in place of the one that a run was made with."""
 
 
 def add_rule(parser) -> None:
@@ -30,19 +31,20 @@ def add_rule(parser) -> None:
 
 def refuse_settings(args, why: str, *spared: str) -> None:
     """Raise WrongArguments where --rule was given, or a setting of a rule that is not spared."""
-    for name in ("rule", *SETTINGS, *RETRIEVAL):
+    for name in ("rule", *SETTINGS, *OWN):
         if name not in spared and getattr(args, name, None) is not None:
             raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
 
 
-def add_retrieval(parser) -> None:
-    """The settings of RAEE's rule, in place of those that a run was collected with."""
-    group = parser.add_argument_group("a run of raee", "instead of the settings that it was collected with")
-    group.add_argument("--k", type=positive, help="neighbours that vote")
-    group.add_argument("--tau", type=number, help="how sure a neighbour's exit must be to vote, Eq. 4")
-    group.add_argument(
-        "--fallback-top", type=whole_number, metavar="N", help="best exits of a neighbour with none that sure"
-    )
+def add_own(parser) -> None:
+    """The settings of rules that methods bring, in place of those that a run was made with."""
+    groups = {}
+    for name, (rule, each) in OWN.items():
+        if rule not in groups:
+            groups[rule] = parser.add_argument_group(f"a run of {rule}", "instead of the settings it was made with")
+        about = each.metadata
+        kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
+        groups[rule].add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
 
 
 def chosen_rule(args, run) -> Rule:
@@ -51,7 +53,8 @@ def chosen_rule(args, run) -> Rule:
     run: a Run or a Runtime, with `rule`, `exits` and `config`.
     """
     given = {name: value for name in SETTINGS if (value := getattr(args, name, None)) is not None}
-    retrieval = {name: value for name in RETRIEVAL if (value := getattr(args, name, None)) is not None}
+    own = {name: value for name in OWN if (value := getattr(args, name, None)) is not None}
+    flag, whose = next(((flag_of(each, OWN[each][1].metadata), OWN[each][0]) for each in own), (None, None))
     name = args.rule or _named_by(given)
     try:
         if name is None:
@@ -59,11 +62,11 @@ def chosen_rule(args, run) -> Rule:
                 raise ValueError("--measure says what a threshold is on: give --threshold too")
             if given:
                 raise ValueError(f"--{next(iter(given))} is a setting of a rule: name it with --rule")
-            if retrieval and run.rule.name != "raee":
-                raise ValueError(f"--{next(iter(retrieval)).replace('_', '-')} is for a run of raee")
-            rule = replace(run.rule, **retrieval)
-        elif retrieval:
-            raise ValueError(f"--{next(iter(retrieval)).replace('_', '-')} is for a run of raee under its own rule")
+            if own and run.rule.name != whose:
+                raise ValueError(f"{flag} is for a run of {whose}")
+            rule = replace(run.rule, **own)
+        elif own:
+            raise ValueError(f"{flag} is for a run of {whose} under its own rule")
         else:
             rule = _made(name, given, run)
             if rule.needs is not None and len(run.exits) == 1:
@@ -72,7 +75,9 @@ def chosen_rule(args, run) -> Rule:
                 raise ValueError(NO_POLICY.format(name))
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:
-            raise ValueError(f"layer 0 is an exit for rules that plan only: use raee, never or fixed, not {rule.name}")
+            raise ValueError(
+                f"layer 0 is an exit for rules that plan only: use never, fixed or its own, not {rule.name}"
+            )
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     return rule

@@ -125,9 +125,9 @@ class Retrieval(Rule):
     config.json; datastore and embedder are given by `with_datastore`, and without them the rule cannot plan.
     """
 
-    k: int = 12
-    tau: float = 0.9
-    fallback_top: int = 0
+    k: int = option(12, "neighbours that vote")
+    tau: float = option(0.9, "how sure a neighbour's exit must be to vote, Eq. 4")
+    fallback_top: int = option(0, "best exits of a neighbour with none that sure", metavar="N")
     include_embeddings: bool = False
     datastore: Datastore | None = field(default=None, repr=False, compare=False)
     embed: Embed | None = field(default=None, repr=False, compare=False)
