@@ -1,4 +1,5 @@
-"""What there is, by name: one line a method, one line a backbone, one line a rule that a method brings.
+"""What there is, by name: one line a method, one line a backbone, one line a rule
+or a measure that a method brings.
 
 Strings only: nothing is imported before its use.
 """
@@ -34,6 +35,10 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
 RULES = {  # name in a run's config.json -> the module of the method that brings the rule, and puts it into rules.RULES
     "raee": "mini_ee.methods.raee",
     "adainfer": "mini_ee.baselines.adainfer",
+}
+
+MEASURES = {  # what `mini-ee evaluate --NAME` measures besides, of any run -> the module of the method that brings it
+    "hardness": "mini_ee.methods.consistent",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

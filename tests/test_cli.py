@@ -27,6 +27,7 @@ import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.measure.evaluate as evaluation
 import mini_ee.measure.figures as figures
+import mini_ee.methods.consistent as consistent
 import mini_ee.recording as recording
 import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
@@ -37,7 +38,7 @@ from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task, toy_task
-from mini_ee.measure.evaluate import RANGES, curve, hardness_in_training, over_seeds, rows_of
+from mini_ee.measure.evaluate import RANGES, curve, over_seeds, rows_of
 from mini_ee.measure.tables import ranges_table
 from mini_ee.recording import read_every_exit, record, summary
 from mini_ee.registry import METHODS
@@ -847,7 +848,7 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
     kinds = tuple("easy" if layer == 1 else "hard" for layer in memorized)
     recorded = record(trained.segments(), trained.encode(dev.texts), 8)
-    known = evaluation.hardness(recorded, replace(dev, hardness=kinds))["known"]
+    known = consistent.hardness(recorded, replace(dev, hardness=kinds))["known"]
     assert known["easy"] == 1 and known["hard"] == pytest.approx(np.mean([layer for layer in memorized if layer > 1]))
 
 
@@ -880,7 +881,7 @@ def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(
 def test_of_a_task_without_train_nothing_is_said_of_the_rows_held_out(run_folder, task_folder):
     task = load_task(task_folder)
     without = replace(task, splits={"dev": task.split("dev")})
-    assert hardness_in_training(load_run(run_folder), without, 8) is None
+    assert consistent.hardness_in_training(load_run(run_folder), without, 8) is None
 
 
 def hardness(trained, rows):

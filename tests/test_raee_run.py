@@ -381,7 +381,7 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
     printed = capsys.readouterr().out
     assert f"leaves after {said[0]['layer']} layers. Its neighbours vote:" in printed
     assert printed.count("\n    1.00 for ") == 2
-    assert "--neighbours is for a run of raee" in refused(capsys, "evaluate", base, *given[2:])
+    assert "--neighbours is for a run that plans" in refused(capsys, "evaluate", base, *given[2:])
 
 
 @pytest.mark.parametrize(
@@ -795,4 +795,4 @@ def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path,
     message = "mini-ee train joint: unrecognized arguments: --template"
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
     picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
-    assert "--picture is for the --sweep of a decoder or of raee" in refused(capsys, "evaluate", prompted, *picture)
+    assert "--picture is for the --sweep of a decoder or of a plan" in refused(capsys, "evaluate", prompted, *picture)

@@ -1,5 +1,6 @@
 """`mini-ee evaluate`: accuracy, layers saved and measured speed-up of a run."""
 
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
 from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
 from mini_ee.data.metrics import majority
+from mini_ee.registry import MEASURES
 
 HELP = "accuracy, layers saved and measured speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
@@ -27,10 +29,12 @@ def add(sub) -> None:
     add_own(sub)
     sub.add_argument("--sweep", action="store_true", help="also 51 thresholds; of tokens everything over epsilon")
     sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
-    sub.add_argument("--neighbours", type=positive, metavar="N", help="raee: also what the store has nearest to N rows")
-    sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
+    sub.add_argument("--neighbours", type=positive, metavar="N", help="a plan: also what it goes by, of N rows")
+    sub.set_defaults(hardness=False)
+    if "hardness" in MEASURES:
+        sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens, --sweep: also perplexity of this text")
-    sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of raee or of tokens: the paper's figures")
+    sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of a plan or of tokens: the paper's figures")
 
 
 def run(args, say) -> dict:
@@ -54,6 +58,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.measure.evaluate import evaluate, read_rows, rows_of
     from mini_ee.measure.tables import exits_table, score_name, sweep_table
+    from mini_ee.training.method import load_method
     from mini_ee.training.train import check_task
 
     refuse(args, ("text",), f"is for a decoder's tokens; {args.run} holds a classifier")
@@ -64,9 +69,9 @@ def _rows(opened, args, say) -> dict:
     rule = chosen_rule(args, opened)
     retrieves = rule.plans_from_texts
     if args.picture and not (args.sweep and retrieves):
-        raise WrongArguments("--picture is for the --sweep of a decoder or of raee; mini-ee compare draws the others")
+        raise WrongArguments("--picture is for the --sweep of a decoder or of a plan; mini-ee compare draws the others")
     if not retrieves:
-        refuse(args, ("neighbours",), f"is for a run of raee; {args.run} has no datastore")
+        refuse(args, ("neighbours",), f"is for a run that plans; {args.run} has no datastore")
     if task.regression:
         why = f"asks whether an exit is right; {task.name} is a regression, give classes"
         refuse(args, ("overthinking", "hardness"), why)
@@ -87,10 +92,11 @@ def _rows(opened, args, say) -> dict:
         answer["hardness"] = _hardness(recorded, opened, task, rows, args.batch_size, say)
     if retrieves:
         given = rule, recorded, encoded, task, rows.labels, args.batch_size, args.seed
-        answer |= _controls(given, args, answer, say)
+        answer |= _controls(load_method(opened.config["method"]), given, args, answer, say)
     if args.neighbours:
         few = opened.encode(rows.texts[: args.neighbours])
-        answer["neighbours"] = _neighbours(rule, few, rows, task.label_names, args.batch_size, say)
+        found = load_method(opened.config["method"]).neighbours(rule, few, args.batch_size)
+        answer["neighbours"] = _neighbours(found, rows, task.label_names, say)
     if answer["always"] is not None:
         say(f"It always says {answer['always']}.")
     if not task.regression:
@@ -140,10 +146,10 @@ def _overthinking(recorded, task, rows, say) -> dict:
 
 
 def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
-    from mini_ee.measure.evaluate import hardness, hardness_in_training
     from mini_ee.measure.tables import table
 
-    found = hardness(recorded, rows)
+    measure = import_module(MEASURES["hardness"])
+    found = measure.hardness(recorded, rows)
     say(
         f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
         f"the loss under Eq. 1: {found['spearman_loss']:.2f}."
@@ -151,7 +157,7 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
     if "known" in found:
         lines = [{"kind": kind, "mean": mean} for kind, mean in found["known"].items()]
         say(table(lines, {"kind": "hardness", "mean": "memorized layer:.2f"}))
-    found["held_out"] = held = hardness_in_training(opened, task, batch_size)
+    found["held_out"] = held = measure.hardness_in_training(opened, task, batch_size)
     if held:
         pairs = (f"with {name} {value:.2f}" for name, value in held["spearman"].items())
         say(
@@ -161,11 +167,9 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
     return found
 
 
-def _neighbours(rule, encoded, rows, names: list[str], batch_size: int, say) -> list[dict]:
-    from mini_ee.methods.raee import retrieved
-
+def _neighbours(planned: list[dict], rows, names: list[str], say) -> list[dict]:
     found = []
-    for text, label, each in zip(rows.texts, rows.labels, retrieved(rule, encoded, batch_size)):
+    for text, label, each in zip(rows.texts, rows.labels, planned):
         found.append({"text": " / ".join(text), "label": names[label]} | each)
         say(f"{found[-1]['text']}\n    {names[label]}; leaves after {each['layer']} layers. Its neighbours vote:")
         for near in each["neighbours"]:
@@ -175,16 +179,15 @@ def _neighbours(rule, encoded, rows, names: list[str], batch_size: int, say) -> 
     return found
 
 
-def _controls(given: tuple, args, answer: dict, say) -> dict:
-    """RAEE's figure needs others beside it, without which it says nothing. given: what `controls` takes."""
+def _controls(method, given: tuple, args, answer: dict, say) -> dict:
+    """A plan's figure needs others beside it, without which it says nothing. given: what Method.controls takes."""
     from mini_ee.measure.figures import draw_ablation
     from mini_ee.measure.tables import ablation_table, controls_table
-    from mini_ee.methods.raee import ablation, controls
 
-    told = {"controls": controls(*given)}
+    told = {"controls": method.controls(*given)}
     say(controls_table(answer, told["controls"]))
     if args.sweep:
-        told["rows"] = ablation(*given)
+        told["rows"] = method.ablation(*given)
         say(ablation_table(told["rows"]))
         if args.picture:
             draw_ablation(args.picture, answer | told)
@@ -252,7 +255,7 @@ def _over_epsilon(opened, args, say) -> dict:
     from mini_ee.units.tokens import record_texts
 
     if len(opened.exits) == 1:
-        raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run of self-supervised")
+        raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run with exits")
     refuse_settings(args, "--sweep finds thresholds itself", "measure")
     measure = args.measure or getattr(opened.rule, "measure", "breaking_ties")
     held = None

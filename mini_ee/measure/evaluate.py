@@ -12,17 +12,12 @@ from operator import itemgetter
 import numpy as np
 
 from mini_ee.confidence import entropy, log_softmax, max_probability
-from mini_ee.data.files import read_json
-from mini_ee.data.metrics import spearman
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit
-from mini_ee.methods.consistent import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.recording import Record, exit_scores, plan_rows, predictions, record, summary
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold, rule_from_dict
-from mini_ee.training.holdout import split_rows
-from mini_ee.training.train import trained_on
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 
@@ -268,46 +263,4 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
             }
             for row in found[:OVERTHOUGHT]
         ],
-    }
-
-
-def hardness(recorded: Record, rows: Split) -> dict:
-    """ConsistentEE's memorized layer of rows with classes, and its correlation with their loss."""
-    memorized, losses = hardness_of(recorded.logits, rows.labels, recorded.segments.exits)
-    found = {
-        "memorized_layer": memorized.tolist(),
-        "mean_memorized_layer": float(memorized.mean()),
-        "spearman_loss": spearman(memorized, losses),
-    }
-    if kinds := rows.hardness:
-        found["known"] = {kind: float(memorized[np.array(kinds) == kind].mean()) for kind in dict.fromkeys(kinds)}
-    return found
-
-
-def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
-    """ConsistentEE's Table 1 on the held-out rows that chose the epoch; None where the run says nothing of them."""
-    folder = getattr(run, "folder", None)
-    path = folder and folder / "metrics.json"
-    if not path or not path.is_file():
-        return None
-    metrics = read_json(path)
-    wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
-    if not trained_on(run, task):
-        return None
-    held = split_rows(task, run.config["seed"], run.config["training"].get("max_train")).selection
-    if metrics.get("rows_held") != len(held):
-        return None
-    right = np.ones((len(wrong), len(held)), bool)
-    for epoch, rows in enumerate(wrong):
-        right[epoch, rows] = False
-    events = forgetting_events(right)
-    if not events.any():
-        return None
-    recorded = record(run.segments(), run.encode(held.texts), batch_size)
-    memorized, losses = hardness_of(recorded.logits, held.labels, run.exits)
-    return {
-        "rows": len(held),
-        "epochs": len(wrong),
-        "forgotten": int((events > 0).sum()),
-        "spearman": hardness_correlations(memorized, losses, events),
     }

@@ -89,7 +89,7 @@ def sweep_table(rows: list[dict], score: str) -> str:
 
 
 def controls_table(answer: dict, found: dict[str, dict]) -> str:
-    """RAEE's figure and those without which it says nothing."""
+    """A plan's figure and those without which it says nothing."""
     names = {
         "knn_labels": "kNN label vote",
         "knn_weighted": "kNN label vote, weighted",
@@ -98,7 +98,7 @@ def controls_table(answer: dict, found: dict[str, dict]) -> str:
         "oracle": "oracle: earliest right layer",
         "full_model": "full model",
     }
-    rows = [answer | {"name": "RAEE"}, *(found[key] | {"name": name} for key, name in names.items())]
+    rows = [answer | {"name": answer["method"]}, *(found[key] | {"name": name} for key, name in names.items())]
     headings = {"name": "what chooses", "score": "score:.3f", "mean_layers": "mean layers:.2f"}
     about = "A vote's layers are those of its queries; the search in the index is in measured time alone."
     return f"\n{table(rows, headings)}\n{about}\n"

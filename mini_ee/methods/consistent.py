@@ -45,13 +45,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.data.files import read_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import Settings, option
+from mini_ee.data.tasks import Split, Task
+from mini_ee.recording import Record, record
 from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage
+from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
 from mini_ee.training.rule import cuts
 from mini_ee.training.texts import policy_rule
+from mini_ee.training.train import trained_on
 from mini_ee.units.rows import States
 
 REWARDS = ("hardness-guided", "vanilla")
@@ -290,6 +295,48 @@ def forgetting_events(right: np.ndarray) -> np.ndarray:
 def hardness_correlations(memorized: np.ndarray, losses: np.ndarray, events: np.ndarray) -> dict[str, float]:
     """Table 1: Spearman's correlation of the memorized layer with the loss and with forgetting events; each (N,)."""
     return {"loss": spearman(memorized, losses), "forgetting events": spearman(memorized, events)}
+
+
+def hardness(recorded: Record, rows: Split) -> dict:
+    """The memorized layer of rows with classes, and its correlation with their loss."""
+    memorized, losses = hardness_of(recorded.logits, rows.labels, recorded.segments.exits)
+    found = {
+        "memorized_layer": memorized.tolist(),
+        "mean_memorized_layer": float(memorized.mean()),
+        "spearman_loss": spearman(memorized, losses),
+    }
+    if kinds := rows.hardness:
+        found["known"] = {kind: float(memorized[np.array(kinds) == kind].mean()) for kind in dict.fromkeys(kinds)}
+    return found
+
+
+def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
+    """Table 1 on the held-out rows that chose the epoch; None where the run says nothing of them."""
+    folder = getattr(run, "folder", None)
+    path = folder and folder / "metrics.json"
+    if not path or not path.is_file():
+        return None
+    metrics = read_json(path)
+    wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
+    if not trained_on(run, task):
+        return None
+    held = split_rows(task, run.config["seed"], run.config["training"].get("max_train")).selection
+    if metrics.get("rows_held") != len(held):
+        return None
+    right = np.ones((len(wrong), len(held)), bool)
+    for epoch, rows in enumerate(wrong):
+        right[epoch, rows] = False
+    events = forgetting_events(right)
+    if not events.any():
+        return None
+    recorded = record(run.segments(), run.encode(held.texts), batch_size)
+    memorized, losses = hardness_of(recorded.logits, held.labels, run.exits)
+    return {
+        "rows": len(held),
+        "epochs": len(wrong),
+        "forgotten": int((events > 0).sum()),
+        "spearman": hardness_correlations(memorized, losses, events),
+    }
 
 
 TOKENS = {"alpha": 0.1, "reward": "vanilla", "policy_epochs": 2, "policy_lr": 1e-3, "task_lr": 3e-4}

@@ -409,6 +409,9 @@ METHOD = Method(
     exits=None,
     classes_only=True,
     train=train,
+    controls=controls,
+    ablation=ablation,
+    neighbours=retrieved,
     defaults={"rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}},  # of few shots; LM-BFF's models are larger, lr 1e-5
     lacks=("pool", "head", "head_lr", "max_loss", "confidence"),
 )

@@ -40,6 +40,10 @@ class Method:
     train: Callable | None = None  # (Request, say) -> Run: a training of its own kind (RAEE's collection)
     search: Callable | None = None
     """In place of a recipe: (model, train, held, config) changes the model; returns records as of epochs."""
+    controls: Callable | None = None
+    """(rule, recorded, encoded, task, labels, batch_size, seed) -> name -> what must stand beside its rule's figure."""
+    ablation: Callable | None = None  # the same -> points: its figure over its settings, in place of a sweep
+    neighbours: Callable | None = None  # (rule, encoded, batch_size) -> a dict a row: what its rule plans by
     default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
 
 

@@ -25,7 +25,6 @@ from mini_ee.measure.evaluate import (
     LOSSES,
     by_exit,
     curve,
-    hardness_in_training,
     is_full,
     measure_seconds,
     most_saved,
@@ -37,6 +36,7 @@ from mini_ee.measure.evaluate import (
 from mini_ee.measure.probes import Costs, hear_rows, rows_to_read
 from mini_ee.measure.suits import kept, suitability, threshold_at
 from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.methods.consistent import hardness_in_training
 from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
