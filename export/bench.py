@@ -24,12 +24,11 @@ from mini_ee.measure.bench.common import (
     inputs_of,
     medians,
     minilm_of,
-    random_decoder,
     random_encoder,
     row_of,
     three_exits,
 )
-from mini_ee.measure.bench.decoders import STORIES, generate_of_transformers
+from mini_ee.measure.bench.decoders import STORIES, generate_of_transformers, random_decoder
 from mini_ee.measure.evaluate import REST
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit, Threshold

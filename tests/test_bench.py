@@ -181,7 +181,7 @@ def test_bench_sgmv_says_time_and_weights(capsys, monkeypatch):
 
 def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
     config = DecoderConfig.from_hugging_face(decoders.STORIES.to_dict() | {"num_hidden_layers": 3})
-    decoder = common.random_decoder(config, seed=0)
+    decoder = decoders.random_decoder(config, seed=0)
     settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
     (found,) = decoders._decoded(decoder, [[0]], 5, **settings)
     assert found.layers_run == [2, 2, 2, 2, 3]

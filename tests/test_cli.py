@@ -28,6 +28,7 @@ import mini_ee.data.files as files
 import mini_ee.measure.evaluate as evaluation
 import mini_ee.measure.figures as figures
 import mini_ee.methods.consistent as consistent
+import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.recording as recording
 import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
@@ -526,9 +527,9 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     run, asked = shutil.copytree(lora_folder, tmp_path / "run"), []
     cheapest, measure = streams_module.cheapest_schedule, streams_module.measure_costs
     monkeypatch.setattr(
-        opening, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
+        lora_exits, "cheapest_schedule", lambda costs, reach: asked.append(reach) or cheapest(costs, reach)
     )
-    monkeypatch.setattr(opening, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
+    monkeypatch.setattr(lora_exits, "measure_costs", lambda *given: asked.append(given[1:]) or measure(*given))
     evaluate = ("evaluate", run, "--task", task_folder, "--schedule", "adaptive")
     found = answer(capsys, *evaluate)
     assert sorted(sum(found["schedule"], [])) == [1, 2, 3]

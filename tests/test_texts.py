@@ -489,7 +489,7 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tm
     for argv, message, status in (
         ([run_folder, decoder_folder], "give a folder that `mini-ee train` wrote", 1),
         ([run_folder, run_folder, "--task", "x"], "--task is not for decoders' runs", 2),
-        ([run_folder, run_folder, "--schedule", "restart"], "--schedule is for LoRA exits", 2),
+        ([run_folder, run_folder, "--schedule", "restart"], "--schedule is for exits that run side by side", 2),
     ):
         assert main(["compare", *map(str, argv)]) == status
         assert message in capsys.readouterr().err

@@ -20,7 +20,9 @@ def add(sub) -> None:
     sub.add_argument("--batch-size", type=positive, help="of rows; 32 by default, 1 shows latency")
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the runs' backbone is now, if it moved")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
-    sub.add_argument("--schedule", type=_schedules, metavar="S", help="LoRA exits under each: restart,parallel")
+    sub.add_argument(
+        "--schedule", type=_schedules, metavar="S", help="runs whose exits have streams, under each: restart,parallel"
+    )
     sub.add_argument("--sweep", action="store_true", help="also the curve of each, and what it saves at little loss")
     sub.add_argument("--picture", type=Path, metavar="PNG", help="loss and accuracy by layer; with --sweep all curves")
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: the stories, if they moved")
@@ -43,14 +45,14 @@ def run(args, say) -> dict:
     asked, args.schedule = args.schedule or (None,), None
     opened = [one for folder in args.runs for one in _opened(folder, asked, args)]
     if asked != (None,) and not any(getattr(one.one, "schedule", None) for one in opened):
-        raise WrongArguments("--schedule is for LoRA exits, and none of these runs has them")
+        raise WrongArguments("--schedule is for exits that run side by side, and none of these runs has them")
     if of_rows([each.one for each in opened]):
         return _rows(opened, args, say)
     return _tokens([each.one for each in opened], args, say)
 
 
 def _opened(folder: Path, schedules, args) -> list:
-    """A run, LoRA exits once under each schedule that was asked for."""
+    """A run, once under each schedule that was asked for where it has any."""
     from mini_ee.cli.open import open_trained, schedule_of
     from mini_ee.measure.compare import Compared
 

@@ -17,7 +17,6 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
 from mini_ee.training.run import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
 from mini_ee.training.train import check_device, open_task
-from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
 
 
 def open_run(folder: Path, args, plain: bool = False) -> Run:
@@ -54,13 +53,14 @@ def open_trained(folder: Path, args, plain: bool = False) -> Run | Runtime:
 def _scheduled(run: Run, args, schedule: str | None) -> Run:
     if not hasattr(run.model, "streams"):
         if schedule:
-            raise WrongArguments(f"{run.folder}: --schedule is for LoRA exits, this is a run of {run.config['method']}")
+            raise WrongArguments(
+                f"{run.folder}: --schedule is for exits that run side by side, not those of {run.config['method']}"
+            )
         return run
     if schedule == "adaptive":
         refuse_settings(args, "--schedule adaptive goes by the rule that was calibrated")
         return run._replace(schedule=adaptive_schedule(run, getattr(args, "batch_size", 1)))
-    made = parallel if schedule == "parallel" else restart
-    return run._replace(schedule=made(len(run.exits)))
+    return run._replace(schedule=run.model.schedule(schedule or "restart"))
 
 
 def adaptive_schedule(run: Run, batch_size: int) -> list[list[int]]:
@@ -73,12 +73,12 @@ def adaptive_schedule(run: Run, batch_size: int) -> list[list[int]]:
         raise WrongArguments(f"{run.folder}: does not know its held-out rows, which --schedule adaptive needs")
     left = np.array(run.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
     reach = left[::-1].cumsum()[::-1] / left.sum()
-    return cheapest_schedule(measure_costs(run.model, batch_size, round(metrics["mean_tokens"])), reach)
+    return run.model.cheapest_schedule(batch_size, round(metrics["mean_tokens"]), reach)
 
 
 def schedule_of(one: Run | Runtime) -> dict:
-    """For an answer: which streams of LoRA exits start together, by the layers that they end after. An exported
-    folder's graph restarts.
+    """For an answer: which streams start together, of exits that have some, by the layers that they end after. An
+    exported folder's graph restarts.
     """
     schedule = None if isinstance(one, Runtime) else one.schedule
     return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}

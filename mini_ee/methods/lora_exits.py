@@ -58,7 +58,7 @@ from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.units.heads import exit_heads
 from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits
-from mini_ee.units.streams import LoRASegments, restart
+from mini_ee.units.streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
 UNTAUGHT = ("distill", "vanilla")  # under which what distillation reads counts for nothing
@@ -292,6 +292,14 @@ class LoRAExits(ExitModel):
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:
         """What early_exit drives; restart by default."""
         return LoRASegments(self, schedule or restart(len(self.exits)))
+
+    def schedule(self, name: str) -> list[list[int]]:
+        """The one of a name, restart or parallel: which streams start together."""
+        return {"restart": restart, "parallel": parallel}[name](len(self.exits))
+
+    def cheapest_schedule(self, batch_size: int, tokens: int, reach: np.ndarray) -> list[list[int]]:
+        """The one that is quickest on this machine for rows of so many tokens. reach (K,): see units/streams.py."""
+        return cheapest_schedule(measure_costs(self, batch_size, tokens), reach)
 
     def own_state(self) -> dict[str, Tensor]:
         """Heads: adapters stand in PEFT's layout beside them."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Inputs
 from mini_ee.rules import Threshold
@@ -93,14 +93,7 @@ def random_encoder(config: BertConfig, seed: int) -> Bert:
         return Bert(config, lm_head=False).eval()
 
 
-def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
-    """One in eval mode."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Decoder(config).eval()
-
-
-def from_transformers(kind: str, backbone: Bert | Decoder):
+def from_transformers(kind: str, backbone: Backbone):
     """The same weights in transformers' own model, of its class `kind`, in eval mode."""
     try:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

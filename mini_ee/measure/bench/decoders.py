@@ -11,7 +11,7 @@ import torch
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig
-from mini_ee.measure.bench.common import forced_out, from_transformers, medians, random_decoder, row_of
+from mini_ee.measure.bench.common import forced_out, from_transformers, medians, row_of
 from mini_ee.rules import Rule
 from mini_ee.units.decoding import FILLS, Generated, gather
 from mini_ee.units.generation import generate, generate_lossless
@@ -54,6 +54,13 @@ def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
         for fill in FILLS:
             yield _forced_decoding(f"llama-12x768 b1 e{layer} {fill}", llama, layer, fill, new_tokens=16)
     yield _lossless("llama-12x256 b1 lossless", load_backbone(BUILT_IN_DECODER), 64, seed)
+
+
+def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
+    """One in eval mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Decoder(config).eval()
 
 
 def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) -> Iterator[dict]:
