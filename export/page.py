@@ -27,7 +27,7 @@ from mini_ee.early_exit import ExitResult
 from mini_ee.export.builder import branches_of
 from mini_ee.export.sessions import HeldRule
 from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.training.rule import KNOBS, curve
+from mini_ee.training.rule import curve
 from mini_ee.training.run import Run
 from mini_ee.units.generation import generated_texts
 from mini_ee.units.tokens import record_texts
@@ -174,7 +174,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
     own: score and mean layers of the run's own rule, whose thresholds most often differ from exit to exit.
     """
-    if run.rule.name not in KNOBS or len(run.exits) < 2:
+    if run.rule.knob is None or len(run.exits) < 2:
         return None
     backbone = run.model.backbone
     count = min(WRITTEN, backbone.max_written - max(map(len, prompts)))
@@ -193,13 +193,13 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
 def _moved(rule: Rule, points: list[list]) -> dict:
     """The graph's input that the rule's knob is, and points with its values."""
-    moved = [_fed(rule_from_dict(rule.to_dict() | {KNOBS[rule.name]: value})) for value, *_ in points]
+    moved = [_fed(rule_from_dict(rule.to_dict() | {rule.knob: value})) for value, *_ in points]
     return {"setting": moved[0][0], "points": [(value, *kept) for (_, value), (_, *kept) in zip(moved, points)]}
 
 
 def _family(rule: Rule) -> dict:
     """The rule without the setting that moves."""
-    return {name: value for name, value in rule.to_dict().items() if name != KNOBS.get(rule.name)}
+    return {name: value for name, value in rule.to_dict().items() if name != rule.knob}
 
 
 def _fed(rule: Rule) -> tuple[str, float | str]:

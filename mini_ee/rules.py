@@ -5,6 +5,7 @@
     rule.needs                                         what `stop` looks at: "logits", "state" (no logits), or None
     rule.flops(classes)                                what one decision costs for one unit
     rule.plan_flops(inputs)                            what a plan costs for one unit
+    rule.from_loose_to_strict(recorded, n)             the rule with other values of its `knob`, as a sweep tries them
     rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
 
 A rule is numpy code, which also runs on the values of a graph that stops by itself (export/tracing.py).
@@ -16,7 +17,7 @@ Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no st
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Self
@@ -71,6 +72,32 @@ class Rule:
     def of_batches(self, inputs: Iterable) -> "Iterable[tuple[object, Rule]]":
         """Each batch of inputs with the rule that it is run under."""
         return ((batch, self) for batch in inputs)
+
+    # ---- The curve of a rule: the same rule with other values of one setting ----
+    knob: ClassVar[str | None] = None  # the setting that trades layers for score; None: no setting does
+    never: ClassVar[float] = math.inf  # its value under which no unit exits early
+
+    @property
+    def knob_range(self) -> tuple[float, float]:
+        """Smallest and largest value of the knob that makes sense, `never` aside: those of its option."""
+        about = self.__dataclass_fields__[self.knob].metadata
+        least, most = about["least"], about["most"]
+        return -math.inf if least is None else least, math.inf if most is None else most
+
+    def compared(self, recorded) -> np.ndarray:
+        """(N, K - 1): what the rule compares with its knob at every exit but the last. recorded: a Record."""
+        raise NotImplementedError(f"{type(self).__name__} has a knob, and no compared(recorded)")
+
+    def from_loose_to_strict(self, recorded, count: int) -> list["Rule"]:
+        """The rule with other values of its knob, under which ever fewer units exit early; the last lets none exit.
+
+        The values are `count` quantiles of what is compared with the knob, and the rule's own.
+        """
+        if self.knob is None:
+            return []
+        levels = np.quantile(self.compared(recorded), np.linspace(0, 1, count))
+        values = np.clip([*levels, *np.atleast_1d(getattr(self, self.knob))], *self.knob_range)
+        return [replace(self, **{self.knob: value}) for value in np.unique([*values, self.never]).tolist()]
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----
     fed: tuple[str, ...] = ()  # settings that such a graph takes as inputs
@@ -219,6 +246,14 @@ class Threshold(Rule):
         return confidence(reading, self.measure) >= threshold
 
     fed, runtime_inputs = ("threshold",), {"threshold": "threshold"}
+    knob = "threshold"
+
+    @property
+    def knob_range(self) -> tuple[float, float]:
+        return LIMITS[self.measure]
+
+    def compared(self, recorded) -> np.ndarray:
+        return recorded.confidence(self.measure)
 
     def check(self, num_exits: int) -> None:
         if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
@@ -258,6 +293,11 @@ class Patience(Rule):
         return memory["streak"] >= self.patience
 
     fed, runtime_inputs = ("patience",), {"patience": "patience"}
+    knob = "patience"
+
+    def from_loose_to_strict(self, recorded, count: int) -> list[Rule]:
+        """Every patience, however many there are."""
+        return [replace(self, patience=patience) for patience in range(1, len(recorded.segments.exits))]
 
     def flops(self, classes: int) -> float:
         return classes + 3.0
@@ -292,6 +332,7 @@ class PatienceConfidence(Rule):
         return memory["streak"] >= self.patience
 
     fed, runtime_inputs = ("patience", "threshold"), {"patience": "patience", "threshold": "threshold"}
+    knob, knob_range, compared = "threshold", Threshold.knob_range, Threshold.compared
 
     def flops(self, classes: int) -> float:
         return 5.0 * classes + 2.0
@@ -324,6 +365,11 @@ class Policy(Rule):
         return reading.exit_logit > self.least_logit
 
     fed, runtime_inputs = ("cut",), {"threshold": "least_logit"}  # float32 holds more of the logit than of the cut
+    knob, never = "cut", 1.0
+
+    def compared(self, recorded) -> np.ndarray:
+        """The probabilities of leaving."""
+        return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
 
     def flops(self, classes: int) -> float:
         return 1.0
@@ -355,6 +401,11 @@ class QExit(Rule):
         return memory["hazard"] > self.least_hazard
 
     fed, runtime_inputs = ("q",), {"threshold": "least_hazard"}
+    knob, never = "q", 1.0
+
+    def compared(self, recorded) -> np.ndarray:
+        """The probabilities of having left by each exit."""
+        return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
 
     def flops(self, classes: int) -> float:
         return 4.0  # exponential, logarithm, sum, comparison
@@ -374,7 +425,7 @@ def rule_class(name: str) -> type[Rule]:
 
 def rule_from_dict(config: dict) -> Rule:
     """The rule that `to_dict` described. Raises ValueError for an unknown name, key or value."""
-    settings = dict(config)
+    settings = {key: float(value) if value in ("inf", "-inf") else value for key, value in config.items()}  # see _json
     name = settings.pop("name", None)
     try:
         return rule_class(name)(**settings)

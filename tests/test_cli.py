@@ -33,7 +33,7 @@ import mini_ee.recording as recording
 import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
-from mini_ee.cli.rules import SETTINGS
+from mini_ee.cli.rules import rule_settings
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
@@ -551,7 +551,7 @@ def test_every_setting_of_a_rule_is_refused_where_no_rule_is_taken(capsys, lora_
     for name, value in (*settings, ("cut", 0.5)):
         line = refused(capsys, "classify", lora_folder, "--text", "x", "--schedule", "adaptive", f"--{name}", value)
         assert f"leave out --{name}" in line
-    refused_settings = {flag_of(each, {}) for each in SETTINGS} - {"--exit", "--threshold"}
+    refused_settings = {flag_of(each, {}) for each in rule_settings()} - {"--exit", "--threshold"}
     assert refused_settings == {f"--{name}" for name, _ in settings[2:]} | {"--cut"}, "a setting that is not tried here"
 
 

@@ -294,7 +294,7 @@ def test_an_evaluation_says_the_score_with_all_tokens_in_all_layers(padded_input
     encoded = Encoded(ids, types, padded_inputs.texts, 0, 0)
     one = SimpleNamespace(segments=model.segments, whole_model=lambda: model.segments().whole())
     task = Task("words", ("a", "b", "c"), ("accuracy",), {})
-    found = evaluate(one, NeverExit(), read_rows(one, encoded, labels, 4), task, encoded, 4, 0)
+    found = evaluate(one, NeverExit(), read_rows(one, encoded, labels, 4), task, encoded, 4)
     assert found["all_tokens_score"] == 1 and found["score"] < 1
 
 

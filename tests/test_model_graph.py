@@ -31,7 +31,6 @@ from mini_ee.recording import Record, Recorded, read_and_measure, read_every_exi
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, QExit, Rule, Threshold
 from mini_ee.segments import Segments
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.rule import left_by
 from mini_ee.units.prompts import PromptModel
 from mini_ee.units.rows import RowExits, RowState
 
@@ -112,7 +111,7 @@ def rules_of(name, model, inputs):
     if name == "a number":
         return [Patience(1, 1.0), Patience(2, 2.0), FixedExit(1)]
     if name == "ponder":
-        chances = left_by(record_of(model, inputs))
+        chances = QExit().compared(record_of(model, inputs))
         return [
             *(QExit(float(np.median(chances[:, k]) + 1e-4)) for k in (0, 1)),
             QExit(1.0),

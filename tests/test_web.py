@@ -251,7 +251,6 @@ class Mine(Threshold):
 @in_chromium
 def test_a_rule_of_ones_own_has_its_page(browser, serve, run, tmp_path, monkeypatch):
     monkeypatch.setitem(rules.RULES, "mine", Mine)
-    monkeypatch.setitem(page.KNOBS, "mine", "threshold")
     test_each_rule_has_its_page(browser, serve, run, tmp_path, Mine(0.55))
     assert "the rule mine says so" in browser.value("document.querySelector('.exits .why').textContent")
 

@@ -13,12 +13,12 @@ import re
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
 from mini_ee.calibration import chance_of_so_few, share_interval
-from mini_ee.rules import LIMITS, Rule
+from mini_ee.rules import Rule
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # bounds of the histogram
 
@@ -75,14 +75,11 @@ def stricter(rule: Rule) -> Rule:
     """
     if "patience" in rule.fed:
         return replace(rule, patience=rule.patience + 1)
-    named = {field.name for field in fields(rule)} & {"threshold", "cut", "q"} & set(rule.fed)
-    if not named:
+    name = rule.knob
+    if name not in rule.fed:
         raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")
-    (name,) = named
-    least, most = LIMITS.get(getattr(rule, "measure", None), (0.0, 1.0))
-    value = getattr(rule, name)
-    never = math.inf if name == "threshold" else most
-    raised = tuple(_raised(each, least, most, never) for each in np.atleast_1d(value).tolist())
+    (least, most), value = rule.knob_range, getattr(rule, name)
+    raised = tuple(_raised(each, least, most, rule.never) for each in np.atleast_1d(value).tolist())
     return replace(rule, **{name: raised if isinstance(value, tuple) else raised[0]})
 
 

@@ -48,7 +48,7 @@ def run(args, say) -> dict:
 
     import mini_ee
     from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
-    from mini_ee.measure.evaluate import evaluate, read_rows, rows_of
+    from mini_ee.measure.evaluate import evaluate, read_rows, rows_of, sweep_rules
     from mini_ee.training.options import RowOptions, TrainOptions
     from mini_ee.training.run import versions
     from mini_ee.training.train import open_task
@@ -68,7 +68,8 @@ def run(args, say) -> dict:
             say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         recorded = read_rows(trained, encoded, rows.labels, batch_size)
-        measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, CURVE_POINTS)
+        rules = sweep_rules(task.num_labels, len(trained.exits), CURVE_POINTS)
+        measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, rules)
         answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
         answer |= {"promised": read_json(trained.folder / "metrics.json")["promised"], "curve": answer.pop("rows")}
         answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
@@ -84,10 +85,8 @@ def run(args, say) -> dict:
             say(_curve_plot(answer))
         write_json(folder / ANSWER, answer)
         write_bytes(folder / "report.md", f"# mini-ee demo\n\n```\n{text}\n```\n\n{plot}\n".encode())
-    say(
-        f"ONNX, within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences: "
-        f"{out / 'exported'}"
-    )
+    near = f"within {verified['max_logit_difference']:.1g} of torch on {verified['texts']} sentences"
+    say(f"ONNX, {near}: {out / 'exported'}")
     say(f"Try: mini-ee classify {out / 'run'} {EXAMPLE_OF[len(rows.texts[0])]}")
     say(f"Report: {out / 'report.md'}")
     if pictures:

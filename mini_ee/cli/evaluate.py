@@ -27,7 +27,11 @@ def add(sub) -> None:
     add_where(sub)
     add_rule(sub)
     add_own(sub)
-    sub.add_argument("--sweep", action="store_true", help="also 51 thresholds; of tokens everything over epsilon")
+    sub.add_argument(
+        "--sweep",
+        action="store_true",
+        help="also 51 thresholds, or values of the rule that --rule names; of tokens everything over epsilon",
+    )
     sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
     sub.add_argument("--neighbours", type=positive, metavar="N", help="a plan: also what it goes by, of N rows")
     sub.set_defaults(hardness=False)
@@ -77,14 +81,14 @@ def _rows(opened, args, say) -> dict:
         refuse(args, ("overthinking", "hardness"), why)
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
     encoded, copies = _encoded(opened, task, split, rows, say)
-    sweep = SWEEP_POINTS if args.sweep and not retrieves else 0
     recorded = read_rows(opened, encoded, rows.labels, args.batch_size)
-    answer = evaluate(opened, rule, recorded, task, encoded, args.batch_size, sweep)
+    swept = _swept(rule if args.rule else None, recorded, task) if args.sweep and not retrieves else None
+    answer = evaluate(opened, rule, recorded, task, encoded, args.batch_size, swept)
     answer = {"method": opened.config["method"], "split": split, "copies": copies} | schedule_of(opened) | answer
     if "schedule" in answer:
         say(f"Exits whose streams start together: {answer['schedule']}")
     say(exits_table(answer, score_name(task.metrics)))
-    if sweep:
+    if swept is not None:
         say(sweep_table(answer["rows"], score_name(task.metrics)))
     if args.overthinking:
         answer["overthinking"] = _overthinking(recorded, task, rows, say)
@@ -165,6 +169,14 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
             f"{held['epochs']} epochs: {', '.join(pairs)}."
         )
     return found
+
+
+def _swept(named, recorded, task) -> list:
+    """The rules of a sweep: of the one that --rule names, else the usual thresholds or patiences."""
+    from mini_ee.measure.evaluate import sweep_rules
+
+    own = named.from_loose_to_strict(recorded, SWEEP_POINTS) if named else []
+    return own or sweep_rules(task.num_labels, len(recorded.segments.exits), SWEEP_POINTS)
 
 
 def _neighbours(planned: list[dict], rows, names: list[str], say) -> list[dict]:

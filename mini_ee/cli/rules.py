@@ -1,6 +1,6 @@
 """The rule that a command line names, made from the rules' own settings. No torch here."""
 
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 
 from mini_ee import WrongArguments
 from mini_ee.cli.options import READERS
@@ -8,12 +8,19 @@ from mini_ee.data.options import flag_of
 from mini_ee.registry import RULES as OF_METHODS
 from mini_ee.rules import NO_POLICY, RULES, Rule, rule_class
 
-PLAIN = ("never", "fixed", "threshold", "patience", "patience-confidence", "policy", "q-exit")
 
-SETTINGS = {}
-for _each in (each for name in PLAIN for each in fields(RULES[name]) if each.metadata):
-    SETTINGS.setdefault(_each.name, _each)
-"""Name, as the arguments have it -> field, of the first of these rules that has it."""
+def named_rules() -> dict[str, type[Rule]]:
+    """The rules that --rule can name: all of whose settings have help."""
+    return {name: kind for name, kind in RULES.items() if all(each.metadata for each in fields(kind))}
+
+
+def rule_settings() -> dict[str, Field]:
+    """Name, as the arguments have it -> field, of the first of these rules that has it."""
+    found = {}
+    for each in (each for kind in named_rules().values() for each in fields(kind)):
+        found.setdefault(each.name, each)
+    return found
+
 
 OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_class(name)) if each.metadata}
 """Name -> the rule that a method brings, and its field: a setting in place of the one that a run was made with."""
@@ -21,9 +28,9 @@ OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_cl
 
 def add_rule(parser) -> None:
     """--rule, and the settings of all rules, each once."""
-    parser.add_argument("--rule", choices=PLAIN, help="instead of the run's own rule")
+    parser.add_argument("--rule", choices=tuple(named_rules()), help="instead of the run's own rule")
     group = parser.add_argument_group("settings of a rule")
-    for name, each in SETTINGS.items():
+    for name, each in rule_settings().items():
         about, usual = each.metadata, "" if each.default is MISSING else f"; {each.default}"
         kind = {"type": READERS.get(each.type), "choices": about["choices"]}
         group.add_argument(flag_of(name, about), dest=name, help=about["help"] + usual, **kind)
@@ -31,7 +38,7 @@ def add_rule(parser) -> None:
 
 def refuse_settings(args, why: str, *spared: str) -> None:
     """Raise WrongArguments where --rule was given, or a setting of a rule that is not spared."""
-    for name in ("rule", *SETTINGS, *OWN):
+    for name in ("rule", *rule_settings(), *OWN):
         if name not in spared and getattr(args, name, None) is not None:
             raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
 
@@ -52,7 +59,7 @@ def chosen_rule(args, run) -> Rule:
 
     run: a Run or a Runtime, with `rule`, `exits` and `config`.
     """
-    given = {name: value for name in SETTINGS if (value := getattr(args, name, None)) is not None}
+    given = {name: value for name in rule_settings() if (value := getattr(args, name, None)) is not None}
     own = {name: value for name in OWN if (value := getattr(args, name, None)) is not None}
     flag, whose = next(((flag_of(each, OWN[each][1].metadata), OWN[each][0]) for each in own), (None, None))
     name = args.rule or _named_by(given)
@@ -85,7 +92,10 @@ def chosen_rule(args, run) -> Rule:
 
 def _named_by(given: dict) -> str | None:
     """The rule that a setting alone stands for."""
-    alone = {"threshold": "threshold", "patience": "patience", "exit": "fixed", "cut": "policy", "q": "q-exit"}
+    alone = {}
+    for name, kind in named_rules().items():
+        for each in fields(kind)[:1]:
+            alone.setdefault(each.name, name)
     return next((rule for setting, rule in alone.items() if setting in given), None)
 
 

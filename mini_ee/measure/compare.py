@@ -33,7 +33,7 @@ from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.method import load_method
-from mini_ee.training.rule import cuts, patiences, q_exits, thresholds
+from mini_ee.training.rule import LEVELS, cuts, patiences, q_exits, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
 from mini_ee.training.train import trained_on
@@ -105,7 +105,10 @@ def rules_of(one, recorded: Record, task: Task) -> list:
     candidates = (load_method(method).candidates if method in METHODS else None) or usual
     if candidates in (cuts, q_exits) and recorded.segments.exit_logits is None:
         candidates = usual  # an exported folder whose graph holds another rule asks no policy
-    return [NeverExit(), *candidates(recorded)]
+    found = candidates(recorded)
+    if type(one.rule) not in map(type, found):  # calibrated, or chosen by hand
+        found += one.rule.from_loose_to_strict(recorded, LEVELS)
+    return [NeverExit(), *found]
 
 
 def _swept(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_size: int) -> list:

@@ -6,7 +6,7 @@ always measured on the model itself, the compared things in turns of some rows, 
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -144,19 +144,26 @@ def read_rows(one, encoded: Encoded, labels: np.ndarray, batch_size: int) -> Rec
     return record(one.segments(), encoded, batch_size, "reading", one.whole_model())._replace(labels=labels)
 
 
-def evaluate(one, rule: Rule, recorded: Record, task: Task, encoded: Encoded, batch_size: int, sweep: int) -> dict:
+def evaluate(
+    one,
+    rule: Rule,
+    recorded: Record,
+    task: Task,
+    encoded: Encoded,
+    batch_size: int,
+    rules: Sequence[Rule] | None = None,
+) -> dict:
     """Accuracy, layers and measured speed-up of one rule on some rows.
 
     one: a Run or a Runtime, which gives `segments` and, for NeverExit, the `whole_model` that the speed-up is measured
-    against. recorded: as `read_rows` gives it. With `sweep` above 0 also `rows`: the same of a curve of so many
-    thresholds.
+    against. recorded: as `read_rows` gives it. With `rules` also `rows`: the same of a curve of these.
     """
     segments, whole, labels = one.segments(), one.whole_model(), recorded.labels
-    rules = sweep_rules(task.num_labels, len(segments.exits), sweep) if sweep else []
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
-    runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *rules))]
-    full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats=1 if sweep else REPEATS).tolist()
+    runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]
+    repeats = REPEATS if rules is None else 1
+    full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats).tolist()
     answer = {"task": task.name, "engine": segments.engine} | summary(main, recorded, task, labels)
     answer |= {
         "exits": list(segments.exits),
@@ -174,7 +181,7 @@ def evaluate(one, rule: Rule, recorded: Record, task: Task, encoded: Encoded, ba
     }
     if segments.tokens_leave and segments.engine == "torch":
         answer["all_tokens_score"] = exit_scores(record(segments.full(), encoded, batch_size), task, labels)[-1]
-    if sweep:
+    if rules is not None:
         answer["rows"] = [
             {
                 "rule": each.to_dict(),

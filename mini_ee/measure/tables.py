@@ -1,6 +1,7 @@
 """Answers as text tables. Functions return text; the command line prints."""
 
 from mini_ee.measure.evaluate import LOSSES, RANGES
+from mini_ee.rules import RULES
 
 LOSS_HEADINGS = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}
 
@@ -76,9 +77,10 @@ def sweep_table(rows: list[dict], score: str) -> str:
     """A curve, a rule a line. score: its name."""
     if not rows:
         return "No rule has anything to choose: the model has one exit."
-    lines = [row | {"setting": row["rule"].get("threshold", row["rule"].get("patience"))} for row in rows]
+    knob = RULES[rows[0]["rule"]["name"]].knob
+    lines = [row | {"setting": float(row["rule"][knob])} for row in rows]
     headings = {
-        "setting": "threshold:.3f" if "threshold" in rows[0]["rule"] else "patience",
+        "setting": "patience:.0f" if knob == "patience" else f"{knob}:.3f",
         "score": f"{score}:.3f",
         "mean_layers": "mean layers:.2f",
         "layers_saved": "layers saved:.1%",

@@ -25,34 +25,20 @@ from mini_ee.rules import LIMITS, NeverExit, Patience, Policy, QExit, Rule, Thre
 from mini_ee.training.promise import paired_p_values, rows_needed
 
 
-def asked(recorded: Record, rule: Rule) -> np.ndarray:
-    """(N, K - 1): what the rule compares with its knob at every exit but the last."""
-    if not rule.asks_policy:
-        return recorded.confidence(rule.measure)
-    if isinstance(rule, QExit):
-        return left_by(recorded)
-    return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
-
-
-def left_by(recorded: Record) -> np.ndarray:
-    """The probability of having left by each exit but the last, (N, K - 1)."""
-    return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
-
-
 def cuts(recorded: Record) -> list[Rule]:
     """The papers' cut, .5, and cuts at quantiles of the probabilities of leaving."""
-    return [Policy(), *(Policy(float(level)) for level in quantiles(asked(recorded, Policy())))]
+    return [Policy(), *(Policy(float(level)) for level in quantiles(Policy().compared(recorded)))]
 
 
 def q_exits(recorded: Record) -> list[Rule]:
     """PALBERT's q, .5, and quantiles of the probabilities of having left by each exit."""
-    return [QExit(), *(QExit(float(level)) for level in quantiles(asked(recorded, QExit())))]
+    return [QExit(), *(QExit(float(level)) for level in quantiles(QExit().compared(recorded)))]
 
 
-def passing(recorded: Record, rule: Policy | Threshold) -> list[Rule]:
+def passing(recorded: Record, rule: Rule) -> list[Rule]:
     """The rule with other thresholds, the strictest first: such as these shares of all that it is asked would pass."""
-    levels = np.quantile(asked(recorded, rule), 1 - np.array(PASSING)).tolist()
-    return [replace(rule, **{KNOBS[rule.name]: level}) for level in levels]
+    levels = np.quantile(rule.compared(recorded), 1 - np.array(PASSING)).tolist()
+    return [replace(rule, **{rule.knob: level}) for level in levels]
 
 
 def observe(recorded: Record, measure: str = "max_probability") -> Observed:
@@ -158,14 +144,6 @@ def quantiles(values: np.ndarray) -> np.ndarray:
     return np.quantile(values.ravel(), np.linspace(0, 1, LEVELS))
 
 
-KNOBS = {
-    "threshold": "threshold",
-    "patience": "patience",
-    "patience-confidence": "threshold",
-    "policy": "cut",
-    "q-exit": "q",
-}
-"""Rule -> the setting that trades layers for score."""
 CURVE_POINTS = 24
 
 
@@ -174,13 +152,13 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
 
     Of each: the rule, one of its kind, and points [value of its knob, the task's score, mean layers].
     """
-    families = [chosen] if chosen.name in KNOBS else []
+    families = [chosen] if chosen.knob else []
     if len(recorded.segments.exits) > 1:
         families += [Patience(1)] if task.regression else [Threshold(0.5)]
     found = {}
     for rule in families:
         about = rule.to_dict()
-        kind = str({name: value for name, value in about.items() if name != KNOBS[rule.name]})
+        kind = str({name: value for name, value in about.items() if name != rule.knob})
         points = curve(recorded, rule, lambda result: task.score(predictions(result.logits), labels)["score"])
         found.setdefault(kind, {"rule": about, "points": points})
     return list(found.values())
@@ -189,21 +167,10 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
 def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) -> list[list]:
     """[value of the rule's knob, score, mean layers], from its loosest setting to its strictest."""
     points = []
-    for value in _settings(recorded, rule):
-        result = recorded.replay(replace(rule, **{KNOBS[rule.name]: value}))
+    for each in rule.from_loose_to_strict(recorded, CURVE_POINTS):
+        value, result = getattr(each, rule.knob), recorded.replay(each)
         points.append([str(value) if math.isinf(value) else value, score(result), float(result.layers_run.mean())])
     return points
-
-
-def _settings(recorded: Record, rule: Rule) -> list:
-    """Values of a rule's knob that let ever fewer units leave, the last one none of them."""
-    if rule.name == "patience":
-        return list(range(1, len(recorded.segments.exits)))
-    levels = np.quantile(asked(recorded, rule), np.linspace(0, 1, CURVE_POINTS))
-    values = [*levels, *np.atleast_1d(getattr(rule, KNOBS[rule.name]))]
-    if rule.asks_policy:
-        return np.unique([*values, 1.0]).tolist()
-    return np.unique([*np.clip(values, *LIMITS[rule.measure]), math.inf]).tolist()
 
 
 # ---- The rule that a training ends with ----

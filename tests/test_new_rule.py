@@ -1,0 +1,259 @@
+"""What a rule costs: one class and one line. This one has an option, a memory, and a setting with a name of its own.
+
+The class stands in a module of its own and is registered in RULES; nothing else in the package knows it. Then it is
+named on the command line, evaluated, swept, compared, exported, run, served and shown on the web page.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from test_serve_http import ask, serving
+
+from mini_ee import load_run, train
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.data.options import option
+from mini_ee.data.tasks import load_task
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.early_exit import Recorded, early_exit, read_every_exit
+from mini_ee.export import writer
+from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving import engine_of
+from mini_ee.export.serving.watch import stricter
+from mini_ee.measure.evaluate import read_rows
+from mini_ee.rules import RULES, Rule, confidence, rule_from_dict
+from mini_ee.training.rule import curves
+from mini_ee.training.run import Run, write_rule
+from mini_ee.units.recording import Record
+from mini_ee.units.tokens import TokenExits
+
+LINES = [f"the {thing} was {word}" for thing in ("film", "meal", "song") for word in ("good", "awful", "very dull")]
+
+
+@dataclass(frozen=True)
+class MeanConfidence(Rule):
+    """Exit if the mean of the confidences so far is at least `level`; each exit back counts `decay` times as much."""
+
+    level: float = option(help="exit if the mean confidence so far is at least", least=0, most=1)
+    decay: float = option(0.5, "weight of a confidence one exit later", least=0, most=1)
+    name = "mean-confidence"
+
+    fed, runtime_inputs = ("level",), {"threshold": "level"}
+    knob = "level"
+
+    def stop(self, k, reading, memory):
+        memory["total"] = self.decay * memory.get("total", 0) + confidence(reading, "max_probability")
+        return memory["total"] / sum(self.decay**back for back in range(k + 1)) >= self.level
+
+    def compared(self, recorded):
+        confidences, totals = recorded.confidence("max_probability"), []
+        for k in range(confidences.shape[1]):
+            weights = self.decay ** np.arange(k, -1, -1)
+            totals.append(confidences[:, : k + 1] @ weights / weights.sum())
+        return np.stack(totals, axis=1)
+
+    def flops(self, classes):
+        return 5.0 * classes + 3.0
+
+
+RULE = MeanConfidence(0.6, 0.25)
+NAMED = ("--rule", RULE.name, "--level", RULE.level, "--decay", RULE.decay)
+
+
+def exits_by_hand(logits, rule):
+    """Exit index (N,) of rows whose exits say logits (N, K, C), row by row in float64."""
+    found = []
+    for row in logits.astype(np.float64):
+        sure = [max(math.exp(one) for one in each - each.max()) / np.exp(each - each.max()).sum() for each in row]
+        for k in range(len(row)):
+            weights = [rule.decay ** (k - j) for j in range(k + 1)]
+            mean = sum(weight * each for weight, each in zip(weights, sure)) / sum(weights)
+            if k == len(row) - 1 or mean >= rule.level:
+                found.append(k)
+                break
+    return found
+
+
+@pytest.fixture(scope="module")
+def registered():
+    """The line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, MeanConfidence.name, MeanConfidence)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(registered, checkpoint_folder, task_folder, tmp_path_factory):
+    """A run on rows, whose own rule this is, at a level that some rows reach at each exit."""
+    out = tmp_path_factory.mktemp("rule") / "run"
+    run = train("joint", checkpoint_folder, task_folder, out, epochs=1, exits=(1, 2, 3))
+    level = float(np.median(RULE.compared(recorded(run, task_folder))))
+    write_rule(out, replace(RULE, level=level), None, [])
+    return load_run(out)
+
+
+def recorded(run, task_folder):
+    rows = load_task(task_folder).split("dev")
+    return read_rows(run, run.encode(rows.texts), rows.labels, 8)
+
+
+def answer(capsys, *argv):
+    """The JSON answer of a command that ends well."""
+    capsys.readouterr()
+    status = main([*map(str, argv), "--json"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return json.loads(captured.out)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "classify", "generate"])
+def test_help_shows_its_options(registered, command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(words in shown for words in ("--level", "--decay", "mean-confidence", "weight of a confidence", "; 0.5"))
+
+
+def test_it_is_named_by_a_command_and_by_its_first_setting_alone(trained, task_folder, capsys):
+    named = answer(capsys, "evaluate", trained.folder, "--task", task_folder, *NAMED)
+    assert named["rule"] == RULE.to_dict() == {"name": "mean-confidence", "level": 0.6, "decay": 0.25}
+    alone = answer(capsys, "evaluate", trained.folder, "--task", task_folder, "--level", 0.6)
+    assert alone["rule"] == {"name": "mean-confidence", "level": 0.6, "decay": 0.5}
+    assert main(["evaluate", str(trained.folder), "--rule", "mean-confidence"]) == 2
+    assert "the rule mean-confidence needs --level" in capsys.readouterr().err
+
+
+def test_a_run_whose_own_rule_it_is_is_evaluated_as_by_hand(trained, task_folder, capsys):
+    assert rule_from_dict(trained.rule.to_dict()) == trained.rule and isinstance(trained.rule, MeanConfidence)
+    record = recorded(trained, task_folder)
+    expected = np.bincount(exits_by_hand(record.logits, trained.rule), minlength=3).tolist()
+    found = answer(capsys, "evaluate", trained.folder, "--task", task_folder)
+    assert found["exit_counts"] == expected and sum(count > 0 for count in expected) >= 2
+    assert record.replay(trained.rule).exit_index.tolist() == exits_by_hand(record.logits, trained.rule)
+
+
+def test_its_curve_goes_from_loose_to_strict(trained, task_folder):
+    record = recorded(trained, task_folder)
+    rules = trained.rule.from_loose_to_strict(record, 12)
+    assert {(type(rule), rule.decay) for rule in rules} == {(MeanConfidence, 0.25)} and trained.rule in rules
+    layers = [record.replay(rule).layers_run.mean() for rule in rules]
+    assert layers == sorted(layers) and layers[0] == 1 and layers[-1] == 3 and len(set(layers)) > 4
+
+
+def test_it_is_swept_compared_and_calibrated(trained, task_folder, tmp_path, capsys):
+    swept = answer(capsys, "evaluate", trained.folder, "--task", task_folder, *NAMED, "--sweep")
+    assert {point["rule"]["name"] for point in swept["rows"]} == {"mean-confidence"} and len(swept["rows"]) > 4
+    assert main([*map(str, ("evaluate", trained.folder, "--task", task_folder, *NAMED, "--sweep"))]) == 0
+    assert "level" in capsys.readouterr().out
+    (compared,) = answer(capsys, "compare", trained.folder, "--task", task_folder, "--sweep")["rows"]
+    assert compared["rule"] == trained.rule.to_dict()
+    assert {point["rule"]["name"] for point in compared["curve"]} == {"never", "threshold", "mean-confidence"}
+    copy = shutil.copytree(trained.folder, tmp_path / "copy")
+    assert answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", 0.5)["epsilon"] == 0.5
+    assert load_run(copy).rule.name == "threshold"  # what `calibrate` gives a run is thresholds on one measure
+
+
+def test_a_training_measures_its_curve(trained, task_folder):
+    task, record = load_task(task_folder), recorded(trained, task_folder)
+    own, usual = curves(record, task, record.labels, trained.rule)
+    assert (own["rule"], usual["rule"]["name"]) == (trained.rule.to_dict(), "threshold")
+    values = [float(value) for value, *_ in own["points"]]
+    assert values == sorted(values) and values[-1] == math.inf and trained.rule.level in values
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("rule") / "exported"
+    writer.export(trained, out, [(line,) for line in LINES], web=True)
+    return out
+
+
+def expected_of(run, rule=None):
+    return [(each.label, each.layers) for each in run._replace(rule=rule or run.rule).classify(LINES)]
+
+
+@pytest.mark.parametrize("engine", ["onnx", "torch"])
+def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, capsys, engine):
+    out, lines, answers = tmp_path / "exported", tmp_path / "in.txt", tmp_path / "out.jsonl"
+    found = answer(capsys, "export", trained.folder, "--out", out, *NAMED, "--task", task_folder)
+    assert found["rule"] == RULE.to_dict() and found["verified"]["exit_agreement"] == 1.0
+    lines.write_text("".join(f"{line}\n" for line in LINES))
+    assert answer(capsys, "run", out, lines, "--out", answers, "--engine", engine)["failed"] == 0
+    written = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [(each["label"], each["layers"]) for each in written] == expected_of(trained, RULE)
+
+
+def test_the_graph_remembers_and_takes_other_levels_but_no_other_decay(random_model, padded_inputs, tmp_path):
+    model = random_model((1, 2, 4, 6))
+    graph = OrtModel(tmp_path, writer.write_graphs(model, model.segments(), RULE, tmp_path), threads=1)
+    logits, flops, _ = read_every_exit(model.segments(), padded_inputs)
+    levels = np.unique(RULE.compared(Record(Recorded(model.exits, logits, flops, [1] * 4), logits, 1.0)))
+    seen = set()
+    for level in [0.0, *((levels[1:] + levels[:-1]) / 2).tolist(), math.inf]:
+        rule = replace(RULE, level=level)
+        found = early_exit(graph, rule, padded_inputs).exit_index.tolist()
+        assert found == exits_by_hand(logits, rule)
+        seen |= set(found)
+    assert seen == {0, 1, 2, 3}
+    with pytest.raises(ValueError, match="model.onnx stops by the rule mean-confidence"):
+        early_exit(graph, replace(RULE, decay=0.75), padded_inputs)
+
+
+def test_it_is_served_and_made_stricter(trained, exported):
+    expected = expected_of(trained)
+    with serving(engine_of(Runtime(exported, threads=1)), max_open=32) as (_, port):
+        said = [ask(port, {"text": line}) for line in LINES]
+    assert [(status, found["label"], found["layers"]) for status, found, _ in said] == [(200, *e) for e in expected]
+    assert stricter(RULE) == MeanConfidence(0.8, 0.25) and stricter(stricter(replace(RULE, level=0.99999))).level > 1
+
+
+def test_the_web_page_shows_it(trained, exported):
+    page = read_json(exported / "web.json")
+    assert page["rule"] == trained.rule.to_dict()
+    values = page["settings"]["threshold"]["values"]
+    np.testing.assert_allclose(values, [trained.rule.level] * 2, rtol=1e-6)
+    web = onnxruntime.InferenceSession(exported / "model_web.onnx", providers=["CPUExecutionProvider"])
+    runtime = Runtime(exported, threads=1)
+    encoded = trained.encode([(line,) for line in LINES]).batch(range(len(LINES)))
+    feeds = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    feeds |= {"threshold": np.array(values, np.float32), "exit_at": np.array([-1])}
+    layers = web.run(["layers"], feeds)[0]
+    assert layers.tolist() == [each.layers for each in runtime.run(LINES)]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_pages_words_for_a_rule_that_it_does_not_know(exported):
+    script = f"""
+        import {{ readFileSync }} from "node:fs";
+        import {{ shown, why }} from "{exported}/rules.mjs";
+        const about = JSON.parse(readFileSync("{exported}/web.json"));
+        console.log(shown(about, about.settings) + "|" + why(about, about.settings, [], 0, true));
+    """
+    shutil.copy(exported / "rules.js", exported / "rules.mjs")
+    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, check=True)
+    it = "It leaves where the rule mean-confidence says so."
+    assert done.stdout.strip() == f"{it}|the rule mean-confidence says so: it leaves"
+
+
+def test_tokens_exit_by_it_and_the_page_of_a_decoder_has_its_curve(registered, decoder_checkpoint, tmp_path):
+    model = TokenExits(load_backbone(decoder_checkpoint), (1, 2, 3), "copy").eval()
+    config = {"method": "self-supervised", "unit": "tokens", "settings": {}}
+    run = Run(Path("run"), config, model, Tokenizer.from_folder(decoder_checkpoint, 30), MeanConfidence(0.2, 0.25))
+    prompts = ["the film was", "a meal", "the"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "VERIFIED_TOKENS", 4)
+        writer.export(run, tmp_path / "exported", prompts, web=True)
+    curve = read_json(tmp_path / "exported" / "web.json")["curve"]
+    assert curve["setting"] == "threshold" and len(curve["points"]) > 4 and curve["points"][-1][2] == 3
+    runtime = Runtime(tmp_path / "exported", threads=1, max_new_tokens=8)
+    written = run.generate(prompts, max_new_tokens=8)
+    assert [each.text for each in runtime.run(prompts)] == written
