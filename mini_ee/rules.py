@@ -427,7 +427,8 @@ def rule_from_dict(config: dict) -> Rule:
     """The rule that `to_dict` described. Raises ValueError for an unknown name, key or value."""
     settings = {key: float(value) if value in ("inf", "-inf") else value for key, value in config.items()}  # see _json
     name = settings.pop("name", None)
+    kind = rule_class(name)
     try:
-        return rule_class(name)(**settings)
+        return kind(**settings)
     except TypeError as error:
         raise ValueError(f"the rule {name} does not take these settings: {error}") from None

@@ -189,7 +189,7 @@ def test_without_all_of_them_joint_training_lives(tmp_path):
     check_life([REMOVABLE], tmp_path)
 
 
-slow = pytest.mark.skipif("MINI_EE_SLOW" not in os.environ, reason="slow: set MINI_EE_SLOW, as .ci/run does")
+slow = pytest.mark.skipif("MINI_EE_SLOW" not in os.environ, reason="slow: set MINI_EE_SLOW=1")
 
 
 @slow
