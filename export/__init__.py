@@ -1,6 +1,8 @@
-"""ONNX: writer.py makes a verified folder of graphs, which builder.py writes node by node; runtime.py serves it.
+"""ONNX: writer.py makes a verified folder of graphs; runtime.py serves it.
 
-What a graph is stands in the models, beside the torch code that it repeats. Without torch: manifest.py, sessions.py,
+A graph is what the project's own torch and numpy code computes, run once on values of the graph: tracing.py has the
+values, lower_shapes.py and lower_math.py say which nodes a function becomes, builder.py writes them. model_graph.py is
+the graph that stops by itself, segment_graphs.py the graphs by segment. Without torch: manifest.py, sessions.py,
 row_segments.py, token_segments.py and runtime.py. torch_engine.py runs the same folder through torch.
 """
 

@@ -197,9 +197,7 @@ def test_a_single_file_is_split_by_its_seed_and_no_text_is_on_both_sides(tmp_pat
 
 def test_a_single_file_that_is_not_to_be_split_says_how(tmp_path):
     folder = made(tmp_path, "mine", kunden_csv=PLAIN)
-    with pytest.raises(
-        FileNotFoundError, match="kunden.csv: expected a task folder, found a file; .*--split-file 0"
-    ):
+    with pytest.raises(FileNotFoundError, match="kunden.csv: expected a task folder, found a file; .*--split-file 0"):
         load_task(folder / "kunden.csv")
     with pytest.raises(ValueError, match=r"found \['kunden.csv'\]; add --split-file 0 to split the file"):
         load_task(folder)

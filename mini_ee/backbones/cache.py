@@ -227,7 +227,7 @@ def graph_cache(g, first: int, width: int) -> tuple[str, str, GraphCache]:
 
 
 class GraphBlock:
-    """Block as ONNX nodes: whole rows, whose tokens read each other, or tokens whose past stands in caches.
+    """Around in a graph: whole rows, whose tokens read each other, or tokens whose past stands in caches.
 
     The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
     the last takes padding. A layer leaves them in `written`, as they are then. The caller lays the outputs over the

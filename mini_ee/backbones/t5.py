@@ -17,8 +17,8 @@ Keys and values of the encoder's output are made by the layer that reads them, f
 run costs nothing. Text is written over caches as by any decoder; a token that has left leaves its own keys above, those
 of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
 
-In ONNX graphs of rows hidden states and the encoder's output are one value, (B, 1 + S, D): rows that leave take both
-along. Those of tokens have the keys and values of all layers from a graph of their own: t5_graphs.py.
+ONNX graphs by segment hand hidden states and the encoder's output on as one value, (B, 1 + S, D): see `packed`. Graphs
+of tokens have the keys and values of all layers from a graph of their own: t5_graphs.py.
 Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
 """
 

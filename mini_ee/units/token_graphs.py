@@ -35,7 +35,7 @@ class GraphTokens(NamedTuple):
 
 
 class TokenGraphs(Segments):
-    """What export writes of a model: `graphs()` by segment; the others are what model_graph.py asks for."""
+    """What export writes of a model: the segments of one graph (model_graph.py), and `graphs()` by segment."""
 
     def __init__(self, model: TokenExits):
         self.model, self.exits = model, model.exits
