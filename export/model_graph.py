@@ -37,6 +37,10 @@ class _ModelGraph:
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.says_exit_logit = self.decides and rule.asks_policy
         self.classes = facts["vocab_size"] if facts["unit"] == "tokens" else facts["num_labels"]
+        memory: dict = {}
+        if self.decides and rule.needs == "logits":
+            rule.stop(0, Reading(np.zeros((1, self.classes), np.float32)), memory)
+        self.remembers = bool(memory)
 
     def write(self) -> None:
         g, segments = self.g, self.segments
@@ -72,13 +76,17 @@ class _ModelGraph:
         return g.op("Expand", exit_at, g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
 
     def _rule_at(self, k: int) -> tuple[Rule, ArrayValue | None]:
-        """The rule with the inputs of the graph as they are at exit k, and its threshold ()."""
-        g, values = self.g, {}
+        """The rule with the inputs of the graph as they are at exit k; and its threshold (), the head not being read
+        where that is inf. Of a rule with a memory the least from there on: it needs all that was said before.
+        """
+        g, values, least = self.g, {}, None
         for name, own in self.rule.runtime_values(self.last).items():
             values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
             if own.dtype == np.float32:  # one for each exit
-                values[name] = values[name][k]
-        return self.rule.with_runtime(values), values.get("threshold")
+                rest, values[name] = values[name][k:], values[name][k]
+                if name == "threshold":
+                    least = rest.min(axis=0) if self.remembers else values[name]
+        return self.rule.with_runtime(values), least
 
     def _from_exit(self, k: int, state, exit_at: str, memory: dict[str, ArrayValue]) -> list:
         """What exit k says of the units that come to it, and later exits say over it, as values: logits, layers; behind
@@ -116,9 +124,9 @@ class _ModelGraph:
         if not self.decides:
             logits = self._where_asked(g.any(leaves.name), k, state, rows)
             return self._said(k, logits, rows, []), leaves
-        planned, (rule, threshold) = exit_at >= 0, self._rule_at(k)  # what is not planned is negative: it may leave
+        planned, (rule, least) = exit_at >= 0, self._rule_at(k)  # what is not planned is negative: it may leave
         if rule.needs == "logits":
-            asked = leaves if threshold is None else leaves & (planned | (threshold < np.inf))
+            asked = leaves if least is None else leaves & (planned | (least < np.inf))
             logits = self._where_asked(g.any(asked.name), k, state, rows)
             reading = Reading(g.array(logits, f"rows_{k}", self.classes))
         else:

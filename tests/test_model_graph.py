@@ -17,6 +17,7 @@ from torch import nn
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.baselines.palbert import Ponder, PonderExits
+from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
@@ -28,7 +29,18 @@ from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import Record, Recorded, read_and_measure, read_every_exit
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, QExit, Rule, Threshold
+from mini_ee.rules import (
+    RULES,
+    FixedExit,
+    NeverExit,
+    Patience,
+    PatienceConfidence,
+    Planned,
+    Policy,
+    QExit,
+    Rule,
+    Threshold,
+)
 from mini_ee.segments import Segments
 from mini_ee.training.policies import OneForAll
 from mini_ee.units.prompts import PromptModel
@@ -403,3 +415,25 @@ def test_a_rule_that_no_graph_can_hold_is_refused_with_its_line_unless_there_are
     manifest = write_graphs(model, model.segments(), Coin(), tmp_path, segments=True)
     manifest["rule"] = {"name": "never"}
     assert_same(early_exit(OrtModel(tmp_path, manifest), Coin(), inputs), early_exit(model.segments(), Coin(), inputs))
+
+
+def test_a_rule_remembers_what_an_exit_says_at_which_nobody_may_leave(tmp_path, monkeypatch):
+    class Mean(Threshold):
+        """Leave where the mean of the confidences so far reaches the threshold."""
+
+        name = "mean"
+
+        def stop(self, k, reading, memory):
+            memory["sum"] = memory.get("sum", 0) + max_probability(reading.logits)
+            threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
+            return memory["sum"] / (k + 1) >= threshold
+
+    monkeypatch.setitem(RULES, "mean", Mean)
+    model, inputs = made("bert"), rows()
+    logits, *_ = read_every_exit(model.segments(), inputs)
+    means = (max_probability(logits[:, 0]) + max_probability(logits[:, 1])) / 2
+    rule = Mean((np.inf, float(np.quantile(means, 0.5)) + 1e-4, 0.0))
+    manifest = write_graphs(model, model.segments(), rule, tmp_path)
+    found, expected = (early_exit(each, rule, inputs) for each in (OrtModel(tmp_path, manifest), model.segments()))
+    assert set(expected.exit_index.tolist()) == {1, 2}
+    assert_same(found, expected)
