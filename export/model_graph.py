@@ -1,6 +1,6 @@
 """The loop of early_exit.py as one ONNX graph, which stops by itself: model.onnx.
 
-    input_ids, attention_mask, ...  (B, T) int64; of tokens positions, rows and caches: see units/token_graphs.py
+    input_ids, attention_mask, ...  (B, T) int64; of tokens positions, rows and caches: see exits/token_graphs.py
     threshold                       (K - 1,) float32, or `patience` (1,) int64: the rule's own unless others are fed; of
                                     a policy on its exit_logit; inf: nobody leaves, and no head is read
     exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
@@ -17,10 +17,10 @@ the rule's own stop, which run here on values of the graph (tracing.py).
 import numpy as np
 
 from mini_ee.confidence import max_probability
+from mini_ee.exits.token_graphs import output_caches
 from mini_ee.export.tracing import ArrayValue
 from mini_ee.rules import Rule
 from mini_ee.segments import Reading
-from mini_ee.units.token_graphs import output_caches
 
 INFINITY = np.array(np.inf, np.float32)
 

@@ -24,13 +24,13 @@ from onnx import GraphProto, TensorProto
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_json, write_json
 from mini_ee.early_exit import ExitResult
+from mini_ee.exits.generation import generated_texts
+from mini_ee.exits.tokens import record_texts
 from mini_ee.export.builder import branches_of
 from mini_ee.export.sessions import HeldRule
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.training.rule import curve
 from mini_ee.training.run import Run
-from mini_ee.units.generation import generated_texts
-from mini_ee.units.tokens import record_texts
 
 SOURCES = Path(__file__).parent / "web"
 PAGE = ("index.html", "page.css", "*.js")

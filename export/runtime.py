@@ -22,13 +22,13 @@ from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tokens import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.decoding import FILLS, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.export.sessions import CPU, HeldRule, Session, wanted_provider
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.rules import Planned, Rule, rule_from_dict
 from mini_ee.segments import Segments
-from mini_ee.units.decoding import FILLS, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed

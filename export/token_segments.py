@@ -1,4 +1,4 @@
-"""An exported folder of tokens through ONNX Runtime: what the loop of units/decoding.py drives. No torch here.
+"""An exported folder of tokens through ONNX Runtime: what the loop of exits/decoding.py drives. No torch here.
 
 OrtTokenModel      model.onnx, the graph that stops by itself: one call a token; what a token did not run is propagated
 OrtTokenSegments   one graph a segment, to recompute instead, and for rules that model.onnx does not hold
@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
+from mini_ee.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
 from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
 from mini_ee.rules import Rule
 from mini_ee.segments import BatchResult, Reading
-from mini_ee.units.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
 
 
 class Prompts:

@@ -35,6 +35,9 @@ from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
+from mini_ee.exits.decoding import FILLS, DecoderSegments, decode, gather, greedy
+from mini_ee.exits.generation import token_segments, token_weights
+from mini_ee.exits.token_graphs import TokenGraphs
 from mini_ee.export.builder import OPSET, int8_maps, parameters_of
 from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
@@ -48,9 +51,6 @@ from mini_ee.recording import plan_rows, predictions, read_every_exit, record
 from mini_ee.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.segments import Segments
 from mini_ee.training.run import Run, versions
-from mini_ee.units.decoding import FILLS, DecoderSegments, decode, gather, greedy
-from mini_ee.units.generation import token_segments, token_weights
-from mini_ee.units.token_graphs import TokenGraphs
 
 PRECISIONS = ("float32", "float16", "int8")
 

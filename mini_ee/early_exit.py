@@ -1,6 +1,6 @@
 """The loop: segments and a rule give a result. All that exits early runs this loop, or one turn of it at a time
 (export/serving/engines.py), except model.onnx, which holds the loop as nested Ifs (export/model_graph.py), and lossless
-decoding, where an exit drafts tokens and the full model verifies them (units/generation.py).
+decoding, where an exit drafts tokens and the full model verifies them (exits/generation.py).
 
 A model with exits e_1 < ... < e_K = L is K segments: the layers between two exits, and the head of the second one. The
 loop runs a segment, asks the rule which rows stop at its exit, and goes on with the other rows alone. A row is an

@@ -16,13 +16,13 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import Session
 from mini_ee.rules import Threshold
 from mini_ee.training.run import Run
-from mini_ee.units.rows import RowExits
-from mini_ee.units.tokens import TokenExits
 
 collect_ignore = ["make_golden.py"]  # a script, which needs transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other

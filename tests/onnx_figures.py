@@ -38,20 +38,20 @@ from mini_ee.calibration import calibrate, end_to_end
 from mini_ee.data.tasks import load_task
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
-from mini_ee.export.bench import REACHED_BY_NONE, exported, leave_at
+from mini_ee.evaluation.texts import GRID, written_texts
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import generate, generate_lossless
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import record_texts
+from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
+from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exported, leave_at
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import share_threads
 from mini_ee.export.writer import write_graphs
-from mini_ee.measure.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
-from mini_ee.measure.texts import GRID, written_texts
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training.rule import observe
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import generate, generate_lossless
-from mini_ee.units.rows import RowExits
-from mini_ee.units.tokens import record_texts
 from mini_ee.weights.pretrain_llama import read_stories
 
 METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")

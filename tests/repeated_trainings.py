@@ -28,10 +28,10 @@ from mini_ee.backbones.hub import save_backbone
 from mini_ee.calibration import share_interval
 from mini_ee.data.files import read_json
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.rows import RowData
 from mini_ee.recording import predictions, record
 from mini_ee.training.holdout import Parts, split_rows
 from mini_ee.training.run import Run, load_run
-from mini_ee.units.rows import RowData
 
 WORTH = np.array([1, 0, -1] * 16)  # of each word
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

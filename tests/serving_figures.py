@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from wrapped import wrapped
 
-from mini_ee.export.serving import bench, worker
+from mini_ee.evaluation.figures import draw_loads
+from mini_ee.experiments.bench import serving as bench
+from mini_ee.export.serving import worker
 from mini_ee.export.serving.load import WARM, Answered
-from mini_ee.measure.figures import draw_loads
 
 RESULTS = Path(__file__).parent.parent / "results"
 FIGURES, PAGE = RESULTS / "serving.json", RESULTS / "serving.md"

@@ -16,6 +16,8 @@ from mini_ee.baselines.sweet import separate_loss
 from mini_ee.data.tasks import load_task, subset
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.rows import RowData, RowExits
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.recording import Record, Recorded, record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit, joint_stage, task_loss
@@ -24,8 +26,6 @@ from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import LEVELS, cuts, thresholds
 from mini_ee.training.run import build_model, encode
-from mini_ee.units.rows import RowData, RowExits
-from mini_ee.units.tokens import TokenExits
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")

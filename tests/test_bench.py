@@ -14,14 +14,13 @@ from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import toy_task
 from mini_ee.early_exit import early_exit
-from mini_ee.export import bench as exported
+from mini_ee.exits.heads import VocabularyHead
+from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
+from mini_ee.experiments.bench import onnx as exported
 from mini_ee.export.runtime import Runtime
-from mini_ee.export.serving import bench as serving
-from mini_ee.measure.bench import common, decoders, encoders, retrieval, streams
 from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
 from mini_ee.training.run import build_model
-from mini_ee.units.heads import VocabularyHead
 
 MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
 

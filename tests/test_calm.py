@@ -14,6 +14,11 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_loss, p_value, promised_rule
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text
+from mini_ee.exits.decoding import decode, gather
+from mini_ee.exits.generation import generate, token_segments
+from mini_ee.exits.rows import RowExits, States
+from mini_ee.exits.token_graphs import TokenGraphs
+from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.export.row_segments import CPU
 from mini_ee.export.sessions import HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel
@@ -24,11 +29,6 @@ from mini_ee.training.method import NoConfig
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import PASSING, passing
-from mini_ee.units.decoding import decode, gather
-from mini_ee.units.generation import generate, token_segments
-from mini_ee.units.rows import RowExits, States
-from mini_ee.units.token_graphs import TokenGraphs
-from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3]]

@@ -25,12 +25,12 @@ import mini_ee.cli.calibrate as calibrating
 import mini_ee.cli.main as command_line
 import mini_ee.cli.open as opening
 import mini_ee.data.files as files
-import mini_ee.measure.evaluate as evaluation
-import mini_ee.measure.figures as figures
+import mini_ee.evaluation.evaluate as evaluation
+import mini_ee.evaluation.figures as figures
+import mini_ee.exits.streams as streams_module
 import mini_ee.methods.consistent as consistent
 import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.recording as recording
-import mini_ee.units.streams as streams_module
 from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.cli.rules import rule_settings
@@ -39,8 +39,8 @@ from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task, toy_task
-from mini_ee.measure.evaluate import RANGES, curve, over_seeds, rows_of
-from mini_ee.measure.tables import ranges_table
+from mini_ee.evaluation.evaluate import RANGES, curve, over_seeds, rows_of
+from mini_ee.evaluation.tables import ranges_table
 from mini_ee.recording import read_every_exit, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
@@ -1076,13 +1076,13 @@ def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folde
 
 
 def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_ee.measure.figures.can_draw", lambda: False)
+    monkeypatch.setattr("mini_ee.evaluation.figures.can_draw", lambda: False)
     line = refused(capsys, "compare", run_folder, "--picture", tmp_path / "curves.png")
     assert "pip install mini-ee[plots]" in line
 
 
 def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
-    monkeypatch.setattr("mini_ee.measure.figures.can_draw", lambda: False)
+    monkeypatch.setattr("mini_ee.evaluation.figures.can_draw", lambda: False)
     argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
     assert main([*map(str, argv)]) == 0
     shown = capsys.readouterr().out

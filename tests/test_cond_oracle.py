@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.exits.rows import RowState
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import Threshold
-from mini_ee.units.rows import RowState
 
 onnxscript = pytest.importorskip("onnxscript", reason="the oracle is exported by PyTorch: pip install onnxscript")
 

@@ -23,6 +23,8 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.tokens import record_texts
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
 from mini_ee.registry import METHODS
@@ -31,8 +33,6 @@ from mini_ee.training import fit as fitting
 from mini_ee.training import train as training
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
-from mini_ee.units.decoding import gather
-from mini_ee.units.tokens import record_texts
 
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
 UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}

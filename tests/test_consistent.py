@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import mini_ee.exits.rows as rows_module
 import mini_ee.methods.consistent as consistent
 import mini_ee.training.fit as fitting
-import mini_ee.units.rows as rows_module
 from mini_ee import WrongArguments, train
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
@@ -21,8 +21,11 @@ from mini_ee.data.tasks import load_task, subset
 from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.evaluate import by_exit
-from mini_ee.measure.figures import draw_rewards
+from mini_ee.evaluation.evaluate import by_exit
+from mini_ee.evaluation.figures import draw_rewards
+from mini_ee.exits.generation import Sampling
+from mini_ee.exits.rows import RowData, RowExits, States
+from mini_ee.exits.tokens import TextData, TokenExits
 from mini_ee.methods.consistent import (
     Config,
     PolicyNetworks,
@@ -50,9 +53,6 @@ from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.fit import Batch, Saved, fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import encode
-from mini_ee.units.generation import Sampling
-from mini_ee.units.rows import RowData, RowExits, States
-from mini_ee.units.tokens import TextData, TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
 ATOL = 1e-5  # float32, rows alone against padded batches, logits of up to 8; at most 3e-6 here

@@ -19,7 +19,7 @@ from mini_ee.backbones.cache import rotate
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.layers import RMSNorm
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, token_positions
-from mini_ee.units.heads import VocabularyHead
+from mini_ee.exits.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")

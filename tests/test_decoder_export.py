@@ -31,6 +31,9 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.decoding import FILLS, decode, gather
+from mini_ee.exits.generation import generate
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.export.builder import Builder
 from mini_ee.export.manifest import read_manifest
 from mini_ee.export.runtime import Runtime, TokenRuntime
@@ -44,9 +47,6 @@ from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshol
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, load_run, save_run
-from mini_ee.units.decoding import FILLS, decode, gather
-from mini_ee.units.generation import generate
-from mini_ee.units.tokens import TokenExits
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")

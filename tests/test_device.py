@@ -8,7 +8,7 @@ from test_conformance import CASES, answers, decoded, house  # noqa: F401
 
 import mini_ee
 from mini_ee.cli.main import main
-from mini_ee.units.decoding import FILLS
+from mini_ee.exits.decoding import FILLS
 
 
 def test_the_pretended_device_refuses_what_a_gpu_refuses():

@@ -18,10 +18,10 @@ from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.bert import Around
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.exits.rows import RowSegments, RowState
 from mini_ee.recording import Recorded, plan_rows, read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.segments import Reading, Segments
-from mini_ee.units.rows import RowSegments, RowState
 
 EXITS = (1, 2, 4, 6)
 K, B, C = 4, 7, 3
@@ -629,7 +629,7 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
         sys.meta_path.insert(0, NoTorch())
         import mini_ee, mini_ee.confidence, mini_ee.early_exit, mini_ee.data.metrics, mini_ee.rules, mini_ee.data.tasks
         try:
-            import mini_ee.units.rows
+            import mini_ee.exits.rows
         except ImportError as error:
             print(error)
     """

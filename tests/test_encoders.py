@@ -10,9 +10,9 @@ from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.rows import RowSegments
 from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.rules import FixedExit
-from mini_ee.units.rows import RowSegments
 
 ATOL = 1e-5  # float32 means of states of rows alone against padded batches, in other orders of summation
 TEXTS = (("the film was very good",), ("bad",), ("a song and a poor meal was dull",))

@@ -26,12 +26,12 @@ from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
+import mini_ee.exits.heads as heads_module
 import mini_ee.export.manifest as manifest_module
 import mini_ee.export.runtime as runtime
 import mini_ee.export.segment_graphs as segment_graphs
 import mini_ee.export.sessions as sessions
 import mini_ee.export.writer as writer
-import mini_ee.units.heads as heads_module
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, write_tensors
@@ -44,6 +44,8 @@ from mini_ee.data.prompts import Prompt
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.prompts import PromptModel
+from mini_ee.exits.rows import RowExits, RowSegments
 from mini_ee.export.builder import OPSET, Builder, branches_of
 from mini_ee.export.row_segments import OrtModel, OrtSegments, OrtState, WholeModel
 from mini_ee.export.runtime import Runtime
@@ -61,8 +63,6 @@ from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Pl
 from mini_ee.segments import Reading
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.run import Run, versions
-from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import RowExits, RowSegments
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
@@ -1684,8 +1684,8 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
         assert main(None if own else words) == 0
         return pools
 
-    monkeypatch.setattr("mini_ee.export.bench.bench_onnx", lambda model, seed: iter(()))
-    monkeypatch.setattr("mini_ee.measure.bench.encoders.bench_batch", lambda model, seed: iter(()))
+    monkeypatch.setattr("mini_ee.experiments.bench.onnx.bench_onnx", lambda model, seed: iter(()))
+    monkeypatch.setattr("mini_ee.experiments.bench.encoders.bench_batch", lambda model, seed: iter(()))
     threads = torch.get_num_threads()
     assert asked("run", exported, "--threads", threads) == asked("bench", "onnx") == [threads]
     assert asked("classify", exported, "--text", "a dull song") == [0]

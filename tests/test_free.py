@@ -30,15 +30,15 @@ from mini_ee.baselines.free import (
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import TOY
 from mini_ee.data.texts import Text
+from mini_ee.exits.decoding import FILLS, decode, gather
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import TextData
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training import train as training
 from mini_ee.training.fit import Batch
 from mini_ee.training.train import asked
-from mini_ee.units.decoding import FILLS, decode, gather
-from mini_ee.units.rows import RowExits
-from mini_ee.units.tokens import TextData
 
 EXACT = 2e-5  # of a loss of about 5; measured maximum 2e-6
 MATCHES = ("dynamic", "uniform", "last")

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.backbones.llama as llama_module
-import mini_ee.units.generation as generation
+import mini_ee.exits.generation as generation
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
+from mini_ee.exits.decoding import FILLS, gather
+from mini_ee.exits.generation import GREEDY, Sampling, TokenSegments, generate, generate_lossless
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
-from mini_ee.units.decoding import FILLS, gather
-from mini_ee.units.generation import GREEDY, Sampling, TokenSegments, generate, generate_lossless
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")

@@ -16,11 +16,12 @@ FLOORS = (  # what stands in one line may not import each other, but for the gro
     ("__init__",),
     GROUND,
     ("backbones",),
-    ("units",),
+    ("exits",),
     ("training",),
     ("methods", "baselines"),
-    ("measure",),
+    ("evaluation",),
     ("export",),
+    ("experiments",),
     ("cli",),
     ("__main__",),
 )
@@ -48,7 +49,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.tasks",
     "data.texts",
     "data.tokens",
-    "units.decoding",
+    "exits.decoding",
     "methods.datastore",
     "methods.index_file",
     "methods.raee",
@@ -75,7 +76,8 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "cli.serve",
 )
 HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "matplotlib")  # of which the runtime loads none at once
-MODULES = [*sorted((ROOT / "mini_ee").rglob("*.py")), *sorted((ROOT / "export").rglob("*.py"))]
+OUTSIDE = ("export", "experiments")  # of mini_ee/, and installed into it
+MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS, TOP_ENTRIES = 450, 60, 7, 16
 WIDE = {  # functions with more parameters than that
     "kernel": "a Triton kernel takes pointers and sizes one by one",
@@ -88,7 +90,7 @@ WIDE = {  # functions with more parameters than that
 def name_of(path):
     """As it is imported, after `mini_ee.`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "export" else parts[1:])
+    return ".".join(parts if parts[0] in OUTSIDE else parts[1:])
 
 
 def room_of(name):
@@ -203,7 +205,7 @@ def test_the_loop_is_on_a_page_whose_first_sentence_names_what_goes_round_it():
     files = {name_of(path).replace(".", "/"): path.read_text() for path in MODULES}
     assert named <= set(files)
     round_it = {name for name, text in files.items() if re.search(r"import at_exit|segments\.keep_in_graph\(", text)}
-    assert round_it | {"units/generation"} == named
+    assert round_it | {"exits/generation"} == named
 
 
 def tracked():
@@ -214,7 +216,7 @@ def tracked():
 
 
 def test_the_top_level_is_the_one_in_the_design():
-    planned = {"pyproject.toml", "README.md", "tutorial.md", "LICENSE", "mini_ee", "export", "weights", "results"}
+    planned = {"pyproject.toml", "README.md", "tutorial.md", "LICENSE", "mini_ee", *OUTSIDE, "weights", "results"}
     planned |= {"tests", ".ci", ".gitignore"}
     assert {line.split("/")[0] for line in tracked()} <= planned
 
@@ -231,7 +233,7 @@ def test_readme_is_one_page():
 @pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md", "export/serving/README.md"])
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
-    for name in re.findall(r"`((?:mini_ee|tests|weights|export|results)/[\w./-]+)`", text):
+    for name in re.findall(r"`((?:mini_ee|tests|weights|export|experiments|results)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"
 
 

@@ -20,12 +20,12 @@ from mini_ee.baselines.layerskip import (
     learning,
     leaving_out,
 )
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import generate_lossless
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import SharedExits
 from mini_ee.rules import NeverExit
 from mini_ee.training.fit import Batch
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import generate_lossless
-from mini_ee.units.rows import RowExits
-from mini_ee.units.tokens import SharedExits
 
 EXACT = 2e-6  # measured maximum 5e-7
 

@@ -12,18 +12,18 @@ import torch
 from conftest import all_schedules, random_decoder
 from safetensors.torch import load_file, save_file
 
+import mini_ee.exits.streams as streams_module
 import mini_ee.methods.lora_exits as lora_exits
-import mini_ee.units.streams as streams_module
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.lora import load_adapters, save_adapters
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.bench.common import BERT_BASE
+from mini_ee.exits.streams import Costs, cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.experiments.bench.common import BERT_BASE
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train
-from mini_ee.units.streams import Costs, cheapest_schedule, measure_costs, parallel, restart
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
 RAGGED_ATOL = 1e-5  # between a ragged batch and its rows apart

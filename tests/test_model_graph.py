@@ -21,6 +21,8 @@ from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.prompts import PromptModel
+from mini_ee.exits.rows import RowExits, RowState
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import HeldRule
@@ -43,8 +45,6 @@ from mini_ee.rules import (
 )
 from mini_ee.segments import Segments
 from mini_ee.training.policies import OneForAll
-from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import RowExits, RowState
 
 EXITS, K, C, B = (1, 2, 4), 3, 3, 24
 ATOL = 2e-5  # float32 logits of size 4; measured at most 1.1e-5

@@ -24,6 +24,8 @@ from mini_ee.backbones.hub import backbone_class, generates, load_backbone, read
 from mini_ee.cli.main import main
 from mini_ee.data.prompts import Prompt
 from mini_ee.data.tokens import Inputs
+from mini_ee.exits.heads import exit_heads
+from mini_ee.exits.prompts import PromptModel
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.tracing import Value
 from mini_ee.export.writer import write_graphs
@@ -31,8 +33,6 @@ from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
 from mini_ee.training.run import load_run
-from mini_ee.units.heads import exit_heads
-from mini_ee.units.prompts import PromptModel
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 1e-4

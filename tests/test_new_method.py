@@ -80,7 +80,7 @@ def package(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setattr(registry, "METHODS", registry.METHODS | LINE)
-        for module in ("mini_ee.training.method", "mini_ee.cli.train", "mini_ee.measure.compare"):
+        for module in ("mini_ee.training.method", "mini_ee.cli.train", "mini_ee.evaluation.compare"):
             __import__(module)
             patch.setattr(sys.modules[module], "METHODS", registry.METHODS)
         yield folder

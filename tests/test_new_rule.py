@@ -24,17 +24,17 @@ from mini_ee.data.options import option
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.evaluation.evaluate import read_rows
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import engine_of
 from mini_ee.export.serving.watch import stricter
-from mini_ee.measure.evaluate import read_rows
 from mini_ee.recording import Record, Recorded, read_every_exit
 from mini_ee.rules import RULES, Rule, confidence, rule_from_dict
 from mini_ee.training.rule import curves
 from mini_ee.training.run import Run, write_rule
-from mini_ee.units.tokens import TokenExits
 
 LINES = [f"the {thing} was {word}" for thing in ("film", "meal", "song") for word in ("good", "awful", "very dull")]
 

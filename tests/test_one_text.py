@@ -18,6 +18,7 @@ from test_serve_http import ask, serving, together
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, WrongRow, engine_of
@@ -27,7 +28,6 @@ from mini_ee.export.sessions import Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments
 from mini_ee.rules import FixedExit, Threshold
 from mini_ee.training.run import Run
-from mini_ee.units.tokens import TokenExits
 
 BEYOND, HUGE = "beyond", "dull"
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "bad", "fine", "poor")

@@ -19,9 +19,9 @@ from mini_ee.cli.main import main
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import Task, load_task
-from mini_ee.measure.reproduce import experiments
-from mini_ee.measure.reproduce.page import Kept, page
-from mini_ee.measure.reproduce.recipe import Case
+from mini_ee.experiments import trainings
+from mini_ee.experiments.page import Kept, page
+from mini_ee.experiments.recipe import Case
 from mini_ee.training import doubts
 from mini_ee.training.run import load_run
 
@@ -252,18 +252,16 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
         measured.append([" ".join(row) for row in task.split("test").texts])
         return {"full": 0.5}, {}
 
-    monkeypatch.setattr(
-        experiments, "train", lambda *_, out, **__: out.mkdir(parents=True) or SimpleNamespace(config={})
-    )
-    monkeypatch.setitem(experiments.MEASURES, "rows", measure)
-    sources, first = experiments.Sources(tmp_path, tmp_path), Case("a", "rows", {"method": "joint", "task": "twice"})
+    monkeypatch.setattr(trainings, "train", lambda *_, out, **__: out.mkdir(parents=True) or SimpleNamespace(config={}))
+    monkeypatch.setitem(trainings.MEASURES, "rows", measure)
+    sources, first = trainings.Sources(tmp_path, tmp_path), Case("a", "rows", {"method": "joint", "task": "twice"})
     second = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
     for case in (first, second):
-        experiments.run_case(tmp_path, case, 0, sources, told.append)
-        assert read_json(experiments.file_of(tmp_path, case.name))["seeds"]["0"]["test_rows_dropped"] == 2
+        trainings.run_case(tmp_path, case, 0, sources, told.append)
+        assert read_json(trainings.file_of(tmp_path, case.name))["seeds"]["0"]["test_rows_dropped"] == 2
     assert measured == [["a b e", "c a b"]] * 2
     assert told.count("  2 test rows are dropped, which train has word for word") == 2
-    kept = Kept({"a": first}, {"a": read_json(experiments.file_of(tmp_path, "a"))})
+    kept = Kept({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
     recipe = dict.fromkeys(("tables", "pictures", "claims", "differs", "next"), [])
     text = page("x", recipe | {"title": "t", "source": "s", "about": "a"}, kept, tmp_path, "command")
     assert "Test rows that the train split has word for word are dropped: 2 of twice." in text
@@ -271,15 +269,15 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
 
 def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatch):
     (copied(tmp_path / "data", "twice") / "dev.csv").unlink()
-    how = dict.fromkeys(experiments.MADE_WITH, "?")
+    how = dict.fromkeys(trainings.MADE_WITH, "?")
     old = {"case": "a", "seeds": {"0": {"figures": {"full": 0.5}, "lists": {}, "how": how}}}
-    write_json(experiments.file_of(tmp_path, "a"), old)
+    write_json(trainings.file_of(tmp_path, "a"), old)
     case = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
-    monkeypatch.setattr(experiments, "train", None)  # nothing is trained before
+    monkeypatch.setattr(trainings, "train", None)  # nothing is trained before
     with pytest.raises(
         ValueError, match="a.json: expected figures without the 2 test rows .*, found 0 dropped; remove"
     ):
-        experiments.run_case(tmp_path, case, 0, experiments.Sources(tmp_path, tmp_path), lambda text: None)
+        trainings.run_case(tmp_path, case, 0, trainings.Sources(tmp_path, tmp_path), lambda text: None)
 
 
 # ---- What makes figures doubtful ----

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.units.prompts as prompting
+import mini_ee.exits.prompts as prompting
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
@@ -22,14 +22,14 @@ from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt,
 from mini_ee.data.tasks import Split, Task, load_task, toy_task
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.reproduce import measures
+from mini_ee.exits.prompts import PromptModel, draw_shots
+from mini_ee.experiments import measures
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Planned
 from mini_ee.training.fit import Batch
-from mini_ee.units.prompts import PromptModel, draw_shots
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 

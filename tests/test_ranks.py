@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mini_ee
-import mini_ee.units.heads as heads
+import mini_ee.exits.heads as heads
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
@@ -41,9 +41,9 @@ LONG = {"epochs": 8, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 9}  # of what is
 WITHOUT_DROPOUT = """
 import faulthandler
 import sys
-import mini_ee.units.heads
+import mini_ee.exits.heads
 from mini_ee.cli.main import main
-mini_ee.units.heads.HEAD_DROPOUT = 0.0
+mini_ee.exits.heads.HEAD_DROPOUT = 0.0
 faulthandler.dump_traceback_later(25, repeat=True)  # torchrun kills after 30 s what hangs
 sys.exit(main())
 """

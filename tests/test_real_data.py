@@ -11,9 +11,9 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.rows import RowExits, RowSegments
 from mini_ee.recording import predictions, record
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.units.rows import RowExits, RowSegments
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-6  # float32 logits of single rows against padded batches; measured max 5.6e-8, torch 2.13 on CPU

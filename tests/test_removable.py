@@ -1,5 +1,5 @@
 """Every baseline, method and backbone family but joint training and BERT can be deleted: its files, and its lines in
-the registry. Nothing else knows its name, but what is in RECIPES."""
+the registry. Nothing else knows its name, but experiments/, which measures what it names."""
 
 import ast
 import json
@@ -22,19 +22,8 @@ GROUPS = {  # what is removed at once: methods and baselines do not import each 
 } | {module: [module] for module in REMOVABLE if ".backbones." in module}
 OWN = {  # files that are not called after the module that they belong to; t5_config.py is
     "mini_ee.methods.raee": ("methods/datastore", "methods/encoders", "methods/index_file", "methods/shard*"),
-    "mini_ee.methods.lora_exits": ("backbones/sgmv*", "units/streams"),
+    "mini_ee.methods.lora_exits": ("backbones/sgmv*", "exits/streams"),
 }
-RECIPES = {  # what measures a system may name it
-    "mini_ee.export.bench": "times the graph of a Llama",
-    "mini_ee.measure.bench.decoders": "times a Llama",
-    "mini_ee.measure.bench.encoders": "times AdaInfer's rule, HashEE and TR-BERT",
-    "mini_ee.measure.bench.retrieval": "times RAEE's datastore",
-    "mini_ee.measure.bench.streams": "times LoRAExit's streams beside several models",
-    "mini_ee.measure.reproduce.measures": "has the figures of each paper's page",
-    "mini_ee.measure.reproduce.recipe": "lists the papers' pages",
-}
-ON_RECIPES = {f"mini_ee.measure.reproduce.{name}" for name in ("experiments", "page", "pictures", "run")}
-
 ALONE = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in str(each).lower()]
@@ -88,7 +77,8 @@ def without(modules, folder):
     """The package in a folder, as it is installed, without the files of these modules and their lines."""
     package = folder / "mini_ee"
     copytree(ROOT / "mini_ee", package)
-    copytree(ROOT / "export", package / "export")
+    for room in ("export", "experiments"):
+        copytree(ROOT / room, package / room)
     (package / "weights").symlink_to(ROOT / "weights")
     registry = package / "registry.py"
     for module in modules:
@@ -145,25 +135,20 @@ def dotted(path, root=ROOT):
 def test_no_other_file_names_one_of_them():
     paths = [*(ROOT / "mini_ee").rglob("*.py"), *(ROOT / "export").rglob("*.py")]
     names = {dotted(path): set(names_in(path)) for path in paths}
-    needed = set()
     for module in REMOVABLE:
         own = set(map(dotted, files_of(module, ROOT / "mini_ee")))
         gone = own | {name for name, where in (METHODS | BACKBONES).items() if where == module}
         for path, found in names.items():
-            if path not in own | {"mini_ee.registry"} and (named := found & gone):
-                assert path in RECIPES, f"{path} names {sorted(named)}"
-                needed.add(path)
-    assert needed == RECIPES.keys()  # what no longer names one is taken off the table
+            named = found & gone if path not in own | {"mini_ee.registry"} else ()
+            assert not named, f"{path} names {sorted(named)}"
 
 
 def check_imports(groups, tmp_path):
-    """Without each of these groups every module is imported that neither is a recipe nor stands on one."""
+    """Without each of these groups every module is imported, but of experiments/."""
     folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
-    missed = set()
     for group, told in zip(groups, imported_in(folders)):
-        assert told.keys() <= RECIPES.keys() | ON_RECIPES, f"without {group}: {told}"
-        missed |= told.keys()
-    assert missed >= ON_RECIPES  # what is imported again is taken off the set
+        told = {name: why for name, why in told.items() if not name.startswith("mini_ee.experiments")}
+        assert not told, f"without {group}: {told}"
 
 
 def test_without_them_every_other_module_is_imported(tmp_path):

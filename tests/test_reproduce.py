@@ -19,10 +19,10 @@ from mini_ee import train
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
-from mini_ee.measure import evaluate, suits
-from mini_ee.measure.reproduce import experiments, measures, pictures, recipe, run
-from mini_ee.measure.reproduce.experiments import read_case
-from mini_ee.measure.reproduce.page import (
+from mini_ee.evaluation import evaluate, suits
+from mini_ee.evaluation.texts import EPSILONS
+from mini_ee.experiments import measures, pictures, recipe, run, trainings
+from mini_ee.experiments.page import (
     OTHERS,
     Kept,
     _cell,
@@ -34,9 +34,9 @@ from mini_ee.measure.reproduce.page import (
     page,
     read_kept,
 )
-from mini_ee.measure.reproduce.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
-from mini_ee.measure.reproduce.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
-from mini_ee.measure.texts import EPSILONS
+from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
+from mini_ee.experiments.trainings import read_case
+from mini_ee.experiments.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
 from mini_ee.recording import exit_scores, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
@@ -71,7 +71,7 @@ README_FIGURES = {  # as printed -> page, case, figure
     ".392": ("consistentee", "SST-2 pabee", "saved at one point"),
     ".627": ("consistentee", "SST-2 joint", "saved at one point"),
 }
-MADE = {"figures": {}, "lists": {}, "how": experiments.how_made()}  # of one seed
+MADE = {"figures": {}, "lists": {}, "how": trainings.how_made()}  # of one seed
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
     "title": "Tiny",
@@ -338,7 +338,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     def refuse(*args, **settings):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(experiments, "train", refuse)
+    monkeypatch.setattr(trainings, "train", refuse)
     assert main(command) == 0  # everything is there: nothing is trained
     assert (tiny / "raee.md").read_text() == text
     assert main([*command, "--only", ""]) == 2
@@ -418,17 +418,17 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
         (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [{1.0: 0.2, 2.0: 0.9, 3.0: 0.5}[lr]]}))
         return Made(out)
 
-    monkeypatch.setattr(experiments, "train", train)
-    monkeypatch.setattr(experiments, "load_run", Made)
-    monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "load_run", Made)
+    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
     case = Case("a", "rows", {"method": "joint", "task": "reviews", "lr": {"choose": [1.0, 2.0, 3.0]}})
-    sources = experiments.Sources(tmp_path, tmp_path)
+    sources = trainings.Sources(tmp_path, tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        experiments.run_case(tmp_path, case, 0, sources, lambda text: None)
-    experiments.run_case(tmp_path, case, 0, sources, lambda text: None)
+        trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
+    trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
     kept = read_json(tmp_path / "a.json")
     assert trained == [1.0, 2.0, 3.0, 3.0] and kept["chosen"] == {"lr": 2.0} and set(kept["seeds"]) == {"0"}
-    experiments.run_case(tmp_path, case, 1, sources, lambda text: None)
+    trainings.run_case(tmp_path, case, 1, sources, lambda text: None)
     assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
 
 
@@ -443,7 +443,7 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
 )
 def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, asked):
     scores = {}
-    while value := experiments.next_to_try([1.0, 2.0, 4.0], scores):
+    while value := trainings.next_to_try([1.0, 2.0, 4.0], scores):
         scores[value] = -abs(np.log(value / best))
     assert [*scores] == asked
 
@@ -468,30 +468,30 @@ def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp
     def measured(run, task, reference):
         return {"full": 0.5 + len(trained) / 10} | ({"reference": reference["full"]} if reference else {}), {}
 
-    monkeypatch.setattr(experiments, "train", train)
-    sources, say = experiments.Sources(tmp_path, tmp_path), lambda text: None
+    monkeypatch.setattr(trainings, "train", train)
+    sources, say = trainings.Sources(tmp_path, tmp_path), lambda text: None
     with monkeypatch.context() as patch:
-        patch.setitem(experiments.MEASURES, "rows", lambda *_: 1 / 0)
+        patch.setitem(trainings.MEASURES, "rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            experiments.run_case(tmp_path, Case("a", "rows", {"method": "joint", "epochs": 1}), 0, sources, say)
-    monkeypatch.setitem(experiments.MEASURES, "rows", measured)
+            trainings.run_case(tmp_path, Case("a", "rows", {"method": "joint", "epochs": 1}), 0, sources, say)
+    monkeypatch.setitem(trainings.MEASURES, "rows", measured)
     first = Case("a", "rows", {"method": "joint", "epochs": 6})
     second = Case("b", "rows", {"method": "joint", "epochs": 2}, reference="a")
     for case in (first, second):
-        experiments.run_case(tmp_path, case, 0, sources, say)
-        assert experiments.is_kept(tmp_path, case, 0)
+        trainings.run_case(tmp_path, case, 0, sources, say)
+        assert trainings.is_kept(tmp_path, case, 0)
     assert trained == [1, 6, 2]
-    experiments.file_of(tmp_path, "a").unlink()
-    experiments.run_case(tmp_path, first, 0, sources, say)
-    assert not experiments.is_kept(tmp_path, second, 0)
-    experiments.run_case(tmp_path, second, 0, sources, say)
-    assert trained == [1, 6, 2, 6, 2] and experiments.is_kept(tmp_path, second, 0)
+    trainings.file_of(tmp_path, "a").unlink()
+    trainings.run_case(tmp_path, first, 0, sources, say)
+    assert not trainings.is_kept(tmp_path, second, 0)
+    trainings.run_case(tmp_path, second, 0, sources, say)
+    assert trained == [1, 6, 2, 6, 2] and trainings.is_kept(tmp_path, second, 0)
 
 
 def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
     for rows in (2452, 2500):
         for right in range(1, rows + 1):
-            asked = experiments._short(right / rows) - measures.ROUNDED
+            asked = trainings._short(right / rows) - measures.ROUNDED
             assert (right - 1) / rows < asked <= right / rows
 
 
@@ -524,14 +524,14 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
         folder.mkdir(parents=True)
         return SimpleNamespace(config={})
 
-    monkeypatch.setattr(experiments, "_trained", train)
-    monkeypatch.setattr(experiments, "_chosen", lambda *about: {})
-    monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
+    monkeypatch.setattr(trainings, "_trained", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
-    stale = experiments.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
+    stale = trainings.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
     stale.parent.mkdir(parents=True)
     write_json(stale, {"options": {}, "seeds": {"0": MADE | {"figures": {"full": 0.1}}}})
-    with sole_writer(experiments.file_of(tiny / "raee", held)):
+    with sole_writer(trainings.file_of(tiny / "raee", held)):
         assert main(command) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["ran"] == len(trained) == ran
@@ -581,8 +581,8 @@ def test_other_settings_are_run_anew(tmp_path):
     case = Case("a", "rows", {"method": "joint", "epochs": 1})
     kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
     write_json(tmp_path / "a.json", kept)
-    assert experiments.read_case(tmp_path, case)["seeds"] == {"0": MADE}
-    assert experiments.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
+    assert trainings.read_case(tmp_path, case)["seeds"] == {"0": MADE}
+    assert trainings.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
 
 
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
@@ -610,13 +610,13 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
         return about | ({"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}), {}
 
     monkeypatch.setattr(
-        experiments, "_trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
+        trainings, "_trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
     )
-    monkeypatch.setattr(experiments, "_chosen", lambda *about: {})
-    monkeypatch.setitem(experiments.MEASURES, "rows", measured)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASURES, "rows", measured)
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     assert main(command) == 0 and len(made) == 2
-    experiments.file_of(tiny / "raee", "reviews joint").unlink()
+    trainings.file_of(tiny / "raee", "reviews joint").unlink()
     capsys.readouterr()
     assert main(command) == 0 and json.loads(capsys.readouterr().out)["ran"] == 2
     assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
@@ -637,16 +637,16 @@ def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_p
         (folder / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [1 / options["lr"]]}))
         return SimpleNamespace(config={}, folder=folder)
 
-    monkeypatch.setattr(experiments, "_trained", train)
-    monkeypatch.setitem(experiments.MEASURES, "rows", lambda run, task, reference: ({}, {}))
+    monkeypatch.setattr(trainings, "_trained", train)
+    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({}, {}))
     case = Case("a", "rows", {"task": "reviews", "lr": {"choose": [2.0, 4.0, 1.0]}})
-    sources = experiments.Sources(tmp_path, tmp_path)
+    sources = trainings.Sources(tmp_path, tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        experiments.run_case(tmp_path, case, 0, sources, print)
+        trainings.run_case(tmp_path, case, 0, sources, print)
     monkeypatch.setattr(
-        experiments, "next_to_try", lambda values, scores: next((v for v in values if v not in scores), 0)
+        trainings, "next_to_try", lambda values, scores: next((v for v in values if v not in scores), 0)
     )
-    experiments.run_case(tmp_path, case, 1, sources, print)
+    trainings.run_case(tmp_path, case, 1, sources, print)
     assert tried == [(2.0, 0), (4.0, 0), (2.0, 1), (4.0, 1), (1.0, 1), (1.0, 1)]
     kept = read_json(tmp_path / "a.json")
     assert kept["tried"][1] == {"lr": 4.0, "hold-out": 0.0} and kept["chosen"] == {"lr": 1.0}
@@ -660,13 +660,13 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
         path = tmp_path / "data" / f"{name}.tsv"
         path.parent.mkdir(parents=True)
         path.write_text("\n".join(["sentence\tlabel", *rows, ""]))
-    folder = experiments.Sources(tmp_path, tmp_path / "made").find("data", "SST-2 sentences")
+    folder = trainings.Sources(tmp_path, tmp_path / "made").find("data", "SST-2 sentences")
     assert folder.name == "SST-2"
     assert (folder / "train.tsv").read_text() == "sentence\tlabel\nbad\t0\npoor\t0\ngood\t1\ngreat\t1\n"
     assert (folder / "dev.tsv").read_text() == "sentence\tlabel\nfine\t1\n"
     shutil.rmtree(tmp_path / "made")  # several processes that start together: all find what one makes
     with ThreadPoolExecutor(4) as pool:
-        sources = [experiments.Sources(tmp_path, tmp_path / "made") for _ in range(4)]
+        sources = [trainings.Sources(tmp_path, tmp_path / "made") for _ in range(4)]
         assert set(pool.map(lambda each: each.find("data", "SST-2 sentences"), sources)) == {folder}
 
 
@@ -680,7 +680,7 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     kept = {name: sorted(map(int, made["seeds"])) for name, made in read_kept(RESULTS / paper, found).found.items()}
     assert kept == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
-    assert all(experiments.is_kept(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
+    assert all(trainings.is_kept(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
 
 
 @pytest.mark.parametrize("paper", PAGES)
@@ -771,7 +771,7 @@ def test_where_nobody_leaves_the_model_without_exits_is_counted_and_timed(
 
 def test_what_read_another_text_is_not_taken(tmp_path):
     case = Case("writes", "writing", {"method": "calm"}, reads="old.txt")
-    write_json(experiments.file_of(tmp_path, "writes"), read_case(tmp_path, case) | {"seeds": {"0": MADE}})
+    write_json(trainings.file_of(tmp_path, "writes"), read_case(tmp_path, case) | {"seeds": {"0": MADE}})
     assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
 
 
@@ -813,9 +813,9 @@ def test_the_table_of_claims_says_what_the_json_says():
 def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
     cases = cases_of(TINY)
     name = "reviews joint"
-    made = {"figures": {"full": 0.75}, "lists": {}, "how": experiments.how_made()}
+    made = {"figures": {"full": 0.75}, "lists": {}, "how": trainings.how_made()}
     kept = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
-    write_json(experiments.file_of(tmp_path, name), kept)
+    write_json(trainings.file_of(tmp_path, name), kept)
     compare = [
         {"more": "reviews two-stage", "than": 0.1, "figure": "full"},
         {"more": name, "than": 0.5, "figure": "full", "exact": True},
@@ -836,11 +836,11 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
             "0": {
                 "figures": {"full": 0.5 + number / 10, "saved at one point": 0.25},
                 "lists": {},
-                "how": experiments.how_made(),
+                "how": trainings.how_made(),
             }
         }
         kept = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
-        write_json(experiments.file_of(folder, name), kept)
+        write_json(trainings.file_of(folder, name), kept)
     found = load_recipe("raee")
 
     def made():
@@ -849,7 +849,7 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     first = made()
     assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
     assert "\nOf rows, .500 and .600 are right.\n" in first
-    path = experiments.file_of(folder, "reviews two-stage")
+    path = trainings.file_of(folder, "reviews two-stage")
     kept = read_json(path)
     kept["seeds"]["0"]["figures"]["full"] = 0.7
     write_json(path, kept)

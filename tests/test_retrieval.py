@@ -1165,7 +1165,7 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     from mini_ee.backbones.hub import load_backbone
     from mini_ee.data.tasks import load_task
     from mini_ee.data.tokens import Tokenizer, batches
-    from mini_ee.units.heads import pooled
+    from mini_ee.exits.heads import pooled
 
     folder = Path(SHARED) / "weights" / "all-MiniLM-L6-v2"
     backbone = load_backbone(folder)

@@ -8,6 +8,7 @@ import torch
 
 import mini_ee.methods.lora_exits as lora_exits
 from mini_ee.backbones.hub import load_backbone
+from mini_ee.exits.rows import RowData
 from mini_ee.methods.lora_exits import (
     DISTILL,
     Config,
@@ -20,7 +21,6 @@ from mini_ee.methods.lora_exits import (
 )
 from mini_ee.training.fit import Batch
 from mini_ee.training.train import train
-from mini_ee.units.rows import RowData
 
 EXITS = (1, 2, 3)
 

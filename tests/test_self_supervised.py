@@ -15,15 +15,15 @@ from mini_ee.calibration import agreement, calibrate
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text, cut_text
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.generation import generated_texts
+from mini_ee.exits.heads import VocabularyHead
+from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.methods import self_supervised
 from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, recipe, watch
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.fit import NothingToResume, Saved, fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import observe
-from mini_ee.units.generation import generated_texts
-from mini_ee.units.heads import VocabularyHead
-from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")

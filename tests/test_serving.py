@@ -19,6 +19,7 @@ import pytest
 from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.calibration import chance_of_so_few
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.decoding import FILLS
 from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
@@ -27,7 +28,6 @@ from mini_ee.export.serving.watch import LEVEL, LOOK, Promise, Watch
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
-from mini_ee.units.decoding import FILLS
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]

@@ -18,14 +18,14 @@ from mini_ee.baselines.sleb import Config, ShortDecoder, kept_layers, next_token
 from mini_ee.cli.main import main
 from mini_ee.data.multiple_choice import Benchmark, Question
 from mini_ee.data.texts import Text
+from mini_ee.evaluation.texts import benchmark_answer, hear
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import generate, generated_texts
+from mini_ee.exits.tokens import TextData
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
-from mini_ee.measure.texts import benchmark_answer, hear
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import plain_decoder
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import generate, generated_texts
-from mini_ee.units.tokens import TextData
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -19,15 +19,15 @@ from mini_ee.backbones.t5_layers import EncoderLayer, Layer
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.evaluation.probes import hear_rows
+from mini_ee.exits.prompts import PromptModel
+from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
-from mini_ee.measure.probes import hear_rows
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import RowExits
 
 ENGINES = 1e-5
 """Logits of ONNX Runtime against torch's; measured maximum 1.3e-6."""

@@ -24,6 +24,10 @@ from mini_ee.cli.main import main
 from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.decoding import Tokens, decode, gather, greedy
+from mini_ee.exits.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
+from mini_ee.exits.token_graphs import TokenGraphs
+from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
@@ -33,10 +37,6 @@ from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
-from mini_ee.units.decoding import Tokens, decode, gather, greedy
-from mini_ee.units.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
-from mini_ee.units.token_graphs import TokenGraphs
-from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 PROMPTS = ([5, 9, 30, 7, 1], [44, 3, 1], [8, 8, 21, 60, 13, 2, 1])
 NEW_TOKENS = 9

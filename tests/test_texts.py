@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.measure.compare as measure_compare
-import mini_ee.measure.texts as measure_texts
+import mini_ee.evaluation.compare as measure_compare
+import mini_ee.evaluation.texts as measure_texts
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import agreement, calibrate, end_to_end, exit_indices
@@ -21,8 +21,8 @@ from mini_ee.cli.main import main
 from mini_ee.data.multiple_choice import Asked, Benchmark, Question, Request
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.measure.figures import draw_decoder, new_figure, save_figure
-from mini_ee.measure.texts import (
+from mini_ee.evaluation.figures import draw_decoder, new_figure, save_figure
+from mini_ee.evaluation.texts import (
     COMPARED,
     EPSILONS,
     GRID,
@@ -36,15 +36,15 @@ from mini_ee.measure.texts import (
     timed_decoding,
     written_texts,
 )
+from mini_ee.exits.decoding import Generated, gather
+from mini_ee.exits.generation import generate, generated_texts
+from mini_ee.exits.tokens import TokenExits, record_texts
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.options import TextOptions
 from mini_ee.training.rule import Chosen, observe
 from mini_ee.training.run import load_run, save_run
 from mini_ee.training.texts import Source, texts_to_calibrate, texts_to_learn, texts_to_test
-from mini_ee.units.decoding import Generated, gather
-from mini_ee.units.generation import generate, generated_texts
-from mini_ee.units.tokens import TokenExits, record_texts
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6

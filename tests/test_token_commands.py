@@ -20,13 +20,13 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import generate, generate_lossless, generated_texts
+from mini_ee.exits.tokens import TextData, record_texts
 from mini_ee.methods.self_supervised import watch
 from mini_ee.rules import Patience, PatienceConfidence, Threshold
 from mini_ee.training.rule import observe
 from mini_ee.training.run import load_run
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import generate, generate_lossless, generated_texts
-from mini_ee.units.tokens import TextData, record_texts
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import mini_ee.exits.tokens as tokens
 import mini_ee.training.texts as texts_module
-import mini_ee.units.tokens as tokens
 from mini_ee import WrongArguments, load_run, train
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
@@ -18,6 +18,8 @@ from mini_ee.baselines.sweet import cut_off
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.generation import Sampling
+from mini_ee.exits.tokens import NO_LABEL, TextData, TokenExits, record_texts
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
@@ -25,8 +27,6 @@ from mini_ee.training.fit import Saved, fit
 from mini_ee.training.method import load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import build_model
-from mini_ee.units.generation import Sampling
-from mini_ee.units.tokens import NO_LABEL, TextData, TokenExits, record_texts
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")

@@ -19,13 +19,13 @@ from mini_ee.baselines.tr_bert import Config, ReducedExits, explore
 from mini_ee.cli.main import main
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import NeverExit
 from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
 from mini_ee.training.train import train
-from mini_ee.units.rows import RowExits
 
 L, C, D = 4, 3, 24
 ATOL, ONNX = 2e-5, 1e-5

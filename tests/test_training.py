@@ -20,7 +20,8 @@ from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
 from mini_ee.data.tokens import Encoded, Tokenizer
-from mini_ee.measure.evaluate import best_within, overthinking
+from mini_ee.evaluation.evaluate import best_within, overthinking
+from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
@@ -31,7 +32,6 @@ from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
 from mini_ee.training.run import build_model, encode
 from mini_ee.training.train import asked, exits_of
-from mini_ee.units.rows import RowData, RowExits
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
 RECIPES = ("joint", "two-stage")

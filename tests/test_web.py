@@ -27,11 +27,11 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
 from mini_ee.training.run import Run
-from mini_ee.units.tokens import TokenExits
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_chromium = pytest.mark.skipif(

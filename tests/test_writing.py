@@ -12,8 +12,8 @@ import torch
 from test_t5_run import unigram
 
 import mini_ee.baselines.calm as calm
-import mini_ee.measure.compare as measure_compare
-import mini_ee.measure.texts as measure_texts
+import mini_ee.evaluation.compare as measure_compare
+import mini_ee.evaluation.texts as measure_texts
 import mini_ee.methods.consistent as consistent
 import mini_ee.training.texts as training_texts
 from mini_ee.backbones.hub import BUILT_IN_DECODER, read_tensors, save_backbone
@@ -22,12 +22,12 @@ from mini_ee.cli.main import main
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text, continuations, copies, read_stories
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.generation import Sampling
+from mini_ee.exits.tokens import TextData, TokenExits
 from mini_ee.rules import Policy, rule_from_dict
 from mini_ee.training.options import TextOptions
 from mini_ee.training.run import load_run, write_rule
 from mini_ee.training.texts import Source
-from mini_ee.units.generation import Sampling
-from mini_ee.units.tokens import TextData, TokenExits
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 NAMES, THINGS = ("Tom", "Lily", "Ben", "Mia", "Sam"), ("ball", "cat", "tree", "boat", "hat", "dog")

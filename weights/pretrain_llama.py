@@ -31,8 +31,8 @@ from tqdm import tqdm
 from mini_ee.backbones.hub import load_backbone, read_tensors, write_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.files import atomic_folder, write_bytes, write_json
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import Sampling, generate
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import Sampling, generate
 from mini_ee.weights.pretrain_bert import read_corpus
 
 END = "<|endoftext|>"

@@ -16,11 +16,11 @@ import numpy as np
 
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import at_exit, early_exit, select_heads
+from mini_ee.exits.decoding import Tokens, greedy
 from mini_ee.export.runtime import Answer, Continuation, Runtime, TokenRuntime
 from mini_ee.export.serving.watch import Promise, Watch
 from mini_ee.export.serving.worker import BATCH, Row
 from mini_ee.rules import NeverExit, Planned, Rule
-from mini_ee.units.decoding import Tokens, greedy
 
 CAPACITY = 1024  # tokens of prompt and continuation that a decoder's caches have room for, or the model's fewer
 

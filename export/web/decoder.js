@@ -1,4 +1,4 @@
-// A model that writes, a token at a time, as the loop in units/decoding.py does. No DOM here.
+// A model that writes, a token at a time, as the loop in exits/decoding.py does. No DOM here.
 import { Model, tensor, zeros } from "./session.js";
 
 export class Decoder extends Model {

@@ -157,7 +157,7 @@ def with_margins(rule: Svm, margins: np.ndarray) -> list[Rule]:
 
 def svm_of_texts(model, source, held) -> Chosen:
     """The SVMs of held-out tokens: the first is the rule; and for `mini-ee compare --sweep` others of theirs."""
-    from mini_ee.units.tokens import record_texts
+    from mini_ee.exits.tokens import record_texts
 
     recorded = record_texts(model, held.texts, last=False)
     own = {label: svm(recorded, right) for label, right in right_of(recorded).items()}

@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.data.metrics import rouge_l
+from mini_ee.exits.rows import States
+from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.rules import NeverExit, Policy, Rule, Threshold
 from mini_ee.training.fit import Batch, Stage, joint_stage
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import Chosen, cuts, passing
 from mini_ee.training.texts import Source
-from mini_ee.units.rows import States
-from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 MEASURES = {
     "gap": Threshold(0.5, "breaking_ties"),

@@ -42,12 +42,12 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, tensor_on
 from mini_ee.data.options import Settings, option
+from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead
+from mini_ee.exits.rows import RowExits, RowSegments, States
 from mini_ee.segments import Reading
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
-from mini_ee.units.heads import HEAD_DROPOUT, ExitHead
-from mini_ee.units.rows import RowExits, RowSegments, States
 
 INNER = 32  # hidden values of an inner exit, and of a meta classifier
 HEADS, TEMPERATURES, META = 0, 1, 2  # parts of train

@@ -38,12 +38,12 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Backbone, Halves, Tensors
 from mini_ee.data.options import Settings, option
+from mini_ee.exits.heads import HEAD_DROPOUT, pooled
+from mini_ee.exits.rows import ExitModel, RowSegments, RowState, check_exits
 from mini_ee.segments import Reading
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import patiences
-from mini_ee.units.heads import HEAD_DROPOUT, pooled
-from mini_ee.units.rows import ExitModel, RowSegments, RowState, check_exits
 
 MOMENTUM, EPSILON = 0.1, 1e-5  # of batch norms, torch's own
 SHORTEST = 1e-12  # of a vector that is divided by its length

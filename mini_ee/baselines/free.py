@@ -44,6 +44,10 @@ from torch import Tensor, nn
 
 from mini_ee.data.options import Settings, option
 from mini_ee.data.texts import Text
+from mini_ee.exits.decoding import Generated, TokenState, decode, gather
+from mini_ee.exits.generation import TokenSegments
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import SharedExits, TextData, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import Rule, Threshold
 from mini_ee.segments import Reading
@@ -51,10 +55,6 @@ from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage, 
 from mini_ee.training.method import Method
 from mini_ee.training.rule import Chosen, passing, thresholds
 from mini_ee.training.texts import Source
-from mini_ee.units.decoding import Generated, TokenState, decode, gather
-from mini_ee.units.generation import TokenSegments
-from mini_ee.units.rows import RowExits
-from mini_ee.units.tokens import SharedExits, TextData, record_texts
 
 MATCHES = ("dynamic", "uniform", "last")
 MEASURE = "breaking_ties"

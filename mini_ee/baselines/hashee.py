@@ -39,10 +39,10 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Halves, sizes_of, tensor_on, token_places
 from mini_ee.data.options import Settings, option
+from mini_ee.exits.leaving import LeavingExits, Left, in_order, token_costs
+from mini_ee.exits.rows import RowData
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method
-from mini_ee.units.leaving import LeavingExits, Left, in_order, token_costs
-from mini_ee.units.rows import RowData
 
 TABLES = ("frequency", "mi", "random")
 

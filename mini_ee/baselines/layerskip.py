@@ -1,7 +1,7 @@
 """LayerSkip: layers are left out at random, and exits learn in turns, so that one head reads every layer.
 
 Paper: Mostafa Elhoushi et al., LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding, ACL 2024,
-arXiv:2404.16710v4, section 4. Its third part, self-speculative decoding, is units/generation.generate_lossless: an exit
+arXiv:2404.16710v4, section 4. Its third part, self-speculative decoding, is exits/generation.generate_lossless: an exit
 drafts, the layers above verify, both on one cache. `mini-ee generate RUN --lossless --layer E --draft N`.
 
 Symbols:   l, a layer from 0 to L - 1; t, a step from 0 to T - 1; p_max, the largest dropout.
@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.data.options import Settings, option
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import generate_lossless
+from mini_ee.exits.rows import RowExits, RunLayers
+from mini_ee.exits.tokens import SharedExits, TextData
 from mini_ee.training.fit import Batch, Stage, joint_stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import Chosen
 from mini_ee.training.texts import Source, agreement_rule
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import generate_lossless
-from mini_ee.units.rows import RowExits, RunLayers
-from mini_ee.units.tokens import SharedExits, TextData
 
 RAMPS, CURRICULA = ("constant", "exponential"), ("rotational", "gradual")
 DRAFTED_TEXTS = 16  # by each exit, where a training ends

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from mini_ee.exits.rows import ExitModel, RowExits, RowSegments, RowState, check_exits
 from mini_ee.segments import Reading, Segments
 from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method, NoConfig
-from mini_ee.units.rows import ExitModel, RowExits, RowSegments, RowState, check_exits
 
 
 class MultiModel(ExitModel):

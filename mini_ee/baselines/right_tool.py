@@ -6,10 +6,10 @@ A row leaves where the calibrated largest probability reaches a threshold.
 import numpy as np
 import torch
 
+from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import record
 from mini_ee.training.fit import joint_stage
 from mini_ee.training.method import Method, NoConfig
-from mini_ee.units.rows import RowData, RowExits
 
 CALIBRATION_BATCH = 64
 

@@ -34,10 +34,10 @@ from mini_ee.data.files import file_sha256
 from mini_ee.data.options import Settings, option
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.tokens import BATCH, NO_LABEL, TextData, TokenExits
 from mini_ee.rules import NeverExit
 from mini_ee.training.method import Method
 from mini_ee.training.rule import Chosen
-from mini_ee.units.tokens import BATCH, NO_LABEL, TextData, TokenExits
 
 CHECKPOINT = "checkpoint"
 

@@ -41,16 +41,16 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
 from mini_ee.data.options import Settings, option
-from mini_ee.training.fit import Batch, Stage, row_losses, task_loss
-from mini_ee.training.method import Method
-from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
-from mini_ee.units.leaving import (
+from mini_ee.exits.leaving import (
     LeavingExits,
     Left,
     in_order,
     token_costs,
 )
-from mini_ee.units.rows import States
+from mini_ee.exits.rows import States
+from mini_ee.training.fit import Batch, Stage, row_losses, task_loss
+from mini_ee.training.method import Method
+from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
 
 KEPT = 0.9  # pi(keep) of every token before step 2
 

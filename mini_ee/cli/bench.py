@@ -5,16 +5,16 @@ from pathlib import Path
 
 HELP = "ratios measured side by side in one process"
 EXAMPLE = "mini-ee bench exit-tax --threads 2"
-ENCODERS = "mini_ee.measure.bench.encoders"
+ENCODERS = "mini_ee.experiments.bench.encoders"
 BENCHES = {  # name -> the module that has bench_NAME
     "backbone": ENCODERS,
     "exit-tax": ENCODERS,
     "batch": ENCODERS,
-    "onnx": "mini_ee.export.bench",
-    "sgmv": "mini_ee.measure.bench.streams",
-    "decode": "mini_ee.measure.bench.decoders",
-    "retrieval": "mini_ee.measure.bench.retrieval",
-    "serve": "mini_ee.export.serving.bench",
+    "onnx": "mini_ee.experiments.bench.onnx",
+    "sgmv": "mini_ee.experiments.bench.streams",
+    "decode": "mini_ee.experiments.bench.decoders",
+    "retrieval": "mini_ee.experiments.bench.retrieval",
+    "serve": "mini_ee.experiments.bench.serving",
 }
 
 
@@ -35,8 +35,8 @@ def run(args, say) -> dict:
     import torch
 
     from mini_ee import WrongArguments
+    from mini_ee.evaluation.figures import draw_loads
     from mini_ee.export.sessions import share_threads
-    from mini_ee.measure.figures import draw_loads
 
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:
@@ -76,7 +76,7 @@ def _more(row: dict):
     if "build_seconds" in row:
         built, size = row["build_seconds"], row["bytes"] / 1e6
         yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each"
-    from mini_ee.measure.tables import loads_table
+    from mini_ee.evaluation.tables import loads_table
 
     if "least" in row:
         yield f"at no load below {row['least']:.2f} of the whole graph's answers in time "

@@ -39,7 +39,7 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Calibrate, write the rule into the run, and say what the thresholds keep on units they were not taken from."""
     from mini_ee.cli.open import open_run
-    from mini_ee.measure.tables import table
+    from mini_ee.evaluation.tables import table
     from mini_ee.training.run import write_rule
 
     _check(args)
@@ -142,8 +142,8 @@ def _rows(opened, args):
 
 def _texts(opened, args):
     """Texts that the decoder writes, or of a file."""
+    from mini_ee.exits.tokens import record_texts
     from mini_ee.training.texts import Source, TextOptions, texts_to_calibrate
-    from mini_ee.units.tokens import record_texts
 
     if args.task is not None or args.split is not None:
         raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")

@@ -36,7 +36,7 @@ def run(args, say) -> dict:
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.confidence import log_softmax, max_probability
     from mini_ee.early_exit import early_exit
-    from mini_ee.measure.tables import table
+    from mini_ee.evaluation.tables import table
     from mini_ee.recording import read_every_exit
     from mini_ee.training.texts import checked_prompt
 

@@ -54,7 +54,7 @@ def run(args, say) -> dict:
 def _opened(folder: Path, schedules, args) -> list:
     """A run, once under each schedule that was asked for where it has any."""
     from mini_ee.cli.open import open_trained, schedule_of
-    from mini_ee.measure.compare import Compared
+    from mini_ee.evaluation.compare import Compared
 
     first = open_trained(folder, args)
     if schedules == (None,) or not getattr(first, "schedule", None):
@@ -71,10 +71,10 @@ def _opened(folder: Path, schedules, args) -> list:
 
 def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
-    from mini_ee.measure.compare import compare_rows
-    from mini_ee.measure.evaluate import over_seeds, rows_of
-    from mini_ee.measure.figures import draw_compared
-    from mini_ee.measure.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
+    from mini_ee.evaluation.compare import compare_rows
+    from mini_ee.evaluation.evaluate import over_seeds, rows_of
+    from mini_ee.evaluation.figures import draw_compared
+    from mini_ee.evaluation.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
     from mini_ee.training.train import check_task
 
     refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders' runs")
@@ -103,9 +103,9 @@ def _rows(opened, args, say) -> dict:
 
 
 def _tokens(runs, args, say) -> dict:
-    from mini_ee.measure.compare import compare_tokens, have_history
-    from mini_ee.measure.figures import draw_training, draw_writing
-    from mini_ee.measure.tables import heads_table, writing_table
+    from mini_ee.evaluation.compare import compare_tokens, have_history
+    from mini_ee.evaluation.figures import draw_training, draw_writing
+    from mini_ee.evaluation.tables import heads_table, writing_table
 
     why = "is not for decoders' runs: they write what they were trained to write"
     refuse(args, ("task", "split"), why)

@@ -48,7 +48,7 @@ def run(args, say) -> dict:
 
     import mini_ee
     from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
-    from mini_ee.measure.evaluate import evaluate, read_rows, rows_of, sweep_rules
+    from mini_ee.evaluation.evaluate import evaluate, read_rows, rows_of, sweep_rules
     from mini_ee.training.options import RowOptions, TrainOptions
     from mini_ee.training.run import versions
     from mini_ee.training.train import open_task
@@ -117,7 +117,7 @@ def _begun(args, out: Path, given: dict) -> str:
 
 def _pictures(folder: Path, answer: dict) -> list[str]:
     """Names of the pictures drawn in a folder; none without matplotlib."""
-    from mini_ee.measure.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
+    from mini_ee.evaluation.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
 
     draws = {"speed_accuracy.png": draw_speed_accuracy}
     if "hardness" in answer:
@@ -131,7 +131,7 @@ def _pictures(folder: Path, answer: dict) -> list[str]:
 
 def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
     """One row an exit: its score on all sentences, the share that leaves there, the time when all leave there."""
-    from mini_ee.measure.evaluate import measure_seconds, timed_batches
+    from mini_ee.evaluation.evaluate import measure_seconds, timed_batches
     from mini_ee.rules import FixedExit, NeverExit
 
     runs = [(segments, rule, encoded) for rule in (NeverExit(), *map(FixedExit, range(len(segments.exits))))]
@@ -148,7 +148,7 @@ def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
 
 def _latency_speedup(segments, rule, encoded) -> float:
     """How many times as fast the rule is where sentences come one by one."""
-    from mini_ee.measure.evaluate import measure_seconds, timed_batches
+    from mini_ee.evaluation.evaluate import measure_seconds, timed_batches
     from mini_ee.rules import NeverExit
 
     runs = [(segments, NeverExit(), encoded), (segments, rule, encoded)]
@@ -179,7 +179,7 @@ def _hardness_rows(result, task, data, exits: int) -> list[dict]:
 
 
 def _report(answer: dict, regression: bool) -> str:
-    from mini_ee.measure.tables import table
+    from mini_ee.evaluation.tables import table
 
     best = max(
         (row for row in answer["curve"] if row["score"] >= answer["full_score"] - 0.01),
@@ -215,6 +215,6 @@ def _report(answer: dict, regression: bool) -> str:
 
 
 def _curve_plot(answer: dict) -> str:
-    from mini_ee.measure.figures import text_plot
+    from mini_ee.evaluation.figures import text_plot
 
     return text_plot([(row["speedup"], row["score"]) for row in answer["curve"] + answer["rows"]], "speed-up", "score")

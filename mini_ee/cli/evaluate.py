@@ -60,8 +60,8 @@ def run(args, say) -> dict:
 def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
     from mini_ee.cli.rules import chosen_rule
-    from mini_ee.measure.evaluate import evaluate, read_rows, rows_of
-    from mini_ee.measure.tables import exits_table, score_name, sweep_table
+    from mini_ee.evaluation.evaluate import evaluate, read_rows, rows_of
+    from mini_ee.evaluation.tables import exits_table, score_name, sweep_table
     from mini_ee.training.method import load_method
     from mini_ee.training.train import check_task
 
@@ -133,7 +133,7 @@ def _encoded(opened, task, split: str, rows, say) -> tuple:
 
 
 def _overthinking(recorded, task, rows, say) -> dict:
-    from mini_ee.measure.evaluate import overthinking
+    from mini_ee.evaluation.evaluate import overthinking
 
     found = overthinking(recorded, task, rows)
     for row in found["rows"]:
@@ -150,7 +150,7 @@ def _overthinking(recorded, task, rows, say) -> dict:
 
 
 def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
-    from mini_ee.measure.tables import table
+    from mini_ee.evaluation.tables import table
 
     measure = import_module(MEASURES["hardness"])
     found = measure.hardness(recorded, rows)
@@ -173,7 +173,7 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
 
 def _swept(named, recorded, task) -> list:
     """The rules of a sweep: of the one that --rule names, else the usual thresholds or patiences."""
-    from mini_ee.measure.evaluate import sweep_rules
+    from mini_ee.evaluation.evaluate import sweep_rules
 
     own = named.from_loose_to_strict(recorded, SWEEP_POINTS) if named else []
     return own or sweep_rules(task.num_labels, len(recorded.segments.exits), SWEEP_POINTS)
@@ -193,8 +193,8 @@ def _neighbours(planned: list[dict], rows, names: list[str], say) -> list[dict]:
 
 def _controls(method, given: tuple, args, answer: dict, say) -> dict:
     """A plan's figure needs others beside it, without which it says nothing. given: what Method.controls takes."""
-    from mini_ee.measure.figures import draw_ablation
-    from mini_ee.measure.tables import ablation_table, controls_table
+    from mini_ee.evaluation.figures import draw_ablation
+    from mini_ee.evaluation.tables import ablation_table, controls_table
 
     told = {"controls": method.controls(*given)}
     say(controls_table(answer, told["controls"]))
@@ -212,8 +212,8 @@ def _controls(method, given: tuple, args, answer: dict, say) -> dict:
 
 def _tokens(opened, args, say) -> dict:
     from mini_ee.cli.rules import chosen_rule
-    from mini_ee.measure.tables import table
-    from mini_ee.measure.texts import benchmark_answer
+    from mini_ee.evaluation.tables import table
+    from mini_ee.evaluation.texts import benchmark_answer
 
     if not hasattr(opened, "model"):
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
@@ -250,7 +250,7 @@ def _tokens(opened, args, say) -> dict:
 
 def _hear(opened, args):
     from mini_ee.data.multiple_choice import load_benchmark
-    from mini_ee.measure.texts import hear
+    from mini_ee.evaluation.texts import hear
 
     benchmark = load_benchmark(args.task)
     if args.max_rows:
@@ -261,10 +261,10 @@ def _hear(opened, args):
 def _over_epsilon(opened, args, say) -> dict:
     from mini_ee.cli.rules import refuse_settings
     from mini_ee.data.files import read_json
-    from mini_ee.measure.figures import draw_decoder
-    from mini_ee.measure.tables import epsilon_table
-    from mini_ee.measure.texts import held_text, sweep
-    from mini_ee.units.tokens import record_texts
+    from mini_ee.evaluation.figures import draw_decoder
+    from mini_ee.evaluation.tables import epsilon_table
+    from mini_ee.evaluation.texts import held_text, sweep
+    from mini_ee.exits.tokens import record_texts
 
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run with exits")

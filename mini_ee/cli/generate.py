@@ -8,7 +8,7 @@ from pathlib import Path
 from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
 from mini_ee.cli.options import number, positive, refuse
-from mini_ee.units.decoding import FILLS, Step
+from mini_ee.exits.decoding import FILLS, Step
 
 HELP = "text from a decoder, as it comes"
 EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
@@ -47,7 +47,7 @@ def add_sampling(sub) -> None:
 
 def sampling_of(args, **more):
     """The Sampling that the arguments ask for."""
-    from mini_ee.units.generation import Sampling
+    from mini_ee.exits.generation import Sampling
 
     if args.temperature == 0:
         refuse(args, ("top_k", "top_p"), "draws: give a --temperature above 0")
@@ -128,8 +128,8 @@ def _prompt(args) -> str:
 def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
     """The steps of one text, and what the answer says of how they come about."""
     from mini_ee.cli.rules import chosen_rule, refuse_settings
+    from mini_ee.exits.generation import Sampling, generate_lossless
     from mini_ee.rules import NeverExit
-    from mini_ee.units.generation import Sampling, generate_lossless
 
     sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
     if not args.lossless:

@@ -9,7 +9,7 @@ EXAMPLE = "mini-ee reproduce loraexit --quick"
 
 
 def add(sub) -> None:
-    from mini_ee.measure.reproduce.recipe import PAGES
+    from mini_ee.experiments.recipe import PAGES
 
     sub.add_argument(
         "paper", choices=PAGES, help="a paper; what the shortest commands give; or a check of `mini-ee suits`"
@@ -27,7 +27,7 @@ def add(sub) -> None:
 
 def run(args, say) -> dict:
     """Run what is missing, then write the page."""
-    from mini_ee.measure.reproduce.run import reproduce
+    from mini_ee.experiments.run import reproduce
 
     return reproduce(
         args.paper,

@@ -25,10 +25,10 @@ from mini_ee.cli.options import positive
 from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
 from mini_ee.data.progress import tqdm
+from mini_ee.exits.decoding import FILLS
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
-from mini_ee.units.decoding import FILLS
 
 HELP = "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"

@@ -1,4 +1,4 @@
-"""`mini-ee suits`: will early exit pay for a model and its data? See measure/suits.py."""
+"""`mini-ee suits`: will early exit pay for a model and its data? See evaluation/suits.py."""
 
 import time
 from pathlib import Path
@@ -29,8 +29,8 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Read every layer, and say what follows."""
     from mini_ee.backbones.hub import load_backbone
-    from mini_ee.measure.figures import draw_suits
-    from mini_ee.measure.suits import suitability
+    from mini_ee.evaluation.figures import draw_suits
+    from mini_ee.evaluation.suits import suitability
     from mini_ee.training.train import check_device, say_left_out
 
     begin, folder = time.perf_counter(), _folder(args.model)
@@ -70,7 +70,7 @@ def _folder(model: str | None) -> Path:
 def _tokens(backbone, folder: Path, args) -> tuple:
     """A decoder's tokens: (Heard, what they are)."""
     from mini_ee.data.tokens import Tokenizer
-    from mini_ee.measure.probes import hear_tokens, texts_to_read
+    from mini_ee.evaluation.probes import hear_tokens, texts_to_read
     from mini_ee.training.options import TextOptions
     from mini_ee.training.texts import Source
 
@@ -90,7 +90,7 @@ def _rows(backbone, folder: Path, args) -> tuple:
     """Rows of a task, or lines of a file: (Heard, what they are)."""
     from mini_ee.backbones.hub import BUILT_IN_MODEL
     from mini_ee.data.tokens import Tokenizer
-    from mini_ee.measure.probes import hear_rows, rows_to_read
+    from mini_ee.evaluation.probes import hear_rows, rows_to_read
     from mini_ee.training.run import encode
     from mini_ee.training.train import open_task
 
@@ -111,7 +111,7 @@ def _rows(backbone, folder: Path, args) -> tuple:
 
 
 def _tell(answer: dict, say) -> None:
-    from mini_ee.measure.tables import table
+    from mini_ee.evaluation.tables import table
 
     counts = answer["oracle_counts"]
     columns = {"layer": range(1, answer["layers"] + 1), "agreement": answer["agreement"]}

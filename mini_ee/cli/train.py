@@ -84,7 +84,7 @@ def _other_defaults(method, parts: tuple[type, ...]) -> str:
 def run(args, say) -> dict:
     """Train, and say what came out."""
     from mini_ee.data.files import read_json
-    from mini_ee.measure.tables import stages_table
+    from mini_ee.evaluation.tables import stages_table
     from mini_ee.training.method import load_method
     from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
     from mini_ee.training.train import train
@@ -128,7 +128,7 @@ def _of_rows(trained, metrics: dict, say) -> dict:
 
 
 def _of_tokens(trained, metrics: dict, say) -> dict:
-    from mini_ee.measure.tables import heads_trained_table
+    from mini_ee.evaluation.tables import heads_trained_table
     from mini_ee.rules import rule_from_dict
 
     if "agreement" in metrics:

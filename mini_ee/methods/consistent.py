@@ -49,6 +49,7 @@ from mini_ee.data.files import read_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import Settings, option
 from mini_ee.data.tasks import Split, Task
+from mini_ee.exits.rows import States
 from mini_ee.recording import Record, record
 from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage
 from mini_ee.training.holdout import split_rows
@@ -57,7 +58,6 @@ from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_networ
 from mini_ee.training.rule import cuts
 from mini_ee.training.texts import policy_rule
 from mini_ee.training.train import trained_on
-from mini_ee.units.rows import States
 
 REWARDS = ("hardness-guided", "vanilla")
 

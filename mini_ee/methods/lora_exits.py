@@ -31,7 +31,7 @@ embeddings when an exit refuses (`restart`, the default here: a processor is bou
     parallel          12   21   27   30
     restart            3    9   18   30
 
-Schedules, their costs and the segments that the loop drives are in units/streams.py; adapters on disk are in
+Schedules, their costs and the segments that the loop drives are in exits/streams.py; adapters on disk are in
 backbones/lora.py, SGMV in backbones/sgmv.py.
 """
 
@@ -54,11 +54,11 @@ from mini_ee.backbones.sgmv import sgmv
 from mini_ee.backbones.targets import TARGETS
 from mini_ee.data.options import Settings, option
 from mini_ee.data.tokens import batches
+from mini_ee.exits.heads import exit_heads
+from mini_ee.exits.rows import ExitModel, RowData, RowExits, check_exits
+from mini_ee.exits.streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
-from mini_ee.units.heads import exit_heads
-from mini_ee.units.rows import ExitModel, RowData, RowExits, check_exits
-from mini_ee.units.streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
 UNTAUGHT = ("distill", "vanilla")  # under which what distillation reads counts for nothing
@@ -298,7 +298,7 @@ class LoRAExits(ExitModel):
         return {"restart": restart, "parallel": parallel}[name](len(self.exits))
 
     def cheapest_schedule(self, batch_size: int, tokens: int, reach: np.ndarray) -> list[list[int]]:
-        """The one that is quickest on this machine for rows of so many tokens. reach (K,): see units/streams.py."""
+        """The one that is quickest on this machine for rows of so many tokens. reach (K,): see exits/streams.py."""
         return cheapest_schedule(measure_costs(self, batch_size, tokens), reach)
 
     def own_state(self) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha
 from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.prompts import KIND_READ_AT, PromptModel, draw_shots
+from mini_ee.exits.rows import RowData
 from mini_ee.methods.datastore import Collected, build
 from mini_ee.methods.encoders import open_encoder
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
@@ -27,8 +29,6 @@ from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
 from mini_ee.training.train import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
-from mini_ee.units.prompts import KIND_READ_AT, PromptModel, draw_shots
-from mini_ee.units.rows import RowData
 
 COLLECTING = 32  # rows that are read together
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")

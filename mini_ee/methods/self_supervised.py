@@ -2,7 +2,7 @@
 
 Paper: Florian Valade, Accelerating Large Language Model Inference with Self-Supervised Early Exits, 2024,
 arXiv:2407.21082v1. Section 3.2 (heads, batches, Eq. 1) and the measures of Fig. 1 are here; 3.3, the thresholds, is
-calibration.py; inference is units/generation.py.
+calibration.py; inference is exits/generation.py.
 
 Symbols:   p_theta: the full model; p_k: head k (units.heads.VocabularyHead), after layer e_k; penalty = lambda of
            Eq. 1; init: "scratch" draws norm and linear map, "copy" takes the model's own. K counts exits, the last of
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.data.options import Settings, option
+from mini_ee.exits.heads import INITS
+from mini_ee.exits.tokens import TextData, TokenExits
 from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.texts import agreement_rule
-from mini_ee.units.heads import INITS
-from mini_ee.units.tokens import TextData, TokenExits
 
 TARGETS = ("soft", "hard")
 

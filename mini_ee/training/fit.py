@@ -1,7 +1,7 @@
 """The one training loop: AdamW, warm-up, linear decay, clipping, the best checkpoint; its state survives a kill.
 
 A recipe is a list of stages; a stage says which parameters learn, from which loss, and which score decides the best
-checkpoint. It knows units alone: rows and tokens bring their own data (units/rows.py, units/tokens.py). Epochs are
+checkpoint. It knows units alone: rows and tokens bring their own data (exits/rows.py, exits/tokens.py). Epochs are
 scored on held-out units; those that test the default rule, and the split that is reported, are never seen here.
 """
 

@@ -42,15 +42,15 @@ from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.early_exit import early_exit
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import Sampling
+from mini_ee.exits.prompts import PromptModel
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.segments import Segments
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.rule import Chosen
-from mini_ee.units.decoding import gather
-from mini_ee.units.generation import Sampling
-from mini_ee.units.prompts import PromptModel
-from mini_ee.units.rows import RowExits
-from mini_ee.units.tokens import TokenExits
 
 FORMAT_VERSION = 2
 OWN_BACKBONE = "backbone"

@@ -27,11 +27,11 @@ from mini_ee.data.texts import (
     read_stories,
 )
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.generation import generated_texts
+from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.rules import Policy
 from mini_ee.training.options import TextOptions
 from mini_ee.training.rule import Chosen, calibrate_record, passing
-from mini_ee.units.generation import generated_texts
-from mini_ee.units.tokens import TextData, TokenExits, record_texts
 
 GIVEN, FOLLOW = 40, 40  # tokens of a story
 CALIBRATION_PIECES = 512  # that thresholds are taken from, where no number is asked for

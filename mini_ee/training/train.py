@@ -30,6 +30,7 @@ from mini_ee.data.options import flag_of, idle_option
 from mini_ee.data.table_files import SUFFIXES
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.rows import RowData, check_exits, even_exits
 from mini_ee.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.training import doubts, ranks
 from mini_ee.training.fit import STATE, Diverged, Fitted, NothingToResume, Saved, fit
@@ -39,7 +40,6 @@ from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptio
 from mini_ee.training.rule import Chosen, curves, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.texts import Source, agreement_rule, check_count, texts_to_learn
-from mini_ee.units.rows import RowData, check_exits, even_exits
 
 BUILT_IN = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small: it wants larger steps, and more of them
 

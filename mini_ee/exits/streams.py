@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Around, Tensors, is_traced, tensor_on
+from mini_ee.exits.rows import RowSegments
 from mini_ee.segments import Reading, Segments
-from mini_ee.units.rows import RowSegments
 
 
 # ---- Schedules: which streams start together ----

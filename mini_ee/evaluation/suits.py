@@ -20,7 +20,7 @@ import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.calibration import Observed, end_to_end, exit_indices
-from mini_ee.measure.probes import LEAST, Costs, Heard
+from mini_ee.evaluation.probes import LEAST, Costs, Heard
 from mini_ee.rules import Threshold
 
 LEVEL = 0.95  # of agreement with the last layer

@@ -18,10 +18,8 @@ from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.bench.common import medians
-from mini_ee.measure.bench.streams import bare_streams, over_adapters
-from mini_ee.measure.compare import compare_tokens, rules_of
-from mini_ee.measure.evaluate import (
+from mini_ee.evaluation.compare import compare_tokens, rules_of
+from mini_ee.evaluation.evaluate import (
     LOSSES,
     by_exit,
     curve,
@@ -33,9 +31,15 @@ from mini_ee.measure.evaluate import (
     rows_of,
     timed_batches,
 )
-from mini_ee.measure.probes import Costs, hear_rows, rows_to_read
-from mini_ee.measure.suits import kept, suitability, threshold_at
-from mini_ee.measure.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
+from mini_ee.evaluation.suits import kept, suitability, threshold_at
+from mini_ee.evaluation.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.exits.generation import Sampling
+from mini_ee.exits.prompts import PromptModel
+from mini_ee.exits.streams import parallel, restart
+from mini_ee.exits.tokens import record_texts
+from mini_ee.experiments.bench.common import medians
+from mini_ee.experiments.bench.streams import bare_streams, over_adapters
 from mini_ee.methods.consistent import hardness_in_training
 from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
@@ -45,10 +49,6 @@ from mini_ee.training.fit import task_loss
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
-from mini_ee.units.generation import Sampling
-from mini_ee.units.prompts import PromptModel
-from mini_ee.units.streams import parallel, restart
-from mini_ee.units.tokens import record_texts
 
 BATCH = 32
 HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed

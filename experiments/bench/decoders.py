@@ -11,11 +11,11 @@ import torch
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
 from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig
-from mini_ee.measure.bench.common import forced_out, from_transformers, medians, row_of
+from mini_ee.exits.decoding import FILLS, Generated, gather
+from mini_ee.exits.generation import generate, generate_lossless
+from mini_ee.exits.heads import VocabularyHead
+from mini_ee.experiments.bench.common import forced_out, from_transformers, medians, row_of
 from mini_ee.rules import Rule
-from mini_ee.units.decoding import FILLS, Generated, gather
-from mini_ee.units.generation import generate, generate_lossless
-from mini_ee.units.heads import VocabularyHead
 
 STORIES = DecoderConfig(
     model_type="llama",

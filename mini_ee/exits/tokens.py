@@ -19,12 +19,12 @@ from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
+from mini_ee.exits.decoding import Step, gather
+from mini_ee.exits.generation import generate, token_weights
+from mini_ee.exits.heads import OwnHead, VocabularyHead
+from mini_ee.exits.rows import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import NeverExit, Rule
-from mini_ee.units.decoding import Step, gather
-from mini_ee.units.generation import generate, token_weights
-from mini_ee.units.heads import OwnHead, VocabularyHead
-from mini_ee.units.rows import ExitModel, Fork, RunLayers, States, check_exits
 
 BATCH = 16  # texts that are read together where nothing learns
 TOKENS_A_STEP = 256  # at least, where a stage learns from states: a token is far less than a text

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.metrics import spearman
-from mini_ee.measure.reproduce.experiments import MADE_WITH, read_case
-from mini_ee.measure.reproduce.recipe import Case, cases_of, is_choice, sides
-from mini_ee.measure.reproduce.verdicts import (
+from mini_ee.experiments.recipe import Case, cases_of, is_choice, sides
+from mini_ee.experiments.trainings import MADE_WITH, read_case
+from mini_ee.experiments.verdicts import (
     FAILS,
     FEW,
     HOLDS,

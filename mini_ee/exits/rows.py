@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
+from mini_ee.exits.heads import ExitHead, exit_heads
 from mini_ee.recording import exit_scores, record
 from mini_ee.segments import Reading, Segments
-from mini_ee.units.heads import ExitHead, exit_heads
 
 STATES_BATCH = 64  # rows that are read together where nothing learns
 

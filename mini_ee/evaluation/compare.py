@@ -9,7 +9,7 @@ from mini_ee import WrongArguments
 from mini_ee.data.files import read_json
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, holdout
-from mini_ee.measure.evaluate import (
+from mini_ee.evaluation.evaluate import (
     LOSSES,
     RANGES,
     best_within,
@@ -21,7 +21,7 @@ from mini_ee.measure.evaluate import (
     replayed,
     timed_batches,
 )
-from mini_ee.measure.texts import (
+from mini_ee.evaluation.texts import (
     LEVEL,
     at_equal_agreement,
     decoded,
@@ -29,6 +29,7 @@ from mini_ee.measure.texts import (
     quality,
     written_texts,
 )
+from mini_ee.exits.tokens import TokenExits, record_texts
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
@@ -37,7 +38,6 @@ from mini_ee.training.rule import LEVELS, cuts, patiences, q_exits, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
 from mini_ee.training.train import trained_on
-from mini_ee.units.tokens import TokenExits, record_texts
 
 TESTED_TEXTS, TIMED_TEXTS = 100, 2
 

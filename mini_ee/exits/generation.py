@@ -27,9 +27,7 @@ from mini_ee.backbones.cache import Cache, Writer
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
-from mini_ee.rules import NeverExit, Rule
-from mini_ee.segments import Reading
-from mini_ee.units.decoding import (
+from mini_ee.exits.decoding import (
     FILLS,
     CachedSegments,
     Step,
@@ -43,7 +41,9 @@ from mini_ee.units.decoding import (
     gather,
     judged,
 )
-from mini_ee.units.rows import check_exits
+from mini_ee.exits.rows import check_exits
+from mini_ee.rules import NeverExit, Rule
+from mini_ee.segments import Reading
 
 SMALLEST = 1e-6  # number that a logit may be divided by
 CONFIDENCE_THRESHOLD = 0.6  # of a draft: the fastest of 0, .6, .8, .9 after layer 4 of a half-trained built-in decoder

@@ -11,12 +11,20 @@ import numpy as np
 from mini_ee.backbones.bert import Bert
 from mini_ee.data.progress import tqdm
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.bench.common import BERT_BASE, full_model, inputs_of, medians, minilm_of, random_encoder, row_of
+from mini_ee.exits.rows import RowExits
+from mini_ee.experiments.bench.common import (
+    BERT_BASE,
+    full_model,
+    inputs_of,
+    medians,
+    minilm_of,
+    random_encoder,
+    row_of,
+)
 from mini_ee.methods.datastore import Datastore, exact_search
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import Retrieval
 from mini_ee.rules import FixedExit, Planned
-from mini_ee.units.rows import RowExits
 
 SST2_ROWS, LARGE = 67_349, 1_000_000  # the first are those of train
 

@@ -16,8 +16,8 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Inputs
+from mini_ee.exits.rows import even_exits
 from mini_ee.rules import Threshold
-from mini_ee.units.rows import even_exits
 
 MINILM = BertConfig(
     model_type="bert",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.cache import GraphBlock
+from mini_ee.exits.tokens import TokenExits
 from mini_ee.segments import Reading, Segments
-from mini_ee.units.tokens import TokenExits
 
 
 class GraphTokens(NamedTuple):

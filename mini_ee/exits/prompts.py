@@ -20,8 +20,8 @@ from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on, tok
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
+from mini_ee.exits.rows import ExitModel, RowSegments, check_exits
 from mini_ee.segments import Reading
-from mini_ee.units.rows import ExitModel, RowSegments, check_exits
 
 KIND_READ_AT = {"mask": ENCODER, "last": DECODER, "first": DECODER}  # Backbone.reads_prompt_at -> the kind of prompt
 

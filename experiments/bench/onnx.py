@@ -15,11 +15,12 @@ from mini_ee.backbones.llama import Decoder
 from mini_ee.confidence import max_probability
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.sessions import CPU, HeldRule, Session
-from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
-from mini_ee.export.writer import write_graphs
-from mini_ee.measure.bench.common import (
+from mini_ee.evaluation.evaluate import REST
+from mini_ee.exits.decoding import Generated, decode, gather
+from mini_ee.exits.rows import RowExits, even_exits
+from mini_ee.exits.token_graphs import TokenGraphs
+from mini_ee.exits.tokens import TokenExits
+from mini_ee.experiments.bench.common import (
     BERT_BASE,
     inputs_of,
     medians,
@@ -28,15 +29,14 @@ from mini_ee.measure.bench.common import (
     row_of,
     three_exits,
 )
-from mini_ee.measure.bench.decoders import STORIES, generate_of_transformers, random_decoder
-from mini_ee.measure.evaluate import REST
+from mini_ee.experiments.bench.decoders import STORIES, generate_of_transformers, random_decoder
+from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
+from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.segments import Segments
-from mini_ee.units.decoding import Generated, decode, gather
-from mini_ee.units.rows import RowExits, even_exits
-from mini_ee.units.token_graphs import TokenGraphs
-from mini_ee.units.tokens import TokenExits
 
 REACHED_BY_NONE = 1.0  # of a random model: every head is read, nobody leaves
 NEW_TOKENS = 64

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.measure.figures import new_figure, save_figure
-from mini_ee.measure.reproduce.page import Kept
-from mini_ee.measure.reproduce.recipe import filled
+from mini_ee.evaluation.figures import new_figure, save_figure
+from mini_ee.experiments.page import Kept
+from mini_ee.experiments.recipe import filled
 from mini_ee.registry import METHODS
 
 GRID = 40  # points at which curves of several seeds are averaged

@@ -29,12 +29,12 @@ from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.texts import Text, cut_text
 from mini_ee.data.tokens import Encoded, batches
+from mini_ee.exits.generation import token_weights
+from mini_ee.exits.heads import pooled
+from mini_ee.exits.rows import STATES_BATCH
+from mini_ee.exits.tokens import BATCH, record_texts
 from mini_ee.training.rule import observe
 from mini_ee.training.texts import Source, check_reads_on, texts_to_calibrate
-from mini_ee.units.generation import token_weights
-from mini_ee.units.heads import pooled
-from mini_ee.units.rows import STATES_BATCH
-from mini_ee.units.tokens import BATCH, record_texts
 
 LEAST = 40  # texts, or rows that are asked
 PIECE = 64  # tokens of a text

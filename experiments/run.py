@@ -10,12 +10,12 @@ from filelock import FileLock
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
-from mini_ee.measure.figures import can_draw
-from mini_ee.measure.reproduce.experiments import Held, Sources, is_kept, run_case
-from mini_ee.measure.reproduce.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
-from mini_ee.measure.reproduce.pictures import draw
-from mini_ee.measure.reproduce.recipe import PAPERS, cases_named, cases_of, load_recipe, select
-from mini_ee.measure.reproduce.verdicts import LEAST_SEEDS
+from mini_ee.evaluation.figures import can_draw
+from mini_ee.experiments.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
+from mini_ee.experiments.pictures import draw
+from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
+from mini_ee.experiments.trainings import Held, Sources, is_kept, run_case
+from mini_ee.experiments.verdicts import LEAST_SEEDS
 
 
 def reproduce(

@@ -22,8 +22,8 @@ from filelock import FileLock
 from mini_ee import WrongArguments, __version__
 from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_writer, write_bytes, write_json
 from mini_ee.data.tasks import load_task, toy_task
-from mini_ee.measure.reproduce.measures import MEASURES, OF_ROWS
-from mini_ee.measure.reproduce.recipe import Case, is_choice
+from mini_ee.experiments.measures import MEASURES, OF_ROWS
+from mini_ee.experiments.recipe import Case, is_choice
 from mini_ee.training.fit import STATE, Diverged
 from mini_ee.training.run import Run, load_run, training_folder
 from mini_ee.training.train import train

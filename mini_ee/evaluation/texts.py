@@ -21,14 +21,14 @@ from mini_ee.data.metrics import rouge_l
 from mini_ee.data.multiple_choice import Asked, Benchmark, ask, standard_error
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text, cut_text
+from mini_ee.exits.decoding import FILLS, Generated
+from mini_ee.exits.generation import generated_texts
+from mini_ee.exits.tokens import BATCH, TokenExits, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
 from mini_ee.training.texts import check_reads_on
-from mini_ee.units.decoding import FILLS, Generated
-from mini_ee.units.generation import generated_texts
-from mini_ee.units.tokens import BATCH, TokenExits, record_texts
 
 EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 COMPARED = tuple(measure for measure in MEASURES if measure != "normalised_entropy")  # entropy over a constant

@@ -12,10 +12,10 @@ from mini_ee.backbones.sgmv import sgmv, sgmv_loop
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.measure.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
+from mini_ee.exits.streams import cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.experiments.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import FixedExit, NeverExit
-from mini_ee.units.streams import cheapest_schedule, measure_costs, parallel, restart
 
 REACH = {  # the chance that a row is still there before each of 4 exits
     "most leave": (1.0, 0.3, 0.15, 0.05),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Tensors
+from mini_ee.exits.rows import RowExits, RowSegments
 from mini_ee.segments import Reading
-from mini_ee.units.rows import RowExits, RowSegments
 
 
 class Left(NamedTuple):
