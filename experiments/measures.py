@@ -45,10 +45,10 @@ from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
-from mini_ee.training.fit import task_loss
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
+from mini_ee.training.stages import task_loss
 
 BATCH = 32
 HELD_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed

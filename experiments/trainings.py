@@ -24,8 +24,9 @@ from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_write
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.experiments.measures import MEASURES, OF_ROWS
 from mini_ee.experiments.recipe import Case, is_choice
-from mini_ee.training.fit import STATE, Diverged
+from mini_ee.training.loop import Diverged
 from mini_ee.training.run import Run, load_run, training_folder
+from mini_ee.training.state import STATE
 from mini_ee.training.train import train
 
 MADE_WITH = ("commit", "torch", "machine", "threads")  # what is said of it

@@ -20,12 +20,14 @@ from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.recording import Record, Recorded, record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
-from mini_ee.training.fit import Batch, Saved, fit, joint_stage, task_loss
+from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import LEVELS, cuts, thresholds
 from mini_ee.training.run import build_model, encode
+from mini_ee.training.stages import Batch, joint_stage, task_loss
+from mini_ee.training.state import Saved
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")
@@ -105,7 +107,7 @@ def test_fastbert_learns_in_the_stages_of_deebert(checkpoint_folder):
     model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
     names = [name for name, _ in model.named_parameters()]
     theirs, ours = (
-        [[name for name in names if stage.learns(name)] for stage in stages(system, model)]
+        [[name for name in names if stage.trainable(name)] for stage in stages(system, model)]
         for system in ("deebert", "fastbert")
     )
     assert theirs == ours and len(ours) == 2

@@ -24,11 +24,12 @@ from mini_ee.export.sessions import HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import FixedExit, NeverExit, PatienceConfidence, Policy, Threshold, rule_from_dict
-from mini_ee.training.fit import Saved, fit
+from mini_ee.training.loop import fit
 from mini_ee.training.method import NoConfig
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import PASSING, passing
+from mini_ee.training.state import Saved
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3]]
@@ -198,7 +199,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.setattr(calm, "agreement", lambda model, some: wanted)
     stage = calm.recipe(model, NoConfig())[1]
-    assert stage.teacher(model, states) is wanted  # recipe looks it up when it is called
+    assert stage.make_targets(model, states) is wanted  # recipe looks it up when it is called
     history = learn_classifier(model, TextData(texts_of(60, 16)), tmp_path, epochs=60, head_lr=0.1)
     with torch.no_grad():
         said = model.exit_logits(list(states.states.unbind(1))).numpy() > 0

@@ -18,9 +18,9 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, Policy, Threshold
-from mini_ee.training.fit import Batch
 from mini_ee.training.rule import calibrate_conformal
 from mini_ee.training.run import load_run
+from mini_ee.training.stages import Batch
 from mini_ee.training.train import train
 
 EXITS, C, D = (1, 2, 3, 5, 6), 3, 24
@@ -126,7 +126,7 @@ def test_parts_of_train_are_apart_and_the_same_in_every_stage():
     found = parts(None, range(1000), 0.2)
     assert np.bincount(found).tolist() == [800, 100, 100] and (found == parts(None, range(1000), 0.2)).all()
     for stage in cat.recipe(made(), Config(apart=0.5)):
-        np.testing.assert_array_equal(stage.teacher(None, range(200)), cat.parts(None, range(200), 0.5))
+        np.testing.assert_array_equal(stage.make_targets(None, range(200)), cat.parts(None, range(200), 0.5))
 
 
 def test_losses_count_the_rows_of_their_part_alone():
@@ -150,15 +150,15 @@ def test_either_class_of_agreement_weighs_the_same():
 def test_meta_classifiers_learn_where_an_exit_agrees_with_the_last_and_move_nothing_else(padded_inputs):
     model = made()
     logits, exit_logits = by_hand(model, padded_inputs)
-    taught = torch.tensor([2, 0, 2, 2, 1, 2, 2])
-    rows = [row for row in range(7) if taught[row] == 2]
+    targets = torch.tensor([2, 0, 2, 2, 1, 2, 2])
+    rows = [row for row in range(7) if targets[row] == 2]
     expected = 0.0
     for k in range(4):
         agrees = torch.tensor([logits[row, k].argmax() == logits[row, 4].argmax() for row in rows])
         expected += balanced_loss(torch.from_numpy(exit_logits[rows, k]), agrees).item() / 4
     with torch.no_grad():
         states = model.states(*tensors(padded_inputs))
-    loss = meta_loss(model, Batch((), LABELS, states, taught))
+    loss = meta_loss(model, Batch((), LABELS, states, targets))
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     loss.backward()
     moved = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -199,10 +199,10 @@ def test_meta_classifiers_learn_from_states_and_hidden_values_with_dropout(padde
 def test_each_stage_teaches_its_own_and_together_they_teach_all():
     model = made()
     stages = cat.recipe(model, Config())
-    taught = [{name for name, _ in model.named_parameters() if stage.learns(name)} for stage in stages]
-    assert sum(map(len, taught)) == len(set().union(*taught)) == len(list(model.named_parameters()))
-    assert all(name.startswith(("backbone.", "heads.4.")) for name in taught[0])
-    assert taught[2] == {f"heads.{k}.temperature" for k in range(4)}
+    trained = [{name for name, _ in model.named_parameters() if stage.trainable(name)} for stage in stages]
+    assert sum(map(len, trained)) == len(set().union(*trained)) == len(list(model.named_parameters()))
+    assert all(name.startswith(("backbone.", "heads.4.")) for name in trained[0])
+    assert trained[2] == {f"heads.{k}.temperature" for k in range(4)}
 
 
 def test_inner_exits_may_learn_what_the_last_one_says(padded_inputs):
@@ -214,7 +214,7 @@ def test_inner_exits_may_learn_what_the_last_one_says(padded_inputs):
         loss = cat.heads_loss(model, batch, Config(target=target))
         assert loss.item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
         scaled = batch._replace(
-            inputs=(), states=model.states(*batch.inputs), taught=torch.full((7,), cat.TEMPERATURES)
+            inputs=(), states=model.states(*batch.inputs), targets=torch.full((7,), cat.TEMPERATURES)
         )
         (stage,) = [each for each in cat.recipe(model, Config(target=target)) if each.name == "temperatures"]
         assert stage.loss(model, scaled).item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
@@ -238,7 +238,7 @@ def test_a_run_keeps_its_temperatures_and_takes_the_conformal_promise(run, task_
 def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     seen = []
     held = type("Held", (), {"__len__": lambda self: 3, "batch": lambda self, *a: ([torch.zeros(3, 2)], torch.ones(3))})
-    held_loss(lambda model, batch: seen.append(batch.taught.tolist()) or 0.0, cat.META, run.model, held())
+    held_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META, run.model, held())
     assert seen == [[2, 2, 2]]
     told = {cat.temperature_loss: (cat.TEMPERATURES, 3.0), cat.meta_loss: (cat.META, 5.0)}
 
@@ -247,7 +247,7 @@ def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
         return answer if part == expected else None
 
     monkeypatch.setattr(cat, "held_loss", said)
-    assert [stage.judge(run.model, held())["score"] for stage in cat.recipe(run.model, Config())[2:]] == [-3.0, -5.0]
+    assert [stage.validate(run.model, held())["score"] for stage in cat.recipe(run.model, Config())[2:]] == [-3.0, -5.0]
 
 
 def test_what_cannot_be_is_one_line(task_folder, checkpoint_folder, tmp_path):

@@ -29,7 +29,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
 from mini_ee.registry import METHODS
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
-from mini_ee.training import fit as fitting
+from mini_ee.training import state
 from mini_ee.training import train as training
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
@@ -255,10 +255,10 @@ def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house
         if made == life:
             raise KeyboardInterrupt
         made += 1
-        fitting.SAVE_SECONDS = -1.0 if made == life - 1 else math.inf
+        state.SAVE_SECONDS = -1.0 if made == life - 1 else math.inf
         return step(self, *args, **settings)
 
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", math.inf)
+    monkeypatch.setattr(state, "SAVE_SECONDS", math.inf)
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
     while not (tmp_path / "run").exists():
         made = 0

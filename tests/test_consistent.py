@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import torch
 
 import mini_ee.exits.rows as rows_module
 import mini_ee.methods.consistent as consistent
-import mini_ee.training.fit as fitting
+import mini_ee.training.loop as loop
+import mini_ee.training.state as state
 from mini_ee import WrongArguments, train
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
@@ -50,9 +52,11 @@ from mini_ee.methods.consistent import (
 )
 from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
-from mini_ee.training.fit import Batch, Saved, fit
+from mini_ee.training.loop import fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import encode
+from mini_ee.training.stages import Batch
+from mini_ee.training.state import Saved
 
 GOLDEN = Path(__file__).parent / "golden"
 ATOL = 1e-5  # float32, rows alone against padded batches, logits of up to 8; at most 3e-6 here
@@ -500,12 +504,21 @@ def test_step_3_reaches_policies_only_and_step_4_everything_else(estimator, padd
     assert not reached & policies and {name for name in names if name.startswith("heads.")} <= reached
 
 
+def every_stage(stages):
+    """The stages of a recipe that is told that each was better than the one before: -100, -99, ..."""
+    found, scores = [next(stages)], itertools.count(-100)
+    with suppress(StopIteration):
+        while True:
+            found.append(stages.send(next(scores)))
+    return found
+
+
 def test_the_stages_learn_what_their_losses_reach():
-    stages = recipe(policy_model(), Config(rounds=2))
+    stages = every_stage(recipe(policy_model(), Config(rounds=2)))
     assert [stage.name for stage in stages] == ["initialise", "policy 1", "task 1", "policy 2", "task 2"]
-    assert [stage.round for stage in stages] == [0, 1, 1, 2, 2]
+    assert [stage.to_beat for stage in stages] == [None, None, -99, -98, -97]
     for stage in stages:
-        learned = {name for name, _ in policy_model().named_parameters() if stage.learns(name)}
+        learned = {name for name, _ in policy_model().named_parameters() if stage.trainable(name)}
         assert {name.split(".")[0] for name in learned} == (
             {"policy"} if stage.name.startswith("policy") else {"backbone", "heads"}
         )
@@ -607,7 +620,7 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
     stop_after, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
 ):
     """Initialisation ends after 6 steps, then policies take 6 and the task 3 a round."""
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(state, "SAVE_SECONDS", -1.0)
     whole, told = never_stopped
     steps, step = 0, torch.optim.AdamW.step
 
@@ -627,10 +640,15 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
 
 
 def judged(verdicts):
-    """The recipe of four rounds with one epoch a stage, and a judge whose verdicts are given."""
+    """The recipe of four rounds with one epoch a stage, whose validations are given."""
     verdicts = iter(verdicts)
     stages = recipe(SimpleNamespace(exits=(1, 2, 3), unit="rows"), replace(HOW, rounds=4, policy_epochs=1))
-    return [stage._replace(judge=lambda *_: {"score": next(verdicts)}) if stage.round else stage for stage in stages]
+    stage = next(stages)
+    with suppress(StopIteration):
+        while True:
+            given = stage._replace(validate=lambda *_: {"score": next(verdicts)})
+            best = yield given if stage.validate else stage
+            stage = stages.send(best)
 
 
 @pytest.mark.parametrize(
@@ -648,7 +666,9 @@ def test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weigh
     model, history = train_model(checkpoint_folder, words, tmp_path / "a", stages=judged(verdicts))
     names = [f"{kind} {number}" for number in range(1, rounds + 1) for kind in ("policy", "task")]
     assert [entry["stage"] for entry in history[FAST.epochs :]] == names
-    upto_best, _ = train_model(checkpoint_folder, words, tmp_path / "b", stages=judged(range(8))[: 1 + best])
+    upto_best, _ = train_model(
+        checkpoint_folder, words, tmp_path / "b", stages=every_stage(judged(range(8)))[: 1 + best]
+    )
     assert same(model, upto_best)
 
 
@@ -720,7 +740,7 @@ def fit_tokens(model, stages, folder, config=QUICK, resume=False, texts=24):
 def tuned(tmp_path_factory):
     """A model after step 1, with states: counting upwards, which the deeper exits know better."""
     model = decoder_model()
-    fit_tokens(model, recipe(model, TOKENS)[:1], tmp_path_factory.mktemp("tuned"))
+    fit_tokens(model, list(recipe(model, TOKENS))[:1], tmp_path_factory.mktemp("tuned"))
     return model.eval(), TextData(counting(40)).states(model), TextData(counting(12, 8)).states(model)
 
 
@@ -743,16 +763,16 @@ def mixed(model):
 
 def learn(model, stage, train, how):
     """One stage on the states of a model, without a hold-out: its steps one after the other."""
-    taught = stage.teacher(model, train) if stage.teacher else None
+    targets = stage.make_targets(model, train) if stage.make_targets else None
     settings = stage.settings
-    names = [name for name, _ in model.named_parameters() if stage.learns(name) and model.learns(name)]
+    names = [name for name, _ in model.named_parameters() if stage.trainable(name) and model.learns(name)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], settings["head_lr"])
     for epoch in range(settings["epochs"]):
         for units in train.order(1, epoch):
             states, labels = train.batch(units, "cpu")
-            loss = stage.loss(model, Batch((), labels, states, None if taught is None else taught[units]))
+            loss = stage.loss(model, Batch((), labels, states, None if targets is None else targets[units]))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -779,10 +799,10 @@ def test_a_high_price_of_layers_makes_all_leave_at_once_and_none_brings_what_the
     torch.manual_seed(0)
     how = replace(TOKENS, alpha=50.0, estimator=estimator, policy_epochs=20, policy_lr=0.02)
     dear, free = copy_of(model), copy_of(model)
-    learn(dear, recipe(dear, how)[1], train, how)
+    learn(dear, list(recipe(dear, how))[1], train, how)
     assert held_out(dear, held, how)["mean_layers"] == 1.0
     how = replace(how, alpha=0.0)
-    learn(free, recipe(free, how)[1], train, how)
+    learn(free, list(recipe(free, how))[1], train, how)
     best_fixed = max(rewards_of_all(free, held, how).mean(0))
     assert held_out(free, held, how)["score"] > best_fixed - 0.05
 
@@ -797,7 +817,7 @@ def test_more_alpha_lets_tokens_leave_earlier(tuned):
         with torch.no_grad():
             for head, noise in zip(other.heads, (0.6, 0.2)):
                 head.linear.weight.add_(noise * torch.randn_like(head.linear.weight))
-        learn(other, recipe(other, how)[1], train, how)
+        learn(other, list(recipe(other, how))[1], train, how)
         depths.append(held_out(other, held, how)["mean_layers"])
     assert depths == sorted(depths, reverse=True) and depths[0] > depths[1] and depths[-1] == 1.0
 
@@ -821,7 +841,7 @@ def test_y_can_be_what_the_last_exit_says(tuned):
 def test_of_tokens_the_policy_step_changes_policies_alone_and_the_task_step_heads_alone(tuned, tmp_path):
     other, before = copy_of(tuned[0]), tuned[0].state_dict()
     for number, part in ((1, "policy"), (2, "heads")):
-        stages = [recipe(other, TOKENS)[number]._replace(judge=lambda *_: {"score": 0.0})]
+        stages = [list(recipe(other, TOKENS))[number]._replace(validate=lambda *_: {"score": 0.0})]
         fit_tokens(other, stages, tmp_path / part)
         now = {name: value.clone() for name, value in other.state_dict().items()}
         assert {name.split(".")[0] for name, value in now.items() if not torch.equal(value, before[name])} == {part}
@@ -843,7 +863,7 @@ def test_a_head_at_which_no_token_leaves_learns_nothing(tuned):
 def test_exits_are_scored_anew_after_every_task_step(tuned, tmp_path):
     """Its heads learn, though they learn from states."""
     model, how, verdicts = copy_of(tuned[0]), replace(TOKENS, task_epochs=3, task_lr=0.05), itertools.count()
-    stage = recipe(model, how)[2]._replace(judge=lambda *_: {"score": next(verdicts)})
+    stage = list(recipe(model, how))[2]._replace(validate=lambda *_: {"score": next(verdicts)})
     history = fit_tokens(model, [stage], tmp_path)
     found, _ = TextData(counting(12, 8)).scores(model, 4)
     assert history[-1]["exit_scores"] == found
@@ -983,7 +1003,7 @@ def test_the_step_4_test_can_fail(monkeypatch, padded_inputs):
 
 def test_the_rounds_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words):
     """Planted bug: rounds never end."""
-    monkeypatch.setattr(fitting._Training, "converged", lambda *_: False)
+    monkeypatch.setattr(loop, "in_turn", lambda stages, epochs: every_stage(stages))
     with pytest.raises(AssertionError):
         test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights(
             [1, 2, 2, 1, 9, 9, 9, 9], 2, 2, tmp_path, checkpoint_folder, words

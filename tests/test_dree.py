@@ -24,8 +24,8 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
-from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
+from mini_ee.training.stages import Batch
 from mini_ee.training.train import train
 
 EXITS, C, D = (1, 2, 4), 3, 24
@@ -231,14 +231,14 @@ def test_each_stage_moves_its_own_part_and_no_frame_moves(padded_inputs):
     first, second = dree.recipe(model, Config())
     for stage in (first, second):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(stage.learns(name)).grad = None
+            parameter.requires_grad_(stage.trainable(name)).grad = None
         stage.loss(model, batch).backward()
         moved = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
         statistics = {name for name, _ in model.named_parameters() if name.endswith((".mean", ".variance"))}
-        assert moved == {name for name, _ in model.named_parameters() if stage.learns(name)} - statistics
+        assert moved == {name for name, _ in model.named_parameters() if stage.trainable(name)} - statistics
         assert not [name for name in moved if name.endswith("frame")]
     assert moved and all(name.startswith(("heads.0.", "heads.1.")) for name in moved)
-    assert not [name for name, _ in model.named_parameters() if first.learns(name) and second.learns(name)]
+    assert not [name for name, _ in model.named_parameters() if first.trainable(name) and second.trainable(name)]
 
 
 def test_the_first_stage_is_plain_fine_tuning_through_the_frame(padded_inputs):

@@ -8,7 +8,7 @@ from test_baselines import LABELS, gradients, learner, of_exits, tensors  # noqa
 import mini_ee.baselines.elasticbert as elasticbert
 from mini_ee.baselines.elasticbert import balanced, entropies_and_patiences, equilibrium_loss
 from mini_ee.rules import Patience, Threshold
-from mini_ee.training.fit import Batch
+from mini_ee.training.stages import Batch
 
 
 def apart(model, batch):

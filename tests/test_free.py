@@ -37,7 +37,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training import train as training
-from mini_ee.training.fit import Batch
+from mini_ee.training.stages import Batch
 from mini_ee.training.train import asked
 
 EXACT = 2e-5  # of a loss of about 5; measured maximum 2e-6

@@ -25,7 +25,7 @@ from mini_ee.exits.generation import generate_lossless
 from mini_ee.exits.rows import RowExits
 from mini_ee.exits.tokens import SharedExits
 from mini_ee.rules import NeverExit
-from mini_ee.training.fit import Batch
+from mini_ee.training.stages import Batch
 
 EXACT = 2e-6  # measured maximum 5e-7
 

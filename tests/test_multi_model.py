@@ -75,7 +75,7 @@ def test_speed_is_measured_against_the_deepest_model_alone(model, inputs):
 
 def test_each_stage_trains_one_model(model):
     names = [name for name, _ in model.named_parameters()]
-    learn = [[name for name in names if stage.learns(name)] for stage in recipe(model, METHOD.config())]
+    learn = [[name for name in names if stage.trainable(name)] for stage in recipe(model, METHOD.config())]
     assert sorted(sum(learn, [])) == sorted(names)
     assert all(name.startswith(f"models.{k}.") for k, own in enumerate(learn) for name in own)
 

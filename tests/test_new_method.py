@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mini_ee.data.options import Settings, option
-from mini_ee.training.fit import Stage, joint_stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
+from mini_ee.training.stages import Stage, joint_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def recipe(model, config):
         losses = (F.binary_cross_entropy_with_logits(logit, truth, reduction="none") for logit, truth in right)
         return sum((one * (1 + (config.caution - 1) * (1 - truth))).mean() for one, (_, truth) in zip(losses, right))
 
-    heads = joint_stage(model, learns=lambda name: not name.startswith("policy."))
+    heads = joint_stage(model, trainable=lambda name: not name.startswith("policy."))
     last = Stage("trust", lambda name: name.startswith("policy."), loss, score=lambda scores: 0.0, on_states=True)
     return [heads, last]
 

@@ -17,9 +17,9 @@ from mini_ee.methods.consistent import exact_loss, vanilla_rewards
 from mini_ee.methods.consistent import log_exit_probabilities as of_consistent
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, QExit, Threshold
-from mini_ee.training.fit import Batch
 from mini_ee.training.rule import q_exits
 from mini_ee.training.run import load_run
+from mini_ee.training.stages import Batch
 
 ATOL = 1e-5
 DRAWN = np.random.default_rng(0)

@@ -29,7 +29,7 @@ from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Planned
-from mini_ee.training.fit import Batch
+from mini_ee.training.stages import Batch
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 
@@ -584,7 +584,7 @@ def test_the_loss_of_few_shots_is_cross_entropy_over_the_label_words_at_the_last
         logits = logits_by_hand(model, tokenizer, ids)[-1]
         expected.append(np.log(sum(np.exp(logits))) - logits[label])
     assert stage.loss(model, batch).item() == pytest.approx(np.mean(expected), abs=ATOL)
-    assert stage.score(np.array([0.1, 0.2, 0.7])) == 0.7 and stage.learns("backbone.layers.0.up.weight")
+    assert stage.score(np.array([0.1, 0.2, 0.7])) == 0.7 and stage.trainable("backbone.layers.0.up.weight")
 
 
 def test_a_checkpoint_on_disk_reads_as_its_backbone_does(checkpoint_folder):

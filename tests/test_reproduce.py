@@ -40,7 +40,7 @@ from mini_ee.experiments.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict
 from mini_ee.recording import exit_scores, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
-from mini_ee.training.fit import Diverged
+from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import observe, thresholds

@@ -19,7 +19,7 @@ from mini_ee.methods.lora_exits import (
     recipe,
     teach,
 )
-from mini_ee.training.fit import Batch
+from mini_ee.training.stages import Batch
 from mini_ee.training.train import train
 
 EXITS = (1, 2, 3)
@@ -32,10 +32,10 @@ def model(checkpoint_folder):
         return LoRAExits(load_backbone(checkpoint_folder), EXITS, 2).eval()
 
 
-def batch_of(taught=None):
+def batch_of(targets=None):
     random = np.random.default_rng(0)
     ids = torch.from_numpy(random.integers(5, 20, (4, 6)))
-    return Batch((ids, torch.ones_like(ids), torch.zeros_like(ids)), torch.tensor([0, 1, 1, 0]), None, taught)
+    return Batch((ids, torch.ones_like(ids), torch.zeros_like(ids)), torch.tensor([0, 1, 1, 0]), None, targets)
 
 
 def test_eq5_is_the_softmax_of_logits_over_t():
@@ -67,11 +67,11 @@ def test_a_regression_follows_its_teachers_value():
 
 @pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
 def test_eq4_weighs_labels_and_teacher_with_lambda(model, weight):
-    taught = torch.randn(4, 2)
+    targets = torch.randn(4, 2)
     logits = model.logits_of(1, *batch_of().inputs)
     hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
-    soft = distillation_loss(logits, taught, 10.0)
-    found = exit_loss(logits, batch_of().labels, taught, Config(weight=weight, temperature=10.0))
+    soft = distillation_loss(logits, targets, 10.0)
+    found = exit_loss(logits, batch_of().labels, targets, Config(weight=weight, temperature=10.0))
     torch.testing.assert_close(found, (1 - weight) * hard + weight * soft)
 
 
@@ -93,7 +93,7 @@ def test_the_last_exit_learns_first_and_each_stage_one_exit_alone(model):
     stages = recipe(model, Config())
     assert [stage.name for stage in stages] == ["exit 3", "exit 2", "exit 1"]
     names = [name for name, _ in model.named_parameters()]
-    learned = [{name for name in names if stage.learns(name)} for stage in stages]
+    learned = [{name for name in names if stage.trainable(name)} for stage in stages]
     for k, some in zip((2, 1, 0), learned):
         assert some and all(name.startswith((f"adapters.{k}.", f"heads.{k}.")) for name in some)
     assert not any(name.startswith("backbone.") for some in learned for name in some)

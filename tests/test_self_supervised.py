@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import mini_ee.training.fit as fitting
+import mini_ee.training.loop as loop
+import mini_ee.training.state as state
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.calibration import agreement, calibrate
 from mini_ee.confidence import MEASURES
@@ -19,11 +20,12 @@ from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.methods import self_supervised
-from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, recipe, watch
+from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, metrics, recipe
 from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.training.fit import NothingToResume, Saved, fit
+from mini_ee.training.loop import fit
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import observe
+from mini_ee.training.state import NothingToResume, Saved
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")
@@ -187,9 +189,9 @@ def test_training_moves_every_head_and_leaves_the_backbone_as_it_was(kind, init,
 
 def test_every_epoch_sees_every_text_once_in_another_order_and_the_rate_rises_and_falls(monkeypatch, tmp_path):
     seen, rates, norms = [], [], []
-    update = fitting._Training._update
+    update = loop.Loop.step
 
-    def watched(self, stage, optimizer, batch, *settings):
+    def recorded(self, stage, optimizer, batch, *settings):
         loss = update(self, stage, optimizer, batch, *settings)
         ids, counted = batch.inputs
         seen.append([row[real].tolist() for row, real in zip(ids, counted)])
@@ -199,7 +201,7 @@ def test_every_epoch_sees_every_text_once_in_another_order_and_the_rate_rises_an
         norms.append(torch.nn.utils.get_total_norm(heads).item())
         return loss
 
-    monkeypatch.setattr(fitting._Training, "_update", watched)
+    monkeypatch.setattr(loop.Loop, "step", recorded)
     model = model_of()
     texts = texts_of(model)
     train_heads(model, texts, texts, tmp_path, replace(QUICK, head_lr=1.0, warmup=0.25, clip=0.01))
@@ -212,27 +214,27 @@ def test_every_epoch_sees_every_text_once_in_another_order_and_the_rate_rises_an
 
 @pytest.mark.parametrize("target", ["soft", "hard"])
 def test_heads_learn_to_say_what_the_full_model_says(target, tmp_path):
-    """Fig. 1 is watched before the first step and 20 times on the way."""
+    """Fig. 1 is measured before the first step and 20 times on the way."""
     model = model_of()
     texts = texts_of(model)
     found = train_heads(model, texts, texts, tmp_path, replace(QUICK, epochs=20), target=target)
-    history = found.watched
+    history = found.metrics
     assert [each["step"] for each in history] == list(range(0, 61, 3)) and history[0]["loss"] is None
     assert history[-1]["loss"] < history[1]["loss"]
     assert min(history[-1]["agreement"]) > 0.4 > 0.1 > max(history[0]["agreement"])
     best = max(range(20), key=lambda epoch: found.epochs[epoch]["score"])  # whose heads are kept
-    assert watch(model, TextData(texts, True))["agreement"] == history[best + 1]["agreement"]
+    assert metrics(model, TextData(texts, True))["agreement"] == history[best + 1]["agreement"]
     assert found.epochs[best]["score"] == pytest.approx(np.mean(history[best + 1]["agreement"]))
 
 
-def test_what_is_watched_tells_the_mean_loss_since_it_was_watched_before(monkeypatch, tmp_path):
+def test_each_entry_of_the_metrics_has_the_mean_loss_since_the_one_before(monkeypatch, tmp_path):
     """Though an epoch ended in between."""
-    losses, update = [], fitting._Training._update
-    monkeypatch.setattr(fitting._Training, "_update", lambda *of: losses.append(update(*of)) or losses[-1])
-    monkeypatch.setattr(fitting, "CURVE_POINTS", 5)
+    losses, update = [], loop.Loop.step
+    monkeypatch.setattr(loop.Loop, "step", lambda *of: losses.append(update(*of)) or losses[-1])
+    monkeypatch.setattr(loop, "CURVE_POINTS", 5)
     model = model_of()
     texts = texts_of(model)
-    history = train_heads(model, texts, texts, tmp_path).watched
+    history = train_heads(model, texts, texts, tmp_path).metrics
     steps = [each["step"] for each in history]
     assert steps == [0, 2, 4, 6, 8, 10, 12]
     expected = [np.mean(losses[begin:end]) for begin, end in zip(steps, steps[1:])]
@@ -245,7 +247,7 @@ def test_the_penalty_keeps_heads_unsure(tmp_path):
         model = model_of()
         texts = texts_of(model)
         found = train_heads(model, texts, texts, tmp_path / str(penalty), replace(QUICK, epochs=10), penalty=penalty)
-        entropies.append(found.watched[-1]["entropy"])
+        entropies.append(found.metrics[-1]["entropy"])
     assert np.all(np.diff(entropies, axis=0) > 0.05)
 
 
@@ -301,7 +303,7 @@ def test_fig1_agreement_and_entropy_are_means_over_all_positions():
                 agrees[k].append(bool(p.argmax() == full[position].argmax()))
                 unsure[k].append(-float((p * p.log()).sum()))
     for batch_size in (1, 2, 3):
-        found = watch(model, TextData(UNEVEN, True), batch_size)
+        found = metrics(model, TextData(UNEVEN, True), batch_size)
         np.testing.assert_allclose(found["agreement"], np.mean(agrees, axis=1))
         np.testing.assert_allclose(found["entropy"], np.mean(unsure, axis=1), atol=ATOL)
 
@@ -370,20 +372,20 @@ def test_a_resumed_training_ends_with_the_same_heads_and_history(stop_at, tmp_pa
     texts = texts_of(whole)
     expected = train_heads(whole, texts, texts, tmp_path / "whole")
 
-    killed, update, steps = model_of(), fitting._Training._update, iter(range(stop_at))
+    killed, update, steps = model_of(), loop.Loop.step, iter(range(stop_at))
 
     def kill(*of):
         next(steps)  # StopIteration: the process ends
         return update(*of)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "SAVE_SECONDS", -1.0)
-        patch.setattr(fitting._Training, "_update", kill)
+        patch.setattr(state, "SAVE_SECONDS", -1.0)
+        patch.setattr(loop.Loop, "step", kill)
         with pytest.raises(StopIteration):
             train_heads(killed, texts, texts, tmp_path / "state")
     resumed = model_of(init="copy")
     found = train_heads(resumed, texts, texts, tmp_path / "state", resume=True)
-    assert found.watched == expected.watched
+    assert found.metrics == expected.metrics
     assert [epoch | {"seconds": 0} for epoch in found.epochs] == [epoch | {"seconds": 0} for epoch in expected.epochs]
     for name, value in resumed.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
@@ -455,6 +457,6 @@ def test_heads_on_stories260k_agree_more_often_the_deeper_they_sit(tmp_path):
     fresh = generated_texts(decoder, prompts, 16, 64, seed=1000)
     model = TokenExits(decoder, (1, 2, 3, 4, 5), "copy")
     config = TrainConfig(epochs=10, head_lr=1e-3, batch_size=16)
-    history = train_heads(model, texts, fresh, tmp_path, config, penalty=0.0).watched
+    history = train_heads(model, texts, fresh, tmp_path, config, penalty=0.0).metrics
     found = history[-1]["agreement"]
     assert found == sorted(found) and found[-1] > 0.6 > 0.4 > history[0]["agreement"][0]

@@ -35,8 +35,8 @@ from mini_ee.export.sessions import CPU, HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
+from mini_ee.training.stages import Batch
 
 PROMPTS = ([5, 9, 30, 7, 1], [44, 3, 1], [8, 8, 21, 60, 13, 2, 1])
 NEW_TOKENS = 9

@@ -23,7 +23,7 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate, generate_lossless, generated_texts
 from mini_ee.exits.tokens import TextData, record_texts
-from mini_ee.methods.self_supervised import watch
+from mini_ee.methods.self_supervised import metrics
 from mini_ee.rules import Patience, PatienceConfidence, Threshold
 from mini_ee.training.rule import observe
 from mini_ee.training.run import load_run
@@ -141,7 +141,7 @@ def test_fig1_is_measured_on_texts_that_were_not_trained_on(trained, decoder_fol
     backend = Tokenizer.from_folder(decoder_folder).backend
     prompts = [backend.encode(text).ids for text in TRAINING_PROMPTS]
     held = generated_texts(model.backbone, prompts, 32, 12, stop=[0], seed=10**6)
-    found, expected = read_json(trained / "metrics.json"), watch(model, TextData(held, every=True))
+    found, expected = read_json(trained / "metrics.json"), metrics(model, TextData(held, every=True))
     np.testing.assert_allclose(found["agreement"], expected["agreement"], atol=1e-9)
     np.testing.assert_allclose(found["entropy"], expected["entropy"], atol=1e-5)
     assert found["agreement"] in [each["agreement"] for each in found["history"]]  # an epoch ends where one is measured

@@ -23,10 +23,11 @@ from mini_ee.exits.tokens import NO_LABEL, TextData, TokenExits, record_texts
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
-from mini_ee.training.fit import Saved, fit
+from mini_ee.training.loop import fit
 from mini_ee.training.method import load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.run import build_model
+from mini_ee.training.state import Saved
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "gemma", "phi")
@@ -326,7 +327,7 @@ def fitted(name, texts, folder, held=None, config=CONFIG, stages=None, rank=8, *
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = build_model(method, "tokens", load_backbone(GOLDEN / "llama"), about)
-        recipe = method.recipe(model, method.config(**settings))[:stages]
+        recipe = list(method.recipe(model, method.config(**settings)))[:stages]
         return model, fit(model, recipe, TextData(texts), TextData(held or texts[:5]), config, Saved(folder, {})).epochs
 
 

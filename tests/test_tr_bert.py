@@ -23,8 +23,8 @@ from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import NeverExit
-from mini_ee.training.fit import Batch
 from mini_ee.training.run import load_run
+from mini_ee.training.stages import Batch
 from mini_ee.training.train import train
 
 L, C, D = 4, 3, 24

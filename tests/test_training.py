@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 import mini_ee
 import mini_ee.baselines.joint as joint_module
 import mini_ee.baselines.two_stage as two_stage_module
-import mini_ee.training.fit as fitting
+import mini_ee.training.loop as loop
+import mini_ee.training.state as state_module
 import mini_ee.training.train as train_module
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone, read_tensors
@@ -25,12 +26,14 @@ from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training.fit import Saved, Stage, depth_weighted_sum, fine_tune_then_heads, fit, joint_stage, task_loss
 from mini_ee.training.holdout import TEST_ROWS, split_rows
+from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.rule import default_rule
 from mini_ee.training.run import build_model, encode
+from mini_ee.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
+from mini_ee.training.state import Saved
 from mini_ee.training.train import asked, exits_of
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
@@ -70,13 +73,13 @@ def test_the_loss_is_cross_entropy_for_classes_and_squared_error_for_numbers():
 def test_two_stages_learn_disjoint_parts_that_together_are_all_that_exits_read(checkpoint_folder):
     model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
     names = [name for name, _ in model.named_parameters()]
-    first, second = ({name for name in names if stage.learns(name)} for stage in fine_tune_then_heads(model))
+    first, second = ({name for name in names if stage.trainable(name)} for stage in fine_tune_then_heads(model))
     assert not first & second
     assert {name for name in first if name.startswith("heads.")} == {
         name for name in names if name.startswith("heads.2.")
     }
     assert all(name.startswith("heads.") for name in second)
-    assert first | second == set(names) == {name for name in names if joint_stage(model).learns(name)}
+    assert first | second == set(names) == {name for name in names if joint_stage(model).trainable(name)}
 
 
 def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
@@ -117,7 +120,7 @@ def test_frozen_parts_are_in_eval_mode_so_that_dropout_does_not_blur_what_heads_
 
 
 @pytest.mark.parametrize("on_states", [False, True])
-def test_a_teacher_sees_what_is_learned_and_a_judge_what_is_held_out_without_dropout(
+def test_targets_come_from_train_and_validation_from_the_held_out_set_without_dropout(
     tmp_path, checkpoint_folder, words, on_states
 ):
     model, seen = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2), set()
@@ -132,13 +135,13 @@ def test_a_teacher_sees_what_is_learned_and_a_judge_what_is_held_out_without_dro
             model.classify(0, (batch.states or model.states(*batch.inputs))[0]), batch.labels
         ),
         on_states=on_states,
-        teacher=told("teacher", np.zeros(24)),
-        judge=told("judge", {"score": 0.0}),
-        watch=told("watch", {}),
+        make_targets=told("targets", np.zeros(24)),
+        validate=told("validate", {"score": 0.0}),
+        log_metrics=told("metrics", {}),
         finish=told("finish"),
     )
     fit(model, [stage], *words, TrainConfig(**FAST), Saved(tmp_path, {}))
-    assert seen == {("teacher", 24, False), *((name, 20, False) for name in ("judge", "watch", "finish"))}
+    assert seen == {("targets", 24, False), *((name, 20, False) for name in ("validate", "metrics", "finish"))}
 
 
 def test_units_come_in_another_order_in_every_epoch_and_stage_and_under_every_seed(tmp_path, checkpoint_folder, words):
@@ -157,15 +160,14 @@ def test_units_come_in_another_order_in_every_epoch_and_stage_and_under_every_se
     "method, unit", [("joint", "rows"), ("multi-model", "rows"), ("lora-exits", "rows"), ("joint", "tokens")]
 )
 def test_backbone_and_adapters_learn_at_lr_heads_at_head_lr_and_matrices_alone_decay(
-    method, unit, tmp_path, checkpoint_folder, decoder_checkpoint, words
+    method, unit, checkpoint_folder, decoder_checkpoint
 ):
     made, folder = load_method(method), checkpoint_folder if unit == "rows" else decoder_checkpoint
     shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
     model = build_model(made, unit, load_backbone(folder), shape)
     config = TrainConfig(lr=0.1, head_lr=0.2, weight_decay=0.3)
-    stage = made.recipe(model, configured(made, {}))[0]
-    training = fitting._Training(model, [stage], *words, config, Saved(tmp_path, {}))
-    groups = training._optimizer(stage, config).param_groups
+    stage = next(iter(made.recipe(model, configured(made, {}))))
+    groups = loop.make_optimizer(model, stage, config).param_groups
     found = {each: (group["peak_lr"], group["weight_decay"]) for group in groups for each in group["params"]}
     names = {each: name for name, each in model.named_parameters()}
     for each, told in found.items():
@@ -210,8 +212,8 @@ def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_
         steps += 1
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
-    monkeypatch.setattr(fitting.time, "perf_counter", lambda: float(steps))
+    monkeypatch.setattr(state_module, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(state_module.time, "perf_counter", lambda: float(steps))
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
     train(tmp_path / "whole", checkpoint_folder, task_folder, "two-stage")
     most = steps + stop_after
@@ -230,15 +232,15 @@ def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_
 
 
 def test_the_seconds_of_an_epoch_do_not_hold_what_is_written(tmp_path, checkpoint_folder, task_folder, monkeypatch):
-    now, write = [0.0], fitting._Training._write_state
+    now, write = [0.0], state_module.write_tensors
 
-    def slow(self, *args):
+    def slow(*args):
         now[0] += 100.0
-        write(self, *args)
+        return write(*args)
 
-    monkeypatch.setattr(fitting, "SAVE_SECONDS", -1.0)
-    monkeypatch.setattr(fitting.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(fitting._Training, "_write_state", slow)
+    monkeypatch.setattr(state_module, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(state_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(state_module, "write_tensors", slow)
     train(tmp_path / "run", checkpoint_folder, task_folder)
     assert now[0] > 100 and {each["seconds"] for each in read_json(tmp_path / "run" / "metrics.json")["epochs"]} == {
         0.0
@@ -289,7 +291,7 @@ def test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_f
 
 def test_the_checksum_test_can_fail(tmp_path, checkpoint_folder, task_folder, unfinished, monkeypatch):
     """Planted bug: a checksum is compared where there is one, as of a checkpoint."""
-    monkeypatch.setattr(fitting, "read_tensors", lambda path, signed: read_tensors(path))
+    monkeypatch.setattr(state_module, "read_tensors", lambda path, signed: read_tensors(path))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_folder, task_folder, unfinished)
 
@@ -329,9 +331,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path, checkpoint_folder, task_
 def test_the_best_epoch_is_kept_not_the_last(
     tmp_path, checkpoint_folder, task_folder, monkeypatch, scores, first_is_best
 ):
-    monkeypatch.setattr(
-        fitting, "_schedule", lambda step, total, warmup: 1.0
-    )  # the first epoch of one and of two alike
+    monkeypatch.setattr(loop, "schedule", lambda step, total, warmup: 1.0)  # the first epoch of one and of two alike
     train(tmp_path / "one", checkpoint_folder, task_folder, epochs=1)
     scores = iter(scores)
     scored = replace(joint_module.METHOD, recipe=lambda model, how: [joint_stage(model, score=lambda _: next(scores))])
@@ -341,11 +341,11 @@ def test_the_best_epoch_is_kept_not_the_last(
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
-    rates = [fitting._schedule(step, 100, 0.1) for step in range(100)]
+    rates = [loop.schedule(step, 100, 0.1) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and rates[99] == pytest.approx(1 / 90)
     assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
-    assert fitting._schedule(0, 1, 0.0) == 1.0
+    assert loop.schedule(0, 1, 0.0) == 1.0
 
 
 def test_a_training_that_diverges_says_so_and_writes_no_run(tmp_path, checkpoint_folder, task_folder):
@@ -484,10 +484,10 @@ def test_every_method_builds_a_model_whose_stages_all_learn_something(method, ch
         config = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
         folder = checkpoint_folder if unit == "rows" else decoder_checkpoint
         model = build_model(made, unit, load_backbone(folder), config)
-        stages = made.recipe(model, configured(made, {}))
+        stages = list(made.recipe(model, configured(made, {})))
         assert stages
         for stage in stages:
-            assert any(stage.learns(name) and model.learns(name) for name, _ in model.named_parameters())
+            assert any(stage.trainable(name) and model.learns(name) for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if "rows" in load_method(name).units and name != "raee"])
@@ -503,9 +503,11 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
     exits = range(len(model.exits))
     for stage in made.recipe(model, configured(made, {})):
         if stage.score:
-            taught = [k for k in exits if stage.learns(f"heads.{k}.out.weight") or stage.learns(f"models.{k}.heads")]
+            trained = [
+                k for k in exits if stage.trainable(f"heads.{k}.out.weight") or stage.trainable(f"models.{k}.heads")
+            ]
             better = [stage.score(np.array([0.6 if at == k else 0.5 for at in exits])) for k in exits]
-            assert [k for k in exits if better[k] > stage.score(np.full(len(exits), 0.5)) + 1e-9] == taught, stage.name
+            assert [k for k in exits if better[k] > stage.score(np.full(len(exits), 0.5)) + 1e-9] == trained, stage.name
 
 
 @pytest.mark.parametrize(
@@ -529,7 +531,7 @@ def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage
     told, config = [], configured(load_method(method), settings)
     monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, how=None: told.append(how))
     model = SimpleNamespace(exits=(1, 2, 3), unit="rows")
-    load_method(method).recipe(model, config)[stage].loss(model, None)
+    list(load_method(method).recipe(model, config))[stage].loss(model, None)
     assert told == [config if settings else None]
 
 
@@ -541,11 +543,11 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(method, check
     for unit in made.units:
         shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
         folder = checkpoint_folder if unit == "rows" else decoder_checkpoint
-        stages = made.recipe(build_model(made, unit, load_backbone(folder), shape), configured(made, given))
+        stages = list(made.recipe(build_model(made, unit, load_backbone(folder), shape), configured(made, given)))
         taken = {item for stage in stages for item in stage.settings.items()}
         assert taken >= {("epochs" if name.endswith("_epochs") else "head_lr", given[name]) for name in own}
         for stage in stages:
-            if stage.learns("backbone.layers.0.qkv.weight") and "head_lr" in stage.settings:
+            if stage.trainable("backbone.layers.0.qkv.weight") and "head_lr" in stage.settings:
                 assert "lr" in stage.settings, "of its own, as its heads have one"
 
 

@@ -175,7 +175,7 @@ def swept(recorded: Record, rule: Svm) -> list[Rule]:
 
 def recipe(model, how: NoConfig) -> list:
     """What the SVMs read; they are fitted when it is done."""
-    from mini_ee.training.fit import fine_tune_then_heads, joint_stage
+    from mini_ee.training.stages import fine_tune_then_heads, joint_stage
 
     return [joint_stage(model, name="heads")] if model.unit == "tokens" else fine_tune_then_heads(model)
 

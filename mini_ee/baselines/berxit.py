@@ -8,10 +8,10 @@ Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Ex
 import torch
 from torch import Tensor, nn
 
-from mini_ee.training.fit import Batch, joint_stage, task_loss
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import cuts
+from mini_ee.training.stages import Batch, joint_stage, task_loss
 from mini_ee.training.texts import policy_rule
 
 

@@ -28,10 +28,10 @@ from mini_ee.data.metrics import rouge_l
 from mini_ee.exits.rows import States
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.rules import NeverExit, Policy, Rule, Threshold
-from mini_ee.training.fit import Batch, Stage, joint_stage
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import Chosen, cuts, passing
+from mini_ee.training.stages import Batch, Stage, joint_stage
 from mini_ee.training.texts import Source
 
 MEASURES = {
@@ -48,14 +48,14 @@ CLASSIFIER = {"epochs": 3, "head_lr": 3e-3, "warmup": 0.0}
 def recipe(model: nn.Module, how: NoConfig) -> list[Stage]:
     """Heads and backbone under Eq. 1 of ConsistentEE; then the classifier, where all else is frozen."""
     return [
-        joint_stage(model, learns=lambda name: not name.startswith("policy.")),
+        joint_stage(model, trainable=lambda name: not name.startswith("policy.")),
         Stage(
             name="classifier",
-            learns=lambda name: name.startswith("policy."),
+            trainable=lambda name: name.startswith("policy."),
             loss=classifier_loss,
             on_states=True,
-            teacher=agreement,
-            judge=lambda model, held: {"score": -held_loss(model, held)},
+            make_targets=agreement,
+            validate=lambda model, held: {"score": -held_loss(model, held)},
             settings=CLASSIFIER,
         ),
     ]
@@ -63,7 +63,7 @@ def recipe(model: nn.Module, how: NoConfig) -> list[Stage]:
 
 def classifier_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Binary cross-entropy of the agreement, the mean over exits and units."""
-    return F.binary_cross_entropy_with_logits(model.exit_logits(batch.states), batch.taught.float())
+    return F.binary_cross_entropy_with_logits(model.exit_logits(batch.states), batch.targets.float())
 
 
 @torch.no_grad()

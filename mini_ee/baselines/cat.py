@@ -45,9 +45,9 @@ from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead
 from mini_ee.exits.rows import RowExits, RowSegments, States
 from mini_ee.segments import Reading
-from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
 from mini_ee.training.rule import cuts
+from mini_ee.training.stages import Batch, Stage
 
 INNER = 32  # hidden values of an inner exit, and of a meta classifier
 HEADS, TEMPERATURES, META = 0, 1, 2  # parts of train
@@ -241,34 +241,34 @@ def recipe(model: CatExits, how: Config) -> list[Stage]:
     return [
         Stage(
             name="fine-tune",
-            learns=lambda name: name.startswith(("backbone.", last)),
-            loss=lambda model, batch: part_loss(model(*batch.inputs)[-1:], batch.labels, batch.taught == HEADS),
+            trainable=lambda name: name.startswith(("backbone.", last)),
+            loss=lambda model, batch: part_loss(model(*batch.inputs)[-1:], batch.labels, batch.targets == HEADS),
             score=lambda scores: float(scores[-1]),
-            teacher=split,
+            make_targets=split,
         ),
         Stage(
             name="heads",
-            learns=lambda name: inner(name) and not name.endswith("temperature"),
+            trainable=lambda name: inner(name) and not name.endswith("temperature"),
             loss=partial(heads_loss, how=how),
             score=lambda scores: float(np.mean(scores[:-1])),
-            teacher=split,
+            make_targets=split,
         ),
         Stage(
             name="temperatures",
-            learns=lambda name: name.endswith("temperature"),
+            trainable=lambda name: name.endswith("temperature"),
             loss=temperatures,
-            judge=lambda model, held: {"score": -held_loss(temperatures, TEMPERATURES, model, held)},
+            validate=lambda model, held: {"score": -held_loss(temperatures, TEMPERATURES, model, held)},
             on_states=True,
-            teacher=split,
+            make_targets=split,
             settings={"head_lr": how.temperature_lr, "warmup": 0.0},
         ),
         Stage(
             name="meta",
-            learns=lambda name: name.startswith("policy."),
+            trainable=lambda name: name.startswith("policy."),
             loss=meta_loss,
-            judge=lambda model, held: {"score": -held_loss(meta_loss, META, model, held)},
+            validate=lambda model, held: {"score": -held_loss(meta_loss, META, model, held)},
             on_states=True,
-            teacher=split,
+            make_targets=split,
             settings={"epochs": how.meta_epochs, "head_lr": how.meta_lr, "warmup": 0.0},
         ),
     ]
@@ -300,12 +300,12 @@ def temperature_loss(model: CatExits, batch: Batch, how: Config) -> Tensor:
 def inner_loss(each: list[Tensor], batch: Batch, part: int, how: Config) -> Tensor:
     """The mean cross-entropy of the inner exits on a part of train. each: logits (B, C) of all exits."""
     target = each[-1].argmax(dim=1) if how.target == "last" else batch.labels
-    return part_loss(each[:-1], target, batch.taught == part)
+    return part_loss(each[:-1], target, batch.targets == part)
 
 
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:
     """The mean over exits of the balanced loss, on the third part."""
-    rows = batch.taught == META
+    rows = batch.targets == META
     *states, last = (state[rows] for state in batch.states)
     states = [*(F.dropout(state, HEAD_DROPOUT, model.policy.training) for state in states), last]
     exit_logits = model.exit_logits(states)

@@ -6,9 +6,9 @@ their losses (section 3).
 
 from functools import partial
 
-from mini_ee.training.fit import fine_tune_then_heads
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import thresholds
+from mini_ee.training.stages import fine_tune_then_heads
 
 METHOD = Method(
     NoConfig,

@@ -41,9 +41,9 @@ from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, pooled
 from mini_ee.exits.rows import ExitModel, RowSegments, RowState, check_exits
 from mini_ee.segments import Reading
-from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import patiences
+from mini_ee.training.stages import Batch, Stage, task_loss
 
 MOMENTUM, EPSILON = 0.1, 1e-5  # of batch norms, torch's own
 SHORTEST = 1e-12  # of a vector that is divided by its length
@@ -218,14 +218,14 @@ def recipe(model: DreeExits, how: Config) -> list[Stage]:
 
     first = Stage(
         name="fine-tune",
-        learns=fine_tunes,
+        trainable=fine_tunes,
         loss=last_loss,
         score=lambda scores: float(scores[-1]),
         finish=lambda model, held: model.copy_norms(),
     )
     second = Stage(
         name="branches",
-        learns=branches,
+        trainable=branches,
         loss=lambda model, batch: branch_loss(exit_losses(model, batch), model.exits),
         score=lambda scores: float(np.mean(scores[:-1])),
         settings={"epochs": how.adapter_epochs, "head_lr": how.adapter_lr},

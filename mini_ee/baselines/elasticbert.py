@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from mini_ee.recording import Record
 from mini_ee.rules import Rule
-from mini_ee.training.fit import Batch, joint_stage, task_loss
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import patiences, thresholds
+from mini_ee.training.stages import Batch, joint_stage, task_loss
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:

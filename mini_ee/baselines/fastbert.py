@@ -9,9 +9,9 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.training.fit import Batch, fine_tune_then_heads
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import thresholds
+from mini_ee.training.stages import Batch, fine_tune_then_heads
 
 
 def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:

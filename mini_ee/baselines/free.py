@@ -51,9 +51,9 @@ from mini_ee.exits.tokens import SharedExits, TextData, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import Rule, Threshold
 from mini_ee.segments import Reading
-from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.rule import Chosen, passing, thresholds
+from mini_ee.training.stages import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
 from mini_ee.training.texts import Source
 
 MATCHES = ("dynamic", "uniform", "last")

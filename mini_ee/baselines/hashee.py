@@ -41,8 +41,8 @@ from mini_ee.backbones.backbone import Backbone, Halves, sizes_of, tensor_on, to
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.leaving import LeavingExits, Left, in_order, token_costs
 from mini_ee.exits.rows import RowData
-from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method
+from mini_ee.training.stages import Stage, task_loss
 
 TABLES = ("frequency", "mi", "random")
 
@@ -153,7 +153,7 @@ def recipe(model: HashExits, how: Config) -> list[Stage]:
     return [
         Stage(
             name="fine-tune",
-            learns=lambda name: name != "table",
+            trainable=lambda name: name != "table",
             loss=lambda model, batch: task_loss(model(*batch.inputs)[0], batch.labels),
             score=lambda scores: float(scores[0]),
             begin=partial(fill_table, how=how),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mini_ee.exits.rows import ExitModel, RowExits, RowSegments, RowState, check_exits
 from mini_ee.segments import Reading, Segments
-from mini_ee.training.fit import Stage, task_loss
 from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.stages import Stage, task_loss
 
 
 class MultiModel(ExitModel):
@@ -47,7 +47,7 @@ def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
     def stage(k: int) -> Stage:
         return Stage(
             name=f"model {model.exits[k]}",
-            learns=lambda name: name.startswith(f"models.{k}."),
+            trainable=lambda name: name.startswith(f"models.{k}."),
             loss=lambda model, batch: task_loss(model.models[k](*batch.inputs)[0], batch.labels),
             score=lambda scores: float(scores[k]),
         )

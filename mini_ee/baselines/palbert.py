@@ -32,9 +32,9 @@ from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT
 from mini_ee.exits.rows import RowExits, RowSegments
 from mini_ee.segments import Reading
-from mini_ee.training.fit import Batch, Stage, joint_stage, row_losses
 from mini_ee.training.method import Method
 from mini_ee.training.rule import q_exits
+from mini_ee.training.stages import Batch, Stage, joint_stage, row_losses
 
 DIRECTIONS = ("forward", "reverse")
 

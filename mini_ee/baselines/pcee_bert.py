@@ -5,9 +5,9 @@ Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early E
 
 from mini_ee.recording import Record
 from mini_ee.rules import PatienceConfidence, Rule
-from mini_ee.training.fit import joint_stage
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.rule import thresholds
+from mini_ee.training.stages import joint_stage
 
 
 def confident_patiences(recorded: Record) -> list[Rule]:

@@ -8,8 +8,8 @@ import torch
 
 from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import record
-from mini_ee.training.fit import joint_stage
 from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.stages import joint_stage
 
 CALIBRATION_BATCH = 64
 

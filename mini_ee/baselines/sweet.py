@@ -5,8 +5,8 @@ No gradient passes from an exit to the layers below the exit before it: so exits
 
 from torch import Tensor, nn
 
-from mini_ee.training.fit import Batch, joint_stage, task_loss
 from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.stages import Batch, joint_stage, task_loss
 
 
 def separate_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -48,9 +48,9 @@ from mini_ee.exits.leaving import (
     token_costs,
 )
 from mini_ee.exits.rows import States
-from mini_ee.training.fit import Batch, Stage, row_losses, task_loss
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
+from mini_ee.training.stages import Batch, Stage, row_losses, task_loss
 
 KEPT = 0.9  # pi(keep) of every token before step 2
 
@@ -202,22 +202,22 @@ def recipe(model: ReducedExits, how: Config) -> list[Stage]:
     return [
         Stage(
             name="fine-tune",
-            learns=lambda name: not policies(name),
+            trainable=lambda name: not policies(name),
             loss=lambda model, batch: task_loss(model(*batch.inputs)[0], batch.labels),
             score=lambda scores: float(scores[0]),
         ),
         Stage(
             name="policies",
-            learns=policies,
+            trainable=policies,
             loss=lambda model, batch: explore(model, batch, how)[1],
-            judge=partial(held_out, how=how),
+            validate=partial(held_out, how=how),
             settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr},
         ),
         Stage(
             name="everything",
-            learns=lambda name: True,
+            trainable=lambda name: True,
             loss=partial(joint_loss, how=how),
-            judge=partial(held_out, how=how),
+            validate=partial(held_out, how=how),
             settings={"epochs": how.task_epochs},
         ),
     ]

@@ -2,7 +2,7 @@
 
 Paper: Ziqian Zeng, Yihuai Hong, Hongliang Dai, Huiping Zhuang, Cen Chen, ConsistentEE: A Consistent and Hardness-Guided
 Early Exiting Method for Accelerating Language Models Inference, AAAI 2024, arXiv:2312.11882v2. Eq. 1, the weighted sum,
-is training.fit.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for rows and for tokens.
+is training.stages.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for rows and for tokens.
 
 Symbols:   losses = H(y, P_t(x)) of all exits; depths = the layers t of the exits, L the last; memorized = the
            memorized layer M; exit_logits = the logits of pi(Exit | s_t; theta); log_exit = ln P(leave at t).
@@ -37,6 +37,7 @@ fill="propagate", the paper's state copying.
 13. The vanilla reward is the default, as in the paper; Eq. 4 is free here, where all exits read every token anyway.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,11 +52,11 @@ from mini_ee.data.options import Settings, option
 from mini_ee.data.tasks import Split, Task
 from mini_ee.exits.rows import States
 from mini_ee.recording import Record, record
-from mini_ee.training.fit import Batch, Stage, depth_weighted_sum, joint_stage
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
 from mini_ee.training.rule import cuts
+from mini_ee.training.stages import Batch, Stage, depth_weighted_sum, joint_stage
 from mini_ee.training.texts import policy_rule
 from mini_ee.training.train import trained_on
 
@@ -184,39 +185,50 @@ def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
 # ---- Training: steps 1 to 5 ----
 
 
-def recipe(model: nn.Module, how: Config) -> list[Stage]:
-    """Step 1, then rounds of step 3 and step 4. Step 2 is in both: M is computed wherever a reward is."""
-    judge = partial(held_out, how=how)
-    frozen = model.unit == "tokens"  # whose backbone learns in step 1 alone, through adapters
-    stages = [joint_stage(model, name="initialise", learns=lambda name: not name.startswith("policy."))]
+def recipe(model: nn.Module, how: Config) -> Generator[Stage, float, None]:
+    """Step 1, then rounds of step 3 and step 4 until one brings no better held-out reward. Step 2 is in both: M is
+    computed wherever a reward is.
+    """
+    yield joint_stage(model, name="initialise", trainable=lambda name: not name.startswith("policy."))
+    best = None  # of all rounds: whatever does not beat it is undone
     for number in range(1, how.rounds + 1):
-        stages += [
-            Stage(
-                name=f"policy {number}",
-                learns=lambda name: name.startswith("policy."),
-                loss=partial(learn_policy, how=how),
-                on_states=True,
-                teacher=partial(rewards_of_all, how=how),
-                judge=judge,
-                settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr, "warmup": 0.0},
-                round=number,
-            ),
-            Stage(
-                name=f"task {number}",
-                learns=lambda name: not name.startswith(("policy.", "adapters.") if frozen else "policy."),
-                loss=partial(learn_task, how=how),
-                on_states=frozen,
-                judge=judge,
-                settings={"epochs": how.task_epochs, "lr": how.task_lr, "head_lr": how.task_lr, "warmup": 0.0},
-                round=number,
-            ),
-        ]
-    return stages
+        before = best
+        best = yield policy_stage(number, best, how)
+        best = yield task_stage(number, best, how, frozen=model.unit == "tokens")
+        if best == before:
+            return
+
+
+def policy_stage(number: int, best: float | None, how: Config) -> Stage:
+    """Step 3 of a round."""
+    return Stage(
+        name=f"policy {number}",
+        trainable=lambda name: name.startswith("policy."),
+        loss=partial(learn_policy, how=how),
+        on_states=True,
+        make_targets=partial(rewards_of_all, how=how),
+        validate=partial(held_out, how=how),
+        settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr, "warmup": 0.0},
+        to_beat=best,
+    )
+
+
+def task_stage(number: int, best: float | None, how: Config, frozen: bool) -> Stage:
+    """Step 4 of a round. frozen: the backbone was trained in step 1, through adapters, and stays."""
+    return Stage(
+        name=f"task {number}",
+        trainable=lambda name: not name.startswith(("policy.", "adapters.") if frozen else "policy."),
+        loss=partial(learn_task, how=how),
+        on_states=frozen,
+        validate=partial(held_out, how=how),
+        settings={"epochs": how.task_epochs, "lr": how.task_lr, "head_lr": how.task_lr, "warmup": 0.0},
+        to_beat=best,
+    )
 
 
 def learn_policy(model: nn.Module, batch: Batch, how: Config) -> Tensor:
-    """Step 3, on the states of a frozen model: nothing but the policies is computed; `taught` are the rewards."""
-    return policy_loss(model.exit_logits(batch.states), batch.taught, how)
+    """Step 3, on the states of a frozen model: nothing but the policies is computed; the targets are the rewards."""
+    return policy_loss(model.exit_logits(batch.states), batch.targets, how)
 
 
 def learn_task(model: nn.Module, batch: Batch, how: Config) -> Tensor:

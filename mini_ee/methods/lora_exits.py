@@ -57,8 +57,8 @@ from mini_ee.data.tokens import batches
 from mini_ee.exits.heads import exit_heads
 from mini_ee.exits.rows import ExitModel, RowData, RowExits, check_exits
 from mini_ee.exits.streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.training.fit import Batch, Stage, task_loss
 from mini_ee.training.method import Method
+from mini_ee.training.stages import Batch, Stage, task_loss
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
 UNTAUGHT = ("distill", "vanilla")  # under which what distillation reads counts for nothing
@@ -334,14 +334,14 @@ def recipe(model: LoRAExits, config: Config) -> list[Stage]:
 
 def _stage(layer: int, k: int, teacher: int | None, config: Config) -> Stage:
     def loss(model: LoRAExits, batch: Batch) -> Tensor:
-        return exit_loss(model.logits_of(k, *batch.inputs), batch.labels, batch.taught, config)
+        return exit_loss(model.logits_of(k, *batch.inputs), batch.labels, batch.targets, config)
 
     return Stage(
         name=f"exit {layer}",
-        learns=lambda name: name.startswith((f"adapters.{k}.", f"heads.{k}.")),
+        trainable=lambda name: name.startswith((f"adapters.{k}.", f"heads.{k}.")),
         loss=loss,
         score=lambda scores: float(scores[k]),
-        teacher=None if teacher is None else partial(teach, k=teacher),
+        make_targets=None if teacher is None else partial(teach, k=teacher),
     )
 
 

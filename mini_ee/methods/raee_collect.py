@@ -25,9 +25,11 @@ from mini_ee.methods.raee import Retrieval, best_single_exit, collect
 from mini_ee.methods.shards import Shards
 from mini_ee.rules import NeverExit
 from mini_ee.training import ranks
-from mini_ee.training.fit import STATE, Saved, Stage, fit, task_loss
+from mini_ee.training.loop import fit
 from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
+from mini_ee.training.stages import Stage, task_loss
+from mini_ee.training.state import STATE, Saved
 from mini_ee.training.train import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
 
 COLLECTING = 32  # rows that are read together
@@ -203,7 +205,7 @@ def few_shot(model: PromptModel) -> list[Stage]:
     return [
         Stage(
             name="prompt",
-            learns=lambda name: True,
+            trainable=lambda name: True,
             loss=lambda model, batch: task_loss(model(*batch.inputs), batch.labels),
             score=lambda scores: float(scores[-1]),
         )

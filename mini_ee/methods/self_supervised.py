@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import INITS
 from mini_ee.exits.tokens import TextData, TokenExits
-from mini_ee.training.fit import Batch, Stage
 from mini_ee.training.method import Method
+from mini_ee.training.stages import Batch, Stage
 from mini_ee.training.texts import agreement_rule
 
 TARGETS = ("soft", "hard")
@@ -68,14 +68,14 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def recipe(model: TokenExits, how: Config) -> list[Stage]:
-    """All heads at once, by Eq. 1; Fig. 1 is watched on the way."""
+    """All heads at once, by Eq. 1; Fig. 1 is recorded on the way."""
     return [
         Stage(
             name="heads",
-            learns=lambda name: name.startswith("heads."),
+            trainable=lambda name: name.startswith("heads."),
             loss=partial(heads_loss, how=how),
             score=lambda scores: float(np.mean(scores[:-1])),
-            watch=watch,
+            log_metrics=metrics,
             settings={"weight_decay": 0.0},
         )
     ]
@@ -88,7 +88,7 @@ def heads_loss(model: TokenExits, batch: Batch, how: Config) -> Tensor:
 
 
 @torch.no_grad()
-def watch(model: TokenExits, held: TextData, batch_size: int = 16) -> dict[str, list[float]]:
+def metrics(model: TokenExits, held: TextData, batch_size: int = 16) -> dict[str, list[float]]:
     """Fig. 1, of every head over all positions: the share where its likeliest token is the full model's (`agreement`),
     and the mean `entropy` in nats.
     """

@@ -24,7 +24,7 @@ class Method:
     """How a method is trained and read."""
 
     config: type  # a frozen dataclass whose fields are made with data.options.option
-    recipe: Callable | None  # (model, config) -> list of training.fit.Stage; None: nothing is trained
+    recipe: Callable | None  # (model, config) -> list of training.stages.Stage; None: nothing is trained
     units: tuple[str, ...] = ("rows", "tokens")  # what can leave; the first where the model and data leave it open
     model: Callable | None = None
     """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (units.rows.ExitModel)."""

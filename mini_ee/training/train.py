@@ -33,12 +33,13 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.rows import RowData, check_exits, even_exits
 from mini_ee.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.training import doubts, ranks
-from mini_ee.training.fit import STATE, Diverged, Fitted, NothingToResume, Saved, fit
 from mini_ee.training.holdout import split_rows
+from mini_ee.training.loop import Diverged, Fitted, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
 from mini_ee.training.rule import Chosen, curves, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
+from mini_ee.training.state import STATE, NothingToResume, Saved
 from mini_ee.training.texts import Source, agreement_rule, check_count, texts_to_learn
 
 BUILT_IN = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small: it wants larger steps, and more of them
@@ -349,10 +350,10 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     model.fold()
     exits = model.exits
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
-    metrics = {"epochs": fitted.epochs, "history": fitted.watched, "exits": list(exits)} | chosen.about
+    metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(exits)} | chosen.about
     metrics |= {"texts": len(train), "tokens": tokens}
     for stage in request.method.recipe(model, request.how) if request.method.recipe else ():
-        metrics |= stage.watch(model, held) if stage.watch else {}  # of the epoch that was kept
+        metrics |= stage.log_metrics(model, held) if stage.log_metrics else {}  # of the epoch that was kept
     return model, tokenizer, chosen, about, metrics
 
 

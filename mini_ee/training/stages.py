@@ -1,0 +1,111 @@
+"""What a training consists of: stages, which a method's recipe lists, and the losses and stages that recipes share."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.training.options import TrainConfig
+
+
+class Batch(NamedTuple):
+    """The input of a loss, on the model's device."""
+
+    inputs: tuple[Tensor, ...]  # of the model's forward; empty if the stage learns from states
+    labels: Tensor  # (N,)
+    states: list[Tensor] | None  # (N, D) of every exit, if the stage learns from states
+    targets: Tensor | None  # (N, ...), what the stage's make_targets returned for these units
+    step: int = 0  # of the stage
+    steps: int = 1  # of the whole stage
+
+
+class Stage(NamedTuple):
+    """One part of a training: the parameters that are trained, their loss, and the score that picks the best epoch."""
+
+    name: str  # other than those of the recipe's other stages
+    trainable: Callable[[str], bool]  # takes a parameter's name
+    loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
+    score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> what the best maximises
+    on_states: bool = False  # nothing below the states is trained: they are computed once, and batches are units
+    make_targets: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
+    """(model, train data or States) -> (N, ...), called once before the first step."""
+    validate: Callable[[nn.Module, object], dict[str, float]] | None = None
+    """In place of `score`: (model, States of the held-out set) -> `score`, and other fields of the epoch's record."""
+    log_metrics: Callable[[nn.Module, object], dict] | None = None
+    """(model, held-out data) -> metrics, before the first step and CURVE_POINTS times on the way."""
+    begin: Callable[[nn.Module, object], None] | None = None  # (model, train data), before the first step
+    finish: Callable[[nn.Module, object], None] | None = None  # (best model, held-out data), at the end
+    settings: dict = {}  # fields of TrainConfig that differ in this stage
+    to_beat: float | None = None  # score of the weights that the stage begins with; None: the first epoch beats them
+
+    def config(self, config: TrainConfig) -> TrainConfig:
+        """The training's settings with the stage's own."""
+        return replace(config, **self.settings)
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy for class indices, mean squared error for float labels (C = 1); in float32."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits.float()[:, 0], labels)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same of each row: (N, C), (N,) -> (N,) float32."""
+    if labels.is_floating_point():
+        return (logits.float()[:, 0] - labels) ** 2
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def depth_weighted_sum(losses, exits: tuple[int, ...]):
+    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit.
+
+    >>> depth_weighted_sum([1.0, 4.0], (1, 3))
+    3.25
+    """
+    return sum(depth * loss for depth, loss in zip(exits, losses, strict=True)) / sum(exits)
+
+
+def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """All exits' losses under Eq. 1."""
+    losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
+    return depth_weighted_sum(losses, model.exits)
+
+
+def joint_stage(model: nn.Module, **own) -> Stage:
+    """All exits and all trainable parts of the backbone at once, under Eq. 1. own: fields of the Stage that differ."""
+    stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(depth_weighted_sum(scores, model.exits)))
+    return stage._replace(**own)
+
+
+def heads_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of the losses of all exits but the last."""
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs)[:-1])
+
+
+def fine_tune_then_heads(
+    model: nn.Module, heads_loss: Callable[[nn.Module, Batch], Tensor] = heads_loss
+) -> list[Stage]:
+    """First the backbone and the last head, as any fine-tuning; then the other heads, by a loss of their own."""
+    last = f"heads.{len(model.exits) - 1}."
+    stages = [
+        Stage(
+            name="fine-tune",
+            trainable=lambda name: name.startswith(("backbone.", "adapters.", last)),
+            loss=lambda model, batch: task_loss(model(*batch.inputs)[-1], batch.labels),
+            score=lambda scores: float(scores[-1]),
+        )
+    ]
+    if len(model.exits) > 1:
+        stages.append(
+            Stage(
+                name="heads",
+                trainable=lambda name: name.startswith("heads.") and not name.startswith(last),
+                loss=heads_loss,
+                score=lambda scores: float(np.mean(scores[:-1])),
+            )
+        )
+    return stages
