@@ -44,7 +44,7 @@ CASES = [
 ROWS = [pytest.param(name, marks=GROUP[name]) for name, units in UNITS.items() if "rows" in units]
 TOKENS = [pytest.param(name, marks=GROUP[name]) for name, units in UNITS.items() if "tokens" in units]
 WRITTEN = [case for case in CASES if load_method(case.values[0]).train is None]  # from the checkpoint on
-TRAINED = [case for case in CASES if load_method(case.values[0]).recipe is not None]  # by the one training loop
+TRAINED = [case for case in CASES if load_method(case.values[0]).has_stages]
 EXACT = 2e-6
 """Logits of one batch against those of its rows alone, and of a chain against the whole; measured maximum 4.8e-7."""
 ENGINES = 1e-5

@@ -477,7 +477,7 @@ def test_settings_that_make_no_sense_are_refused(setting):
 # ---- What is asked for ----
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).recipe is not None])
+@pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).has_stages])
 def test_every_method_builds_a_model_whose_stages_all_learn_something(method, checkpoint_folder, decoder_checkpoint):
     made = load_method(method)
     for unit in made.units:
@@ -535,7 +535,7 @@ def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage
     assert told == [config if settings else None]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).recipe is not None])
+@pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).has_stages])
 def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(method, checkpoint_folder, decoder_checkpoint):
     made = load_method(method)
     own = [name for name in made.config.__dataclass_fields__ if name.endswith(("_epochs", "_lr"))]

@@ -181,8 +181,7 @@ def recipe(model, how: NoConfig) -> list:
 
 
 METHOD = Method(
-    NoConfig,
-    recipe,
+    recipe=recipe,
     candidates=svms,
     default_rule=svm_of_texts,
     exits=None,

@@ -8,7 +8,7 @@ Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Ex
 import torch
 from torch import Tensor, nn
 
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.rule import cuts
 from mini_ee.training.stages import Batch, joint_stage, task_loss
@@ -35,8 +35,7 @@ def true_certainty(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 METHOD = Method(
-    NoConfig,
-    lambda model, how: [joint_stage(model, name="alternating", loss=alternating_loss)],
+    recipe=lambda model, config: [joint_stage(model, name="alternating", loss=alternating_loss)],
     policy=OneForAll,
     candidates=cuts,
     default_rule=policy_rule,

@@ -158,8 +158,7 @@ def p_value(mean: float, count: int, tolerance: float) -> float:
 
 
 METHOD = Method(
-    NoConfig,
-    recipe,
+    recipe=recipe,
     units=("tokens", "rows"),
     policy=OneForAll,
     candidates=cuts,

@@ -6,13 +6,12 @@ their losses (section 3).
 
 from functools import partial
 
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.rule import thresholds
 from mini_ee.training.stages import fine_tune_then_heads
 
 METHOD = Method(
-    NoConfig,
-    lambda model, how: fine_tune_then_heads(model),
+    recipe=lambda model, config: fine_tune_then_heads(model),
     candidates=partial(thresholds, measure="entropy"),
     classes_only=True,
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mini_ee.recording import Record
 from mini_ee.rules import Rule
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.rule import patiences, thresholds
 from mini_ee.training.stages import Batch, joint_stage, task_loss
 
@@ -49,8 +49,7 @@ def entropies_and_patiences(recorded: Record) -> list[Rule]:
 
 
 METHOD = Method(
-    NoConfig,
-    lambda model, how: [joint_stage(model, name="equilibrium", loss=equilibrium_loss)],
+    recipe=lambda model, config: [joint_stage(model, name="equilibrium", loss=equilibrium_loss)],
     candidates=entropies_and_patiences,
     exits=None,
 )

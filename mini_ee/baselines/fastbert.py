@@ -9,7 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.rule import thresholds
 from mini_ee.training.stages import Batch, fine_tune_then_heads
 
@@ -24,8 +24,7 @@ def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 METHOD = Method(
-    NoConfig,
-    lambda model, how: fine_tune_then_heads(model, self_distillation_loss),
+    recipe=lambda model, config: fine_tune_then_heads(model, self_distillation_loss),
     candidates=partial(thresholds, measure="normalised_entropy"),
     classes_only=True,
 )

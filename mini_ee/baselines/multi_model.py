@@ -119,4 +119,4 @@ class LazyCascade(CascadeSegments):
         return super().read(k, super().advance(k, state))
 
 
-METHOD = Method(NoConfig, recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))
+METHOD = Method(recipe=recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))

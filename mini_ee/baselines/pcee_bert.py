@@ -5,9 +5,8 @@ Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early E
 
 from mini_ee.recording import Record
 from mini_ee.rules import PatienceConfidence, Rule
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.rule import thresholds
-from mini_ee.training.stages import joint_stage
 
 
 def confident_patiences(recorded: Record) -> list[Rule]:
@@ -17,4 +16,4 @@ def confident_patiences(recorded: Record) -> list[Rule]:
     return [PatienceConfidence(patience, level) for patience in patiences for level in levels]
 
 
-METHOD = Method(NoConfig, lambda model, how: [joint_stage(model)], candidates=confident_patiences, classes_only=True)
+METHOD = Method(candidates=confident_patiences, classes_only=True)

@@ -8,7 +8,7 @@ import torch
 
 from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import record
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.stages import joint_stage
 
 CALIBRATION_BATCH = 64
@@ -45,5 +45,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 METHOD = Method(
-    NoConfig, lambda model, how: [joint_stage(model, finish=calibrate_heads)], units=("rows",), classes_only=True
+    recipe=lambda model, config: [joint_stage(model, finish=calibrate_heads)],
+    units=("rows",),
+    classes_only=True,
 )

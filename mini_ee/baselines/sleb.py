@@ -173,7 +173,6 @@ def build(backbone: Backbone, exits, num_labels: int, pool: str, how: Config) ->
 
 METHOD = Method(
     Config,
-    None,
     units=("tokens",),
     model=build,
     exits=lambda layers: (layers,),

@@ -5,7 +5,7 @@ No gradient passes from an exit to the layers below the exit before it: so exits
 
 from torch import Tensor, nn
 
-from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, joint_stage, task_loss
 
 
@@ -19,4 +19,4 @@ def cut_off(k: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, hidden.detach()
 
 
-METHOD = Method(NoConfig, lambda model, how: [joint_stage(model, name="sweet", loss=separate_loss)])
+METHOD = Method(recipe=lambda model, config: [joint_stage(model, name="sweet", loss=separate_loss)])

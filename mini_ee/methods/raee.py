@@ -404,7 +404,6 @@ def _queries(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.nda
 
 METHOD = Method(
     Config,
-    None,
     units=("rows", "prompts"),
     exits=None,
     classes_only=True,

@@ -1,7 +1,7 @@
 """What a method is: its settings, its recipe, and what of the rest is its own.
 
-A method's file ends with METHOD = Method(Config, recipe, ...), and registry.py names the file. All else is made from
-that: `mini-ee train NAME --help`, the checks of its settings, the run on disk, and the rules that it is read with.
+A method's file ends with METHOD = Method(Config, recipe, ...), and registry.py names the file. Everything else is made
+from that: `mini-ee train NAME --help`, the checks of its settings, the run on disk, and the rules that it is read with.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,21 @@ class NoConfig(Settings):
     """The settings of a method that has none of its own."""
 
 
+def joint_recipe(model, config) -> list:
+    """All exits at once, under Eq. 1 of ConsistentEE."""
+    from mini_ee.training.stages import joint_stage  # no torch at once: the rule of a method may run without it
+
+    return [joint_stage(model)]
+
+
 @dataclass(frozen=True)
 class Method:
     """How a method is trained and read."""
 
-    config: type  # a frozen dataclass whose fields are made with data.options.option
-    recipe: Callable | None  # (model, config) -> list of training.stages.Stage; None: nothing is trained
+    config: type = NoConfig  # a frozen dataclass whose fields are made with data.options.option
+    recipe: Callable = joint_recipe
+    """(model, config) -> the stages of training, a list or a generator (training/loop.py); not called if `train` or
+    `search` is given."""
     units: tuple[str, ...] = ("rows", "tokens")  # what can leave; the first where the model and data leave it open
     model: Callable | None = None
     """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (units.rows.ExitModel)."""
@@ -45,6 +54,11 @@ class Method:
     ablation: Callable | None = None  # the same -> points: its figure over its settings, in place of a sweep
     neighbours: Callable | None = None  # (rule, encoded, batch_size) -> a dict a row: what its rule plans by
     default_rule: Callable | None = None  # of tokens: (model, Source, held) -> Chosen, in place of training.texts' own
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the training loop trains it, by its recipe."""
+        return self.train is None and self.search is None
 
 
 def load_method(name: str) -> Method:

@@ -352,7 +352,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
     metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(exits)} | chosen.about
     metrics |= {"texts": len(train), "tokens": tokens}
-    for stage in request.method.recipe(model, request.how) if request.method.recipe else ():
+    for stage in request.method.recipe(model, request.how) if request.method.has_stages else ():
         metrics |= stage.log_metrics(model, held) if stage.log_metrics else {}  # of the epoch that was kept
     return model, tokenizer, chosen, about, metrics
 
@@ -385,7 +385,7 @@ def _fit(request: Request, backbone: nn.Module, about: dict, train, held, saved:
     with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
         torch.manual_seed(request.seed)
         model = _built(request, backbone, about | heads).to(request.common.device)
-        if request.method.recipe is None:
+        if not request.method.has_stages:
             return model, Fitted(request.method.search(model, train, held, request.how), [])
         return model, fit(model, request.method.recipe(model, request.how), train, held, request.train, saved)
 
