@@ -337,7 +337,9 @@ def test_a_training_that_was_killed_while_it_was_calibrated_is_not_calibrated_tw
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        stopped = replace(right_tool_module.METHOD, recipe=lambda model, how: [joint_stage(model, finish=calibrated)])
+        stopped = replace(
+            right_tool_module.METHOD, recipe=lambda model, config: [joint_stage(model, finish=calibrated)]
+        )
         patch.setattr(right_tool_module, "METHOD", stopped)
         with pytest.raises(KeyboardInterrupt):
             train_system("right-tool", checkpoint_folder, words, tmp_path / "killed")

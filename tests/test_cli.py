@@ -114,7 +114,7 @@ def test_a_setting_of_0_is_a_setting(argv, name):
     argv = ["train", *argv, "--out", "run"]
     given = {name: getattr(parser(argv).parse_args(argv), name)}
     request = asked(argv[1], None, None, Path("run"), False, given)
-    assert getattr(request.train if name == "weight_decay" else request.how, name) == 0
+    assert getattr(request.train if name == "weight_decay" else request.config, name) == 0
 
 
 BESIDE = {"--help", "--json", "--seed", "--threads", "--model", "--task", "--out", "--resume"}
@@ -145,7 +145,7 @@ def test_help_tells_the_defaults_that_differ_where_something_else_leaves(
     about, usual = {"rows": (checkpoint_folder, task_folder), "tokens": (decoder_checkpoint, "continue")}, []
     for unit in load_method(method).units:
         request = asked(method, *about[unit], Path("run"), False, {})
-        parts = [(part, each) for part in (request.how, request.train) for each in fields(part)]
+        parts = [(part, each) for part in (request.config, request.train) for each in fields(part)]
         usual.append({flag_of(each.name, each.metadata): getattr(part, each.name) for part, each in parts})
     first, second = usual
     differ = {flag: str(value) for flag, value in second.items() if value != first[flag]}

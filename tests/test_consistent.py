@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -615,28 +615,34 @@ def never_stopped(checkpoint_folder, words, tmp_path_factory):
     return train_model(checkpoint_folder, words, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("stop_after", [6, 8, 14])
+@pytest.mark.parametrize("stop_after", [6, 8, 14, 17])
 def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
     stop_after, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
 ):
     """Initialisation ends after 6 steps, then policies take 6 and the task 3 a round."""
-    monkeypatch.setattr(state, "SAVE_SECONDS", -1.0)
     whole, told = never_stopped
+    with killed_after(stop_after, monkeypatch):
+        train_model(checkpoint_folder, words, tmp_path / "killed")
+    resumed, again = train_model(checkpoint_folder, words, tmp_path / "killed", resume=True)
+    assert same(whole, resumed) and told == again
+
+
+@contextmanager
+def killed_after(most, monkeypatch):
+    """A training that is killed before its next step, each of which is saved."""
     steps, step = 0, torch.optim.AdamW.step
 
     def stopping(self, *args, **kwargs):
         nonlocal steps
         steps += 1
-        if steps > stop_after:
+        if steps > most:
             raise KeyboardInterrupt
         return step(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(state, "SAVE_SECONDS", -1.0)
         patch.setattr(torch.optim.AdamW, "step", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train_model(checkpoint_folder, words, tmp_path / "killed")
-    resumed, again = train_model(checkpoint_folder, words, tmp_path / "killed", resume=True)
-    assert same(whole, resumed) and told == again
+        yield
 
 
 def judged(verdicts):
@@ -670,6 +676,16 @@ def test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weigh
         checkpoint_folder, words, tmp_path / "b", stages=every_stage(judged(range(8)))[: 1 + best]
     )
     assert same(model, upto_best)
+
+
+def test_a_resumed_training_knows_what_was_reached_in_the_rounds_before(
+    tmp_path, checkpoint_folder, words, monkeypatch
+):
+    """It is killed in the task step of round 2, which is the last: nothing in it is above the 2 of round 1."""
+    with killed_after(6 + 3 + 3 + 3 + 1, monkeypatch):
+        train_model(checkpoint_folder, words, tmp_path, stages=judged([1, 2, 2]))
+    _, history = train_model(checkpoint_folder, words, tmp_path, stages=judged([2, 9, 9, 9, 9]), resume=True)
+    assert [entry["score"] for entry in history[FAST.epochs :]] == [1, 2, 2, 2]
 
 
 def test_one_better_stage_in_a_round_is_enough_to_go_on(tmp_path, checkpoint_folder, words):

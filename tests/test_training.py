@@ -87,7 +87,7 @@ def test_the_heads_stage_leaves_backbone_and_last_head_as_they_were(
 ):
     only_first = tmp_path / "first"
     with monkeypatch.context() as patch:
-        first_stage = replace(two_stage_module.METHOD, recipe=lambda model, how: fine_tune_then_heads(model)[:1])
+        first_stage = replace(two_stage_module.METHOD, recipe=lambda model, config: fine_tune_then_heads(model)[:1])
         patch.setattr(two_stage_module, "METHOD", first_stage)
         train(only_first, checkpoint_folder, task_folder, "two-stage")
     train(tmp_path / "both", checkpoint_folder, task_folder, "two-stage")
@@ -334,7 +334,9 @@ def test_the_best_epoch_is_kept_not_the_last(
     monkeypatch.setattr(loop, "schedule", lambda step, total, warmup: 1.0)  # the first epoch of one and of two alike
     train(tmp_path / "one", checkpoint_folder, task_folder, epochs=1)
     scores = iter(scores)
-    scored = replace(joint_module.METHOD, recipe=lambda model, how: [joint_stage(model, score=lambda _: next(scores))])
+    scored = replace(
+        joint_module.METHOD, recipe=lambda model, config: [joint_stage(model, score=lambda _: next(scores))]
+    )
     monkeypatch.setattr(joint_module, "METHOD", scored)
     train(tmp_path / "two", checkpoint_folder, task_folder, epochs=2)
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two")) == first_is_best
@@ -529,7 +531,7 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
 )
 def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage, loss, settings, monkeypatch):
     told, config = [], configured(load_method(method), settings)
-    monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, how=None: told.append(how))
+    monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, config=None: told.append(config))
     model = SimpleNamespace(exits=(1, 2, 3), unit="rows")
     list(load_method(method).recipe(model, config))[stage].loss(model, None)
     assert told == [config if settings else None]

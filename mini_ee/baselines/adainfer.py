@@ -173,7 +173,7 @@ def swept(recorded: Record, rule: Svm) -> list[Rule]:
     return with_margins(rule, np.quantile(decisions(recorded, rule), 1 - np.array(PASSING)))
 
 
-def recipe(model, how: NoConfig) -> list:
+def recipe(model, config: NoConfig) -> list:
     """What the SVMs read; they are fitted when it is done."""
     from mini_ee.training.stages import fine_tune_then_heads, joint_stage
 

@@ -45,7 +45,7 @@ PROPOSING = 5  # one in so many held-out texts proposes the rules that the other
 CLASSIFIER = {"epochs": 3, "head_lr": 3e-3, "warmup": 0.0}
 
 
-def recipe(model: nn.Module, how: NoConfig) -> list[Stage]:
+def recipe(model: nn.Module, config: NoConfig) -> list[Stage]:
     """Heads and backbone under Eq. 1 of ConsistentEE; then the classifier, where all else is frozen."""
     return [
         joint_stage(model, trainable=lambda name: not name.startswith("policy.")),

@@ -141,13 +141,13 @@ class CatExits(RowExits):
     Raises ValueError for a single exit.
     """
 
-    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
         if len(exits) < 2:
             raise ValueError(f"CAT needs at least two exits to choose from, got {len(exits)}")
         for k in range(len(exits) - 1):
             self.heads[k] = InnerHead(backbone.config.hidden_size, num_labels, pool, backbone.exit_norm())
-        self.policy = MetaClassifiers(len(exits) - 1, num_labels, how.shared)
+        self.policy = MetaClassifiers(len(exits) - 1, num_labels, config.shared)
 
     def decide(self, k: int, inner: Tensor, logits: Tensor, before: Tensor | None) -> Tensor:
         """The exit_logit (B,) of exit k; arguments as of `features`, with no gradient into them."""
@@ -230,10 +230,10 @@ class CatSegments(RowSegments):
 
 
 # ---- Training ----
-def recipe(model: CatExits, how: Config) -> list[Stage]:
+def recipe(model: CatExits, config: Config) -> list[Stage]:
     """The four stages."""
     last = f"heads.{len(model.exits) - 1}."
-    split, temperatures = partial(parts, apart=how.apart), partial(temperature_loss, how=how)
+    split, temperatures = partial(parts, apart=config.apart), partial(temperature_loss, config=config)
 
     def inner(name: str) -> bool:
         return name.startswith("heads.") and not name.startswith(last)
@@ -249,7 +249,7 @@ def recipe(model: CatExits, how: Config) -> list[Stage]:
         Stage(
             name="heads",
             trainable=lambda name: inner(name) and not name.endswith("temperature"),
-            loss=partial(heads_loss, how=how),
+            loss=partial(heads_loss, config=config),
             score=lambda scores: float(np.mean(scores[:-1])),
             make_targets=split,
         ),
@@ -260,7 +260,7 @@ def recipe(model: CatExits, how: Config) -> list[Stage]:
             validate=lambda model, held: {"score": -held_loss(temperatures, TEMPERATURES, model, held)},
             on_states=True,
             make_targets=split,
-            settings={"head_lr": how.temperature_lr, "warmup": 0.0},
+            settings={"head_lr": config.temperature_lr, "warmup": 0.0},
         ),
         Stage(
             name="meta",
@@ -269,7 +269,7 @@ def recipe(model: CatExits, how: Config) -> list[Stage]:
             validate=lambda model, held: {"score": -held_loss(meta_loss, META, model, held)},
             on_states=True,
             make_targets=split,
-            settings={"epochs": how.meta_epochs, "head_lr": how.meta_lr, "warmup": 0.0},
+            settings={"epochs": config.meta_epochs, "head_lr": config.meta_lr, "warmup": 0.0},
         ),
     ]
 
@@ -286,20 +286,20 @@ def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
     return losses[:, rows].sum() / (len(each) * rows.sum().clamp(min=1))
 
 
-def heads_loss(model: CatExits, batch: Batch, how: Config) -> Tensor:
+def heads_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
     """The inner exits', on the labels or on what the last exit says."""
-    return inner_loss(model(*batch.inputs), batch, HEADS, how)
+    return inner_loss(model(*batch.inputs), batch, HEADS, config)
 
 
-def temperature_loss(model: CatExits, batch: Batch, how: Config) -> Tensor:
+def temperature_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
     """The same under the temperatures, on rows of their own."""
     each = [model.classify(k, state) for k, state in enumerate(batch.states)]
-    return inner_loss(each, batch, TEMPERATURES, how)
+    return inner_loss(each, batch, TEMPERATURES, config)
 
 
-def inner_loss(each: list[Tensor], batch: Batch, part: int, how: Config) -> Tensor:
+def inner_loss(each: list[Tensor], batch: Batch, part: int, config: Config) -> Tensor:
     """The mean cross-entropy of the inner exits on a part of train. each: logits (B, C) of all exits."""
-    target = each[-1].argmax(dim=1) if how.target == "last" else batch.labels
+    target = each[-1].argmax(dim=1) if config.target == "last" else batch.labels
     return part_loss(each[:-1], target, batch.targets == part)
 
 

@@ -82,11 +82,11 @@ def branch_loss(losses: list[Tensor], exits: tuple[int, ...]) -> Tensor:
 class TaskBranch(nn.Module):
     """z of one exit: an adapter parallel to the feed-forward part of its layer."""
 
-    def __init__(self, layer: Halves, how: Config):
+    def __init__(self, layer: Halves, config: Config):
         super().__init__()
         width = layer.output_norm.normalized_shape[0]
-        self.down, self.up = nn.Linear(width, how.bottleneck), nn.Linear(how.bottleneck, width)
-        self.scale = how.scale
+        self.down, self.up = nn.Linear(width, config.bottleneck), nn.Linear(config.bottleneck, width)
+        self.scale = config.scale
         for linear in (self.down, self.up):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
@@ -148,7 +148,7 @@ class DreeExits(ExitModel):
 
     policy = None
 
-    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__()
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool, self.backbone = num_labels, pool, backbone
@@ -156,7 +156,7 @@ class DreeExits(ExitModel):
         self.pooler = nn.Linear(width, width)
         nn.init.normal_(self.pooler.weight, std=0.02)
         nn.init.zeros_(self.pooler.bias)
-        branches = [*(TaskBranch(layer, how) for layer in layers[:-1]), None]
+        branches = [*(TaskBranch(layer, config) for layer in layers[:-1]), None]
         self.heads = nn.ModuleList(FrameHead(branch, width, num_labels, pool) for branch in branches)
 
     def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
@@ -206,7 +206,7 @@ class DreeSegments(RowSegments):
 
 
 # ---- Training ----
-def recipe(model: DreeExits, how: Config) -> list[Stage]:
+def recipe(model: DreeExits, config: Config) -> list[Stage]:
     """Stage 1, then stage 2 where there are exits before the last."""
     last = len(model.exits) - 1
 
@@ -228,7 +228,7 @@ def recipe(model: DreeExits, how: Config) -> list[Stage]:
         trainable=branches,
         loss=lambda model, batch: branch_loss(exit_losses(model, batch), model.exits),
         score=lambda scores: float(np.mean(scores[:-1])),
-        settings={"epochs": how.adapter_epochs, "head_lr": how.adapter_lr},
+        settings={"epochs": config.adapter_epochs, "head_lr": config.adapter_lr},
     )
     return [first, second] if last else [first]
 

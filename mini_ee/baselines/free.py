@@ -104,7 +104,7 @@ def distillation(states: Sequence[Tensor], shallow: int, match: str) -> Tensor:
     return apart[range(shallow), students].mean()
 
 
-def shallow_deep_loss(model: nn.Module, batch: Batch, how: Config) -> Tensor:
+def shallow_deep_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """Both exits' losses by depth, and the distillation between their layers."""
     states, real = [], batch.inputs[1].bool()  # where there are tokens; of texts those that count
     if model.unit == "tokens":
@@ -119,7 +119,7 @@ def shallow_deep_loss(model: nn.Module, batch: Batch, how: Config) -> Tensor:
 
     losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs, run=run)]
     loss = depth_weighted_sum(losses, model.exits)
-    return loss + how.alpha * distillation(states, model.exits[0], how.match) if how.alpha else loss
+    return loss + config.alpha * distillation(states, model.exits[0], config.match) if config.alpha else loss
 
 
 # ---- lambda ----
@@ -234,18 +234,18 @@ class FreeTokens(SharedExits):
     fill = "recompute"
 
 
-def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, how: Config) -> nn.Module:
+def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
     """Two exits on a decoder, or on a classifier, which has a pool. Raises ValueError for an S that is not below L."""
     layers = backbone.config.num_hidden_layers
-    exits = (how.shallow or exits[0], layers)
+    exits = (config.shallow or exits[0], layers)
     if exits[0] >= layers:
         raise ValueError(f"the shallow exit must be below the last layer, {layers}, got {exits[0]}: give --shallow")
     return FreeTokens(backbone, exits) if pool is None else RowExits(backbone, exits, num_labels, pool)
 
 
-def recipe(model: nn.Module, how: Config) -> list[Stage]:
+def recipe(model: nn.Module, config: Config) -> list[Stage]:
     """All at once."""
-    return [joint_stage(model, name="shallow-deep", loss=partial(shallow_deep_loss, how=how))]
+    return [joint_stage(model, name="shallow-deep", loss=partial(shallow_deep_loss, config=config))]
 
 
 def gaps_of(recorded: Record) -> list[Rule]:

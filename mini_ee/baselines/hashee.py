@@ -56,22 +56,22 @@ class Config(Settings):
 
 
 # ---- The table ----
-def exit_layers(data: RowData, vocabulary: int, layers: int, how: Config) -> np.ndarray:
+def exit_layers(data: RowData, vocabulary: int, layers: int, config: Config) -> np.ndarray:
     """e, (V,) in 1 .. L. Raises ValueError for `mi` of a regression."""
     ids = np.concatenate(data.encoded.ids)
     counts, table = np.bincount(ids, minlength=vocabulary), np.full(vocabulary, layers)
     counts[[each for each in data.encoded.special_ids if each < vocabulary]] = 0
     seen = np.flatnonzero(counts)
-    if how.table == "random":
+    if config.table == "random":
         order = np.random.default_rng(0).permutation(seen)
-    elif how.table == "mi":
+    elif config.table == "mi":
         if data.task.regression:
             raise ValueError(f"--table mi asks for classes, and {data.task.name} is a regression; give frequency")
         labels = np.repeat(data.labels, [len(row) for row in data.encoded.ids])
         order = seen[np.argsort(-mutual_information(ids, labels, vocabulary)[seen], kind="stable")]
     else:
         order = seen[np.argsort(-counts[seen], kind="stable")]
-    groups = min(how.groups, layers)
+    groups = min(config.groups, layers)
     size = max(1, len(order) // groups)
     for group in range(groups):
         table[order[group * size : (group + 1) * size]] = 1 + group * (layers // groups)
@@ -104,7 +104,7 @@ def attend(layer: Halves, first: Tensor, hidden: Tensor, mask: Tensor | None) ->
 class HashExits(LeavingExits):
     """A backbone whose tokens leave by a table: a parameter without gradient, as a graph knows no others."""
 
-    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
         kept = backbone.halves(0).qkv.weight[backbone.config.hidden_size :].numel()
         self.layers = backbone.config.num_hidden_layers
@@ -148,7 +148,7 @@ class HashExits(LeavingExits):
 
 
 # ---- Training ----
-def recipe(model: HashExits, how: Config) -> list[Stage]:
+def recipe(model: HashExits, config: Config) -> list[Stage]:
     """One stage, which begins with the table."""
     return [
         Stage(
@@ -156,14 +156,14 @@ def recipe(model: HashExits, how: Config) -> list[Stage]:
             trainable=lambda name: name != "table",
             loss=lambda model, batch: task_loss(model(*batch.inputs)[0], batch.labels),
             score=lambda scores: float(scores[0]),
-            begin=partial(fill_table, how=how),
+            begin=partial(fill_table, config=config),
         )
     ]
 
 
-def fill_table(model: HashExits, data: RowData, how: Config) -> None:
+def fill_table(model: HashExits, data: RowData, config: Config) -> None:
     """e of the types in the rows to learn from."""
-    table = exit_layers(data, len(model.table), model.layers, how)
+    table = exit_layers(data, len(model.table), model.layers, config)
     model.table.data.copy_(torch.from_numpy(table))
 
 

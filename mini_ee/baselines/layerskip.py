@@ -55,11 +55,11 @@ class Config(Settings):
 
 
 # ---- The equations ----
-def layer_dropout(layer: int, layers: int, batch: Batch, how: Config) -> float:
+def layer_dropout(layer: int, layers: int, batch: Batch, config: Config) -> float:
     """p(l, t) of a layer, from 0."""
     depth = 2 ** (layer / max(1, layers - 1)) - 1
-    time = 2 ** (batch.step / max(1, batch.steps - 1)) - 1 if how.ramp == "exponential" else 1.0
-    return time * depth * how.dropout
+    time = 2 ** (batch.step / max(1, batch.steps - 1)) - 1 if config.ramp == "exponential" else 1.0
+    return time * depth * config.dropout
 
 
 def exit_scale(exit: int, layers: int, scale: float) -> float:
@@ -73,30 +73,30 @@ def exit_scale(exit: int, layers: int, scale: float) -> float:
     return layers - 1 + scale * (layers - 1) * (layers - 2) / 2
 
 
-def learning(exits: Sequence[int], batch: Batch, how: Config) -> list[bool]:
+def learning(exits: Sequence[int], batch: Batch, config: Config) -> list[bool]:
     """C(t, l) of every exit."""
-    if how.curriculum == "rotational":
-        every = how.rotation or max(1, len(exits) - 1)
+    if config.curriculum == "rotational":
+        every = config.rotation or max(1, len(exits) - 1)
         learns = [k % every == batch.step % every for k in range(len(exits))]
     else:
         learns = [batch.step >= (exits[-1] - layer) * batch.steps / (2 * exits[-1]) for layer in exits]
     return [*learns[:-1], True]
 
 
-def exit_weights(exits: Sequence[int], batch: Batch, how: Config) -> list[float]:
+def exit_weights(exits: Sequence[int], batch: Batch, config: Config) -> list[float]:
     """e~(t, l) of every exit: their sum is 1. A single layer has no e but 0, and learns all the same."""
-    scales = [exit_scale(layer, exits[-1], how.scale) for layer in exits]
-    weights = [scale * learns for scale, learns in zip(scales, learning(exits, batch, how))]
+    scales = [exit_scale(layer, exits[-1], config.scale) for layer in exits]
+    weights = [scale * learns for scale, learns in zip(scales, learning(exits, batch, config))]
     return [weight / sum(weights) for weight in weights] if sum(weights) else [0.0] * (len(exits) - 1) + [1.0]
 
 
-def leaving_out(backbone, batch: Batch, how: Config) -> RunLayers:
+def leaving_out(backbone, batch: Batch, config: Config) -> RunLayers:
     """The layers, each of which some rows pass over."""
     layers = backbone.config.num_hidden_layers
 
     def run(hidden: Tensor, around, start: int, stop: int, adapt=None) -> Tensor:
         for layer in range(start, stop):
-            drawn = torch.rand(len(hidden)) >= layer_dropout(layer, layers, batch, how)
+            drawn = torch.rand(len(hidden)) >= layer_dropout(layer, layers, batch, config)
             if drawn.all():
                 hidden = backbone.run_layers(hidden, around, layer, layer + 1, adapt)
             elif drawn.any():
@@ -108,23 +108,23 @@ def leaving_out(backbone, batch: Batch, how: Config) -> RunLayers:
     return run
 
 
-def layerskip_loss(model: nn.Module, batch: Batch, how: Config) -> Tensor:
+def layerskip_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """The weighted losses of the exits whose turn it is; the others' heads are not read."""
-    states = model.states(*batch.inputs, run=leaving_out(model.backbone, batch, how))
-    weights = exit_weights(model.exits, batch, how)
+    states = model.states(*batch.inputs, run=leaving_out(model.backbone, batch, config))
+    weights = exit_weights(model.exits, batch, config)
     told = [(k, weight) for k, weight in enumerate(weights) if weight]
     return sum(weight * task_loss(model.classify(k, states[k]), batch.labels) for k, weight in told)
 
 
 # ---- Training ----
-def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, how: Config) -> nn.Module:
+def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
     """A decoder whose head reads every exit, or a classifier, which has a pool."""
     return SharedExits(backbone, exits) if pool is None else RowExits(backbone, exits, num_labels, pool)
 
 
-def recipe(model: nn.Module, how: Config) -> list[Stage]:
+def recipe(model: nn.Module, config: Config) -> list[Stage]:
     """All at once."""
-    return [joint_stage(model, name="layerskip", loss=partial(layerskip_loss, how=how))]
+    return [joint_stage(model, name="layerskip", loss=partial(layerskip_loss, config=config))]
 
 
 def drafting_rule(model: SharedExits, source: Source, held: TextData) -> Chosen:

@@ -41,7 +41,7 @@ class MultiModel(ExitModel):
         return CascadeSegments([each.segments() for each in self.models])
 
 
-def recipe(model: MultiModel, how: NoConfig) -> list[Stage]:
+def recipe(model: MultiModel, config: NoConfig) -> list[Stage]:
     """One stage a model: plain fine-tuning."""
 
     def stage(k: int) -> Stage:

@@ -61,12 +61,12 @@ def log_prior(exits: tuple[int, ...], chance: float) -> Tensor:
     return (still_there - torch.cat((still_there[1:], still_there.new_zeros(1)))).log().float()
 
 
-def pondering_loss(losses: Tensor, exit_logits: Tensor, prior: Tensor, how: Config) -> Tensor:
+def pondering_loss(losses: Tensor, exit_logits: Tensor, prior: Tensor, config: Config) -> Tensor:
     """The mean over rows of sum_k p_k losses_k + beta KL. losses (N, K), exit_logits (N, K - 1), prior ln g (K,)."""
     log_p = log_exit_probabilities(exit_logits)
     p, g = log_p.exp(), prior.exp()
-    kl = (g * (prior - log_p)).sum(1) if how.kl == "forward" else (p * (log_p - prior)).sum(1)
-    return ((p * losses).sum(1) + how.beta * kl).mean()
+    kl = (g * (prior - log_p)).sum(1) if config.kl == "forward" else (p * (log_p - prior)).sum(1)
+    return ((p * losses).sum(1) + config.beta * kl).mean()
 
 
 # ---- The model ----
@@ -103,17 +103,17 @@ class PonderExits(RowExits):
         return PonderSegments(self)
 
 
-def loss(model: PonderExits, batch: Batch, how: Config) -> Tensor:
+def loss(model: PonderExits, batch: Batch, config: Config) -> Tensor:
     """pondering_loss of a batch."""
     states = model.states(*batch.inputs)
     losses = torch.stack([row_losses(model.classify(k, s), batch.labels) for k, s in enumerate(states)], dim=1)
-    prior = log_prior(model.exits, how.prior).to(losses.device)
-    return pondering_loss(losses, model.exit_logits(states), prior, how)
+    prior = log_prior(model.exits, config.prior).to(losses.device)
+    return pondering_loss(losses, model.exit_logits(states), prior, config)
 
 
-def recipe(model: PonderExits, how: Config) -> list[Stage]:
+def recipe(model: PonderExits, config: Config) -> list[Stage]:
     """One stage: all learns at once."""
-    return [joint_stage(model, name="ponder", loss=partial(loss, how=how))]
+    return [joint_stage(model, name="ponder", loss=partial(loss, config=config))]
 
 
 # ---- Segments: what an exit said goes with its rows to the next ----
@@ -170,7 +170,7 @@ METHOD = Method(
     Config,
     recipe,
     units=("rows",),
-    model=lambda backbone, exits, num_labels, pool, how: PonderExits(backbone, exits, num_labels, pool, Ponder),
+    model=lambda backbone, exits, num_labels, pool, config: PonderExits(backbone, exits, num_labels, pool, Ponder),
     candidates=q_exits,
     exits=None,
 )

@@ -112,10 +112,10 @@ class ShortDecoder(TokenExits):
 
 
 # ---- The search ----
-def search(model: ShortDecoder, train: TextData, held: TextData, how: Config) -> list[dict]:
+def search(model: ShortDecoder, train: TextData, held: TextData, config: Config) -> list[dict]:
     """Remove layers, one a turn; the record of each turn, before the first that of the full model."""
     kept, backbone, records = model.kept, model.full.backbone, []
-    for turn in tqdm(range(how.count(len(kept)) + 1), desc="removing", unit="layer", delay=2):
+    for turn in tqdm(range(config.count(len(kept)) + 1), desc="removing", unit="layer", delay=2):
         begin, name = time.perf_counter(), "all layers"
         losses = next_token_losses(backbone, train, kept, each=turn > 0)
         loss = losses[-1]
@@ -165,9 +165,9 @@ def own_rule(model: ShortDecoder, source, held: TextData) -> Chosen:
     return Chosen(NeverExit(), None, None, {"own": {"what is left": NeverExit().to_dict()}, "promised": said})
 
 
-def build(backbone: Backbone, exits, num_labels: int, pool: str, how: Config) -> ShortDecoder:
+def build(backbone: Backbone, exits, num_labels: int, pool: str, config: Config) -> ShortDecoder:
     """The decoder with all layers, until some are removed or a run says which stay. ValueError for too many."""
-    how.count(backbone.config.num_hidden_layers)
+    config.count(backbone.config.num_hidden_layers)
     return ShortDecoder(backbone)
 
 

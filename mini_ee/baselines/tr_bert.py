@@ -93,7 +93,7 @@ class ReducedExits(LeavingExits):
     A state is that of the head, and with it the layers that a mean token ran over L: (B, D + 1).
     """
 
-    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, how: Config):
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
         backbone.halves(0)
         self.layers, width = backbone.config.num_hidden_layers, backbone.config.hidden_size
@@ -160,40 +160,40 @@ def compact(hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- Training ----
-def explore(model: ReducedExits, batch: Batch, how: Config) -> tuple[Tensor, Tensor]:
+def explore(model: ReducedExits, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """Of drawn selections: the losses of each row (B, n), and the policies' loss."""
 
     def copies(each: Tensor) -> Tensor:
-        return each.repeat_interleave(how.samples, dim=0)
+        return each.repeat_interleave(config.samples, dim=0)
 
     found = model.through(Tensors(*map(copies, batch.inputs)), draw)
-    by_row = (-1, how.samples)
+    by_row = (-1, config.samples)
     losses = row_losses(model.say(found), copies(batch.labels)).view(by_row)
-    rewards = reward(losses.detach(), found.layers.view(by_row) / model.layers, how)
+    rewards = reward(losses.detach(), found.layers.view(by_row) / model.layers, config)
     return losses, -((rewards - leave_one_out(rewards)) * found.log_p.view(by_row)).mean()
 
 
-def reward(losses: Tensor, shares: Tensor, how: Config) -> Tensor:
+def reward(losses: Tensor, shares: Tensor, config: Config) -> Tensor:
     """R, of losses and of d / L."""
-    return -losses - how.alpha * shares
+    return -losses - config.alpha * shares
 
 
-def joint_loss(model: ReducedExits, batch: Batch, how: Config) -> Tensor:
+def joint_loss(model: ReducedExits, batch: Batch, config: Config) -> Tensor:
     """Of step 3."""
-    losses, of_policies = explore(model, batch, how)
+    losses, of_policies = explore(model, batch, config)
     return losses.mean() + of_policies
 
 
 @torch.no_grad()
-def held_out(model: ReducedExits, held: States, how: Config) -> dict[str, float]:
+def held_out(model: ReducedExits, held: States, config: Config) -> dict[str, float]:
     """Of rows whose tokens leave as in use: the mean reward as `score`, and the mean layers of a token."""
     states, labels = held.batch(np.arange(len(held)), next(model.parameters()).device)
     shares = states[0][:, -1]
-    rewards = reward(row_losses(model.classify(0, states[0]), labels), shares, how)
+    rewards = reward(row_losses(model.classify(0, states[0]), labels), shares, config)
     return {"score": float(rewards.mean()), "mean_layers": float(shares.mean() * model.layers)}
 
 
-def recipe(model: ReducedExits, how: Config) -> list[Stage]:
+def recipe(model: ReducedExits, config: Config) -> list[Stage]:
     """The three steps."""
 
     def policies(name: str) -> bool:
@@ -209,16 +209,16 @@ def recipe(model: ReducedExits, how: Config) -> list[Stage]:
         Stage(
             name="policies",
             trainable=policies,
-            loss=lambda model, batch: explore(model, batch, how)[1],
-            validate=partial(held_out, how=how),
-            settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr},
+            loss=lambda model, batch: explore(model, batch, config)[1],
+            validate=partial(held_out, config=config),
+            settings={"epochs": config.policy_epochs, "head_lr": config.policy_lr},
         ),
         Stage(
             name="everything",
             trainable=lambda name: True,
-            loss=partial(joint_loss, how=how),
-            validate=partial(held_out, how=how),
-            settings={"epochs": how.task_epochs},
+            loss=partial(joint_loss, config=config),
+            validate=partial(held_out, config=config),
+            settings={"epochs": config.task_epochs},
         ),
     ]
 

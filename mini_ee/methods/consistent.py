@@ -160,20 +160,20 @@ def exact_loss(log_exit: Tensor, rewards: Tensor) -> Tensor:
     return -(log_exit.exp() * rewards).sum(dim=1).mean()
 
 
-def policy_loss(exit_logits: Tensor, rewards: Tensor, how: Config) -> Tensor:
+def policy_loss(exit_logits: Tensor, rewards: Tensor, config: Config) -> Tensor:
     """Minus Eq. 5, by the estimator that was chosen. exit_logits (B, K - 1), rewards (B, K)."""
-    log_exit = log_exit_probabilities(exit_logits, how.epsilon)
-    if how.estimator == "exact":
+    log_exit = log_exit_probabilities(exit_logits, config.epsilon)
+    if config.estimator == "exact":
         return exact_loss(log_exit, rewards)
-    return reinforce_loss(log_exit, rewards, sample_exits(log_exit, how.trajectories))
+    return reinforce_loss(log_exit, rewards, sample_exits(log_exit, config.trajectories))
 
 
-def consistent_loss(losses: Tensor, exit_logits: Tensor, how: Config) -> Tensor:
+def consistent_loss(losses: Tensor, exit_logits: Tensor, config: Config) -> Tensor:
     """Eq. 6: the cross-entropy of the exits where rows leave, and of no other, a mean over rows and trajectories."""
-    log_exit = log_exit_probabilities(exit_logits.detach(), how.epsilon)
-    if how.estimator == "exact":
+    log_exit = log_exit_probabilities(exit_logits.detach(), config.epsilon)
+    if config.estimator == "exact":
         return (log_exit.exp() * losses).sum(dim=1).mean()
-    return losses.gather(1, sample_exits(log_exit, how.trajectories)).mean()
+    return losses.gather(1, sample_exits(log_exit, config.trajectories)).mean()
 
 
 def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
@@ -185,91 +185,93 @@ def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
 # ---- Training: steps 1 to 5 ----
 
 
-def recipe(model: nn.Module, how: Config) -> Generator[Stage, float, None]:
+def recipe(model: nn.Module, config: Config) -> Generator[Stage, float, None]:
     """Step 1, then rounds of step 3 and step 4 until one brings no better held-out reward. Step 2 is in both: M is
     computed wherever a reward is.
     """
     yield joint_stage(model, name="initialise", trainable=lambda name: not name.startswith("policy."))
     best = None  # of all rounds: whatever does not beat it is undone
-    for number in range(1, how.rounds + 1):
+    for number in range(1, config.rounds + 1):
         before = best
-        best = yield policy_stage(number, best, how)
-        best = yield task_stage(number, best, how, frozen=model.unit == "tokens")
+        best = yield policy_stage(number, best, config)
+        best = yield task_stage(number, best, config, frozen=model.unit == "tokens")
         if best == before:
             return
 
 
-def policy_stage(number: int, best: float | None, how: Config) -> Stage:
+def policy_stage(number: int, best: float | None, config: Config) -> Stage:
     """Step 3 of a round."""
     return Stage(
         name=f"policy {number}",
         trainable=lambda name: name.startswith("policy."),
-        loss=partial(learn_policy, how=how),
+        loss=partial(learn_policy, config=config),
         on_states=True,
-        make_targets=partial(rewards_of_all, how=how),
-        validate=partial(held_out, how=how),
-        settings={"epochs": how.policy_epochs, "head_lr": how.policy_lr, "warmup": 0.0},
+        make_targets=partial(rewards_of_all, config=config),
+        validate=partial(held_out, config=config),
+        settings={"epochs": config.policy_epochs, "head_lr": config.policy_lr, "warmup": 0.0},
         to_beat=best,
     )
 
 
-def task_stage(number: int, best: float | None, how: Config, frozen: bool) -> Stage:
+def task_stage(number: int, best: float | None, config: Config, frozen: bool) -> Stage:
     """Step 4 of a round. frozen: the backbone was trained in step 1, through adapters, and stays."""
     return Stage(
         name=f"task {number}",
         trainable=lambda name: not name.startswith(("policy.", "adapters.") if frozen else "policy."),
-        loss=partial(learn_task, how=how),
+        loss=partial(learn_task, config=config),
         on_states=frozen,
-        validate=partial(held_out, how=how),
-        settings={"epochs": how.task_epochs, "lr": how.task_lr, "head_lr": how.task_lr, "warmup": 0.0},
+        validate=partial(held_out, config=config),
+        settings={"epochs": config.task_epochs, "lr": config.task_lr, "head_lr": config.task_lr, "warmup": 0.0},
         to_beat=best,
     )
 
 
-def learn_policy(model: nn.Module, batch: Batch, how: Config) -> Tensor:
+def learn_policy(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """Step 3, on the states of a frozen model: nothing but the policies is computed; the targets are the rewards."""
-    return policy_loss(model.exit_logits(batch.states), batch.targets, how)
+    return policy_loss(model.exit_logits(batch.states), batch.targets, config)
 
 
-def learn_task(model: nn.Module, batch: Batch, how: Config) -> Tensor:
+def learn_task(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """Step 4: one forward pass, the trajectories of frozen policies on top of it."""
     states = batch.states or model.states(*batch.inputs)
     logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
-    return consistent_loss(exit_losses(logits, y_of(logits, batch.labels, how)), model.exit_logits(states), how)
+    return consistent_loss(exit_losses(logits, y_of(logits, batch.labels, config)), model.exit_logits(states), config)
 
 
-def y_of(logits: Tensor, labels: Tensor, how: Config) -> Tensor:
+def y_of(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
     """y, (N,): the labels, or the likeliest class or token of the last exit. logits (N, K, C)."""
-    return logits[:, -1].argmax(dim=1) if how.target == "hard" else labels
+    return logits[:, -1].argmax(dim=1) if config.target == "hard" else labels
 
 
-def rewards_of(model: nn.Module, logits: Tensor, labels: Tensor, how: Config) -> Tensor:
+def rewards_of(model: nn.Module, logits: Tensor, labels: Tensor, config: Config) -> Tensor:
     """The reward of leaving at each exit, (N, K), from the logits of all, (N, K, C)."""
     losses, depths = exit_losses(logits, labels), torch.tensor(model.exits, device=logits.device)
-    if how.reward == "vanilla":
-        return vanilla_rewards(losses, depths, how.alpha)
+    if config.reward == "vanilla":
+        return vanilla_rewards(losses, depths, config.alpha)
     memorized = memorized_layer(logits.argmax(dim=2) == labels[:, None], depths)
-    return hardness_guided_rewards(losses, depths, how.alpha, memorized)
+    return hardness_guided_rewards(losses, depths, config.alpha, memorized)
 
 
 @torch.no_grad()
-def rewards_of_all(model: nn.Module, data: States, how: Config) -> Tensor:
+def rewards_of_all(model: nn.Module, data: States, config: Config) -> Tensor:
     """What leaving at each exit is worth, of all units: (N, K). The heads are frozen: so it is computed once."""
     device, found = next(model.parameters()).device, []
     for units in np.array_split(np.arange(len(data)), max(1, len(data) // REWARDS_BATCH)):
         states, labels = data.batch(units, device)
         logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
-        found.append(rewards_of(model, logits, y_of(logits, labels, how), how).cpu())
+        found.append(rewards_of(model, logits, y_of(logits, labels, config), config).cpu())
     return torch.cat(found)
 
 
 @torch.no_grad()
-def held_out(model: nn.Module, held: States, how: Config) -> dict[str, float]:
+def held_out(model: nn.Module, held: States, config: Config) -> dict[str, float]:
     """Of units that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3,
     or of the reward that is learned, as `score`, and the mean depth in layers.
     """
     device = next(model.parameters()).device
-    rewards = rewards_of_all(model, held, how if how.selection == "learned" else replace(how, reward="vanilla"))
+    rewards = rewards_of_all(
+        model, held, config if config.selection == "learned" else replace(config, reward="vanilla")
+    )
     depths = torch.tensor(model.exits, dtype=torch.float32).expand(len(rewards), -1)
     exit_logits = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)]).cpu()
     return {

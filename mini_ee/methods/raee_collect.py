@@ -43,11 +43,11 @@ def collect_run(request: Request, say) -> Run:
     The datastore holds the rows that no exit was trained on, or max_train of them: on its own training rows nearly
     every exit is right. A killed collection goes on where it was, with or without `resume`.
     """
-    how = request.how
-    rule = Retrieval(how.k, how.tau, how.fallback_top, how.include_embeddings)
+    config = request.config
+    rule = Retrieval(config.k, config.tau, config.fallback_top, config.include_embeddings)
     _check_given(request)
     unfinished = training_folder(request.out)
-    Shards(1, how.shards, m=2, ef_construction=1, ef=1)  # that hnswlib is missing is told before anything is read
+    Shards(1, config.shards, m=2, ef_construction=1, ef=1)  # that hnswlib is missing is told before anything is read
     with nullcontext() if ranks.rank() else sole_writer(unfinished):
         if is_run(request.model):
             base = request.model
@@ -59,7 +59,7 @@ def collect_run(request: Request, say) -> Run:
                     f"{request.model}: {backbone.no_lm_head()}, or train heads on it first (mini-ee train joint) and "
                     f"give that run as --model"
                 )
-            open_encoder(_source(how), backbone)
+            open_encoder(_source(config), backbone)
             base = prompt_run(request, rule)
         if ranks.rank() == 0:
             run = load_run(base)
@@ -88,25 +88,25 @@ def _check_given(request: Request) -> None:
     if is_run(model):
         refuse(OF_PROMPTS, f"is for a checkpoint, read by a prompt; {model} is a trained run, which has heads")
         refuse(("exits", "max_length", *OF_SHOTS), f"is that of {model}, a trained run")
-    elif request.how.shots is None:
+    elif request.config.shots is None:
         refuse(OF_SHOTS, "is for fine-tuning on a few rows: give --shots too")
     if "encoder" in given:
         refuse(("layer",), "says which of the model's own states are the queries: leave it out, or --encoder")
 
 
 def _collect(request: Request, run: Run, rule: Retrieval) -> None:
-    how, unfinished = request.how, training_folder(request.out)
+    config, unfinished = request.config, training_folder(request.out)
     rows = untrained_rows(run, request.task)
     if request.common.max_train is not None:
         rows = subset(rows, request.common.max_train, request.seed)
     encoded, device = run.encode(rows.texts), request.common.device
     model = run.model.to(device)
-    source = _source(how)
+    source = _source(config)
     embed, begin = open_encoder(source, model.backbone), time.perf_counter()
     values = collect(run.segments(), encoded, rows.labels, COLLECTING, progress="collecting")
     unfinished.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
-    collected = Collected(encoded, values, rows.labels, run.exits, how.shards)
+    collected = Collected(encoded, values, rows.labels, run.exits, config.shards)
     store = build(unfinished / "datastore", embed.name, embed, collected, progress="indexing")
     metrics = {
         "epochs": read_json(run.folder / "metrics.json").get("epochs", []),
@@ -121,18 +121,18 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
         copy_folder(run.folder, partial, without=("datastore",))
         (unfinished / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
-        config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
-        config |= {"method": "raee", "settings": asdict(how), "base": run.config.get("base", base)}
-        prompts = None if how.prompts is None else str(Path(how.prompts).resolve())
-        config["settings"] |= {"encoder": source["encoder"], "prompts": prompts, "max_train": request.common.max_train}
-        config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
-        config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
-        write_json(partial / "config.json", config)
+        about = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
+        about |= {"method": "raee", "settings": asdict(config), "base": run.config.get("base", base)}
+        prompts = None if config.prompts is None else str(Path(config.prompts).resolve())
+        about["settings"] |= {"encoder": source["encoder"], "prompts": prompts, "max_train": request.common.max_train}
+        about |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
+        about["files"] = about["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
+        write_json(partial / "config.json", about)
 
 
-def _source(how) -> dict:
+def _source(config) -> dict:
     """Where queries come from, as open_encoder takes it."""
-    return {"layer": how.layer, "encoder": None if how.encoder is None else str(Path(how.encoder).resolve())}
+    return {"layer": config.layer, "encoder": None if config.encoder is None else str(Path(config.encoder).resolve())}
 
 
 def untrained_rows(run: Run, task: Task) -> Split:
@@ -162,9 +162,9 @@ def prompt_run(request: Request, rule: Retrieval) -> Path:
     Layer 0 is an exit where the rule has include_embeddings. Raises ValueError for a prompt that does not fit the model
     or the task, and where a killed one was started with other settings.
     """
-    how, task, unfinished = request.how, request.task, training_folder(request.out)
+    config, task, unfinished = request.config, request.task, training_folder(request.out)
     prompt = prompt_asked(request)
-    if not how.shots:
+    if not config.shots:
         _refuse_state(unfinished)
     check_prompt(prompt, task)
     backbone = load_backbone(request.model)
@@ -174,8 +174,8 @@ def prompt_run(request: Request, rule: Retrieval) -> Path:
     exits = (0, *exits) if rule.include_embeddings else exits
     model = PromptModel(backbone, tokenizer, exits).to(request.common.device)
     source = {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)}
-    epochs = _fine_tuned(request, model, tokenizer, source) if how.shots else []
-    training = asdict(request.train) | {"shots": how.shots or 0, "from": source, "max_train": None}
+    epochs = _fine_tuned(request, model, tokenizer, source) if config.shots else []
+    training = asdict(request.train) | {"shots": config.shots or 0, "from": source, "max_train": None}
     about = {"method": "raee", "unit": "prompts", "settings": {}, "backbone": source, "task": about_task(task)}
     about |= {"seed": request.seed, "training": training}
     base = unfinished / "base"
@@ -189,9 +189,9 @@ def prompt_run(request: Request, rule: Retrieval) -> Path:
 def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer, source: dict) -> list[dict]:
     """Train on the shots, in place; the record of every epoch."""
     task, unfinished = request.task, training_folder(request.out)
-    shots = draw_shots(task.split("train"), task.num_labels, request.how.shots, request.seed)[:2]
+    shots = draw_shots(task.split("train"), task.num_labels, request.config.shots, request.seed)[:2]
     data = [RowData(encode(tokenizer, part.texts, model.backbone), part.labels, task) for part in shots]
-    settings = asdict(request.train) | {"shots": request.how.shots, "backbone": source["sha256"]}
+    settings = asdict(request.train) | {"shots": request.config.shots, "backbone": source["sha256"]}
     digest = json_sha256([part.texts for part in shots])
     settings |= {"exits": list(model.exits), "prompt": tokenizer.prompt.to_dict(), "data": digest}
     saved = Saved(unfinished, settings, (unfinished / STATE).exists())
@@ -214,20 +214,20 @@ def few_shot(model: PromptModel) -> list[Stage]:
 
 def prompt_asked(request: Request) -> Prompt:
     """The prompt that was given, or the one of prompts.json or of `prompts` for this task."""
-    how = request.how
+    config = request.config
     kind = KIND_READ_AT[backbone_class(read_config(request.model / "config.json").model_type).reads_prompt_at]
-    if (how.template is None) != (how.words is None) or (how.template and how.prompts):
+    if (config.template is None) != (config.words is None) or (config.template and config.prompts):
         raise WrongArguments("give --template and --words together, or --prompts alone, or none of them")
     try:
-        if how.template is None:
-            return prompt_of(request.task, kind, Path(how.prompts or PROMPTS))
-        pairs = [word.partition("=") for word in how.words]
+        if config.template is None:
+            return prompt_of(request.task, kind, Path(config.prompts or PROMPTS))
+        pairs = [word.partition("=") for word in config.words]
         if not all(key.strip() and word.strip() for key, _, word in pairs):
             raise ValueError(
-                f"--words: expected a word for each class, as 0=terrible,1=great, found {','.join(how.words)}"
+                f"--words: expected a word for each class, as 0=terrible,1=great, found {','.join(config.words)}"
             )
         words = {key.strip(): word.strip() for key, _, word in pairs}
-        return Prompt.from_dict({"template": how.template, "words": words}, request.task.label_names)
+        return Prompt.from_dict({"template": config.template, "words": words}, request.task.label_names)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 

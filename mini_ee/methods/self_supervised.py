@@ -67,13 +67,13 @@ def entropy(log_p: Tensor) -> Tensor:
 # ---- Training ----
 
 
-def recipe(model: TokenExits, how: Config) -> list[Stage]:
+def recipe(model: TokenExits, config: Config) -> list[Stage]:
     """All heads at once, by Eq. 1; Fig. 1 is recorded on the way."""
     return [
         Stage(
             name="heads",
             trainable=lambda name: name.startswith("heads."),
-            loss=partial(heads_loss, how=how),
+            loss=partial(heads_loss, config=config),
             score=lambda scores: float(np.mean(scores[:-1])),
             log_metrics=metrics,
             settings={"weight_decay": 0.0},
@@ -81,10 +81,10 @@ def recipe(model: TokenExits, how: Config) -> list[Stage]:
     ]
 
 
-def heads_loss(model: TokenExits, batch: Batch, how: Config) -> Tensor:
+def heads_loss(model: TokenExits, batch: Batch, config: Config) -> Tensor:
     """The sum over heads of Eq. 1, the mean over all positions. The decoder is the teacher: no label is needed."""
     *each_logits, full = model(*batch.inputs)
-    return sum(head_loss(logits, full, how.penalty, how.target).mean() for logits in each_logits)
+    return sum(head_loss(logits, full, config.penalty, config.target).mean() for logits in each_logits)
 
 
 @torch.no_grad()
@@ -104,9 +104,9 @@ def metrics(model: TokenExits, held: TextData, batch_size: int = 16) -> dict[str
     return dict(zip(("agreement", "entropy"), (totals / positions).tolist()))
 
 
-def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, how: Config) -> TokenExits:
+def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> TokenExits:
     """Heads on the decoder as it is: no adapters."""
-    return TokenExits(backbone, exits, how.init)
+    return TokenExits(backbone, exits, config.init)
 
 
 def regular_exits(num_layers: int) -> tuple[int, ...]:

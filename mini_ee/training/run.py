@@ -165,10 +165,10 @@ def versions() -> dict[str, str]:
 
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
     """The model of a method, its own or the unit's. config: exits, settings; of rows pool, head and num_labels."""
-    exits, how = tuple(config["exits"]), configured(method, config["settings"])
+    exits, settings = tuple(config["exits"]), configured(method, config["settings"])
     pool, num_labels = (config["pool"], config["num_labels"]) if unit == "rows" else (None, 1)
     if method.model is not None:
-        model = method.model(backbone, exits, num_labels, pool, how)
+        model = method.model(backbone, exits, num_labels, pool, settings)
     elif unit == "tokens":
         model = TokenExits(backbone, exits, "copy", method.policy, config["rank"])
     else:

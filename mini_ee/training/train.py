@@ -55,7 +55,7 @@ class Request:
     model: Path
     task: Task | None  # of rows
     out: Path
-    how: object  # the method's Config
+    config: object  # the method's Config
     train: TrainConfig
     common: CommonOptions  # of rows: RowOptions
     texts: TextOptions | None  # of tokens
@@ -143,10 +143,10 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     own = {key: given[key] for key in own_names & given.keys()}
     named = frozenset(key for key, value in options.items() if value is not None)
     texts = made[2] if unit == "tokens" else None
-    how = configured(method, own)
-    if idle := idle_option(how, named):
+    config = configured(method, own)
+    if idle := idle_option(config, named):
         raise WrongArguments(idle)
-    request = Request(name, method, unit, model, None, out, how, *made[:2], texts, resume, named)
+    request = Request(name, method, unit, model, None, out, config, *made[:2], texts, resume, named)
     check_device(request.common.device)
     if unit == "tokens":
         if texts.kind == "pieces" != method.defaults.get(unit, {}).get("kind"):
@@ -352,7 +352,7 @@ def _train_tokens(request: Request, state_folder: Path, say) -> tuple:
     chosen = (request.method.default_rule or agreement_rule)(model, source, held)
     metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(exits)} | chosen.about
     metrics |= {"texts": len(train), "tokens": tokens}
-    for stage in request.method.recipe(model, request.how) if request.method.has_stages else ():
+    for stage in request.method.recipe(model, request.config) if request.method.has_stages else ():
         metrics |= stage.log_metrics(model, held) if stage.log_metrics else {}  # of the epoch that was kept
     return model, tokenizer, chosen, about, metrics
 
@@ -386,8 +386,8 @@ def _fit(request: Request, backbone: nn.Module, about: dict, train, held, saved:
         torch.manual_seed(request.seed)
         model = _built(request, backbone, about | heads).to(request.common.device)
         if not request.method.has_stages:
-            return model, Fitted(request.method.search(model, train, held, request.how), [])
-        return model, fit(model, request.method.recipe(model, request.how), train, held, request.train, saved)
+            return model, Fitted(request.method.search(model, train, held, request.config), [])
+        return model, fit(model, request.method.recipe(model, request.config), train, held, request.train, saved)
 
 
 def _built(request: Request, backbone: nn.Module, about: dict) -> nn.Module:
@@ -406,7 +406,7 @@ def _about(request: Request, exits: tuple[int, ...]) -> dict:
     return {
         "method": request.name,
         "unit": request.unit,
-        "settings": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(request.how).items()},
+        "settings": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(request.config).items()},
         "backbone": {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)},
         "exits": list(exits),
         "seed": request.seed,
