@@ -27,9 +27,9 @@ import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.evaluation.evaluate as evaluation
 import mini_ee.evaluation.figures as figures
-import mini_ee.exits.streams as streams_module
 import mini_ee.methods.consistent as consistent
 import mini_ee.methods.lora_exits as lora_exits
+import mini_ee.methods.lora_exits_streams as streams_module
 import mini_ee.recording as recording
 from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser

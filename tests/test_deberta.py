@@ -22,7 +22,6 @@ from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.deberta import Deberta, Layer
 from mini_ee.backbones.deberta_config import DebertaConfig, table_rows
 from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
-from mini_ee.backbones.lora import load_adapters, save_adapters
 from mini_ee.cli.main import main
 from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
@@ -30,6 +29,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit
 from mini_ee.training.run import load_run

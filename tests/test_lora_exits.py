@@ -12,14 +12,14 @@ import torch
 from conftest import all_schedules, random_decoder
 from safetensors.torch import load_file, save_file
 
-import mini_ee.exits.streams as streams_module
 import mini_ee.methods.lora_exits as lora_exits
+import mini_ee.methods.lora_exits_streams as streams_module
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.lora import load_adapters, save_adapters
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.streams import Costs, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.experiments.bench.common import BERT_BASE
 from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
+from mini_ee.methods.lora_exits_streams import Costs, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 from mini_ee.training.run import load_run
@@ -560,8 +560,8 @@ def test_adapters_that_cannot_be_are_refused(options, message):
 
 
 def stacked_wrongly(monkeypatch, bug):
-    stacked = lora_exits._stacked
-    monkeypatch.setattr(lora_exits, "_stacked", lambda parts: bug(stacked(parts)))
+    stacked = lora_exits._stack
+    monkeypatch.setattr(lora_exits, "_stack", lambda parts: bug(stacked(parts)))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from test_lora_exits import DECODERS, EXITS, TARGETS, logits_of, random_bert, te
 from transformers import AutoModel  # noqa: E402
 
 from mini_ee.backbones.hub import load_backbone, save_backbone  # noqa: E402
-from mini_ee.backbones.lora import save_adapters  # noqa: E402
 from mini_ee.methods.lora_exits import LoRAExits  # noqa: E402
+from mini_ee.methods.lora_exits_peft import save_adapters  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what peft and transformers tell each other
 ATOL = 1e-5  # at most 3.1e-6 here, of logits up to 2.8

@@ -22,7 +22,6 @@ GROUPS = {  # what is removed at once: methods and baselines do not import each 
 } | {module: [module] for module in REMOVABLE if ".backbones." in module}
 OWN = {  # files that are not called after the module that they belong to; t5_config.py is
     "mini_ee.methods.raee": ("methods/datastore", "methods/encoders", "methods/index_file", "methods/shard*"),
-    "mini_ee.methods.lora_exits": ("backbones/sgmv*", "exits/streams"),
 }
 ALONE = """
 import sys
@@ -83,7 +82,8 @@ def without(modules, folder):
     registry = package / "registry.py"
     for module in modules:
         gone, lines = files_of(module, package), registry.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if f'"{module}"' not in line]
+        names = [f'"{dotted(path, folder)}"' for path in gone]
+        kept = [line for line in lines if not any(name in line for name in names)]
         assert gone and len(kept) < len(lines), module
         registry.write_text("".join(kept))
         for path in gone:

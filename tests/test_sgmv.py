@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-import mini_ee.backbones.sgmv as module
-from mini_ee.backbones.sgmv import sgmv, sgmv_loop
+import mini_ee.methods.lora_exits_sgmv as module
+from mini_ee.methods.lora_exits_sgmv import sgmv, sgmv_loop
 
 SEGMENTS = {
     "equal": [5, 5, 5],

@@ -14,10 +14,10 @@ pytest.importorskip("triton", reason="torch's build for CUDA brings triton; `pip
 from test_lora_exits import apart, lora_model, tensors  # noqa: E402
 from test_sgmv import SEGMENTS, parts, zeros  # noqa: E402
 
-import mini_ee.backbones.sgmv as sgmv
-import mini_ee.backbones.sgmv_triton as sgmv_triton
-from mini_ee.backbones.sgmv import sgmv_loop
-from mini_ee.backbones.sgmv_triton import segmented_product
+import mini_ee.methods.lora_exits_sgmv as sgmv
+import mini_ee.methods.lora_exits_sgmv_triton as sgmv_triton
+from mini_ee.methods.lora_exits_sgmv import sgmv_loop
+from mini_ee.methods.lora_exits_sgmv_triton import segmented_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"small": (12, 10), "beyond a block": (70, 130)}
@@ -81,7 +81,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mini_ee.backbones.sgmv_triton import COLUMNS, ROWS, kernel
+from mini_ee.methods.lora_exits_sgmv_triton import COLUMNS, ROWS, kernel
 for capability in (80, 90):
     for number in ("fp32", "fp16", "bf16"):
         signature = dict.fromkeys(("x", "W", "y"), "*" + number) | {"starts": "*i32", "I": "i32", "O": "i32"}

@@ -12,7 +12,6 @@ from test_t5 import KINDS, assert_close, golden
 
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.lora import save_adapters
 from mini_ee.backbones.t5 import T5
 from mini_ee.backbones.t5_config import T5Config
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer
@@ -26,6 +25,7 @@ from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.methods.lora_exits_peft import save_adapters
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 import mini_ee.methods.lora_exits as lora_exits
-from mini_ee.backbones.sgmv import sgmv, sgmv_loop
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.streams import cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.experiments.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
 from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.methods.lora_exits_sgmv import sgmv, sgmv_loop
+from mini_ee.methods.lora_exits_streams import cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.rules import FixedExit, NeverExit
 
 REACH = {  # the chance that a row is still there before each of 4 exits

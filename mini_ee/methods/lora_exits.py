@@ -23,16 +23,18 @@ Deviations from the paper, and what it leaves open, with the test that pins it:
    (test_eq2_holds_for_the_exits_of_decoders).
 6. A regression, which has no soft labels, learns its teacher's value (test_a_regression_follows_its_teachers_value).
 
-Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot go on from the hidden states
-of exit k. Streams run side by side through one shared product (Eq. 6; `parallel`), or the next one starts anew from the
-embeddings when an exit refuses (`restart`, the default here: a processor is bound by arithmetic). In layer passes:
+Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot continue from the hidden
+states of exit k. Either the streams run side by side through one shared product (Eq. 6; `parallel`), or the next stream
+starts again from the embeddings if an exit refuses (`restart`, the default, because arithmetic is what costs on a CPU).
+In layer passes:
 
     stops at           3    6    9   12
     parallel          12   21   27   30
     restart            3    9   18   30
 
-Schedules, their costs and the segments that the loop drives are in exits/streams.py; adapters on disk are in
-backbones/lora.py, SGMV in backbones/sgmv.py.
+Its other files     lora_exits_streams.py   inference: schedules, what they cost, the segments that early_exit runs
+                    lora_exits_sgmv.py      Eq. 6 as an operator; lora_exits_sgmv_triton.py is its kernel for a GPU
+                    lora_exits_peft.py      adapters on disk, in PEFT's layout
 """
 
 from collections.abc import Sequence
@@ -49,14 +51,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Adapt, Backbone, Tensors, is_traced
-from mini_ee.backbones.lora import LowRank, check_lora, columns_of, load_adapters, save_adapters
-from mini_ee.backbones.sgmv import sgmv
+from mini_ee.backbones.lora import LowRank, check_lora, columns_of
 from mini_ee.backbones.targets import TARGETS
 from mini_ee.data.options import Settings, option
 from mini_ee.data.tokens import batches
 from mini_ee.exits.heads import exit_heads
 from mini_ee.exits.rows import ExitModel, RowData, RowExits, check_exits
-from mini_ee.exits.streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
+from mini_ee.methods.lora_exits_sgmv import sgmv
+from mini_ee.methods.lora_exits_streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, task_loss
 
@@ -129,79 +132,98 @@ def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
     return F.log_softmax(logits.float() / temperature, dim=-1)
 
 
+def add_low_rank(y: Tensor, x: Tensor, adapters: "Stacked", starts: Sequence[int], scale: float) -> None:
+    """Eq. 6, its second term for one projection, added in place to the first: y_i += scale x_i A_i B_i for stream i.
+
+    x (N, T, I), y (N, T, all outputs of the linear map). Rows starts[i] .. starts[i + 1] - 1 belong to stream i.
+    """
+    tokens = x.shape[1]
+    vectors = x.reshape(-1, x.shape[2])
+    outputs = y.view(-1, y.shape[2])[:, adapters.columns]  # a view, so that y itself changes
+    sgmv(outputs, vectors, adapters.A, adapters.B, [row * tokens for row in starts], scale)
+
+
+# ---- Streams: the adapters of several exits, ready for Eq. 6 ----
 class Stacked(NamedTuple):
     """The adapters of n streams on one projection of one layer."""
 
-    columns: slice  # of the output of the linear map that holds the projection, as `columns_of` says
+    columns: slice  # of the projection, in the output of the linear map that computes it (qkv computes three)
     A: Tensor  # (n, I, m)
     B: Tensor  # (n, m, O)
 
     def last(self, n: int) -> "Stacked":
-        """Those of the last n streams."""
+        """The adapters of the last n streams."""
         return Stacked(self.columns, self.A[-n:], self.B[-n:])
 
 
-def low_rank(y: Tensor, x: Tensor, stacked: Stacked, starts: Sequence[int], scale: float) -> None:
-    """Eq. 6, the second term on one projection, added in place to the first: y_i += scale x_i A_i B_i.
-
-    x (N, T, I), y (N, T, all outputs of the linear map); rows starts[i] .. starts[i + 1] - 1 are those of stream i.
-    """
-    tokens = x.shape[1]
-    part = y.view(-1, y.shape[2])[:, stacked.columns]
-    sgmv(part, x.reshape(-1, x.shape[2]), stacked.A, stacked.B, [row * tokens for row in starts], scale)
-
-
 class Streams:
-    """The adapters of the exits first .. stop - 1, stacked; of a single exit, the parameters themselves."""
+    """The adapters of the exits first .. stop - 1, stacked. For a single exit they are the parameters themselves.
+
+    Streams end in the order of their exits. So a layer has adapters of the *last* streams only, and the streams that
+    are still running are always the last ones.
+    """
 
     def __init__(self, model: "LoRAExits", first: int, stop: int):
         self.scale = model.scale
-        self.layers: list[dict[str, list[Stacked]]] = []  # of each stored layer: linear map -> projections
-        for stored in range(len(model.adapters[stop - 1])):
-            exits = [adapters[stored] for adapters in model.adapters[first:stop] if len(adapters) > stored]
-            maps = {}
-            for target in model.targets:
-                columns = columns_of(model.backbone.layers[stored], target)
-                A, B = (_stacked([getattr(exit[target], part) for exit in exits]) for part in "AB")
-                maps.setdefault(TARGETS[target][0], []).append(Stacked(columns, A, B))
-            self.layers.append(maps)
+        exits = model.adapters[first:stop]  # exit -> stored layer -> target -> LowRank
+        self.layers = [_stacked_layer(model, exits, stored) for stored in range(len(exits[-1]))]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is held."""
-        return [each for maps in self.layers for parts in maps.values() for part in parts for each in part[1:]]
+        """All stacked adapters."""
+        projections = [stacked for layer in self.layers for each in layer.values() for stacked in each]
+        return [tensor for stacked in projections for tensor in (stacked.A, stacked.B)]
 
     def adapt(self, live: int, starts: Sequence[int] | None = None) -> Adapt:
         """What the last `live` streams add to a linear map: (stored layer, its name, input, output) -> output.
 
-        starts (live + 1): where in the batch the rows of each begin, and the end; None: each has as many.
+        starts (live + 1,): the batch row at which each stream begins, and the number of rows. None: streams have
+        equally many rows.
         """
 
         def adapt(stored: int, name: str, x: Tensor, y: Tensor) -> Tensor:
-            if name in self.layers[stored] and is_traced(x):
-                return y + self.added(stored, name, x, live, y.shape[-1]).reshape(y.shape)
-            if name in self.layers[stored]:
-                rows = starts or range(0, len(x) + 1, len(x) // live)
-                for part in self.layers[stored][name]:
-                    low_rank(y, x, part.last(live), rows, self.scale)
+            projections = [stacked.last(live) for stacked in self.layers[stored].get(name, ())]
+            if not projections:
+                return y
+            if is_traced(x):  # nothing is added in place in a graph
+                return y + low_rank_of_map(x, projections, y.shape[-1], self.scale).reshape(y.shape)
+            rows = starts or range(0, len(x) + 1, len(x) // live)
+            for stacked in projections:
+                add_low_rank(y, x, stacked, rows, self.scale)
             return y
 
-        adapt.streams = None if starts else live
+        adapt.streams = None if starts else live  # see backbones.backbone.Adapt
         return adapt
 
-    def added(self, stored: int, name: str, x: Tensor, live: int, outputs: int) -> Tensor:
-        """Eq. 6, the second term on a linear map, of equal streams at once: (n, N / n, all its outputs).
 
-        In a graph, where nothing is added in place: A and B are put together once, when it is loaded.
-        """
-        parts = [part.last(live) for part in self.layers[stored][name]]
-        A = torch.cat([part.A for part in parts], dim=2)
-        B = [F.pad(part.B, (part.columns.start, outputs - part.columns.stop)) for part in parts]
-        return (x.reshape(live, -1, x.shape[-1]) @ A) * self.scale @ torch.cat(B, dim=1)
+def low_rank_of_map(x: Tensor, projections: list[Stacked], outputs: int, scale: float) -> Tensor:
+    """Eq. 6, its second term for all outputs of a linear map: (n, N T / n, outputs), of n streams of equally many rows.
+
+    x (N, T, I). The ranks of the projections stand side by side in one A (n, I, ranks). B (n, ranks, outputs) is zero
+    outside each projection's own columns. In a graph both are put together once, when it is loaded.
+    """
+    streams = len(projections[0].A)
+    A = torch.cat([stacked.A for stacked in projections], dim=2)
+    margins = [(stacked.columns.start, outputs - stacked.columns.stop) for stacked in projections]
+    B = torch.cat([F.pad(stacked.B, margin) for stacked, margin in zip(projections, margins)], dim=1)
+    return (x.reshape(streams, -1, x.shape[-1]) @ A) * scale @ B
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+def _stacked_layer(model: "LoRAExits", exits: nn.ModuleList, stored: int) -> dict[str, list[Stacked]]:
+    """The stacked adapters on one stored layer, of the exits that reach it: linear map -> its projections."""
+    reaching = [layers[stored] for layers in exits if stored < len(layers)]
+    maps = {}
+    for target in model.targets:
+        columns = columns_of(model.backbone.layers[stored], target)
+        A, B = (_stack([getattr(adapters[target], factor) for adapters in reaching]) for factor in "AB")
+        linear, _ = TARGETS[target]
+        maps.setdefault(linear, []).append(Stacked(columns, A, B))
+    return maps
+
+
+def _stack(factors: list[Tensor]) -> Tensor:
+    """(n, ...). A single factor is not copied, so that gradients and later changes reach the parameter."""
+    return factors[0][None] if len(factors) == 1 else torch.stack(factors)
 
 
 # ---- Model ----
@@ -298,7 +320,7 @@ class LoRAExits(ExitModel):
         return {"restart": restart, "parallel": parallel}[name](len(self.exits))
 
     def cheapest_schedule(self, batch_size: int, tokens: int, reach: np.ndarray) -> list[list[int]]:
-        """The one that is quickest on this machine for rows of so many tokens. reach (K,): see exits/streams.py."""
+        """The fastest schedule on this machine for rows of so many tokens. reach (K,): see lora_exits_streams.py."""
         return cheapest_schedule(measure_costs(self, batch_size, tokens), reach)
 
     def own_state(self) -> dict[str, Tensor]:

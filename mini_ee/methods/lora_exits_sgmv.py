@@ -34,8 +34,8 @@ def sgmv_loop(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int],
 def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scale: float = 1.0) -> Tensor:
     """The same, fast. Gradients flow to all four tensors.
 
-    Equal segments take two batched products. Unequal ones take sgmv_triton.py's kernel on a GPU, which is bound by
-    launches, and the loop on a processor, which is bound by arithmetic.
+    Segments of equal length take two batched products. Others take the kernel of lora_exits_sgmv_triton.py on a GPU,
+    where launches cost most, and the loop on a CPU, where arithmetic costs most.
     """
     _check(y, x, A, B, starts)
     x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast the first term is of lower precision
@@ -46,7 +46,7 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
         return y
     if not x.is_cuda:
         return sgmv_loop(y, x, A, B, starts, scale)
-    from mini_ee.backbones.sgmv_triton import segmented_product
+    from mini_ee.methods.lora_exits_sgmv_triton import segmented_product
 
     with torch.cuda.device(x.device):
         return y.add_(segmented_product(segmented_product(x, A, starts), B, starts), alpha=scale)
