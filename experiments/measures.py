@@ -39,7 +39,7 @@ from mini_ee.exits.prompts import PromptModel
 from mini_ee.exits.tokens import record_texts
 from mini_ee.experiments.bench.common import medians
 from mini_ee.experiments.bench.streams import bare_streams, over_adapters
-from mini_ee.methods.consistent import hardness_in_training
+from mini_ee.methods.consistent_hardness import hardness_in_training
 from mini_ee.methods.lora_exits_streams import parallel, restart
 from mini_ee.methods.raee import ablation, controls, profile_distances
 from mini_ee.methods.raee_collect import untrained_rows

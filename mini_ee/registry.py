@@ -38,7 +38,7 @@ RULES = {  # name in a run's config.json -> the module of the method that brings
 }
 
 MEASURES = {  # what `mini-ee evaluate --NAME` measures besides, of any run -> the module of the method that brings it
-    "hardness": "mini_ee.methods.consistent",
+    "hardness": "mini_ee.methods.consistent_hardness",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

@@ -27,7 +27,7 @@ import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.evaluation.evaluate as evaluation
 import mini_ee.evaluation.figures as figures
-import mini_ee.methods.consistent as consistent
+import mini_ee.methods.consistent_hardness as consistent_hardness
 import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.methods.lora_exits_streams as streams_module
 import mini_ee.recording as recording
@@ -849,7 +849,7 @@ def test_evaluate_says_how_hard_the_rows_are(capsys, run_folder, task_folder):
     assert said["hardness"]["spearman_loss"] == pytest.approx(spearman(memorized, losses))
     kinds = tuple("easy" if layer == 1 else "hard" for layer in memorized)
     recorded = record(trained.segments(), trained.encode(dev.texts), 8)
-    known = consistent.hardness(recorded, replace(dev, hardness=kinds))["known"]
+    known = consistent_hardness.hardness(recorded, replace(dev, hardness=kinds))["known"]
     assert known["easy"] == 1 and known["hard"] == pytest.approx(np.mean([layer for layer in memorized if layer > 1]))
 
 
@@ -882,7 +882,7 @@ def test_evaluate_says_how_hard_the_rows_held_out_were_in_training(
 def test_of_a_task_without_train_nothing_is_said_of_the_rows_held_out(run_folder, task_folder):
     task = load_task(task_folder)
     without = replace(task, splits={"dev": task.split("dev")})
-    assert consistent.hardness_in_training(load_run(run_folder), without, 8) is None
+    assert consistent_hardness.hardness_in_training(load_run(run_folder), without, 8) is None
 
 
 def hardness(trained, rows):

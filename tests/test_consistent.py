@@ -34,10 +34,7 @@ from mini_ee.methods.consistent import (
     consistent_loss,
     exact_loss,
     exit_losses,
-    forgetting_events,
-    hardness_correlations,
     hardness_guided_rewards,
-    hardness_of,
     held_out,
     leave_one_out,
     log_exit_probabilities,
@@ -50,6 +47,7 @@ from mini_ee.methods.consistent import (
     sample_exits,
     vanilla_rewards,
 )
+from mini_ee.methods.consistent_hardness import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.loop import fit

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.training.method import Method
-from mini_ee.training.policies import OneForAll
+from mini_ee.training.policies import OneForAll, policy_rule
 from mini_ee.training.rule import cuts
 from mini_ee.training.stages import Batch, joint_stage, task_loss
-from mini_ee.training.texts import policy_rule
 
 
 def alternating_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,12 +1,14 @@
 """Self-supervised exits: vocabulary heads on a frozen decoder that learn from what the decoder itself says.
 
 Paper: Florian Valade, Accelerating Large Language Model Inference with Self-Supervised Early Exits, 2024,
-arXiv:2407.21082v1. Section 3.2 (heads, batches, Eq. 1) and the measures of Fig. 1 are here; 3.3, the thresholds, is
-calibration.py; inference is exits/generation.py.
+arXiv:2407.21082v1. In the paper's order: section 3.2 (the loss of the heads, Eq. 1), the measures of Fig. 1, and 3.3.1
+(the thresholds, Eq. 2 and 3). Section 3.3.2, inference, is the rule Threshold in the loop that every method shares.
 
-Symbols:   p_theta: the full model; p_k: head k (units.heads.VocabularyHead), after layer e_k; penalty = lambda of
+Symbols:   p_theta: the full model; p_k: head k (exits.heads.VocabularyHead), after layer e_k; penalty = lambda of
            Eq. 1; init: "scratch" draws norm and linear map, "copy" takes the model's own. K counts exits, the last of
            which is the LM head: K - 1 heads.
+           D_t, D_c: texts that the model writes from the training and from the calibration batch of Table 1 (the
+           paper once swaps the names). tau_k: the threshold of head k; epsilon: the share that must agree.
 
 Deviations from the paper, and what it leaves open (tests/test_self_supervised.py):
 1. The printed CE takes the softmax of what is a probability already; here it takes that of the logits.
@@ -15,7 +17,7 @@ Deviations from the paper, and what it leaves open (tests/test_self_supervised.p
 4. Heads are copies, and lambda is 0: results/self-supervised.md has the others beside it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -23,11 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.data.options import Settings, option
+from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
 from mini_ee.exits.heads import INITS
 from mini_ee.exits.tokens import TextData, TokenExits
 from mini_ee.training.method import Method
+from mini_ee.training.rule import Chosen
 from mini_ee.training.stages import Batch, Stage
-from mini_ee.training.texts import agreement_rule
+from mini_ee.training.texts import Source, agreement_rule, texts_to_calibrate
 
 TARGETS = ("soft", "hard")
 
@@ -104,6 +108,37 @@ def metrics(model: TokenExits, held: TextData, batch_size: int = 16) -> dict[str
     return dict(zip(("agreement", "entropy"), (totals / positions).tolist()))
 
 
+# ---- Section 3.3.1: thresholds ----
+
+
+def calibrated_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
+    """tau_k of every head: the lowest confidence c_k (Eq. 2) from which on a share epsilon of the tokens of D_c agrees
+    with the full model (t_k, Eq. 3). calibration.tau computes it.
+
+    The confidence is breaking ties, p_(1) - p_(2), and epsilon is .95. Half of the texts give tau_k, the others say
+    how many tokens agree under them. A model that learned from stories is calibrated on stories that were held out.
+    """
+    if source.options.kind == "pieces":
+        held = TextData(calibration_texts(source), every=True)
+    return agreement_rule(model, source, held)
+
+
+def calibration_texts(source: Source) -> list[Text]:
+    """D_c, which the model writes from Table 1 even if it learned from a file or from other prompts.
+
+    Asked for as many and as long texts as in training, but for numbers that would not do: the training is over by now
+    and must not fail.
+    """
+    options, prompts = source.options, [*map(source.tokenizer.ids_of, CALIBRATION_PROMPTS)]
+    texts = options.texts and max(2, options.texts)
+    new_tokens = options.new_tokens and min(options.new_tokens, max(1, source.backbone.room(prompts)))
+    usual = replace(options, text=None, prompt=None, greedy=False, texts=texts, new_tokens=new_tokens)
+    return texts_to_calibrate(source._replace(options=usual))
+
+
+# ---- The method ----
+
+
 def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> TokenExits:
     """Heads on the decoder as it is: no adapters."""
     return TokenExits(backbone, exits, config.init)
@@ -125,7 +160,7 @@ METHOD = Method(
     units=("tokens",),
     model=build,
     exits=regular_exits,
-    default_rule=agreement_rule,
+    default_rule=calibrated_rule,
     defaults={
         "tokens": {"head_lr": 1e-2, "epochs": 20, "kind": "pieces", "rank": None},
         "built-in": {"exits": (4, 8, 12), "epochs": 8, "texts": 512},

@@ -1,8 +1,12 @@
-"""What policies of several methods have in common: their networks, and the baseline of REINFORCE."""
+"""What several methods with policies share: networks, the baseline of REINFORCE, and the default rule on tokens."""
 
 import math
 
 from torch import Tensor, nn
+
+from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.rules import Policy
+from mini_ee.training.rule import Chosen, passing
 
 POLICY_WIDTH = 32  # of the hidden layer of a policy network
 
@@ -33,3 +37,13 @@ def policy_network(width: int, chance: float) -> nn.Sequential:
 def leave_one_out(rewards: Tensor) -> Tensor:
     """The baseline of each trajectory: the mean reward of the row's others. (B, n) -> (B, n), n >= 2."""
     return (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+
+
+def policy_rule(model: TokenExits, source, held: TextData) -> Chosen:
+    """The papers' rule: exit where the policy's probability is above .5. And others for `mini-ee compare --sweep`.
+
+    A Method's `default_rule` on tokens.
+    """
+    rules = passing(record_texts(model, held.texts), Policy())
+    about = {"own": {"policy": Policy().to_dict()}, "sweep": {"policy": [rule.to_dict() for rule in rules]}}
+    return Chosen(Policy(), None, None, about)

@@ -9,7 +9,6 @@ Without a file the decoder writes the text itself; it is made again from the see
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +28,14 @@ from mini_ee.data.texts import (
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
-from mini_ee.rules import Policy
 from mini_ee.training.options import TextOptions
-from mini_ee.training.rule import Chosen, calibrate_record, passing
+from mini_ee.training.rule import Chosen, calibrate_record
 
 GIVEN, FOLLOW = 40, 40  # tokens of a story
 CALIBRATION_PIECES = 512  # that thresholds are taken from, where no number is asked for
 PIECES, HELD_PIECES, HELD_STORIES = 1024, 32, 150
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # away from the seeds of the batches before
-EPSILON, MEASURE = 0.95, "breaking_ties"  # of the rule that a training ends with; section 3.3.1
+EPSILON, MEASURE = 0.95, "breaking_ties"  # of the rule that a training ends with: those of Valade 2024, section 3.3.1
 
 
 class Source(NamedTuple):
@@ -192,28 +190,10 @@ def texts_to_test(source: Source, count: int) -> list[Text]:
 
 
 def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
-    """The rule that a training on tokens ends with: thresholds at which EPSILON agree with the full model.
+    """The rule that a training on tokens ends with, if the method has none of its own.
 
-    They are taken from stories that were held out, or where pieces were learned from text that the model writes from
-    other prompts.
+    Thresholds at which a share of at least EPSILON of the held-out tokens agree with the full model.
     """
-    texts = held.texts
-    if source.options.kind == "pieces":
-        options, prompts = source.options, [*map(source.tokenizer.ids_of, CALIBRATION_PROMPTS)]
-        room = max(1, source.backbone.room(prompts))
-        fits = {  # a training that is over must not fail here
-            "texts": options.texts and max(2, options.texts),
-            "new_tokens": options.new_tokens and min(options.new_tokens, room),
-        }
-        plain = replace(options, text=None, prompt=None, greedy=False, **fits)
-        texts = texts_to_calibrate(source._replace(options=plain))
-    recorded = record_texts(model, texts, progress="observing")
+    recorded = record_texts(model, held.texts, progress="observing")
     rule, answer = calibrate_record(recorded, EPSILON, None, MEASURE, source.seed)
     return Chosen(rule, None, None, {"calibration": answer})
-
-
-def policy_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
-    """The papers' cut of a policy, .5; and for `mini-ee compare --sweep` stricter and looser ones."""
-    rules = passing(record_texts(model, held.texts), Policy())
-    about = {"own": {"policy": Policy().to_dict()}, "sweep": {"policy": [rule.to_dict() for rule in rules]}}
-    return Chosen(Policy(), None, None, about)

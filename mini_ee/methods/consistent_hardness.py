@@ -1,0 +1,83 @@
+"""How hard rows are: ConsistentEE's memorized layer compared with other measures of hardness (Table 1).
+
+`mini-ee evaluate RUN --hardness` prints it for a run of any method: with the loss of the same rows, and with how often
+training forgot the rows that it held out.
+"""
+
+import numpy as np
+import torch
+
+from mini_ee.data.files import read_json
+from mini_ee.data.metrics import spearman
+from mini_ee.data.tasks import Split, Task
+from mini_ee.methods.consistent import exit_losses, memorized_layer
+from mini_ee.recording import Record, record
+from mini_ee.training.holdout import split_rows
+from mini_ee.training.stages import depth_weighted_sum
+from mini_ee.training.train import trained_on
+
+
+def hardness_of(logits: np.ndarray, labels: np.ndarray, exits: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The memorized layer of every row, (N,) in layers, and its loss under Eq. 1, (N,) in nats.
+
+    logits (N, K, C), labels (N,) whole numbers, exits in layers.
+    """
+    right = torch.from_numpy(logits.argmax(axis=2) == labels[:, None])
+    losses = exit_losses(torch.from_numpy(logits), torch.from_numpy(labels))
+    return memorized_layer(right, torch.tensor(exits)).numpy(), depth_weighted_sum(losses.T, exits).numpy()
+
+
+def forgetting_events(right: np.ndarray) -> np.ndarray:
+    """How often a row was right and is wrong the next time (Toneva et al. 2019): (epochs, N) bool -> (N,).
+
+    >>> forgetting_events(np.array([[True, True], [False, True], [True, True], [False, True]]))
+    array([2, 0])
+    """
+    return (right[:-1] & ~right[1:]).sum(axis=0)
+
+
+def hardness_correlations(memorized: np.ndarray, losses: np.ndarray, events: np.ndarray) -> dict[str, float]:
+    """Table 1: Spearman's correlation of the memorized layer with the loss and with forgetting events; each (N,)."""
+    return {"loss": spearman(memorized, losses), "forgetting events": spearman(memorized, events)}
+
+
+def hardness(recorded: Record, rows: Split) -> dict:
+    """The memorized layer of rows with classes, and its correlation with their loss."""
+    memorized, losses = hardness_of(recorded.logits, rows.labels, recorded.segments.exits)
+    found = {
+        "memorized_layer": memorized.tolist(),
+        "mean_memorized_layer": float(memorized.mean()),
+        "spearman_loss": spearman(memorized, losses),
+    }
+    if kinds := rows.hardness:
+        found["known"] = {kind: float(memorized[np.array(kinds) == kind].mean()) for kind in dict.fromkeys(kinds)}
+    return found
+
+
+def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
+    """Table 1 on the held-out rows that chose the epoch; None where the run says nothing of them."""
+    folder = getattr(run, "folder", None)
+    path = folder and folder / "metrics.json"
+    if not path or not path.is_file():
+        return None
+    metrics = read_json(path)
+    wrong = [epoch["wrong"] for epoch in metrics["epochs"] if "wrong" in epoch]
+    if not trained_on(run, task):
+        return None
+    held = split_rows(task, run.config["seed"], run.config["training"].get("max_train")).selection
+    if metrics.get("rows_held") != len(held):
+        return None
+    right = np.ones((len(wrong), len(held)), bool)
+    for epoch, rows in enumerate(wrong):
+        right[epoch, rows] = False
+    events = forgetting_events(right)
+    if not events.any():
+        return None
+    recorded = record(run.segments(), run.encode(held.texts), batch_size)
+    memorized, losses = hardness_of(recorded.logits, held.labels, run.exits)
+    return {
+        "rows": len(held),
+        "epochs": len(wrong),
+        "forgotten": int((events > 0).sum()),
+        "spearman": hardness_correlations(memorized, losses, events),
+    }
