@@ -12,7 +12,7 @@ import torch
 from conftest import all_schedules, random_decoder
 from safetensors.torch import load_file, save_file
 
-import mini_ee.methods.lora_exits as lora_exits
+import mini_ee.methods.lora_exits_sgmv as lora_exits_sgmv
 import mini_ee.methods.lora_exits_streams as streams_module
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.early_exit import early_exit
@@ -560,8 +560,8 @@ def test_adapters_that_cannot_be_are_refused(options, message):
 
 
 def stacked_wrongly(monkeypatch, bug):
-    stacked = lora_exits._stack
-    monkeypatch.setattr(lora_exits, "_stack", lambda parts: bug(stacked(parts)))
+    stacked = lora_exits_sgmv._stack
+    monkeypatch.setattr(lora_exits_sgmv, "_stack", lambda parts: bug(stacked(parts)))
 
 
 @pytest.mark.parametrize(

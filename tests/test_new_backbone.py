@@ -409,7 +409,7 @@ def test_adapters_are_charged_for_the_vectors_that_they_see(backbone, monkeypatc
     """In a T5 most see one token; in a DeBERTa those of positions, and of what is shared with them, the positions."""
     seen = []
     monkeypatch.setattr(
-        "mini_ee.methods.lora_exits.sgmv",
+        "mini_ee.methods.lora_exits_sgmv.sgmv",
         lambda y, x, A, B, *more: seen.append(2.0 * len(x) * (A[0].numel() + B[0].numel())),
     )
     exits, targets = (1, 3), tuple(backbone.projections)

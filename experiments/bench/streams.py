@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import mini_ee.methods.lora_exits as lora_exits
+import mini_ee.methods.lora_exits_sgmv as lora_exits_sgmv
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
@@ -75,11 +75,11 @@ def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
 
 def over_adapters(run: Callable) -> None:
     """A run in which SGMV is the loop over segments."""
-    lora_exits.sgmv = sgmv_loop
+    lora_exits_sgmv.sgmv = sgmv_loop
     try:
         run()
     finally:
-        lora_exits.sgmv = sgmv
+        lora_exits_sgmv.sgmv = sgmv
 
 
 def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:

@@ -2,7 +2,7 @@
 
 Source: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit: Empowering Dynamic Modulation of LLMs
 in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 in the ACL
-Anthology (it is not on arXiv). Equations 2 to 6 are below in this order; 1 is the backbone's layer.
+Anthology (it is not on arXiv). Eq. 1 is the backbone's layer, Eq. 2 to 5 are below, Eq. 6 is lora_exits_sgmv.py.
 
 Symbols    W (d, d)            a projection of the backbone; below its weight, (O, I) as torch keeps it
            A (d, m), B (m, d)  an adapter's two factors; m is `rank`
@@ -33,7 +33,8 @@ In layer passes:
     restart            3    9   18   30
 
 Its other files     lora_exits_streams.py   inference: schedules, what they cost, the segments that early_exit runs
-                    lora_exits_sgmv.py      Eq. 6 as an operator; lora_exits_sgmv_triton.py is its kernel for a GPU
+                    lora_exits_sgmv.py      Eq. 6: the adapters of several exits in one pass through the layers;
+                                            lora_exits_sgmv_triton.py is its kernel for a GPU
                     lora_exits_peft.py      adapters on disk, in PEFT's layout
 """
 
@@ -43,14 +44,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Adapt, Backbone, Tensors, is_traced
+from mini_ee.backbones.backbone import Backbone, Tensors
 from mini_ee.backbones.lora import LowRank, check_lora, columns_of
 from mini_ee.backbones.targets import TARGETS
 from mini_ee.data.options import Settings, option
@@ -58,7 +58,7 @@ from mini_ee.data.tokens import batches
 from mini_ee.exits.heads import exit_heads
 from mini_ee.exits.rows import ExitModel, RowData, RowExits, check_exits
 from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
-from mini_ee.methods.lora_exits_sgmv import sgmv
+from mini_ee.methods.lora_exits_sgmv import Streams
 from mini_ee.methods.lora_exits_streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, task_loss
@@ -130,100 +130,6 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_sq
 def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
     """Eq. 5, its logarithm: (B, C) -> (B, C), in float32."""
     return F.log_softmax(logits.float() / temperature, dim=-1)
-
-
-def add_low_rank(y: Tensor, x: Tensor, adapters: "Stacked", starts: Sequence[int], scale: float) -> None:
-    """Eq. 6, its second term for one projection, added in place to the first: y_i += scale x_i A_i B_i for stream i.
-
-    x (N, T, I), y (N, T, all outputs of the linear map). Rows starts[i] .. starts[i + 1] - 1 belong to stream i.
-    """
-    tokens = x.shape[1]
-    vectors = x.reshape(-1, x.shape[2])
-    outputs = y.view(-1, y.shape[2])[:, adapters.columns]  # a view, so that y itself changes
-    sgmv(outputs, vectors, adapters.A, adapters.B, [row * tokens for row in starts], scale)
-
-
-# ---- Streams: the adapters of several exits, ready for Eq. 6 ----
-class Stacked(NamedTuple):
-    """The adapters of n streams on one projection of one layer."""
-
-    columns: slice  # of the projection, in the output of the linear map that computes it (qkv computes three)
-    A: Tensor  # (n, I, m)
-    B: Tensor  # (n, m, O)
-
-    def last(self, n: int) -> "Stacked":
-        """The adapters of the last n streams."""
-        return Stacked(self.columns, self.A[-n:], self.B[-n:])
-
-
-class Streams:
-    """The adapters of the exits first .. stop - 1, stacked. For a single exit they are the parameters themselves.
-
-    Streams end in the order of their exits. So a layer has adapters of the *last* streams only, and the streams that
-    are still running are always the last ones.
-    """
-
-    def __init__(self, model: "LoRAExits", first: int, stop: int):
-        self.scale = model.scale
-        exits = model.adapters[first:stop]  # exit -> stored layer -> target -> LowRank
-        self.layers = [_stacked_layer(model, exits, stored) for stored in range(len(exits[-1]))]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All stacked adapters."""
-        projections = [stacked for layer in self.layers for each in layer.values() for stacked in each]
-        return [tensor for stacked in projections for tensor in (stacked.A, stacked.B)]
-
-    def adapt(self, live: int, starts: Sequence[int] | None = None) -> Adapt:
-        """What the last `live` streams add to a linear map: (stored layer, its name, input, output) -> output.
-
-        starts (live + 1,): the batch row at which each stream begins, and the number of rows. None: streams have
-        equally many rows.
-        """
-
-        def adapt(stored: int, name: str, x: Tensor, y: Tensor) -> Tensor:
-            projections = [stacked.last(live) for stacked in self.layers[stored].get(name, ())]
-            if not projections:
-                return y
-            if is_traced(x):  # nothing is added in place in a graph
-                return y + low_rank_of_map(x, projections, y.shape[-1], self.scale).reshape(y.shape)
-            rows = starts or range(0, len(x) + 1, len(x) // live)
-            for stacked in projections:
-                add_low_rank(y, x, stacked, rows, self.scale)
-            return y
-
-        adapt.streams = None if starts else live  # see backbones.backbone.Adapt
-        return adapt
-
-
-def low_rank_of_map(x: Tensor, projections: list[Stacked], outputs: int, scale: float) -> Tensor:
-    """Eq. 6, its second term for all outputs of a linear map: (n, N T / n, outputs), of n streams of equally many rows.
-
-    x (N, T, I). The ranks of the projections stand side by side in one A (n, I, ranks). B (n, ranks, outputs) is zero
-    outside each projection's own columns. In a graph both are put together once, when it is loaded.
-    """
-    streams = len(projections[0].A)
-    A = torch.cat([stacked.A for stacked in projections], dim=2)
-    margins = [(stacked.columns.start, outputs - stacked.columns.stop) for stacked in projections]
-    B = torch.cat([F.pad(stacked.B, margin) for stacked, margin in zip(projections, margins)], dim=1)
-    return (x.reshape(streams, -1, x.shape[-1]) @ A) * scale @ B
-
-
-def _stacked_layer(model: "LoRAExits", exits: nn.ModuleList, stored: int) -> dict[str, list[Stacked]]:
-    """The stacked adapters on one stored layer, of the exits that reach it: linear map -> its projections."""
-    reaching = [layers[stored] for layers in exits if stored < len(layers)]
-    maps = {}
-    for target in model.targets:
-        columns = columns_of(model.backbone.layers[stored], target)
-        A, B = (_stack([getattr(adapters[target], factor) for adapters in reaching]) for factor in "AB")
-        linear, _ = TARGETS[target]
-        maps.setdefault(linear, []).append(Stacked(columns, A, B))
-    return maps
-
-
-def _stack(factors: list[Tensor]) -> Tensor:
-    """(n, ...). A single factor is not copied, so that gradients and later changes reach the parameter."""
-    return factors[0][None] if len(factors) == 1 else torch.stack(factors)
 
 
 # ---- Model ----
@@ -306,10 +212,13 @@ class LoRAExits(ExitModel):
         for k in range(exit_of_row.max() + 1):
             adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
             hidden = self.backbone.run_layers(hidden, around, self.starts[k], self.exits[k], adapt)
-            rows = torch.arange(len(hidden), device=hidden.device)
-            logits.append(self.heads[k](hidden[: counts[k]], around.keep(rows[: counts[k]]).padding))
-            hidden, around = hidden[counts[k] :], around.keep(rows[counts[k] :])
-        return torch.cat(logits)[order.argsort()]
+            rows, here = (
+                torch.arange(len(hidden), device=hidden.device),
+                counts[k],
+            )  # the first rows are those of exit k
+            logits.append(self.heads[k](hidden[:here], around.keep(rows[:here]).padding))
+            hidden, around = hidden[here:], around.keep(rows[here:])
+        return torch.cat(logits)[order.argsort()]  # in the order of the inputs again
 
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:
         """What early_exit drives; restart by default."""

@@ -1,7 +1,9 @@
-"""SGMV: the low-rank part of a linear map, where rows belong to different adapters.
+"""LoRAExit, Eq. 6: rows of several exits share the product with W, and each adds its own exit's x A B.
 
-Source: LoRAExit, Eq. 6, second term; the operator is Punica's (Chen et al. 2023, Segmented Gather Matrix-Vector
-multiplication). Rows are sorted into segments, segment i computes with adapter i:
+sgmv       its second term, an operator of Punica's (Chen et al. 2023, Segmented Gather Matrix-Vector multiplication)
+Streams    the adapters of several exits, stacked as sgmv takes them; `adapt` adds them to the maps of a backbone
+
+Rows are sorted into segments, segment i computes with adapter i:
 
     y[s_i : s_{i+1}] += scale x[s_i : s_{i+1}] A_i B_i              shrink to rank r, then expand
 
@@ -12,9 +14,15 @@ its own (LoRAExits.ragged).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Adapt, is_traced
+from mini_ee.backbones.lora import columns_of
+from mini_ee.backbones.targets import TARGETS
 
 NARROW = 16  # columns
 
@@ -67,3 +75,97 @@ def _check(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) ->
     ascending = all(start <= stop for start, stop in zip(starts, starts[1:]))
     if len(starts) != n + 1 or not ascending or starts[0] != 0 or starts[-1] != rows:
         raise ValueError(f"starts must ascend from 0 to {rows} with {n} segments, got {list(starts)}")
+
+
+# ---- The adapters of several exits ----
+class Stacked(NamedTuple):
+    """The adapters of n streams on one projection of one layer."""
+
+    columns: slice  # of the projection, in the output of the linear map that computes it (qkv computes three)
+    A: Tensor  # (n, I, m)
+    B: Tensor  # (n, m, O)
+
+    def last(self, n: int) -> "Stacked":
+        """The adapters of the last n streams."""
+        return Stacked(self.columns, self.A[-n:], self.B[-n:])
+
+
+def add_low_rank(y: Tensor, x: Tensor, adapters: Stacked, starts: Sequence[int], scale: float) -> None:
+    """Eq. 6, its second term for one projection, added in place to the first: y_i += scale x_i A_i B_i for stream i.
+
+    x (N, T, I), y (N, T, all outputs of the linear map). Rows starts[i] .. starts[i + 1] - 1 belong to stream i.
+    """
+    tokens = x.shape[1]
+    vectors = x.reshape(-1, x.shape[2])
+    outputs = y.view(-1, y.shape[2])[:, adapters.columns]  # a view, so that y itself changes
+    sgmv(outputs, vectors, adapters.A, adapters.B, [row * tokens for row in starts], scale)
+
+
+def low_rank_of_map(x: Tensor, projections: list[Stacked], outputs: int, scale: float) -> Tensor:
+    """Eq. 6, its second term for all outputs of a linear map: (n, N T / n, outputs), of n streams of equally many rows.
+
+    x (N, T, I). The ranks of the projections stand side by side in one A (n, I, ranks). B (n, ranks, outputs) is zero
+    outside each projection's own columns. In a graph both are put together once, when it is loaded.
+    """
+    streams = len(projections[0].A)
+    A = torch.cat([stacked.A for stacked in projections], dim=2)
+    margins = [(stacked.columns.start, outputs - stacked.columns.stop) for stacked in projections]
+    B = torch.cat([F.pad(stacked.B, margin) for stacked, margin in zip(projections, margins)], dim=1)
+    return (x.reshape(streams, -1, x.shape[-1]) @ A) * scale @ B
+
+
+class Streams:
+    """The adapters of the exits first .. stop - 1, stacked. For a single exit they are the parameters themselves.
+
+    Streams end in the order of their exits. So a layer has adapters of the *last* streams only, and the streams that
+    are still running are always the last ones.
+    """
+
+    def __init__(self, model: nn.Module, first: int, stop: int):
+        self.scale = model.scale
+        exits = model.adapters[first:stop]  # exit -> stored layer -> target -> LowRank
+        self.layers = [_stacked_layer(model, exits, stored) for stored in range(len(exits[-1]))]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All stacked adapters."""
+        projections = [stacked for layer in self.layers for each in layer.values() for stacked in each]
+        return [tensor for stacked in projections for tensor in (stacked.A, stacked.B)]
+
+    def adapt(self, live: int, starts: Sequence[int] | None = None) -> Adapt:
+        """What the last `live` streams add to a linear map: (stored layer, its name, input, output) -> output.
+
+        starts (live + 1,): the batch row at which each stream begins, and the number of rows. None: streams have
+        equally many rows.
+        """
+
+        def adapt(stored: int, name: str, x: Tensor, y: Tensor) -> Tensor:
+            projections = [stacked.last(live) for stacked in self.layers[stored].get(name, ())]
+            if not projections:
+                return y
+            if is_traced(x):  # nothing is added in place in a graph
+                return y + low_rank_of_map(x, projections, y.shape[-1], self.scale).reshape(y.shape)
+            rows = starts or range(0, len(x) + 1, len(x) // live)
+            for stacked in projections:
+                add_low_rank(y, x, stacked, rows, self.scale)
+            return y
+
+        adapt.streams = None if starts else live  # see backbones.backbone.Adapt
+        return adapt
+
+
+def _stacked_layer(model: nn.Module, exits: nn.ModuleList, stored: int) -> dict[str, list[Stacked]]:
+    """The stacked adapters on one stored layer, of the exits that reach it: linear map -> its projections."""
+    reaching = [layers[stored] for layers in exits if stored < len(layers)]
+    maps = {}
+    for target in model.targets:
+        columns = columns_of(model.backbone.layers[stored], target)
+        A, B = (_stack([getattr(adapters[target], factor) for adapters in reaching]) for factor in "AB")
+        linear, _ = TARGETS[target]
+        maps.setdefault(linear, []).append(Stacked(columns, A, B))
+    return maps
+
+
+def _stack(factors: list[Tensor]) -> Tensor:
+    """(n, ...). A single factor is not copied, so that gradients and later changes reach the parameter."""
+    return factors[0][None] if len(factors) == 1 else torch.stack(factors)

@@ -1,7 +1,10 @@
-"""LoRA streams: which exits run side by side, what that costs, and the segments that the loop drives.
+"""LoRAExit at inference (section 3.3): which streams run side by side, what that costs, and the segments of early_exit.
 
-A stream is the computation of one exit of methods/lora_exits.py. A schedule says which streams start together: groups
-of consecutive exits. One group is parallel, as in the paper; groups of one are restart.
+A stream is the computation of one exit. A schedule says which streams start together: it cuts the exits into groups of
+neighbours. One group with all exits is `parallel`, as in the paper; groups of one exit are `restart`.
+
+In a group k .. n all streams run through the layers 1 .. e_k together; exit k is read, its stream ends, and the others
+go on to e_{k+1}, if a row does not stop. The next group starts again from the embeddings.
 """
 
 import time
@@ -31,22 +34,22 @@ def restart(num_exits: int) -> list[list[int]]:
 
 
 class Costs(NamedTuple):
-    """Seconds of n streams side by side up to exit k, each (K, K) by [k, n - 1], measured or thought up."""
+    """Seconds of n streams side by side up to exit k; each array is (K, K), at [k, n - 1]."""
 
     fresh: np.ndarray  # from the embeddings on
     onward: np.ndarray  # from the exit before on
 
 
 def _group_seconds(group: Sequence[int], costs: Costs, reach: np.ndarray) -> float:
-    """Expected, of one row. reach (K,): the chance that it is still there before exit k: all before have refused it."""
+    """Expected seconds of a group for one row. reach (K,): the probability that no exit before k stopped the row."""
     first, last = group[0], group[-1]
     seconds = [(costs.fresh if k == first else costs.onward)[k, last - k] for k in group]
     return float(reach[first : last + 1] @ seconds)
 
 
 def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
-    """The adaptive schedule: the cut of the exits into groups of neighbours with the least expected time."""
-    best = [(0.0, [])]  # of the exits before `stop`: seconds, schedule
+    """The adaptive schedule: the one with the least expected time, by dynamic programming over its last group."""
+    best = [(0.0, [])]  # at index `stop`: seconds and schedule of the exits before `stop`
     for stop in range(1, len(reach) + 1):
         groups = [list(range(first, stop)) for first in range(stop)]
         options = [(best[group[0]][0] + _group_seconds(group, costs, reach), group) for group in groups]
@@ -56,7 +59,7 @@ def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
 
 
 def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 7) -> Costs:
-    """The costs of rows of so many tokens on this machine: medians over rounds in which all are run in turns."""
+    """Costs of rows of so many tokens on this machine: medians over rounds, in each of which every case runs once."""
     K = len(model.exits)
     seconds = np.zeros((1 + rounds, 2, K, K))  # the first round warms up
     with torch.inference_mode():
@@ -82,8 +85,8 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
 class LoRAState(NamedTuple):
     """The rows still in the model, in all their streams."""
 
-    embedded: Tensor  # (B, T, D), for streams that have not begun
-    hidden: Tensor | None  # (n, B, T, D), the streams that are under way, the next exit's first
+    embedded: Tensor  # (B, T, D), for groups that have not started
+    hidden: Tensor | None  # (n, B, T, D), the running streams: first that of the exit that was reached last
     around: Around
 
     def keep(self, rows: np.ndarray) -> "LoRAState":
@@ -106,7 +109,7 @@ class LoRASegments(RowSegments):
 
     @property
     def bytes_held(self) -> int:
-        """Of all weights in memory: the model's parameters, and adapters that are stacked for streams side by side."""
+        """Bytes of all weights in memory: the model's parameters, and the copies of adapters that are stacked."""
         stacked = (tensor for streams in self._streams.values() for tensor in streams.tensors)
         storages = [tensor.untyped_storage() for tensor in (*self.model.parameters(), *stacked)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -120,11 +123,12 @@ class LoRASegments(RowSegments):
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         group = self._group[k]
-        begins = k == group[0]
-        hidden = state.embedded.expand(len(group), *state.embedded.shape) if begins else state.hidden[1:]
+        if k == group[0]:  # all streams of the group start from the same embeddings
+            start, hidden = 0, state.embedded.expand(len(group), *state.embedded.shape)
+        else:  # the stream of exit k - 1 has ended
+            start, hidden = self.exits[k - 1], state.hidden[1:]
         around = state.around.repeat(len(hidden))
-        start = 0 if begins else self.exits[k - 1]
-        graph = is_traced(hidden)  # where parameters are known by their names
+        graph = is_traced(hidden)  # a graph knows parameters by name, so adapters are stacked in it
         streams = self.model.streams(group[0], group[-1] + 1) if graph else self._streams[group[0]]
         adapt = streams.adapt(len(hidden))
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), around, start, self.exits[k], adapt)
@@ -154,7 +158,7 @@ class LoRASegments(RowSegments):
         return LazyStreams(self.model, restart(len(self.exits)))
 
     def handed_on(self, k: int, state: LoRAState) -> dict[str, Tensor]:
-        """All streams (n, B, T, D), the next exit's behind the first; nothing where the next begins anew."""
+        """The running streams (n, B, T, D), first that of exit k; nothing if the next exit starts a new group."""
         if k == self._group[k][-1]:
             return {}
         count, backbone = len(state.hidden), self.model.backbone
@@ -169,7 +173,7 @@ class LoRASegments(RowSegments):
 
 
 class LazyStreams(LoRASegments):
-    """The same in one graph, which restarts: no stream runs for an exit that nobody asks."""
+    """The same in one graph, which restarts. Layers run when a head is read, so an unread exit costs nothing."""
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         return state
