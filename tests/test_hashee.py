@@ -147,14 +147,14 @@ def test_the_first_token_runs_all_layers_whatever_the_table_says(padded_inputs):
     model.table.data.fill_(1)
     assert (model.depths(padded_inputs)[:, 0] == L).all()
     before = model.backbone.embed(padded_inputs)[:, 0]
-    left = model.leave(padded_inputs).hidden
+    left = model.run_reduced(padded_inputs).hidden
     assert (left[:, 0] != before).all(), "it is still the first in order"
 
 
 def test_gradients_are_those_of_the_equation(padded_inputs):
     model = made()
     found = []
-    for way in (model.leave, model.stay):
+    for way in (model.run_reduced, model.run_all):
         model.zero_grad()
         left = way(padded_inputs)
         model.heads[0](left.hidden, left.mask).square().sum().backward()
@@ -253,7 +253,7 @@ def test_operations_are_those_that_torch_counts(kind, padded_inputs):
     model = made(kind)
     for inputs in (padded_inputs, next(rows_of(padded_inputs))):
         counted = []
-        for way in (model.backbone.embed, model.leave):
+        for way in (model.backbone.embed, model.run_reduced):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
                 way(inputs)
             counted.append(counter.get_total_flops())

@@ -132,7 +132,7 @@ def test_the_first_token_is_always_kept(padded_inputs):
     model = made(pool="first")
     for network in model.selectors:
         nn.init.constant_(network[2].bias, -1000.0)
-    assert model.leave(padded_inputs).hidden.shape == (len(padded_inputs), 1, D)
+    assert model.run_reduced(padded_inputs).hidden.shape == (len(padded_inputs), 1, D)
 
 
 @pytest.mark.parametrize(("layers", "ends"), [(2, (1, 2)), (3, (1, 3)), (12, (1, 6, 12))])
@@ -156,7 +156,7 @@ def test_operations_are_those_that_torch_counts(kind, padded_inputs):
     model = made(kind)
     for inputs in (padded_inputs, next(rows_of(padded_inputs))):
         counted = []
-        for way in (model.backbone.embed, model.leave):
+        for way in (model.backbone.embed, model.run_reduced):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
                 way(inputs)
             counted.append(counter.get_total_flops())

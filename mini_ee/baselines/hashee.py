@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Halves, sizes_of, tensor_on, token_places
+from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
 from mini_ee.data.options import Settings, option
-from mini_ee.exits.leaving import LeavingExits, Left, in_order, token_costs
 from mini_ee.exits.rows import RowData
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Stage, task_loss
@@ -101,7 +101,7 @@ def attend(layer: Halves, first: Tensor, hidden: Tensor, mask: Tensor | None) ->
 
 
 # ---- The model ----
-class HashExits(LeavingExits):
+class HashExits(TokenwiseExits):
     """A backbone whose tokens leave by a table: a parameter without gradient, as a graph knows no others."""
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
@@ -121,7 +121,7 @@ class HashExits(LeavingExits):
         depths = torch.where(token_places(ids) == 0, float(self.layers), self.table[ids])
         return depths if inputs.attention_mask is None else depths * tensor_on(device, inputs.attention_mask)
 
-    def leave(self, inputs) -> Left:
+    def run_reduced(self, inputs) -> RemainingTokens:
         """The deepest first: a layer takes as many tokens as go on in any row, and those that do keep what it says."""
         hidden, mask = self.backbone.embed(inputs), self.backbone.around(inputs).padding
         depths, order = self.depths(inputs).sort(dim=1, descending=True, stable=True)
@@ -136,15 +136,15 @@ class HashExits(LeavingExits):
             hidden = said if width == hidden.shape[1] else torch.cat((said, hidden[:, width:]), dim=1)
         tokens, taken = depths.shape[1], most.sum().double()
         operations = taken * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
-        return Left(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
+        return RemainingTokens(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
 
-    def stay(self, inputs) -> Left:
+    def run_all(self, inputs) -> RemainingTokens:
         """By the equation: a layer on all tokens, and those that have left keep their states."""
         hidden, around, depths = self.backbone.embed(inputs), self.backbone.around(inputs), self.depths(inputs)
         for depth in range(self.layers):
             said = self.backbone.run_layers(hidden, around, depth, depth + 1)
             hidden = torch.where(depths[..., None] > depth, said, hidden)
-        return Left(hidden, around.padding)
+        return RemainingTokens(hidden, around.padding)
 
 
 # ---- Training ----

@@ -40,13 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
+from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
 from mini_ee.data.options import Settings, option
-from mini_ee.exits.leaving import (
-    LeavingExits,
-    Left,
-    in_order,
-    token_costs,
-)
 from mini_ee.exits.rows import States
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
@@ -87,7 +82,7 @@ def draw(logits: Tensor) -> Tensor:
     return torch.rand_like(logits) < torch.sigmoid(logits)
 
 
-class ReducedExits(LeavingExits):
+class ReducedExits(TokenwiseExits):
     """A backbone with policies that keep tokens. Raises ValueError for a backbone of one layer.
 
     A state is that of the head, and with it the layers that a mean token ran over L: (B, D + 1).
@@ -127,13 +122,13 @@ class ReducedExits(LeavingExits):
                 hidden, kept = compact(hidden, kept) if leave else (hidden, kept)
         return Selected(hidden, kept, layers, log_p, operations)
 
-    def leave(self, inputs) -> Left:
+    def run_reduced(self, inputs) -> RemainingTokens:
         found = self.through(inputs, likely)
-        return Left(found.hidden, self._mask(found), token_costs(found.layers, found.operations))
+        return RemainingTokens(found.hidden, self._mask(found), token_costs(found.layers, found.operations))
 
-    def stay(self, inputs) -> Left:
+    def run_all(self, inputs) -> RemainingTokens:
         found = self.through(inputs, likely, leave=False)
-        return Left(found.hidden, self._mask(found))
+        return RemainingTokens(found.hidden, self._mask(found))
 
     def _mask(self, found: Selected) -> Tensor | None:
         return self.backbone.around(Tensors(found.kept, found.kept)).padding

@@ -1,0 +1,86 @@
+"""A row whose tokens exit: each layer computes fewer of them, and the row itself ends at L, its only exit.
+
+What HashEE and TR-BERT have in common; which tokens exit is their own.
+
+TokenwiseExits      the model
+TokenwiseSegments   the same as segments for early_exit; what a row cost is known when it has run: `token_cost` of a
+                    Reading
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mini_ee.backbones.backbone import Tensors
+from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.segments import Reading
+
+
+class RemainingTokens(NamedTuple):
+    """The tokens of each row that the head reads, behind all layers."""
+
+    hidden: Tensor  # (B, T', D)
+    mask: Tensor | None  # (B, 1, 1, T'), true at tokens, None: nothing is padded
+    token_cost: Tensor | None = None  # (B, 2), as Reading has it
+
+
+class TokenwiseExits(RowExits):
+    """A backbone with one head, after the last layer. Raises ValueError for a backbone whose tokens cannot exit."""
+
+    def run_reduced(self, inputs) -> RemainingTokens:
+        """From the inputs of the backbone to what the head reads."""
+        raise NotImplementedError
+
+    def run_all(self, inputs) -> RemainingTokens:
+        """The same up to rounding, but all tokens are computed in all layers: what it would cost without exits."""
+        raise NotImplementedError
+
+    def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
+        remaining = self.run_reduced(Tensors(*inputs))
+        yield self.heads[0].state(remaining.hidden, remaining.mask)
+
+    def segments(self) -> "TokenwiseSegments":
+        return TokenwiseSegments(self)
+
+
+class TokenwiseSegments(RowSegments):
+    """The one segment of a TokenwiseExits in eval mode. Its state is the inputs, then the remaining tokens.
+
+    tokens_leave: False computes the same with all tokens; a speed-up is measured against that.
+    """
+
+    def __init__(self, model: TokenwiseExits, tokens_leave: bool = True):
+        super().__init__(model)
+        self.tokens_leave = tokens_leave
+
+    def start(self, inputs):
+        return inputs
+
+    def advance(self, k: int, state) -> RemainingTokens:
+        return self.model.run_reduced(state) if self.tokens_leave else self.model.run_all(state)
+
+    def read_logits(self, k: int, state: RemainingTokens) -> Reading:
+        logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.mask))
+        token_cost = None if state.token_cost is None else state.token_cost.numpy(force=True)
+        return Reading(logits.float().numpy(force=True), token_cost=token_cost)
+
+    def whole(self) -> "TokenwiseSegments":
+        return TokenwiseSegments(self.model, tokens_leave=False)
+
+    def full(self) -> RowSegments:
+        """The same backbone and head without token exits: what the model predicts then."""
+        return RowSegments(self.model)
+
+
+def in_order(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The tokens that the order names, in that order, and their mask. order (B, T') int64."""
+    hidden = hidden.gather(1, order[..., None].expand(-1, -1, hidden.shape[2]))
+    return hidden, mask if mask is None else mask.gather(3, order[:, None, None])
+
+
+def token_costs(layers: Tensor, operations: Tensor | float) -> Tensor:
+    """`token_cost` (B, 2) from the layers (B,) of each row and the operations, which are equal for all rows."""
+    layers = layers.double()
+    return torch.stack((layers, torch.zeros_like(layers) + operations), dim=1)
