@@ -49,7 +49,7 @@ class Rule:
     needs: str | None = "logits"
     asks_policy = False  # True where `stop` looks at the exit_logit
     plans_from_texts = False  # True where `plan` looks at the units themselves, not only at how many they are
-    embed: Callable | None = None  # what such a rule plans by: Inputs -> (N, D), with a name; see methods/encoders.py
+    embed: Callable | None = None  # what such a rule plans by: Inputs -> (N, D), with a name
 
     def plan(self, inputs) -> np.ndarray | None:
         return None

@@ -19,9 +19,8 @@ import numpy as np
 from tqdm import tqdm
 from wrapped import wrapped
 
-from mini_ee.methods import datastore as datastore_module
-from mini_ee.methods.datastore import Datastore
-from mini_ee.methods.shards import Shards
+from mini_ee.methods.raee_datastore import Datastore
+from mini_ee.methods.raee_shards import Shards
 
 SHARDS, K, ROUNDS, EXITS, AT_ONCE = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6), 1000
 RESULTS = Path(__file__).parent.parent / "results"
@@ -51,7 +50,7 @@ def embedded(shared: Path, work: Path) -> tuple[np.ndarray, np.ndarray, list]:
     """Embeddings of train and dev, and train's texts."""
     from mini_ee.data.tasks import load_task
     from mini_ee.data.tokens import Tokenizer, batches
-    from mini_ee.methods.encoders import SentenceEncoder
+    from mini_ee.methods.raee_encoders import SentenceEncoder
 
     task, folder, path = (
         load_task(shared / "data" / "SST-2"),
@@ -88,7 +87,7 @@ def brute_force(embeddings: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
 def measured(shared: Path, work: Path) -> dict:
     """What the page is made of."""
-    datastore_module.Shards = Timed
+    Datastore.sharded = Timed
     embeddings, queries, texts = embedded(shared, work)
     exact, stores, cases = brute_force(embeddings, queries), {}, {}
     for shards in SHARDS:
@@ -148,8 +147,8 @@ PAGE_TEXT = """# A datastore in shards
 
 `mini-ee train raee --shards N` puts RAEE's datastore into N hnswlib indexes. Threads of one process build them side
 by side and search them side by side; the answers are merged by distance, so that nothing is lost that a shard found
-(`mini_ee/methods/shards.py`). `tests/shards_figures.py` measures, keeps [shards.json](shards.json), and writes this
-page from it.
+(`mini_ee/methods/raee_shards.py`). `tests/shards_figures.py` measures, keeps [shards.json](shards.json), and writes
+this page from it.
 
 ## Measured
 
@@ -190,7 +189,7 @@ every query takes all cores.
 What this leaves out: the network (a query of {width} numbers, and {k} answers back, of each machine); that memory is
 slower than the caches which held a part of these small graphs; and that the lines are carried {factor:,.0f} times
 beyond what was measured. mini_ee's shards are threads of one process, or, on Ray, an actor each, on any of its
-machines (`mini_ee/methods/shard_actors.py`): the same indexes, asked and merged in the same way. What that costs over
+machines (`mini_ee/methods/raee_actors.py`): the same indexes, asked and merged in the same way. What that costs over
 a network was not measured.
 """
 

@@ -11,7 +11,7 @@ from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.rows import RowSegments
-from mini_ee.methods.encoders import OwnStates, SentenceEncoder
+from mini_ee.methods.raee_encoders import OwnStates, SentenceEncoder
 from mini_ee.rules import FixedExit
 
 ATOL = 1e-5  # float32 means of states of rows alone against padded batches, in other orders of summation
@@ -45,7 +45,7 @@ def test_that_test_can_fail_where_a_token_or_the_largest_is_taken(random_model, 
     def wrong(hidden, mask, pool):
         return hidden.amax(dim=1) if bug == "max" else hidden[:, bug]
 
-    monkeypatch.setattr("mini_ee.methods.encoders.pooled", wrong)
+    monkeypatch.setattr("mini_ee.methods.raee_encoders.pooled", wrong)
     with pytest.raises(AssertionError):
         test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer(random_model, padded_inputs, 2)
 

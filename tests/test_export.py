@@ -54,10 +54,10 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.tracing import LOWERINGS, Value
 from mini_ee.export.writer import export, write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
-from mini_ee.methods.datastore import Datastore
-from mini_ee.methods.encoders import OwnStates, SentenceEncoder
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.raee import Retrieval
+from mini_ee.methods.raee_datastore import Datastore
+from mini_ee.methods.raee_encoders import OwnStates, SentenceEncoder
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
 from mini_ee.segments import Reading

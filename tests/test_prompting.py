@@ -24,9 +24,9 @@ from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.prompts import PromptModel, draw_shots
 from mini_ee.experiments import measures
-from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot
+from mini_ee.methods.raee_encoders import OwnStates
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Planned
 from mini_ee.training.stages import Batch

@@ -21,8 +21,8 @@ from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.prompts import draw_shots
 from mini_ee.experiments import measures
-from mini_ee.methods.datastore import exact_search
 from mini_ee.methods.raee import Retrieval, controls, profile_distances
+from mini_ee.methods.raee_datastore import exact_search
 from mini_ee.recording import read_every_exit, record
 from mini_ee.training.run import load_run, training_folder
 from mini_ee.training.train import split_rows

@@ -20,9 +20,6 @@ GROUPS = {  # what is removed at once: methods and baselines do not import each 
     "methods": [module for module in REMOVABLE if ".methods." in module],
     "baselines": [module for module in REMOVABLE if ".baselines." in module],
 } | {module: [module] for module in REMOVABLE if ".backbones." in module}
-OWN = {  # files that are not called after the module that they belong to; t5_config.py is
-    "mini_ee.methods.raee": ("methods/datastore", "methods/encoders", "methods/index_file", "methods/shard*"),
-}
 ALONE = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in str(each).lower()]
@@ -68,7 +65,7 @@ COMMANDS = (
 def files_of(module, package):
     """The files that go with a module, in a package's folder."""
     stem = module.removeprefix("mini_ee.").replace(".", "/")
-    patterns = (stem, f"{stem}_*", *OWN.get(module, ()))
+    patterns = (stem, f"{stem}_*")
     return [path for pattern in patterns for path in package.glob(f"{pattern}.py")]
 
 

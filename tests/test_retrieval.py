@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-import mini_ee.methods.datastore as datastore_module
 import mini_ee.methods.raee as retrieval
+import mini_ee.methods.raee_datastore as datastore_module
 from mini_ee.data.files import file_sha256, read_json, write_json
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.methods.datastore import Collected, Datastore, build, exact_search, read_manifest
-from mini_ee.methods.index_file import HEADER, Header
 from mini_ee.methods.raee import (
     Retrieval,
     best_single_exit,
@@ -40,6 +38,8 @@ from mini_ee.methods.raee import (
     retrieved,
     shuffled_plan,
 )
+from mini_ee.methods.raee_datastore import Collected, Datastore, build, exact_search, read_manifest
+from mini_ee.methods.raee_index import HEADER, Header
 from mini_ee.recording import plan_rows, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
 
@@ -743,7 +743,7 @@ def test_entries_that_are_no_tensors_or_lack_one_are_one_line(tmp_path):
 
 def test_only_a_datastore_needs_hnswlib(tmp_path, monkeypatch):
     filled().save(tmp_path)
-    code = "import sys; sys.modules['hnswlib'] = None; import mini_ee.methods.raee, mini_ee.methods.datastore"
+    code = "import sys; sys.modules['hnswlib'] = None; import mini_ee.methods.raee, mini_ee.methods.raee_datastore"
     root = str(Path(__file__).parent.parent)
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = [{root!r}]; {code}"], capture_output=True

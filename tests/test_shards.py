@@ -12,8 +12,8 @@ from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Encoded
 from mini_ee.export.runtime import Runtime
-from mini_ee.methods.datastore import Collected, Datastore, build
-from mini_ee.methods.shards import Shards
+from mini_ee.methods.raee_datastore import Collected, Datastore, build
+from mini_ee.methods.raee_shards import Shards
 
 ENCODER, WIDTH = "a test's encoder", 8
 
@@ -202,7 +202,7 @@ def test_the_page_is_made_of_the_figures_that_are_kept_and_recall_is_at_least_99
 
 def test_shards_in_actors_on_ray_are_those_in_threads(tmp_path):
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'mini-ee[ray]'")
-    from mini_ee.methods.shard_actors import ActorDatastore
+    from mini_ee.methods.raee_actors import ActorDatastore
 
     def same():
         for one, other in zip(near.search(drawn(30, seed=1), 12), far.search(drawn(30, seed=1), 12)):

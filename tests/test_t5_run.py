@@ -23,9 +23,9 @@ from mini_ee.exits.prompts import PromptModel
 from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
-from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.lora_exits_peft import save_adapters
+from mini_ee.methods.raee_encoders import OwnStates
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 

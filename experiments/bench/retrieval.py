@@ -21,9 +21,9 @@ from mini_ee.experiments.bench.common import (
     random_encoder,
     row_of,
 )
-from mini_ee.methods.datastore import Datastore, exact_search
-from mini_ee.methods.encoders import OwnStates
 from mini_ee.methods.raee import Retrieval
+from mini_ee.methods.raee_datastore import Datastore, exact_search
+from mini_ee.methods.raee_encoders import OwnStates
 from mini_ee.rules import FixedExit, Planned
 
 SST2_ROWS, LARGE = 67_349, 1_000_000  # the first are those of train

@@ -31,7 +31,7 @@ import numpy as np
 from mini_ee.data.options import Settings, option
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs, batches
-from mini_ee.methods.datastore import MOST_SHARDS, Datastore, Embed, Neighbours
+from mini_ee.methods.raee_datastore import MOST_SHARDS, Datastore, Embed, Neighbours
 from mini_ee.recording import Record, record, summary
 from mini_ee.rules import RULES, Planned, Rule
 from mini_ee.segments import Segments
@@ -149,7 +149,7 @@ class Retrieval(Rule):
             )
 
     def opened(self, folder: Path, config: dict, model) -> "Retrieval":
-        from mini_ee.methods.encoders import open_encoder
+        from mini_ee.methods.raee_encoders import open_encoder
 
         return self.served(folder, open_encoder(config["retrieval"], model.backbone))
 

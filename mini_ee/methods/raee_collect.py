@@ -19,10 +19,10 @@ from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.prompts import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.exits.rows import RowData
-from mini_ee.methods.datastore import Collected, build
-from mini_ee.methods.encoders import open_encoder
 from mini_ee.methods.raee import Retrieval, best_single_exit, collect
-from mini_ee.methods.shards import Shards
+from mini_ee.methods.raee_datastore import Collected, build
+from mini_ee.methods.raee_encoders import open_encoder
+from mini_ee.methods.raee_shards import Shards
 from mini_ee.rules import NeverExit
 from mini_ee.training import ranks
 from mini_ee.training.loop import fit

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.data.files import errors_name
-from mini_ee.methods.index_file import CAPACITY, check_index
+from mini_ee.methods.raee_index import CAPACITY, check_index
 
 SEED = 0  # of hnswlib's levels
 

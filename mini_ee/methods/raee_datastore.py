@@ -1,4 +1,4 @@
-"""RAEE's datastore: for each collected row its values, label and text, and an index of the embeddings (shards.py).
+"""RAEE's datastore: for each collected row its values, label and text, and an index of the embeddings (raee_shards.py).
 
 No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be compiled, is imported
 when a datastore is made or opened; everything else runs without it.
@@ -16,7 +16,7 @@ import numpy as np
 from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
-from mini_ee.methods.shards import SEED, Shards
+from mini_ee.methods.raee_shards import SEED, Shards
 
 FORMAT_VERSION = 1
 
@@ -31,7 +31,7 @@ SHORTEST = 1e-15  # length of an embedding that still has a direction: squares o
 MANIFEST, INDEX, ENTRIES, NEXT = "manifest.json", "index.hnsw", "entries.safetensors", ".next"
 
 Embed = Callable[[Inputs], np.ndarray]
-"""Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), its cost a row; see encoders.py."""
+"""Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), its cost a row; see raee_encoders.py."""
 
 
 # The datastore
@@ -48,8 +48,8 @@ class Datastore:
     encoder: a name that tells the encoder of the embeddings from all others. exits: the layer of each exit; 0 is the
     embedding layer. Embeddings are scaled to length 1. On disk:
 
-    index.hnsw             the index with the vectors, as hnswlib writes it (index_file.py); of more shards (shards.py)
-                           index.0.hnsw, index.1.hnsw, ...
+    index.hnsw             the index with the vectors, as hnswlib writes it (raee_index.py); if there are more shards
+                           (raee_shards.py) index.0.hnsw, index.1.hnsw, ...
     entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
     manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of both
 

@@ -3,15 +3,15 @@
     ray.init()
     store = ActorDatastore.load(folder, encoder)
 
-Everything else stays as it is: all shards are asked at once, and shards.py merges. A machine without the folder under
-the same path can neither load nor save its shard.
+Everything else is as in raee_shards.py: all shards are searched at once and the results merged. A machine without the
+folder under the same path can neither load nor save its shard.
 """
 
 import hnswlib
 import ray
 
-from mini_ee.methods.datastore import Datastore
-from mini_ee.methods.shards import Shards
+from mini_ee.methods.raee_datastore import Datastore
+from mini_ee.methods.raee_shards import Shards
 
 
 class _Held:
