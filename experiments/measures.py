@@ -16,7 +16,7 @@ from mini_ee.baselines import sleb
 from mini_ee.baselines.adainfer import right_of, svm
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.compare import compare_tokens, rules_of
 from mini_ee.evaluation.evaluate import (
@@ -41,8 +41,9 @@ from mini_ee.experiments.bench.common import medians
 from mini_ee.experiments.bench.streams import bare_streams, over_adapters
 from mini_ee.methods.consistent_hardness import hardness_in_training
 from mini_ee.methods.lora_exits_streams import parallel, restart
-from mini_ee.methods.raee import ablation, controls, profile_distances
+from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import untrained_rows
+from mini_ee.methods.raee_controls import ablation, controls, embed_all
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.holdout import split_rows
@@ -60,6 +61,7 @@ SHARES = {"at a third": 1 / 3, "at two thirds": 2 / 3}  # of the full model's op
 SAVED = (10, 20, 30, 50, 60)  # percent of the layers, at which writing is compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAMED, STREAMED_SECONDS = (1, 2, 4, 8), 4.0  # rows whose streams are timed; at least, for each count
+PROFILED = 8  # neighbours in RAEE's Fig. 2
 
 Measured = tuple[dict[str, float], dict[str, list[float]]]
 
@@ -260,13 +262,24 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
             names.append(f"store {point['database']}")
         for name in names:
             figures |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
-    for name, distance in profile_distances(run.rule, recorded, encoded, rows.labels, BATCH, seed).items():
+    for name, distance in profile_distances(run, recorded, encoded, rows.labels).items():
         figures[f"profile distance, {name}"] = distance
     order = timed_batches(encoded, 1)
     full, early = measure_seconds(
         [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
     )
     return figures | {"speed-up": float(full / early)}, {}
+
+
+def profile_distances(run: Run, recorded: Record, encoded: Encoded, labels: np.ndarray) -> dict[str, float]:
+    """RAEE's Fig. 2 as numbers: the distance between a row's own values and the mean values of its neighbours, and the
+    same for as many collected rows drawn at random; means of |v - p| over rows and exits.
+    """
+    own, store = exit_values(recorded.logits, labels), run.rule.datastore
+    near = store.search(embed_all(run.rule, encoded, BATCH)[0], PROFILED).rows
+    drawn = np.random.default_rng(run.config["seed"]).integers(len(store), size=near.shape)
+    distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, drawn))
+    return dict(zip(("neighbours", "by lot"), map(float, distances)))
 
 
 def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:

@@ -613,7 +613,7 @@ def test_a_method_whose_file_python_does_not_find_is_one_line_and_hides_no_other
     assert f"the method doubt is in {module}, which Python does not find; run python -m mini_ee" in line
     with pytest.raises(SystemExit) as left:
         main(["train", "--help"])
-    assert left.value.code == 0 and "RAEE: the neighbours of a row" in capsys.readouterr().out
+    assert left.value.code == 0 and "RAEE: the nearest neighbours of an example" in capsys.readouterr().out
 
 
 def test_a_sweep_of_one_exit_is_refused(capsys, tmp_path, task_folder, run_folder):

@@ -21,7 +21,8 @@ from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.prompts import draw_shots
 from mini_ee.experiments import measures
-from mini_ee.methods.raee import Retrieval, controls, profile_distances
+from mini_ee.methods.raee import Retrieval
+from mini_ee.methods.raee_controls import controls
 from mini_ee.methods.raee_datastore import exact_search
 from mini_ee.recording import read_every_exit, record
 from mini_ee.training.run import load_run, training_folder
@@ -309,13 +310,14 @@ def test_the_test_of_the_controls_can_fail(drawn, task, monkeypatch, name):
         "best_single_exit": lambda values: values.shape[1] - 1,
         "earliest_right_exit": lambda values: np.zeros(len(values), np.int64),
     }[name]
-    monkeypatch.setattr("mini_ee.methods.raee." + name, wrong)
+    where = "raee" if name == "neighbour_weights" else "raee_controls"
+    monkeypatch.setattr(f"mini_ee.methods.{where}.{name}", wrong)
     with pytest.raises(AssertionError):
         test_controls_are_those_of_loops_over_rows(drawn, task)
 
 
 def test_the_test_of_random_layers_can_fail_where_a_lot_is_another_plan(drawn, task, monkeypatch):
-    monkeypatch.setattr("mini_ee.methods.raee.shuffled_plan", lambda plan, seed: np.zeros_like(plan))
+    monkeypatch.setattr("mini_ee.methods.raee_controls.shuffled_plan", lambda plan, seed: np.zeros_like(plan))
     with pytest.raises(AssertionError):
         test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task)
 
@@ -345,7 +347,7 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
     opened, rows = load_run(own), task.split(task.default_split)
     encoded, store = opened.encode(rows.texts), opened.rule.datastore
     recorded = record(opened.segments(), encoded, 8)
-    found = profile_distances(opened.rule, recorded, encoded, rows.labels, 8)
+    found = measures.profile_distances(opened, recorded, encoded, rows.labels)
     apart, by_lot = [], []
     lot = np.random.default_rng(0).integers(len(store), size=(len(rows), min(8, len(store))))
     for row, label in enumerate(rows.labels):
@@ -399,7 +401,7 @@ def test_wrong_queries_are_told_before_anything_is_trained(
 
 def test_a_missing_index_is_told_before_a_row_is_read(tmp_path, monkeypatch, base, task_folder):
     monkeypatch.setitem(sys.modules, "hnswlib", None)
-    monkeypatch.setattr(collecting, "collect", lambda *given, **how: pytest.fail("read"))
+    monkeypatch.setattr("mini_ee.methods.raee.collect", lambda *given, **how: pytest.fail("read"))
     with pytest.raises(ValueError, match="a datastore needs hnswlib"):
         collect(tmp_path / "raee", base, task_folder, **THREE)
 

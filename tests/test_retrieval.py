@@ -24,17 +24,21 @@ from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.raee import (
     Retrieval,
-    best_single_exit,
     chosen_exit,
     collect,
-    earliest_right_exit,
     exit_distribution,
     exit_values,
-    full_model_is_right,
-    knn_labels,
     neighbour_weights,
     passing_values,
     plan_ahead,
+)
+from mini_ee.methods.raee_controls import (
+    KS,
+    ablation,
+    best_single_exit,
+    earliest_right_exit,
+    full_model_is_right,
+    knn_labels,
     retrieved,
     shuffled_plan,
 )
@@ -979,7 +983,7 @@ def test_a_rule_without_a_datastore_or_with_one_of_other_exits_says_so():
     [
         ({"k": 0}, "k must be a whole number of at least 1, got 0"),
         ({"k": 2.0}, "k must be a whole number"),
-        ({"tau": 1.1}, "tau must be a probability from 0 to 1, got 1.1"),
+        ({"tau": 1.1}, "tau must be a number of at least 0 and of at most 1, got 1.1"),
         ({"fallback_top": -1}, "fallback_top must be a whole number of at least 0"),
     ],
 )
@@ -1064,7 +1068,7 @@ def test_a_shuffled_plan_has_the_same_exits_in_another_order():
 
 def test_the_oracle_is_the_first_exit_that_is_right_and_the_last_where_none_is():
     values = np.array([[0.0, 0.4, 0.99], [0.3, 0.0, 0.9], [0.0, 0.0, 0.0]])
-    assert earliest_right_exit(values).tolist() == [1, 0, 2]
+    assert earliest_right_exit(values > 0).tolist() == [1, 0, 2]
 
 
 # The tables
@@ -1080,7 +1084,7 @@ def ablation_of(random_model, monkeypatch, seed):
     with monkeypatch.context() as patch:
         patch.setattr(Datastore, "take", lambda self, rows: made.setdefault(len(rows), (rows, take(self, rows)))[1])
         task = Task("t", ("a", "b", "c"), ("accuracy",), {})
-        points = retrieval.ablation(bound(store, tau=0.5), recorded, sentences(texts), task, labels, 8, seed)
+        points = ablation(bound(store, tau=0.5), recorded, sentences(texts), task, labels, 8, seed)
     return store, recorded.logits, labels, texts, points, {count: rows for count, (rows, _) in made.items()}
 
 
@@ -1105,7 +1109,7 @@ def test_the_parts_of_the_datastore_are_drawn_and_without_are_the_rows_that_the_
 
 def test_each_figure_of_the_tables_is_the_rule_on_its_part_of_the_datastore(random_model, monkeypatch):
     store, logits, labels, texts, points, made = ablation_of(random_model, monkeypatch, seed=0)
-    assert len(points) == 4 * len(retrieval.KS)
+    assert len(points) == 4 * len(KS)
     for point in points:
         rows = made.get(point["rows"], np.arange(60))
         exits = []

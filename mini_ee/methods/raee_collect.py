@@ -1,10 +1,13 @@
-"""RAEE's collection: the exits of a trained run, or every layer of a checkpoint through a prompt, with a datastore.
+"""RAEE's collection: which examples raee.collect runs over, and the run folder that it makes.
+
+The exits are those of a trained run, or every layer of a checkpoint that is read through a prompt.
 
 Source: RAEE (see raee.py), Algorithm 3.1. `few_shot` is LM-BFF's prompt-based fine-tuning (Gao et al. 2021).
 """
 
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,11 +22,11 @@ from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.prompts import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.exits.rows import RowData
-from mini_ee.methods.raee import Retrieval, best_single_exit, collect
+from mini_ee.methods.raee_controls import best_single_exit
 from mini_ee.methods.raee_datastore import Collected, build
 from mini_ee.methods.raee_encoders import open_encoder
 from mini_ee.methods.raee_shards import Shards
-from mini_ee.rules import NeverExit
+from mini_ee.rules import NeverExit, Rule
 from mini_ee.training import ranks
 from mini_ee.training.loop import fit
 from mini_ee.training.rule import Chosen
@@ -32,35 +35,25 @@ from mini_ee.training.stages import Stage, task_loss
 from mini_ee.training.state import STATE, Saved
 from mini_ee.training.train import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
 
-COLLECTING = 32  # rows that are read together
+BATCH_SIZE = 32  # of the collection
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")
 OF_SHOTS = ("epochs", "lr", "batch_size", "warmup", "weight_decay", "clip", "precision")
 
 
-def collect_run(request: Request, say) -> Run:
-    """Collect beside the exits of a run (class-head mode), or of a checkpoint (prompt mode), and write the run.
+def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) -> Run:
+    """Collect from a run's exits (class-head mode), or from a checkpoint's (prompt mode), and write the run.
 
     The datastore holds the rows that no exit was trained on, or max_train of them: on its own training rows nearly
     every exit is right. A killed collection goes on where it was, with or without `resume`.
+    rule: of the new run, Retrieval. collect: Algorithm 3.1, raee.collect.
     """
-    config = request.config
-    rule = Retrieval(config.k, config.tau, config.fallback_top, config.include_embeddings)
     _check_given(request)
     unfinished = training_folder(request.out)
-    Shards(1, config.shards, m=2, ef_construction=1, ef=1)  # that hnswlib is missing is told before anything is read
+    Shards(
+        1, request.config.shards, m=2, ef_construction=1, ef=1
+    )  # if hnswlib is missing, say so before reading anything
     with nullcontext() if ranks.rank() else sole_writer(unfinished):
-        if is_run(request.model):
-            base = request.model
-            _refuse_state(unfinished)
-        else:
-            backbone = load_backbone(request.model)  # what is wrong is told before anything is trained
-            if not backbone.has_lm_head:
-                raise WrongArguments(
-                    f"{request.model}: {backbone.no_lm_head()}, or train heads on it first (mini-ee train joint) and "
-                    f"give that run as --model"
-                )
-            open_encoder(_source(config), backbone)
-            base = prompt_run(request, rule)
+        base = _base_run(request)
         if ranks.rank() == 0:
             run = load_run(base)
             say_left_out(run.model.backbone, request.model, say)
@@ -70,14 +63,15 @@ def collect_run(request: Request, say) -> Run:
             check_task(run, request.task, base)
             if not run.label_names:
                 raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
-            _collect(request, run, rule)
+            metrics = _build_datastore(request, run, collect)
+            _write_run(request, run, rule, metrics)
             shutil.rmtree(unfinished)
         ranks.wait()
     return load_run(request.out)
 
 
 def _check_given(request: Request) -> None:
-    """Raise WrongArguments for an option that would be passed over."""
+    """Raise WrongArguments for an option that would have no effect."""
     model, given = request.model, request.given
 
     def refuse(names: tuple[str, ...], why: str) -> None:
@@ -94,21 +88,40 @@ def _check_given(request: Request) -> None:
         refuse(("layer",), "says which of the model's own states are the queries: leave it out, or --encoder")
 
 
-def _collect(request: Request, run: Run, rule: Retrieval) -> None:
-    config, unfinished = request.config, training_folder(request.out)
+def _base_run(request: Request) -> Path:
+    """The run whose exits are collected: request.model, or one that reads this checkpoint through a prompt."""
+    if is_run(request.model):
+        _refuse_state(training_folder(request.out))
+        return request.model
+    backbone = load_backbone(request.model)  # checked before anything is trained, as the queries are
+    if not backbone.has_lm_head:
+        raise WrongArguments(
+            f"{request.model}: {backbone.no_lm_head()}, or train heads on it first (mini-ee train joint) and "
+            f"give that run as --model"
+        )
+    open_encoder(_query_source(request.config), backbone)
+    return prompt_run(request)
+
+
+def _query_source(config) -> dict:
+    """Where the queries come from, as open_encoder takes it."""
+    return {"layer": config.layer, "encoder": None if config.encoder is None else str(Path(config.encoder).resolve())}
+
+
+def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
+    """Algorithm 3.1: write the datastore beside the unfinished training. Returns what metrics.json will hold."""
     rows = untrained_rows(run, request.task)
     if request.common.max_train is not None:
         rows = subset(rows, request.common.max_train, request.seed)
-    encoded, device = run.encode(rows.texts), request.common.device
-    model = run.model.to(device)
-    source = _source(config)
-    embed, begin = open_encoder(source, model.backbone), time.perf_counter()
-    values = collect(run.segments(), encoded, rows.labels, COLLECTING, progress="collecting")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(unfinished / "datastore", ignore_errors=True)  # built, but its run was not written
-    collected = Collected(encoded, values, rows.labels, run.exits, config.shards)
-    store = build(unfinished / "datastore", embed.name, embed, collected, progress="indexing")
-    metrics = {
+    encoded, model = run.encode(rows.texts), run.model.to(request.common.device)
+    embed, begin = open_encoder(_query_source(request.config), model.backbone), time.perf_counter()
+    values = collect(run.segments(), encoded, rows.labels, BATCH_SIZE, progress="collecting")
+    folder = training_folder(request.out) / "datastore"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a collection that was killed before its run was written
+    collected = Collected(encoded, values, rows.labels, run.exits, request.config.shards)
+    store = build(folder, embed.name, embed, collected, progress="indexing")
+    return {
         "epochs": read_json(run.folder / "metrics.json").get("epochs", []),
         "rows": len(store),
         "exits": list(run.exits),
@@ -116,23 +129,23 @@ def _collect(request: Request, run: Run, rule: Retrieval) -> None:
         "best_single_exit": run.exits[best_single_exit(values)],
         "seconds": time.perf_counter() - begin,
     }
-    base = {"method": run.config["method"], "settings": run.config["settings"]}
+
+
+def _write_run(request: Request, run: Run, rule: Rule, metrics: dict) -> None:
+    """The base run with the new datastore, rule and settings, in request.out."""
+    config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
+    source, prompts = _query_source(request.config), request.config.prompts
+    settings = asdict(request.config) | {"encoder": source["encoder"], "max_train": request.common.max_train}
+    settings["prompts"] = None if prompts is None else str(Path(prompts).resolve())
+    base = {"method": config["method"], "settings": config["settings"]}
+    config |= {"method": "raee", "settings": settings, "base": config.get("base", base)}
+    config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
     with atomic_folder(request.out) as partial:
         copy_folder(run.folder, partial, without=("datastore",))
-        (unfinished / "datastore").rename(partial / "datastore")
+        (training_folder(request.out) / "datastore").rename(partial / "datastore")
         write_json(partial / "metrics.json", metrics)
-        about = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
-        about |= {"method": "raee", "settings": asdict(config), "base": run.config.get("base", base)}
-        prompts = None if config.prompts is None else str(Path(config.prompts).resolve())
-        about["settings"] |= {"encoder": source["encoder"], "prompts": prompts, "max_train": request.common.max_train}
-        about |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
-        about["files"] = about["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
-        write_json(partial / "config.json", about)
-
-
-def _source(config) -> dict:
-    """Where queries come from, as open_encoder takes it."""
-    return {"layer": config.layer, "encoder": None if config.encoder is None else str(Path(config.encoder).resolve())}
+        config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
+        write_json(partial / "config.json", config)
 
 
 def untrained_rows(run: Run, task: Task) -> Split:
@@ -140,30 +153,31 @@ def untrained_rows(run: Run, task: Task) -> Split:
 
     Raises WrongArguments where that is not known.
     """
+    train = task.split("train")
     if not trained_on(run, task):
-        return task.split("train")
-    train, seed, training = task.split("train"), run.config["seed"], run.config["training"]
+        return train
+    seed, training = run.config["seed"], run.config["training"]
     if run.unit == "prompts":
         *_, rest = draw_shots(train, task.num_labels, training["shots"], seed)
         return rest
-    fitted, held = holdout(train, seed)
+    fitted, held_out = holdout(train, seed)
     if training["max_train"] is None:
-        return held
-    return held + divided(fitted, training["max_train"], seed)[1]
+        return held_out
+    return held_out + divided(fitted, training["max_train"], seed)[1]
 
 
 # ---- Through a prompt ----
 
 
-def prompt_run(request: Request, rule: Retrieval) -> Path:
+def prompt_run(request: Request) -> Path:
     """A checkpoint as a run whose exits are layers, read through its own head; written beside the unfinished training.
 
     With shots the backbone is fine-tuned on so many rows of each class first, its best epoch chosen on as many others.
-    Layer 0 is an exit where the rule has include_embeddings. Raises ValueError for a prompt that does not fit the model
-    or the task, and where a killed one was started with other settings.
+    With include_embeddings layer 0 is an exit too. Raises ValueError for a prompt that does not fit the model or the
+    task, and if a killed one was started with other settings.
     """
     config, task, unfinished = request.config, request.task, training_folder(request.out)
-    prompt = prompt_asked(request)
+    prompt = chosen_prompt(request)
     if not config.shots:
         _refuse_state(unfinished)
     check_prompt(prompt, task)
@@ -171,7 +185,7 @@ def prompt_run(request: Request, rule: Retrieval) -> Path:
     limit = min(request.common.max_length, backbone.config.max_tokens)
     tokenizer = PromptTokenizer(Tokenizer.from_folder(request.model).backend, limit, prompt)
     exits = exits_of(request, backbone.config.num_hidden_layers)
-    exits = (0, *exits) if rule.include_embeddings else exits
+    exits = (0, *exits) if config.include_embeddings else exits
     model = PromptModel(backbone, tokenizer, exits).to(request.common.device)
     source = {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)}
     epochs = _fine_tuned(request, model, tokenizer, source) if config.shots else []
@@ -212,8 +226,8 @@ def few_shot(model: PromptModel) -> list[Stage]:
     ]
 
 
-def prompt_asked(request: Request) -> Prompt:
-    """The prompt that was given, or the one of prompts.json or of `prompts` for this task."""
+def chosen_prompt(request: Request) -> Prompt:
+    """The prompt of --template and --words, or the one for this task in --prompts or in the built-in prompts.json."""
     config = request.config
     kind = KIND_READ_AT[backbone_class(read_config(request.model / "config.json").model_type).reads_prompt_at]
     if (config.template is None) != (config.words is None) or (config.template and config.prompts):
@@ -223,9 +237,8 @@ def prompt_asked(request: Request) -> Prompt:
             return prompt_of(request.task, kind, Path(config.prompts or PROMPTS))
         pairs = [word.partition("=") for word in config.words]
         if not all(key.strip() and word.strip() for key, _, word in pairs):
-            raise ValueError(
-                f"--words: expected a word for each class, as 0=terrible,1=great, found {','.join(config.words)}"
-            )
+            words = ",".join(config.words)
+            raise ValueError(f"--words: expected a word for each class, as 0=terrible,1=great, found {words}")
         words = {key.strip(): word.strip() for key, _, word in pairs}
         return Prompt.from_dict({"template": config.template, "words": words}, request.task.label_names)
     except ValueError as error:
@@ -233,7 +246,7 @@ def prompt_asked(request: Request) -> Prompt:
 
 
 def _refuse_state(state_folder: Path) -> None:
-    """Raise FileExistsError where there is a training that could go on."""
+    """Raise FileExistsError if there is a training that could go on."""
     if (state_folder / STATE).exists():
         what = "an unfinished training is there, and it is no collection"
         raise FileExistsError(f"{state_folder}: {what}; remove it or name another folder")

@@ -16,13 +16,11 @@ import numpy as np
 from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Encoded, Inputs, batches, text_rows
-from mini_ee.methods.raee_shards import SEED, Shards
+from mini_ee.methods.raee_shards import MOST_SHARDS, SEED, Shards
 
 FORMAT_VERSION = 1
 
 M, EF_CONSTRUCTION, EF = 16, 400, 256  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9938
-
-MOST_SHARDS = 1024
 
 SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
 

@@ -18,6 +18,8 @@ from mini_ee.methods.raee_index import CAPACITY, check_index
 
 SEED = 0  # of hnswlib's levels
 
+MOST_SHARDS = 1024
+
 
 class Shards:
     """S hnswlib indexes of squared L2 distances. Raises ValueError where hnswlib is not installed."""
