@@ -43,7 +43,7 @@ from mini_ee.methods.raee_controls import (
     shuffled_plan,
 )
 from mini_ee.methods.raee_datastore import Collected, Datastore, build, exact_search, read_manifest
-from mini_ee.methods.raee_index import HEADER, Header
+from mini_ee.methods.raee_index import HEADER
 from mini_ee.recording import plan_rows, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
 
@@ -545,14 +545,16 @@ def deep_store(count=120, deleted=(3, 17)):
 
 
 def index_fields(content):
-    header = Header(*HEADER.unpack(content[: HEADER.size]))
-    return header, HEADER.size + header.cur_element_count * header.size_data_per_element
+    header = {name: np.frombuffer(content, HEADER, 1)[name].item() for name in HEADER.names}
+    return header, HEADER.itemsize + header["cur_element_count"] * header["size_data_per_element"]
 
 
 def in_header(**change):
     def damaged(content):
-        header, _ = index_fields(content)
-        return HEADER.pack(*header._replace(**change)) + content[HEADER.size :]
+        header = np.frombuffer(content, HEADER, 1).copy()
+        for name, value in change.items():
+            header[name] = value
+        return header.tobytes() + content[HEADER.itemsize :]
 
     return damaged
 
@@ -568,7 +570,7 @@ def at(place, number, size=4):
 
 
 def first_link(header, upper):
-    return HEADER.size + 4
+    return HEADER.itemsize + 4
 
 
 def first_size(header, upper):
@@ -579,13 +581,13 @@ def link_of_the_entry_point(content):
     """Onto its highest layer, an element that is on layer 0 alone: hnswlib would follow a null pointer."""
     header, where = index_fields(content)
     levels, lists = [], []
-    for _ in range(header.cur_element_count):
+    for _ in range(header["cur_element_count"]):
         size = int.from_bytes(content[where : where + 4], "little")
-        levels.append(size // (4 + 4 * header.m))
+        levels.append(size // (4 + 4 * header["m"]))
         lists.append(where + 4)
         where += 4 + size
     assert max(levels) > 1  # or this would be a poor test
-    start = lists[header.enterpoint_node]
+    start = lists[header["enterpoint_node"]]
     number = (1).to_bytes(4, "little") + levels.index(0).to_bytes(4, "little")
     return content[:start] + number + content[start + 8 :]
 
@@ -606,12 +608,12 @@ def link_of_the_entry_point(content):
         (in_header(enterpoint_node=2**31), "a search would begin at an element that is not on the highest layer"),
         (at(first_link, 120), "a link leads to an element that is not there"),
         (at(first_link, 2**32 - 1), "a link leads to an element that is not there"),
-        (at(lambda *_: HEADER.size, 7, 2), "an element has more links than there is room for"),
-        (at(lambda *_: HEADER.size + 2, 1, 1), "it marks other vectors as deleted than the entries do"),
-        (at(lambda *_: HEADER.size + 2, 2, 1), "a deletion mark is neither 0 nor 1"),
-        (at(lambda header, _: HEADER.size + header.offset_data + 3, 0x7F, 1), "a vector is not of length 1"),
+        (at(lambda *_: HEADER.itemsize, 7, 2), "an element has more links than there is room for"),
+        (at(lambda *_: HEADER.itemsize + 2, 1, 1), "it marks other vectors as deleted than the entries do"),
+        (at(lambda *_: HEADER.itemsize + 2, 2, 1), "a deletion mark is neither 0 nor 1"),
+        (at(lambda header, _: HEADER.itemsize + header["offset_data"] + 3, 0x7F, 1), "a vector is not of length 1"),
         (
-            at(lambda header, _: HEADER.size + header.label_offset, 1, 8),
+            at(lambda header, _: HEADER.itemsize + header["label_offset"], 1, 8),
             "its labels are not the numbers of its vectors",
         ),
         (at(first_size, 2**32 - 16), "the size of an upper layer is wrong"),
