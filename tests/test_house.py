@@ -52,6 +52,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "methods.raee",
     "methods.raee_controls",
     "methods.raee_datastore",
+    "methods.raee_files",
     "methods.raee_index",
     "methods.raee_shards",
     "baselines.adainfer",

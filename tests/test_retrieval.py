@@ -42,7 +42,8 @@ from mini_ee.methods.raee_controls import (
     retrieved,
     shuffled_plan,
 )
-from mini_ee.methods.raee_datastore import Collected, Datastore, build, exact_search, read_manifest
+from mini_ee.methods.raee_datastore import Collected, Datastore, build, exact_search
+from mini_ee.methods.raee_files import read_manifest
 from mini_ee.methods.raee_index import HEADER
 from mini_ee.recording import plan_rows, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
@@ -419,7 +420,7 @@ def test_a_datastore_that_was_killed_before_its_files_had_their_names_is_the_new
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(datastore_module, "write_json", killed)
+        patch.setattr("mini_ee.methods.raee_files.write_json", killed)
         with pytest.raises(KeyboardInterrupt):
             filled(40).save(tmp_path / "store")
     assert equal(Datastore.load(tmp_path / "store", ENCODER), filled(50))

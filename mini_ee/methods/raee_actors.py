@@ -1,4 +1,4 @@
-"""A datastore whose shards are actors of Ray's (the extra `ray`), each on whichever machine has room. No torch.
+"""A datastore whose shards are Ray actors (the extra `ray`), each on whichever machine has room. No torch.
 
     ray.init()
     store = ActorDatastore.load(folder, encoder)
@@ -14,29 +14,29 @@ from mini_ee.methods.raee_datastore import Datastore
 from mini_ee.methods.raee_shards import Shards
 
 
-class _Held:
+class _IndexActor:
     def __init__(self, dimension: int):
         self.index = hnswlib.Index("l2", dimension)
 
-    def call(self, name: str, given: tuple, settings: dict):
-        return getattr(self.index, name)(*given, **settings)
+    def call(self, name: str, arguments: tuple, settings: dict):
+        return getattr(self.index, name)(*arguments, **settings)
 
 
-class _ActorIndex:
-    """What stands in for an hnswlib.Index. The actor ends when nobody holds this any more."""
+class _RemoteIndex:
+    """Stands in for an hnswlib.Index. The actor ends when nothing refers to this object any more."""
 
     def __init__(self, dimension: int):
-        self._actor = ray.remote(num_cpus=0)(_Held).remote(dimension)
+        self._actor = ray.remote(num_cpus=0)(_IndexActor).remote(dimension)
 
     def __getattr__(self, name: str):
-        return lambda *given, **settings: ray.get(self._actor.call.remote(name, given, settings))
+        return lambda *arguments, **settings: ray.get(self._actor.call.remote(name, arguments, settings))
 
 
 class ActorShards(Shards):
-    """Each index in an actor. Errors are hnswlib's; ray.exceptions.RayActorError where an actor has died."""
+    """Each index in an actor. Errors are hnswlib's; ray.exceptions.RayActorError if an actor has died."""
 
-    def _new(self) -> _ActorIndex:
-        return _ActorIndex(self.dimension)
+    def _new(self) -> _RemoteIndex:
+        return _RemoteIndex(self.dimension)
 
 
 class ActorDatastore(Datastore):

@@ -49,9 +49,7 @@ def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) 
     """
     _check_given(request)
     unfinished = training_folder(request.out)
-    Shards(
-        1, request.config.shards, m=2, ef_construction=1, ef=1
-    )  # if hnswlib is missing, say so before reading anything
+    Shards(1, request.config.shards, m=2, ef_construction=1, ef=1)  # if hnswlib is missing, say so first
     with nullcontext() if ranks.rank() else sole_writer(unfinished):
         base = _base_run(request)
         if ranks.rank() == 0:

@@ -1,9 +1,9 @@
-"""A datastore's index in shards: hnswlib indexes side by side, in threads; hnswlib lets go of Python's lock.
+"""The index of a datastore in S shards: hnswlib indexes side by side, in threads; hnswlib releases Python's lock.
 
-Vector `id` is number id // S of shard id % S, so that shards stay of a size. Each is built by a thread of its own, in
-the order of its vectors: the same shards every time, however many threads there are. A search asks every shard for k
-and merges the answers by distance: what is nearest in all is nearest in its shard, so nothing is lost that a shard
-found. One shard is hnswlib's index as it is.
+Vector `id` is number id // S of shard id % S, so that all shards have about the same size. Each is built by a thread of
+its own, in the order of its vectors: the same shards every time, however many threads there are. A search asks every
+shard for its k nearest and merges them by distance. The nearest of all vectors is the nearest of its shard, so merging
+loses nothing.
 """
 
 import os
@@ -22,7 +22,7 @@ MOST_SHARDS = 1024
 
 
 class Shards:
-    """S hnswlib indexes of squared L2 distances. Raises ValueError where hnswlib is not installed."""
+    """S hnswlib indexes of squared L2 distances. Raises ValueError if hnswlib is not installed."""
 
     def __init__(self, dimension: int, count: int, m: int, ef_construction: int, ef: int):
         self.dimension, self.m, self.ef_construction, self.ef = dimension, m, ef_construction, ef
@@ -42,13 +42,13 @@ class Shards:
         return hnswlib.Index("l2", self.dimension)
 
     def __len__(self) -> int:
-        """Vectors, the deleted ones too."""
+        """The number of vectors, deleted ones included."""
         return sum(index.get_current_count() for index in self.indexes)
 
-    def _each(self, ask: Callable[[int], object]) -> list:
-        """What `ask` says of each shard, side by side."""
+    def _each(self, work: Callable[[int], object]) -> list:
+        """work(shard) for every shard, in parallel."""
         count = len(self.indexes)
-        return [ask(0)] if count == 1 else list(self._threads.map(ask, range(count)))
+        return [work(0)] if count == 1 else list(self._threads.map(work, range(count)))
 
     def add(self, vectors: np.ndarray, threads: int) -> np.ndarray:
         """Append vectors (n, D) of length 1; returns their ids (n,). threads: of each shard."""
@@ -67,39 +67,37 @@ class Shards:
         return ids
 
     def delete(self, ids: np.ndarray) -> None:
-        """Their vectors stay, and lead over to others, but are never found."""
-        for name in ids:
-            self.indexes[name % len(self.indexes)].mark_deleted(name // len(self.indexes))
+        """The vectors stay in the index and connect others, but are never found."""
+        for number in ids:
+            self.indexes[number % len(self.indexes)].mark_deleted(number // len(self.indexes))
 
     def vectors(self, ids: np.ndarray) -> np.ndarray:
         """(n,) -> (n, D) float32."""
-        found, count = np.empty((len(ids), self.dimension), np.float32), len(self.indexes)
+        vectors, count = np.empty((len(ids), self.dimension), np.float32), len(self.indexes)
         for shard, index in enumerate(self.indexes):
             own = ids % count == shard
             if own.any():
-                found[own] = index.get_items(ids[own] // count)
-        return found
+                vectors[own] = index.get_items(ids[own] // count)
+        return vectors
 
     def search(self, queries: np.ndarray, k: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(B, D) -> the ids (B, k) of the k nearest and their squared distances (B, k), nearest first.
 
-        ids: (N,) those that are not deleted, N >= k. Raises RuntimeError where a shard's graph does not lead to k.
+        ids: (N,) those that are not deleted, N >= k. Raises RuntimeError if a shard's graph does not lead to k.
         """
         count = len(self.indexes)
-        there = np.bincount(ids % count, minlength=count).tolist()
+        sizes = np.bincount(ids % count, minlength=count).tolist()
 
-        def ask(shard: int) -> tuple[np.ndarray, np.ndarray]:
-            rows, distances = self.indexes[shard].knn_query(queries, min(k, there[shard]), num_threads=1)
+        def search_one(shard: int) -> tuple[np.ndarray, np.ndarray]:
+            rows, distances = self.indexes[shard].knn_query(queries, min(k, sizes[shard]), num_threads=1)
             return rows.astype(np.int64) * count + shard, distances
 
-        names, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._each(ask)))
-        if count == 1:
-            return names, distances
+        nearest, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._each(search_one)))
         order = np.argsort(distances, axis=1, kind="stable")[:, :k]
-        return np.take_along_axis(names, order, axis=1), np.take_along_axis(distances, order, axis=1)
+        return np.take_along_axis(nearest, order, axis=1), np.take_along_axis(distances, order, axis=1)
 
     def save(self, paths: Sequence[Path]) -> None:
-        """Write each shard to its path. hnswlib does not say when a disk is full: OSError where the size tells."""
+        """Write each shard to its path. hnswlib reports no full disk, the file's size does: OSError then."""
         for index, path in zip(self.indexes, paths, strict=True):
             index.save_index(str(path))
             if not path.exists() or path.stat().st_size != index.index_file_size():
@@ -111,8 +109,8 @@ class Shards:
         """Read shards of so many vectors in all, checked first. ids: (N,) ascending, those that are not deleted."""
         count = len(self.indexes)
         for shard, path in enumerate(paths):
-            own = len(range(shard, vectors, count))
-            check_index(path, self.dimension, self.m, self.ef_construction, own, ids[ids % count == shard] // count)
+            size = len(range(shard, vectors, count))
+            check_index(path, self.dimension, self.m, self.ef_construction, size, ids[ids % count == shard] // count)
             self.indexes[shard] = self._new()
             self.indexes[shard].load_index(str(path))
             self.indexes[shard].set_ef(self.ef)

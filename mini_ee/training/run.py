@@ -6,7 +6,7 @@ run/model.safetensors    what the method trained: heads, policy, and the backbon
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
 run/checkpoint/          SLEB: the short decoder, as a checkpoint like any other
 run/backbone/            a backbone that was fine-tuned through prompts, or a decoder that was, in its own layout
-run/datastore/           RAEE: what methods/raee_datastore.py writes
+run/datastore/           RAEE: what methods/raee_files.py writes
 run/metrics.json         what training measured
 run/tokenizer.json       the backbone's
 """
