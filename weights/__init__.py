@@ -1,1 +1,1 @@
-"""Small checkpoints that this project trained itself, and the recipes that made them."""
+"""Small checkpoints and the built-in reviews, which this project made itself, and the recipes that made them."""

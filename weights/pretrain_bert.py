@@ -33,7 +33,7 @@ from tqdm import tqdm
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, write_backbone
 from mini_ee.data.files import atomic_folder, write_json
-from mini_ee.data.reviews import make_reviews
+from mini_ee.data.reviews import read_reviews
 
 SINGLE = ["SST-2", "SST-5", "TREC", "MR", "MPQA"]  # sentence, label
 PAIRS = ["RTE", "MRPC"]
@@ -124,9 +124,7 @@ def read_corpus(shared: Path, seed: int) -> tuple[list[tuple[str, str | None]], 
         sources[task] = pairs + [(text, None) for pair in pairs for text in pair]
     sources["TinyStories"] = [(text, None) for text in stories(data / "TinyStories" / "tinystories_sample.txt", rng)]
 
-    reported = [
-        review.text for split, reviews in make_reviews(seed=0).items() if split != "train" for review in reviews
-    ]
+    reported = [review.text for split, reviews in read_reviews().items() if split != "train" for review in reviews]
     for task in SINGLE + PAIRS + ["SICK"]:
         for split in ("dev", "test"):
             path = data / task / f"{split}.tsv"
