@@ -227,7 +227,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
     def join(self, earlier: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         return np.concatenate((earlier, hidden), axis=1)
 
-    def embed(self, ids: np.ndarray) -> np.ndarray:
+    def embed(self, ids: np.ndarray, positions: list[list[int]]) -> np.ndarray:
         """The ids: their embeddings are in the first graph."""
         return ids
 

@@ -15,10 +15,10 @@ import mini_ee.backbones.bert as bert_module
 import mini_ee.backbones.cache as cache_module
 import mini_ee.backbones.hub as checkpoint
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.cache import rotate
+from mini_ee.backbones.cache import Cache, rotate, token_positions
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
 from mini_ee.backbones.layers import RMSNorm
-from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, Layer, token_positions
+from mini_ee.backbones.llama import Decoder, DecoderConfig, Layer
 from mini_ee.exits.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-import mini_ee.backbones.cache as cache_module
 import mini_ee.export.writer as writer
 from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.cache import GraphBlock
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig, GraphBlock
+from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
@@ -308,8 +308,9 @@ def test_a_token_is_written_in_its_slot_of_its_own_row_and_nowhere_else(case_of,
     before = {name: cache.numpy() for name, cache in caches.items()}
     assert all((values == 0).all() for values in before.values())
     address = {name: cache.data_ptr() for name, cache in caches.items()}
-    hidden = segments.embed(segments.array([[5, 8], [9, 4]]))
-    segments.run(0, hidden, segments.block([3, 1], [[-1, 4], [6, 7]]))
+    at = [[-1, 4], [6, 7]]
+    hidden = segments.embed(segments.array([[5, 8], [9, 4]]), at)
+    segments.run(0, hidden, segments.block([3, 1], at))
     for name, cache in caches.items():
         rows, slots = np.nonzero(cache.numpy().any(axis=2))
         assert set(zip(rows.tolist(), slots.tolist())) == {(3, 40), (3, 4), (1, 6), (1, 7)}
@@ -381,18 +382,6 @@ def forgotten_window(right, self, *where):
     return right(changed, *where)
 
 
-class Unscaled:
-    """A config whose heads are not widened."""
-
-    rope_scale = 1.0
-
-    def __init__(self, config):
-        self.config = config
-
-    def __getattr__(self, name):
-        return getattr(self.config, name)
-
-
 GRAPH_BUGS = {
     "the future is read": ("phi", Builder, "op", future),
     "padding in slot 0": (
@@ -429,9 +418,9 @@ GRAPH_BUGS = {
     "no window": ("mistral", GraphBlock, "attend", forgotten_window),
     "LongRoPE's heads are not widened": (
         "phi3",
-        cache_module.GraphBlock,
-        "__init__",
-        lambda right, self, g, config, *where: right(self, g, Unscaled(config), *where),
+        Decoder,
+        "graph_turn",
+        lambda right, self, *where: [each / self.config.rope_scale for each in right(self, *where)],
     ),
     "another activation in the policy": ("policies", LOWERINGS, F.gelu, lambda right, x, **how: -right(x, **how)),
     "the next head": (

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.cache import Cache, readable, token_positions
 from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig, readable, token_positions
+from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.exits.decoding import gather

@@ -2,7 +2,8 @@
 
 The first half is the contract of backbones/backbone.py, asked of every registered family and of the new one. The new
 one is written into a temporary package: an encoder whose attention falls off with distance (ALiBi, Press et al. 2022)
-and reaches so many tokens only, with a norm of one number (Nguyen & Salazar 2019) before each part of a layer.
+and reaches so many tokens only, with a norm of one number (Nguyen & Salazar 2019) before each part of a layer. The
+decoder of test_new_decoder.py keeps the contract too.
 """
 
 import json
@@ -203,7 +204,7 @@ BACKBONE = Distant
 LAYOUTS = {"distant": Layout(names=NAMES, prefix="transformer.", architecture="Distant")}
 '''
 
-KINDS = (*registry.BACKBONES, "distant")
+KINDS = (*registry.BACKBONES, "distant", "sloped")
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +216,7 @@ def new_house(tmp_path_factory):
     (package / "distant.py").write_text(SOURCE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(package.parent)
-        for model_type, module in LINE.items():
+        for model_type, module in (LINE | {"sloped": "own_decoder"}).items():  # test_new_decoder.py
             patch.setitem(registry.BACKBONES, model_type, module)
         yield
 
@@ -227,15 +228,16 @@ def backbone(request, new_house):
 
 
 def golden(kind):
-    return new_backbone() if kind == "distant" else load_backbone(GOLDEN / kind)
+    return new_backbone(kind) if kind in ("distant", "sloped") else load_backbone(GOLDEN / kind)
 
 
-def new_backbone():
+def new_backbone(model_type="distant"):
     shape = dict(vocab_size=64, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40)
-    kind = backbone_class("distant")
+    shape |= {"model_type": model_type, "max_position_embeddings": 512}
+    kind = backbone_class(model_type)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        backbone = kind(kind.Config.from_hugging_face({"model_type": "distant"} | shape)).eval()
+        backbone = kind(kind.Config.from_hugging_face(shape)).eval()
         for parameter in backbone.parameters():
             torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
     return backbone
@@ -439,7 +441,7 @@ def repeats_rows_in_place(patch, kind, around):
 
 
 def sees_no_padding(patch, kind, around):
-    patch.setattr(f"{kind.__module__}.padding_mask", lambda mask, device: None)
+    patch.setattr(f"{kind.around.__module__}.padding_mask", lambda mask, device: None)
 
 
 def forgets_adapters(patch, kind, around):
@@ -463,7 +465,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ("bert", "llama", "distant"))
+@pytest.mark.parametrize("kind", ("bert", "llama", "distant", "sloped"))
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_contract_can_fail(kind, bug, new_house, monkeypatch):
     backbone = golden(kind)

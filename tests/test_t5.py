@@ -12,12 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import mini_ee.backbones.t5 as t5
-import mini_ee.backbones.t5_config as t5_config
 import mini_ee.backbones.t5_layers as t5_layers
 from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
 from mini_ee.backbones.t5 import T5
-from mini_ee.backbones.t5_config import Biases, T5Config, buckets
-from mini_ee.backbones.t5_layers import Around, HeadNorm, Layer, Pairs
+from mini_ee.backbones.t5_layers import Around, Biases, HeadNorm, Layer, Pairs, T5Config, buckets
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("t5", "t5-v1.1")
@@ -92,7 +90,7 @@ def scaled_scores(patch):
 
 def of_buckets(change):
     right = buckets
-    return lambda patch: patch.setattr(t5_config, "buckets", lambda *given: right(*change(*given)))
+    return lambda patch: patch.setattr(t5_layers, "buckets", lambda *given: right(*change(*given)))
 
 
 def reads_ahead(patch):

@@ -13,8 +13,7 @@ from test_t5 import KINDS, assert_close, golden
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.t5 import T5
-from mini_ee.backbones.t5_config import T5Config
-from mini_ee.backbones.t5_layers import EncoderLayer, Layer
+from mini_ee.backbones.t5_layers import EncoderLayer, Layer, T5Config
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit

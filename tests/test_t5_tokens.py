@@ -13,7 +13,7 @@ from test_t5_run import ENGINES, t5_folder  # noqa: F401
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import mini_ee.backbones.t5_graphs as t5_graphs
+import mini_ee.backbones.t5 as t5
 import mini_ee.backbones.t5_layers as t5_layers
 import mini_ee.baselines.free as free
 from mini_ee.backbones.cache import Cache
@@ -87,7 +87,7 @@ def test_blocks_over_a_cache_are_the_whole_answer(kind):
         cache, at = Cache(model, 3, 10), 0
         model.read_prompts(prompts, cache)
         for tokens in blocks:
-            hidden = model.embed_written(inputs.decoder_input_ids[:, at : at + tokens])
+            hidden = model.embed_written(inputs.decoder_input_ids[:, at : at + tokens], torch.arange(at, at + tokens))
             hidden = model.run_layers(hidden, model.aligned_block(at, tokens, cache), 0, 3)
             assert_close(model.lm_logits(hidden), expected["lm_logits"][:, at : at + tokens])
             at += tokens
@@ -95,7 +95,9 @@ def test_blocks_over_a_cache_are_the_whole_answer(kind):
     model.read_prompts(prompts, cache)
     positions = torch.tensor([[-1, 0, 1], [0, 1, 2]])
     ids = inputs.decoder_input_ids[rows].gather(1, positions.clamp(min=0))
-    found = model.lm_logits(model.run_layers(model.embed_written(ids), model.block(positions, cache, rows), 0, 3))
+    found = model.lm_logits(
+        model.run_layers(model.embed_written(ids, positions), model.block(positions, cache, rows), 0, 3)
+    )
     assert_close(found[0, 1:], expected["lm_logits"][2, :2])
     assert_close(found[1], expected["lm_logits"][0, :3])
     with pytest.raises(ValueError, match="expected at most 10 tokens, got 11: ask for fewer tokens"):
@@ -406,13 +408,13 @@ def other_prompts(patch):
 
 
 def no_biases(patch):
-    right = t5_graphs.T5Block.__init__
+    right = t5.T5Block.__init__
 
     def init(self, g, backbone, first):
         right(self, g, backbone, first)
         self.readable = g.op("Mul", self.readable, g.held(np.array(1.5, np.float32)))
 
-    patch.setattr(t5_graphs.T5Block, "__init__", init)
+    patch.setattr(t5.T5Block, "__init__", init)
 
 
 @pytest.mark.parametrize("bug", [other_prompts, no_biases], ids=lambda bug: bug.__name__)

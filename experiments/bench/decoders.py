@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from mini_ee.backbones.backbone import Tensors
+from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
-from mini_ee.backbones.llama import Cache, Decoder, DecoderConfig
+from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.exits.decoding import FILLS, Generated, gather
 from mini_ee.exits.generation import generate, generate_lossless
 from mini_ee.exits.heads import VocabularyHead

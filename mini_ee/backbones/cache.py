@@ -1,20 +1,22 @@
-"""The key/value cache of decoders, and what their layers need to know of where tokens stand.
+"""The key/value cache of decoders, and the contexts of their layers: where tokens are, and what they read.
+
+Around is the context in torch, GraphBlock the same in ONNX graphs: the only place that writes nodes for a decoder.
 
 The cache is addressed by position, not by column: the key of a row's token at position p stands in slot p, however the
 batch was padded. So one comparison, slot <= position, is the causal mask, and hides padding and whatever a rejected
 draft has left behind. Rows are named by index: who leaves the batch leaves the cache alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from mini_ee.backbones.backbone import Backbone, Tensors, tensor_on
+from mini_ee.backbones.backbone import tensor_on
 
 
 def token_positions(attention_mask: Tensor) -> Tensor:
@@ -28,68 +30,9 @@ def readable(at: Tensor, reads: Tensor, window: int | None = None) -> Tensor:
 
     It reads itself and all before it, with a window the nearest so many of them. Returns (B or 1, 1, T, S).
     """
-    distance = at[:, :, None] - reads[:, None, :]
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return seen[:, None]
-
-
-class Writer(Backbone):
-    """A backbone that writes text. Its final norm belongs to the head to words, which may be that of the embeddings.
-
-    lm_head is None where it is tied to the embeddings, and where the checkpoint has none.
-    """
-
-    generates = True
-    norm: nn.Module | None
-
-    @classmethod
-    def parts(cls, config) -> dict[str, str]:
-        """A head that is tied is always there."""
-        return {} if config.tie_word_embeddings else {"lm_head": "lm_head"}
-
-    @property
-    def has_lm_head(self) -> bool:
-        return self.norm is not None and (self.config.tie_word_embeddings or self.lm_head is not None)
-
-    def without_heads(self) -> Self:
-        self.lm_head = self.norm = None
-        return self
-
-    @property
-    def max_written(self) -> int:
-        """The longest text that is written token by token, prompt and continuation together."""
-        return self.config.max_tokens
-
-    def begins_with(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """The tokens that stand before what is written to each of the prompts."""
-        return prompts
-
-    def room(self, prompts: Sequence[Sequence[int]]) -> int:
-        """How many tokens can be written to the longest of the prompts."""
-        return self.max_written - max(map(len, self.begins_with(prompts)))
-
-    def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
-        """Put what is read apart into the cache."""
-
-    def embed_written(self, input_ids: Tensor) -> Tensor:
-        """The embeddings of tokens (B, T) that read a cache: (B, T, D)."""
-        return self.embed(Tensors(input_ids))
-
-    def prompt_graphs(self) -> dict[str, Callable]:
-        """Graphs that read prompts apart: name -> what writes one, given a Builder."""
-        return {}
-
-    def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
-        """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
-
-        counted (B, T) bool: of each text those behind what is given, and the last of that.
-        """
-        return Tensors(input_ids), counted
-
-    @property
-    def token_weights(self) -> int:
-        """How many weights of a layer a token is multiplied with that reads a cache."""
-        return sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
+    at, reads = at[:, None, :, None], reads[:, None, None, :]
+    seen = reads <= at
+    return seen if window is None else seen & (reads > at - window)
 
 
 class Cache:
@@ -98,7 +41,8 @@ class Cache:
     keys[layer], values[layer]: (rows, KV heads, capacity + 1, d). Slot p holds position p; the last takes padding.
     """
 
-    def __init__(self, decoder: Writer, rows: int, capacity: int):
+    def __init__(self, decoder, rows: int, capacity: int):
+        """decoder: a GenerativeBackbone. Raises ValueError if it cannot write texts of this length."""
         config, weight = decoder.config, next(decoder.parameters())
         if capacity > decoder.max_written:
             raise ValueError(
@@ -129,11 +73,11 @@ class Around(NamedTuple):
     attend.
     """
 
-    config: Any  # of a family that rotates
-    cos: Tensor  # (B or 1, T, 1, R)
-    sin: Tensor
-    mask: Tensor | None  # (B or 1, 1, T, S), true where a token may be read; None: all of them, or causal
-    causal: bool
+    config: Any  # a GenerativeConfig
+    cos: Tensor | None  # (B or 1, T, 1, R); None: the family does not rotate
+    sin: Tensor | None
+    mask: Tensor | None  # (B or 1, 1, T, S), true where a token may be read; or (B or 1, H, T, S), added to the scores
+    causal: bool  # without a mask: a token reads what is before it; else all
     end: int  # slots below it are read
     padding: Tensor | None = None  # (B, 1, 1, T), true at tokens; None: nothing is padded, or a cache is there
     cache: Cache | None = None  # None: the tokens read each other
@@ -187,9 +131,8 @@ class Around(NamedTuple):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
     def keep(self, rows: np.ndarray | Tensor) -> "Around":
-        """That of these rows of the batch alone. Over a cache it is made anew for each token: `Decoder.block`."""
-        index = tensor_on(self.cos.device, rows)
-        return self._changed(lambda tensor: tensor[index])
+        """That of these rows of the batch alone. Over a cache it is made anew for each token: `CausalDecoder.block`."""
+        return self._changed(lambda tensor: tensor[tensor_on(tensor.device, rows)])
 
     def repeat(self, count: int) -> "Around":
         """That of the batch, `count` times one after the other."""
@@ -214,8 +157,8 @@ class GraphCache(NamedTuple):
     prompts: str  # (1,): how many rows the caches have
 
 
-def graph_cache(g, first: int, width: int) -> tuple[str, str, GraphCache]:
-    """Where tokens stand, (B, T) from 0, all slots (S,), and the cache; declares the inputs positions (B, T), -1 for
+def graph_cache(g, first: int, width: int) -> tuple[Tensor, Tensor, GraphCache]:
+    """Where tokens are, (B, T) from 0, all slots (S,), and the cache. Declares the inputs positions (B, T), -1 for
     padding, rows (B,), which prompts the tokens belong to, and the keys of layer `first`, (prompts, slots, width)."""
     positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
     keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
@@ -223,43 +166,33 @@ def graph_cache(g, first: int, width: int) -> tuple[str, str, GraphCache]:
     index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
     zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
     slots = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
-    return g.op("Max", positions, g.integers(0)), slots, GraphCache(index, rows, g.shape(keys, 0, 1))
+    at = g.tensor(g.op("Max", positions, g.integers(0)), "batch", "tokens", dtype=np.int64)
+    return at, g.tensor(slots, "slots", dtype=np.int64), GraphCache(index, rows, g.shape(keys, 0, 1))
 
 
 class GraphBlock:
-    """Around in a graph: whole rows, whose tokens read each other, or tokens whose past stands in caches.
+    """Around in a graph: whole rows, whose tokens read each other, or tokens whose past is in caches.
 
     The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
     the last takes padding. A layer leaves them in `written`, as they are then. The caller lays the outputs over the
     inputs: then nothing is copied but the new tokens.
     """
 
-    def __init__(self, g, config, at: str, seen: tuple[str, str], cache: GraphCache | None = None):
-        """at (B, T): positions, from 0. seen: positions (S) or (B, 1, 1, S) of what may be read, and whether it is, but
-        for windows, (B, 1, T, S). cache: None where tokens read each other alone."""
-        self.config, (reads, self.readable), self._cache = config, seen, cache
-        self.near, self.scale = None, None
-        if config.sliding_window is not None:
-            farthest = g.op("Sub", g.op("Unsqueeze", at, g.integers(1, 3)), g.integers(config.sliding_window))
-            self.near = g.op("And", self.readable, g.op("Greater", reads, farthest))
-        self.dims = self.every_dims = g.tensor(at, "batch", "tokens").shape
+    scale: float | None = None  # of the products of queries and keys; None: one over the root of d
+
+    def __init__(self, config, at: Tensor, masks: Sequence[Tensor | None], turn: Sequence[Tensor] = (), cache=None):
+        """at (B, T): positions, from 0. masks: what may be read, as in Around, of layers without and with a window.
+
+        turn: cos and sin (B, T, R/2) where the family rotates. cache: None where tokens read each other alone.
+        """
+        self.config, self.at, self._cache = config, at, cache
+        self.readable, self.near = (mask if mask is None else _in_graph(mask) for mask in masks)
+        self._turn = [_in_graph(each) for each in turn]
+        self.dims = self.every_dims = at.shape
         self.width = config.key_value_heads * config.head_width
+        self.padding: Tensor | None = None  # (B, 1, 1, T), true at tokens, where tokens read each other
         self.written: dict[str, str] = {}  # cache -> what it has become
         self._gone = None
-        angle = g.op("Mul", g.op("Unsqueeze", g.cast(at, "float32"), g.integers(2)), self._frequencies(g, at))
-        scale = g.constant("rope_scale", np.array(config.rope_scale, np.float32))
-        turn = [g.op(each, angle) for each in ("Cos", "Sin")]
-        turn = turn if config.rope_scale == 1 else [g.op("Mul", each, scale) for each in turn]
-        self._turn = [g.cast(each, g.dtype) for each in turn]
-
-    def _frequencies(self, g, at: str) -> str:
-        """(R/2,), or where rows may turn by different numbers (B, 1, R/2)."""
-        frequencies = g.constant("rope_frequencies", self.config.rope_frequencies().numpy())
-        if self._cache is not None or self.config.short_tokens is None:
-            return frequencies
-        long = g.constant("rope_frequencies_long", self.config.rope_frequencies(long=True).numpy())
-        last = g.op("Unsqueeze", g.op("ReduceMax", at, g.integers(1)), g.integers(2))
-        return g.op("Where", g.op("GreaterOrEqual", last, g.integers(self.config.short_tokens)), long, frequencies)
 
     def of_rows(self, here: Tensor, left: Tensor, gone: Tensor) -> "GraphBlock":
         """The block of the rows `here` (B',) alone, while those that have `left` (M,) leave keys and values as well.
@@ -342,3 +275,8 @@ class GraphBlock:
 
         everyone = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
         return query.like(g.either(everyone, of_all, of_some)[0].name)
+
+
+def _in_graph(x: Tensor) -> str:
+    """Its name; numbers are of the graph's dtype."""
+    return x.g.cast(x.name, x.g.dtype) if x.is_floating_point() and x.kind != x.g.dtype else x.name

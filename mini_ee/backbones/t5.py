@@ -18,7 +18,7 @@ run costs nothing. Text is written over caches as by any decoder; a token that h
 of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
 
 ONNX graphs by segment hand hidden states and the encoder's output on as one value, (B, 1 + S, D): see `packed`. Graphs
-of tokens have the keys and values of all layers from a graph of their own: t5_graphs.py.
+of tokens have the keys and values of all layers from a graph of their own, which runs once: see T5Block.
 Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
 """
 
@@ -26,28 +26,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import (
-    Adapt,
-    Layout,
-    Tensors,
-    layer_flops,
-    padding_mask,
-    tensor_on,
-    token_places,
-)
-from mini_ee.backbones.cache import Cache, Writer
+from mini_ee.backbones.backbone import Layout, Tensors, layer_flops, padding_mask, tensor_on, token_places
+from mini_ee.backbones.cache import Cache, GraphBlock, graph_cache
+from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check
-from mini_ee.backbones.t5_config import Biases, T5Config
-from mini_ee.backbones.t5_graphs import MEMORY, T5Block, write_memory
-from mini_ee.backbones.t5_layers import Around, EncoderLayer, HeadNorm, Layer, Memory, Pairs, norm_of
+from mini_ee.backbones.t5_layers import Around, Biases, EncoderLayer, HeadNorm, Layer, Memory, Pairs, T5Config, norm_of
 
 
 # ---- The backbone ----
-class T5(Writer):
+class T5(GenerativeBackbone):
     """The backbone: embeddings, the encoder, the decoder's L layers, and the head to words with its norm."""
 
     Config = T5Config
@@ -82,13 +73,6 @@ class T5(Writer):
         """The embeddings of both stacks, and the head where the config says so."""
         copies = [f"{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")]
         return dict.fromkeys(copies + ["lm_head.weight"] * config.tie_word_embeddings, "shared.weight")
-
-    @property
-    def vocabulary(self) -> dict[str, str]:
-        """The linear map onto the vocabulary: weight -> the name of a parameter."""
-        if not self.has_lm_head:
-            raise self.no_lm_head()
-        return {"weight": "embeddings.weight" if self.lm_head is None else "lm_head.weight"}
 
     def exit_norm(self) -> nn.Module:
         """Layers leave the sums that they add to unnormed."""
@@ -136,19 +120,6 @@ class T5(Writer):
         bias = self.biases(places[None], places).masked_fill(places > places[:, None], -torch.inf)
         return Around(self.config.num_attention_heads, self.dropout(self.encoder_norm(hidden)), readable, bias)
 
-    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
-        for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
-        return hidden
-
-    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
-        """LM logits, (..., D) -> (..., V) float32, as `Backbone.lm_logits` says: the final norm and the head."""
-        if not self.has_lm_head:
-            raise self.no_lm_head()
-        weight = self.get_parameter(self.vocabulary["weight"])
-        return F.linear(self.norm(hidden), weight if words is None else weight[words]).float()
-
     # ---- Token by token ----
     def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The start token: prompts are the encoder's."""
@@ -161,15 +132,11 @@ class T5(Writer):
         hidden, readable = self.encode(Tensors(ids, torch.arange(ids.shape[1]) < lengths), len(self.encoder))
         cache.memory = Memory(self.encoder_norm(hidden), readable)
 
-    def embed_written(self, input_ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D)."""
+    def embed_written(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embeddings(input_ids)
 
     def block(self, positions: Tensor, cache: Cache, rows: list[int] | None = None) -> Around:
-        """What the layers need to run tokens at these positions (B, T), -1 for padding, over a cache.
-
-        rows: which of its rows they are, None: all, in order. Raises ValueError where a position is above its last.
-        """
+        """As `GenerativeBackbone.block` says; there is always a cache."""
         end = int(positions.max()) + 1
         if end > cache.capacity:
             raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: ask for fewer tokens")
@@ -183,18 +150,9 @@ class T5(Writer):
         return Around(heads, None, readable, bias, cache=cache, rows=rows, slots=write)
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
-        """`block` where all rows of the cache stand at low .. low + tokens - 1."""
         places = torch.arange(low, low + tokens, device=cache.keys.device)
         block = self.block(places[None], cache)
         return block._replace(slots=(slice(None), slice(low, low + tokens)))
-
-    def propagate(self, hidden: Tensor, around: Around, start: int, stop: int) -> None:
-        """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
-
-        The layers start + 1 .. stop each write their own keys and values; those of the encoder's output are fixed.
-        """
-        for depth in range(start, stop):
-            self.layers[depth].write_keys(hidden, around, depth)
 
     def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Pairs, Tensor]:
         """The encoder reads up to the first token that counts; in its place stands the start token."""
@@ -213,8 +171,7 @@ class T5(Writer):
         """Keys and values of the encoder's output are made once, as those of a prompt are."""
         return super().token_weights - self.layers[0].cross_key_value.weight.numel()
 
-    def graph_block(self, g, first: int) -> T5Block:
-        """block, for a graph whose first layer is this, from 0. Declares the inputs that it takes."""
+    def graph_block(self, g, first: int) -> GraphBlock:
         return T5Block(g, self, first)
 
     def prompt_graphs(self) -> dict[str, Callable]:
@@ -264,6 +221,58 @@ class T5(Writer):
             if isinstance(module, EncoderLayer) and hasattr(module, name):
                 with torch.no_grad():
                     getattr(module, name).weight[: self.layers[0].attention_output.in_features] *= config.head_dim**-0.5
+
+
+# ---- In graphs ----
+MEMORY = "memory"  # what names of inputs begin with that hold what was made of the prompts
+
+
+class T5Block(GraphBlock):
+    """Tokens whose past stands in caches, as GraphBlock has them, and whose prompts an encoder has read.
+
+    What it made of them is fixed: `memory_keys_3` and `memory_values_3` of the decoder's layer 3 (from 0), (prompts,
+    memory, H d), and memory_mask (prompts, memory), 1 at tokens.
+    """
+
+    scale = 1.0
+
+    def __init__(self, g, backbone, first: int):
+        """Declares the inputs positions (B, T), -1 for padding, rows (B,), and the cache of the first layer."""
+        config = backbone.config
+        at, slots, cache = graph_cache(g, first, config.key_value_heads * config.head_width)
+        distances = slots - at[..., None]
+        biases = backbone.biases.of_distances(distances).masked_fill((distances > 0)[:, None], -torch.inf)
+        super().__init__(config, at, (biases, None), cache=cache)
+
+    def attend_memory(self, depth: int, layer, query: Tensor, adapt=None, dropout: float = 0.0) -> Tensor:
+        """(B, T, H d) -> (B, T, H d): what the tokens read of their prompts."""
+        g, queries = query.g, query.name
+        kept = [
+            g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
+            for kind in ("keys", "values")
+        ]
+        mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
+
+        def attended(keys: str, values: str, mask: str) -> list:
+            seen = g.readable(g.cast(mask, bool), queries)
+            read = g.attention(queries, keys, values, seen, heads, heads, self.scale)
+            return [g.value(read, "some", "tokens", self.width)]
+
+        everyone = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
+        of_some = lambda: attended(*(g.op("Gather", each, self._cache.rows) for each in (*kept, mask)))  # noqa: E731
+        return query.like(g.either(everyone, lambda: attended(*kept, mask), of_some)[0].name)
+
+
+def write_memory(backbone, g) -> None:
+    """The graph memory.onnx: input_ids and attention_mask (prompts, memory) -> what a T5Block takes of them."""
+    names = ("input_ids", "attention_mask")
+    ids, mask = (g.tensor(g.input(name, "prompts", "memory"), "prompts", "memory", dtype=np.int64) for name in names)
+    with g.tracing():
+        states = backbone.encoder_norm(backbone.encode(Tensors(ids, mask), backbone.text_layers)[0])
+        for depth, layer in enumerate(backbone.layers):
+            for kind, heads in zip(("keys", "values"), layer.linear("cross_key_value", states, None).chunk(2, dim=-1)):
+                g.output(f"{MEMORY}_{kind}_{depth}", heads.name, "prompts", "memory", heads.shape[-1])
+    g.output(f"{MEMORY}_mask", g.op("Identity", mask.name), "prompts", "memory", dtype=np.int64)
 
 
 # ---- Hugging Face's names ----

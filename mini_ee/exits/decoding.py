@@ -215,7 +215,7 @@ class CachedSegments(DecoderSegments):
     left, weights               see above
     array(numbers)              lists of whole numbers as its array
     join(earlier, hidden)       (B, S, D), (B, T, D) -> (B, S + T, D)
-    embed(ids) -> hidden        hidden[0], or what the first segment takes for it
+    embed(ids, positions)       hidden[0], or what the first segment takes for it
     block(rows, positions)      what run and propagate need to know of where tokens stand, None being no block
     run(k, hidden, block)       the layers of segment k: (B, T, D) -> (B, T, D), filling their caches
     propagate(k, hidden, block) hidden stands in for the input of all these layers; their caches alone are filled
@@ -231,10 +231,10 @@ class CachedSegments(DecoderSegments):
         self.waiting[row] = [[] for _ in self.exits[:-1]]
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
-        self.run_all(self.embed(self.array(ids)), self.block(rows, positions))
+        self.run_all(self.embed(self.array(ids), positions), self.block(rows, positions))
 
     def start(self, inputs: Tokens) -> TokenState:
-        hidden = self.embed(self.array(inputs.ids))
+        hidden = self.embed(self.array(inputs.ids), inputs.positions)
         return TokenState(hidden, inputs.rows, inputs.positions, None, hidden)
 
     def advance(self, k: int, state: TokenState) -> TokenState:

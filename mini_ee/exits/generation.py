@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Around
-from mini_ee.backbones.cache import Cache, Writer
+from mini_ee.backbones.cache import Cache
+from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
@@ -115,7 +116,7 @@ GREEDY = Sampling()
 
 # ---- Decoding, with exits ----
 def generate(
-    decoder: Writer,
+    decoder: GenerativeBackbone,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -167,21 +168,21 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
     yield from decode(segments, prompts, max_new_tokens, rule, choose, stop)
 
 
-def _check_prompts(decoder: Writer, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+def _check_prompts(decoder: GenerativeBackbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """How many tokens the longest row comes to; of what is read apart none."""
     sizes = decoder.config.vocab_size, decoder.max_written
     check_ids(prompts, sizes[0])
     return check_prompts(decoder.begins_with(prompts), max_new_tokens, *sizes)
 
 
-def _seen(prompts: Sequence[Sequence[int]], decoder: Writer) -> Tensor:
+def _seen(prompts: Sequence[Sequence[int]], decoder: GenerativeBackbone) -> Tensor:
     seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
     for row, prompt in enumerate(decoder.begins_with(prompts)):
         seen[row, list(prompt)] = True
     return seen
 
 
-def token_weights(decoder: Writer) -> Weights:
+def token_weights(decoder: GenerativeBackbone) -> Weights:
     """How many weights a token is multiplied with."""
     config = decoder.config
     return Weights(
@@ -197,7 +198,7 @@ class TokenSegments(CachedSegments):
 
     def __init__(
         self,
-        decoder: Writer,
+        decoder: GenerativeBackbone,
         exits: tuple[int, ...],
         heads: Sequence[Head],
         fill: str,
@@ -222,8 +223,8 @@ class TokenSegments(CachedSegments):
     def join(self, earlier: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((earlier, hidden), dim=1)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.decoder.embed_written(ids)
+    def embed(self, ids: Tensor, positions: list[list[int]]) -> Tensor:
+        return self.decoder.embed_written(ids, self.array(positions))
 
     def block(self, rows: list[int], positions: list[list[int]]) -> Around:
         every = len(rows) == self.num_rows
@@ -269,7 +270,7 @@ def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegme
 
 # ---- Lossless: an exit drafts, the full model verifies ----
 def generate_lossless(
-    decoder: Writer,
+    decoder: GenerativeBackbone,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -333,8 +334,9 @@ def _draft_and_verify(segments, rows, tokens, positions, limits, exit_layer, hea
     decoder, last = segments.decoder, segments.exits[-1]
     token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
     while True:
-        block = segments.block(rows, [[position + len(drafted)] for position in positions])
-        states.append(decoder.run_layers(decoder.embed_written(token[:, None]), block, 0, exit_layer))
+        at = [[position + len(drafted)] for position in positions]
+        hidden, block = segments.embed(token[:, None], at), segments.block(rows, at)
+        states.append(decoder.run_layers(hidden, block, 0, exit_layer))
         if len(drafted) == limits[0]:
             break
         logits = head(states[-1][:, 0])
@@ -364,7 +366,7 @@ def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list
 
 # ---- The text that heads learn from ----
 def generated_texts(
-    decoder: Writer,
+    decoder: GenerativeBackbone,
     prompts: Sequence[Sequence[int]],
     count: int,
     new_tokens: int,

@@ -57,8 +57,8 @@ class TokenGraphs(Segments):
 
     # ---- One graph ----
     def start(self, inputs) -> GraphTokens:
-        backbone = self.model.backbone
-        hidden, block = backbone.embed_written(inputs.input_ids), backbone.graph_block(inputs.g, 0)
+        backbone, block = self.model.backbone, self.model.backbone.graph_block(inputs.g, 0)
+        hidden = backbone.embed_written(inputs.input_ids, block.at)
         return GraphTokens(hidden, hidden, block, block)
 
     def advance(self, k: int, state: GraphTokens) -> GraphTokens:
@@ -112,7 +112,7 @@ class TokenGraphs(Segments):
         backbone, start = self.model.backbone, self.exits[k - 1] if k else 0
         with g.tracing():
             block = backbone.graph_block(g, start)
-            hidden = self._hidden(g, block) if k else backbone.embed_written(g.inputs().input_ids)
+            hidden = self._hidden(g, block) if k else backbone.embed_written(g.inputs().input_ids, block.at)
             hidden = backbone.run_layers(hidden, block, start, self.exits[k])
         g.output("hidden_out", hidden.name, "batch", "tokens", backbone.config.hidden_size)
         output_caches(g, _caches(g, block), block.written)
