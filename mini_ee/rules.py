@@ -26,7 +26,8 @@ import numpy as np
 
 from mini_ee import WrongArguments
 from mini_ee.confidence import MEASURES
-from mini_ee.data.options import is_whole, option
+from mini_ee.data.options import option
+from mini_ee.data.values import is_whole
 from mini_ee.registry import RULES as OF_METHODS
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}

@@ -347,12 +347,12 @@ FILE_FAULTS = {
     "10^60 layers": (
         config_with(num_hidden_layers=10**60),
         ValueError,
-        ["config.json", "num_hidden_layers must be at most 1000, got an integer of about 10^60"],
+        ["config.json", "num_hidden_layers must be a whole number from 1 to 1000, got an integer of about 10^60"],
     ),
     "as many words as 64 bits count": (
         config_with(vocab_size=2**63 - 1),
         ValueError,
-        ["config.json", "vocab_size must be at most 16777216"],
+        ["config.json", "vocab_size must be a whole number from 1 to 16777216"],
     ),
     "a width of 10^60": (config_with(intermediate_size=10**60), ValueError, ["config.json", "intermediate_size"]),
     "a rate of 10^400": (config_with(layer_norm_eps=10**400), ValueError, ["config.json", "layer_norm_eps"]),

@@ -708,7 +708,7 @@ def test_more_alpha_leaves_earlier_and_no_alpha_where_the_loss_is_least(tmp_path
         ({"alpha": -0.1}, "alpha must be a number of at least 0, got -0.1"),
         ({"alpha": float("inf")}, "alpha must be a number of at least 0, got inf"),
         ({"alpha": float("nan")}, "got nan"),
-        ({"epsilon": -0.1}, "epsilon must be a number of at least 0 and of at most 1, got -0.1"),
+        ({"epsilon": -0.1}, "epsilon must be a number from 0 to 1, got -0.1"),
         ({"epsilon": 1.1}, "of at most 1, got 1.1"),
         ({"trajectories": 1}, "trajectories must be a whole number of at least 2, got 1"),
         ({"estimator": "sampled"}, "estimator must be one of reinforce, exact, got 'sampled'"),

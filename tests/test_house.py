@@ -48,6 +48,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.tasks",
     "data.texts",
     "data.tokens",
+    "data.values",
     "exits.decoding",
     "methods.raee",
     "methods.raee_controls",

@@ -488,9 +488,9 @@ def test_the_folder_is_written_under_the_names_of_the_layout(new_house, tmp_path
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden_size": 10**60}, "hidden_size must be at most 1048576, got an integer of about 10"),
+        ({"hidden_size": 10**60}, "hidden_size must be a whole number from 1 to 1048576, got an integer of about 10"),
         ({"hidden_size": 25}, "hidden_size must be a multiple of num_attention_heads, got 25 and 4"),
-        ({"reach": "far"}, "reach must be an integer of at least 1, got 'far'"),
+        ({"reach": "far"}, "reach must be a whole number from 1 to [0-9]*, got 'far'"),
         ({"vocab_size": None}, "missing key vocab_size"),
     ],
 )

@@ -437,7 +437,7 @@ def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_f
 def test_a_missing_model_and_a_wrong_tau_are_told(capsys, tmp_path, base, task_folder):
     assert "no such folder" in refused(capsys, "train", "raee", "--model", tmp_path / "no", "--out", tmp_path / "out")
     options = ("--task", task_folder, "--out", tmp_path / "out", "--tau", 2)
-    message = "tau must be a number of at least 0 and of at most 1, got 2.0"
+    message = "tau must be a number from 0 to 1, got 2.0"
     assert message in refused(capsys, "train", "raee", "--model", base, *options)
 
 

@@ -407,7 +407,7 @@ def test_nothing_to_resume_and_other_settings_are_errors(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"penalty": 1.5}, r"penalty \(--lambda\) must be a number of at least 0 and of at most 1, got 1.5"),
+        ({"penalty": 1.5}, r"penalty \(--lambda\) must be a number from 0 to 1, got 1.5"),
         ({"penalty": math.nan}, "penalty"),
         ({"target": "both"}, "target must be one of soft, hard, got 'both'"),
         ({"init": "new"}, "init must be one of scratch, copy, got 'new'"),

@@ -239,7 +239,7 @@ FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max
         (("--exits", "5"), "exits must ascend from at least 1 and end at the last layer, 4, got 5,4"),
         (("--exits", "4"), "expected exits before the last layer, got only 4"),
         (("--head-lr", "-1"), "head_lr must be a number of at least 0, got -1.0"),
-        (("--lambda", "2"), "penalty (--lambda) must be a number of at least 0 and of at most 1, got 2.0"),
+        (("--lambda", "2"), "penalty (--lambda) must be a number from 0 to 1, got 2.0"),
         (("--task", "reviews2"), "--task: expected a task's folder, or for a decoder continue or copy, found reviews2"),
         (("--task", "reviews"), "teaches a decoder's tokens: give --model a decoder, and no --task folder"),
         (("--task", "copy"), "--task copy: its sentences come from a text; give it with --text FILE"),

@@ -314,7 +314,7 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
     "argv, status, message",
     [
         (("--alpha", "-1"), 2, "alpha must be a number of at least 0, got -1.0"),
-        (("--epsilon", "1.5"), 2, "epsilon must be a number of at least 0 and of at most 1, got 1.5"),
+        (("--epsilon", "1.5"), 2, "epsilon must be a number from 0 to 1, got 1.5"),
         (("--exits", "4"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 4,3"),
         (("--task", "sing"), 2, "--task: expected a task's folder, or for a decoder continue or copy, found sing"),
         (("--target", "soft"), 2, "argument --target: invalid choice: 'soft'"),

@@ -13,7 +13,6 @@ vocab_size, hidden_size, num_hidden_layers, num_attention_heads, head_width, max
 types there are, None where the model has no use for them.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mini_ee.backbones.targets import TARGETS
+from mini_ee.data.values import check_value, shortened
 
 Adapt = Callable[[int, str, Tensor, Tensor], Tensor]
 """(index of a stored layer, name of a linear map in it, its input, its output) -> the output with what is added.
@@ -356,17 +356,9 @@ LARGEST_SIZE = 2**20  # of the other integers: a size above is a typing error or
 LARGEST_NUMBER = 1e12
 
 
-def is_number(value) -> bool:
-    """Whether a value of a JSON file is a number that float32 can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
-
-
 def check_integer(name: str, value, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless the value is an integer from `least` to `most`, by default what LARGEST says."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {shortened(value)}")
-    if value > (most or LARGEST.get(name, LARGEST_SIZE)):
-        raise ValueError(f"{name} must be at most {most or LARGEST.get(name, LARGEST_SIZE)}, got {shortened(value)}")
+    """Raise ValueError unless the value is a whole number from `least` to `most`, by default what LARGEST says."""
+    check_value(name, value, int, least=least, most=most or LARGEST.get(name, LARGEST_SIZE))
 
 
 def check_fields(config, from_zero: tuple[str, ...] = (), free: tuple[str, ...] = ()) -> None:
@@ -380,10 +372,10 @@ def check_fields(config, from_zero: tuple[str, ...] = (), free: tuple[str, ...] 
             continue
         if field.type in (int, int | None) and value is not None:
             check_integer(field.name, value, 0 if field.name in from_zero else 1)
-        if field.type is float and not (is_number(value) and 0 <= value <= 1):
-            raise ValueError(f"{field.name} must be a number from 0 to 1, got {shortened(value)}")
-        if field.type is bool and not isinstance(value, bool):
-            raise ValueError(f"{field.name} must be true or false, got {shortened(value)}")
+        if field.type is float:
+            check_value(field.name, value, float, least=0, most=1)
+        if field.type is bool:
+            check_value(field.name, value, bool)
     if getattr(config, "head_dim", None) is None and config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"hidden_size must be a multiple of num_attention_heads, "
@@ -409,14 +401,6 @@ def known_fields(kind: type, given: dict, defaults: dict) -> dict:
     if missing:
         raise ValueError(f"missing key {', '.join(missing)}")
     return found
-
-
-def shortened(value) -> str:
-    """A value for a message, in one short line."""
-    if isinstance(value, int) and abs(value) > 1e30:
-        return f"an integer of about 10^{math.floor(math.log10(abs(value)))}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def some_of(names) -> str:

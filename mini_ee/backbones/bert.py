@@ -29,11 +29,11 @@ from mini_ee.backbones.backbone import (
     check_fixed,
     known_fields,
     padding_mask,
-    shortened,
     tensor_on,
 )
 from mini_ee.backbones.layers import Adapted, StackedLinear
 from mini_ee.backbones.shapes import check
+from mini_ee.data.values import shortened
 
 # What Hugging Face takes for a key that config.json leaves out, where the four types differ.
 TYPE_DEFAULTS = {

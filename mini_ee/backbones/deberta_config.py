@@ -5,16 +5,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import (
-    Layout,
-    check_fields,
-    check_fixed,
-    is_traced,
-    known_fields,
-    shortened,
-    token_places,
-)
+from mini_ee.backbones.backbone import Layout, check_fields, check_fixed, is_traced, known_fields, token_places
 from mini_ee.backbones.bert import ACTIVATIONS
+from mini_ee.data.values import shortened
 
 CONV_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
 TERMS = ("c2p", "p2c")

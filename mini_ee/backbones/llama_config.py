@@ -14,15 +14,15 @@ from torch import Tensor
 from mini_ee.backbones.activations import ACTIVATIONS
 from mini_ee.backbones.backbone import (
     LARGEST,
+    LARGEST_NUMBER,
     Layout,
     check_fields,
     check_fixed,
     check_integer,
-    is_number,
     known_fields,
-    shortened,
 )
 from mini_ee.backbones.generative import GenerativeConfig
+from mini_ee.data.values import check_value, shortened
 
 # ---- The members ----
 WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
@@ -239,8 +239,7 @@ class DecoderConfig(GenerativeConfig):
             raise ValueError(f"layer_types: sliding_attention asks for a sliding_window that is in use, got {kinds}")
 
     def _check_rope(self) -> None:
-        if not is_number(self.rope_theta) or self.rope_theta <= 0:
-            raise ValueError(f"rope_theta must be a number above 0, got {shortened(self.rope_theta)}")
+        check_value("rope_theta", self.rope_theta, float, above=0, most=LARGEST_NUMBER)
         if self.rotary_width < 2 or self.rotary_width % 2:
             raise ValueError(
                 f"head_dim * partial_rotary_factor must be an even number of at least 2, got "
@@ -254,31 +253,25 @@ class DecoderConfig(GenerativeConfig):
             return
         long = self.rope_scaling["rope_type"] == "longrope"
         keys = (ORIGINAL,) if long else LLAMA3_SCALING
-        numbers = {key: self.rope_scaling.get(key) for key in keys}
-        wrong = [key for key, value in numbers.items() if not (is_number(value) and value > 0)]
-        if wrong:
-            raise ValueError(
-                f"rope_scaling must hold a number above 0 for {', '.join(wrong)}, got {shortened(numbers)}"
-            )
+        for key in keys:
+            check_value(f"rope_scaling: {key}", self.rope_scaling.get(key), float, above=0, most=LARGEST_NUMBER)
         if long:
             self._check_long_rope()
-        elif numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-            raise ValueError(f"rope_scaling: high_freq_factor must be above low_freq_factor, got {numbers}")
+        elif self.rope_scaling["high_freq_factor"] <= self.rope_scaling["low_freq_factor"]:
+            raise ValueError(
+                f"rope_scaling: high_freq_factor must be above low_freq_factor, got {shortened(self.rope_scaling)}"
+            )
 
     def _check_long_rope(self) -> None:
         check_integer(ORIGINAL, self.rope_scaling[ORIGINAL], least=2, most=LARGEST["max_position_embeddings"])
         for key in ("short_factor", "long_factor"):
-            found = self.rope_scaling.get(key)
-            numbers = isinstance(found, list) and all(is_number(each) and each > 0 for each in found)
-            if not numbers or len(found) != self.rotary_width // 2:
-                raise ValueError(
-                    f"rope_scaling: {key} must be a list of {self.rotary_width // 2} numbers above 0, "
-                    f"got {shortened(found)}"
-                )
+            found, name = self.rope_scaling.get(key), f"rope_scaling: {key}"
+            check_value(name, found, float, several=True, above=0, most=LARGEST_NUMBER)
+            if len(found) != self.rotary_width // 2:
+                raise ValueError(f"{name} must be {self.rotary_width // 2} numbers, got {len(found)}")
         for key in ("factor", "attention_factor"):
-            found = self.rope_scaling.get(key)
-            if found is not None and not (is_number(found) and found > 0):
-                raise ValueError(f"rope_scaling: {key} must be a number above 0, got {shortened(found)}")
+            if (found := self.rope_scaling.get(key)) is not None:
+                check_value(f"rope_scaling: {key}", found, float, above=0, most=LARGEST_NUMBER)
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":

@@ -20,12 +20,12 @@ from mini_ee.backbones.backbone import (
     check_fixed,
     check_integer,
     known_fields,
-    shortened,
     tensor_on,
 )
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.generative import GenerativeConfig
 from mini_ee.backbones.layers import Adapted, RMSNorm, StackedLinear
+from mini_ee.data.values import shortened
 
 GATED = "gated-"
 

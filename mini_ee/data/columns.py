@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mini_ee.data.options import Settings, flag_of, option
-from mini_ee.data.table_files import file_error, shortened
+from mini_ee.data.table_files import file_error
+from mini_ee.data.values import shortened
 
 TEXT_COLUMNS = (
     ("sentence1", "sentence2"),

@@ -3,15 +3,12 @@
 The command line's options and the checks of their values are both made from it (cli/options.py, `check_options`).
 """
 
-import math
 from collections.abc import Container
 from dataclasses import MISSING, dataclass, field, fields
-from numbers import Integral
-from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import get_args, get_origin
 
-LIMITS = {"least": ("of at least", ge), "above": ("above", gt), "most": ("of at most", le), "below": ("below", lt)}
+from mini_ee.data.values import LIMITS, check_value
 
 
 def option(
@@ -55,20 +52,14 @@ def has_several(annotation) -> bool:
 def check_options(settings) -> None:
     """Raise ValueError, of one line, for a value of another type or outside its limits; a list becomes a tuple."""
     for each in fields(settings):
-        if not each.metadata:
+        value, about = getattr(settings, each.name), each.metadata
+        if value is None or not about:
             continue
-        value, limits = getattr(settings, each.name), each.metadata
-        if value is None:
-            continue
-        expected, several = _expected(scalar_type(each.type), limits), has_several(each.type)
-        if several and isinstance(value, list):
-            object.__setattr__(settings, each.name, value := tuple(value))
-        flag = f" ({limits['flag']})" if "flag" in limits else ""
-        if several and not (isinstance(value, tuple) and value):
-            raise ValueError(f"{each.name}{flag} must be a list, each {expected}, got {value!r}")
-        for one in value if several else (value,):
-            if not _fits(one, scalar_type(each.type), limits):
-                raise ValueError(f"{each.name}{flag} must be {expected}, got {one!r}")
+        several, flag = has_several(each.type), f" ({about['flag']})" if "flag" in about else ""
+        limits = {name: about[name] for name in ("choices", *LIMITS)}
+        check_value(f"{each.name}{flag}", value, scalar_type(each.type), several=several, **limits)
+        if several:
+            object.__setattr__(settings, each.name, tuple(value))
 
 
 def idle_option(settings, named: Container[str]) -> str | None:
@@ -88,36 +79,3 @@ class Settings:
 
     def __post_init__(self):
         check_options(self)
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, numpy's too; True is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _fits(value, kind: type, limits) -> bool:
-    if limits["choices"] is not None:
-        return value in limits["choices"]
-    if kind is bool or kind is str:
-        return isinstance(value, kind)
-    if kind not in (int, float):
-        return True
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int if kind is int else int | float)
-        or not math.isfinite(value)
-    ):
-        return False
-    return all(inside(value, limits[name]) for name, (_, inside) in LIMITS.items() if limits[name] is not None)
-
-
-def _expected(kind: type, limits) -> str:
-    if limits["choices"] is not None:
-        return f"one of {', '.join(limits['choices'])}"
-    if kind is bool:
-        return "true or false"
-    if kind is str:
-        return "text"
-    what = "a whole number" if kind is int else "a number"
-    bounds = [f"{word} {limits[name]:g}" for name, (word, _) in LIMITS.items() if limits[name] is not None]
-    return " ".join([what, " and ".join(bounds)]).strip()

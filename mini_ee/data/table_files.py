@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from mini_ee.data.values import shortened
+
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 DELIMITERS = ",;\t"  # of .csv files: spreadsheets write semicolons where numbers have a decimal comma
 LONGEST_HEADER = 100_000  # characters that are looked at for it
@@ -100,9 +102,3 @@ def text_flaw(text: object) -> str | None:
 def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> ValueError:
     """The one line of whatever is wrong with a file."""
     return ValueError(f"{path}:{line}: expected {expected}, found {found}; {advice}")
-
-
-def shortened(value: object) -> str:
-    """A value as an error shows it, in at most 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

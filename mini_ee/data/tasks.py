@@ -25,7 +25,8 @@ from mini_ee.data.columns import Columns, TaskOptions, columns_of, positions
 from mini_ee.data.files import json_sha256
 from mini_ee.data.glue import GLUE, GlueTask
 from mini_ee.data.reviews import read_reviews
-from mini_ee.data.table_files import SUFFIXES, file_error, shortened, table_rows, text_flaw
+from mini_ee.data.table_files import SUFFIXES, file_error, table_rows, text_flaw
+from mini_ee.data.values import shortened
 
 TOY = "reviews"
 

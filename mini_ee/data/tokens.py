@@ -15,8 +15,8 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
-from mini_ee.data.options import is_whole
-from mini_ee.data.table_files import shortened, text_flaw
+from mini_ee.data.table_files import text_flaw
+from mini_ee.data.values import is_whole, shortened
 
 HEAD = 32  # characters for each token of max_length: as long a head of a text is tried before all of it
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from mini_ee import WrongArguments, __version__
-from mini_ee.backbones.backbone import check_integer, shortened
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
@@ -41,6 +40,7 @@ from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_write
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Tokenizer, check_rows, in_order
+from mini_ee.data.values import check_value, shortened
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import Sampling
@@ -287,9 +287,9 @@ def _check_values(config: dict) -> None:
     """Raise ValueError for values that nothing else looks at before they are used."""
     if config["unit"] == "tokens":
         return
-    check_integer("max_length", config["max_length"])
+    check_value("max_length", config["max_length"], int, least=1)
     names = config["task"]["label_names"]
-    check_integer("texts", config["task"]["texts"], most=2)
+    check_value("texts", config["task"]["texts"], int, least=1, most=2)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"label_names must be a list of names, found {shortened(names)}; train the run again")
     if config["unit"] == "rows" and config["num_labels"] != max(1, len(names)):

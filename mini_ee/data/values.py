@@ -1,0 +1,72 @@
+"""One check for values that come from outside, by an option or a JSON file, and how messages show them. No torch here.
+
+Every message says what was expected and what was found: "epochs must be a whole number of at least 1, got 0".
+"""
+
+import math
+from numbers import Integral
+from operator import ge, gt, le, lt
+
+LIMITS = {"least": ("of at least", ge), "above": ("above", gt), "most": ("of at most", le), "below": ("below", lt)}
+LONGEST = 100  # characters of a value in a message
+
+
+def check_value(name: str, value, kind: type, *, several: bool = False, choices=None, **limits: float | None) -> None:
+    """Raise ValueError, of one line, unless a value is of a type and within its limits.
+
+    kind: int, float, bool or str; others are not checked. several: a list or a tuple of such values, at least one.
+    choices: all values that are allowed. limits: `least`, `above`, `most` and `below`; None limits nothing.
+    """
+    wanted = expected(kind, choices, limits)
+    if several and not (isinstance(value, list | tuple) and value):
+        raise ValueError(f"{name} must be a list, each {wanted}, got {shortened(value)}")
+    for one in value if several else (value,):
+        if not (one in choices if choices is not None else fits(one, kind, **limits)):
+            raise ValueError(f"{name} must be {wanted}, got {shortened(one)}")
+
+
+def fits(value, kind: type, **limits: float | None) -> bool:
+    """Whether a value is of a type and within limits, as `check_value` takes them. True is no number, NaN neither."""
+    if kind is bool or kind is str:
+        return isinstance(value, kind)
+    if kind not in (int, float):
+        return True
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        return False
+    bounds = ((LIMITS[name][1], limit) for name, limit in limits.items() if limit is not None)
+    return abs(value) < math.inf and all(inside(value, limit) for inside, limit in bounds)
+
+
+def expected(kind: type, choices, limits: dict[str, float | None]) -> str:
+    """What a message says was expected.
+
+    >>> expected(int, None, {"least": 1, "most": 9}), expected(float, None, {"above": 0})
+    ('a whole number from 1 to 9', 'a number above 0')
+    """
+    if choices is not None:
+        return f"one of {', '.join(choices)}"
+    if kind is bool or kind is str:
+        return "true or false" if kind is bool else "text"
+    what, bounds = "a whole number" if kind is int else "a number", {k: v for k, v in limits.items() if v is not None}
+    if bounds.keys() == {"least", "most"}:
+        return f"{what} from {_number(bounds['least'])} to {_number(bounds['most'])}"
+    return " ".join(
+        [what, " and ".join(f"{LIMITS[name][0]} {_number(limit)}" for name, limit in bounds.items())]
+    ).strip()
+
+
+def _number(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, numpy's too; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def shortened(value: object) -> str:
+    """A value for a message, in one short line."""
+    if isinstance(value, int) and abs(value) > 1e30:  # Python does not write an integer of many thousand digits
+        return f"an integer of about 10^{math.floor(math.log10(abs(value)))}"
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
