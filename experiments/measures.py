@@ -14,6 +14,7 @@ import torch
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.baselines import sleb
 from mini_ee.baselines.adainfer import right_of, svm
+from mini_ee.calibration import observe
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Encoded, Inputs
@@ -23,16 +24,16 @@ from mini_ee.evaluation.evaluate import (
     LOSSES,
     by_exit,
     curve,
+    fewest_flops,
     is_full,
     measure_seconds,
-    most_saved,
     overthinking,
     replayed,
     rows_of,
     timed_batches,
 )
 from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
-from mini_ee.evaluation.suits import kept, suitability, threshold_at
+from mini_ee.evaluation.suits import savings_at, suitability, threshold_at
 from mini_ee.evaluation.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.exits.generation import Sampling
 from mini_ee.exits.prompts import PromptModel
@@ -46,8 +47,8 @@ from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.methods.raee_controls import ablation, controls, embed_all
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.training.default_rule import choose
 from mini_ee.training.holdout import split_rows
-from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
 from mini_ee.training.stages import task_loss
 
@@ -141,7 +142,8 @@ def _picked(run: Run, task: Task, rows: Split, reported: Record, held: tuple, re
     never = next(point for point in points if point["rule"]["name"] == "never")
     picked = {}
     for name, loss in LOSSES.items():
-        found = most_saved(points, reference["hold-out full"] - loss - ROUNDED)
+        least = reference["hold-out full"] - loss - ROUNDED
+        found = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
         if found or not never["layers_saved"]:  # where tokens leave, there is no rule under which nothing is saved
             picked[f"at {name.replace('_', ' ')}"] = there(found or never)
     offered = [there(point) for point in points[:: max(1, len(points) // LISTED)]]
@@ -191,7 +193,7 @@ def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
     chosen_on, there = (record(run.segments(), run.encode(some.texts), BATCH, "reading") for some in (held, reported))
     observed = observe(there)
     rule = threshold_at(observe(chosen_on))
-    measured = kept(observed, rule, run.exits, Costs(0.0, 0.0))
+    measured = savings_at(observed, rule, run.exits, Costs(0.0, 0.0))
     return {
         "estimate": said["estimate"]["saved"],
         "estimate, low": said["estimate"]["low"],

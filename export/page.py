@@ -29,7 +29,7 @@ from mini_ee.exits.tokens import record_texts
 from mini_ee.export.builder import branches_of
 from mini_ee.export.sessions import HeldRule
 from mini_ee.rules import Rule, rule_from_dict
-from mini_ee.training.rule import curve
+from mini_ee.training.default_rule import curve
 from mini_ee.training.run import Run
 
 SOURCES = Path(__file__).parent / "web"

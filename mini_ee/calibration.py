@@ -8,11 +8,13 @@ Schuster et al. 2022, CALM): cuts are tested one after the other from the strict
 
 A group is what was drawn independently: a text with all its tokens, or a classifier's row. The test of a cut is
 
-    groups of one row   exact binomial (Clopper & Pearson 1934): the promise holds whatever the rows are like
+    groups of one row   exact binomial: the promise holds whatever the rows are like
     larger groups       binomial of as many independent rows as the sample is worth (Korn & Graubard 1998), with one
                         more text, as long as the longest, in which every row is wrong: so nothing rests on a text
                         that has not been seen. It assumes that the correlation within texts shows in the sample; it
                         is simulated in the tests, with texts that are wrong as a whole too.
+
+statistics.py has both.
 
 A third promise is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, 2104.08803v2).
 
@@ -21,14 +23,16 @@ Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: th
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mini_ee.data.progress import tqdm
+from mini_ee.early_exit import early_exit
+from mini_ee.recording import Record, Recorded
 from mini_ee.rules import LIMITS, Policy, Rule, Threshold
+from mini_ee.statistics import agreement_p_values, fixed_sequence, groups_needed
 
 START = 0.05  # share of the rows in the strictest cut that is tested
 RESAMPLES = 1000
@@ -138,108 +142,11 @@ def tau_with_confidence(
     confidence, agrees, groups = confidence[order], agrees[order], groups[order]
     cuts = np.diff(confidence, append=-np.inf) < 0  # behind the last of a group of ties
     cuts[: math.ceil(START * len(cuts)) - 1] = False
-    best = p_values(np.ones_like(agrees), groups, epsilon)
+    best = agreement_p_values(np.ones_like(agrees), groups, epsilon)
     roomy = cuts & (best <= delta**2)
     cuts = np.flatnonzero(roomy if roomy.any() else cuts & (best <= delta))
-    passed = fixed_sequence(p_values(agrees, groups, epsilon)[cuts], delta)
+    passed = fixed_sequence(agreement_p_values(agrees, groups, epsilon)[cuts], delta)
     return float(confidence[cuts[passed - 1]]) if passed else math.inf
-
-
-def fixed_sequence(p_values: np.ndarray, level: float) -> int:
-    """How many hypotheses are rejected, one after the other up to the first whose p-value is above the level.
-
-    With probability 1 - level all of them are rejected rightly (Learn then Test, fixed sequence testing): a wrong
-    rejection takes that of the first true hypothesis, which is a single test. So the order must not depend on the rows
-    tested.
-    """
-    passes = np.asarray(p_values) <= level
-    return len(passes) if passes.all() else int(passes.argmin())
-
-
-def p_values(agrees: np.ndarray, groups: np.ndarray, epsilon: float) -> np.ndarray:
-    """For rows from the surest down, (N,): how likely the first n would agree so often if they did less than epsilon.
-
-    agrees, groups: (N,). One value for each n = 1..N; at most 1.
-    """
-    if len(np.unique(groups)) == len(groups):
-        return _binomial_tail(agrees, epsilon)
-    return _totals(agrees, groups).p_values(epsilon)
-
-
-def _binomial_tail(agrees: np.ndarray, epsilon: float) -> np.ndarray:
-    """P(Binomial(n, epsilon) >= x_n), where x_n of the first n rows agree: each follows from the one before."""
-    n, x = np.arange(len(agrees)), np.cumsum(agrees) - agrees  # before the row
-    log_factorial = np.cumsum(np.log(np.maximum(np.arange(len(agrees) + 1), 1)))
-
-    def probability(x):
-        x = np.maximum(x, 0)
-        ways = log_factorial[n] - log_factorial[x] - log_factorial[n - x]
-        return np.exp(ways + x * math.log(epsilon) + (n - x) * math.log1p(-epsilon))
-
-    rises = epsilon * probability(x - 1) * (x > 0)
-    falls = (1 - epsilon) * probability(x)
-    return np.clip(1 + np.cumsum(np.where(agrees, -falls, rises)), 0, 1)
-
-
-class _Totals(NamedTuple):
-    """Sums over the texts i of a cut, n_i rows of which x_i agree; each an array over cuts."""
-
-    rows: np.ndarray  # sum n_i
-    agreeing: np.ndarray  # sum x_i
-    nn: np.ndarray  # sum n_i^2
-    nx: np.ndarray
-    xx: np.ndarray
-    longest: np.ndarray  # max n_i
-
-    def p_values(self, epsilon: float) -> np.ndarray:
-        """exp(-m KL(p, epsilon)) (Chernoff), for m independent rows of which a share p agrees.
-
-        p = sum x_i / sum n_i; m = p (1 - p) (sum n_i)^2 / sum (x_i - p n_i)^2, the rows of a plain sample in which p is
-        as uncertain as it is here; both with the text that is wrong throughout, x = 0 and n = longest.
-        """
-        rows = self.rows + self.longest
-        p = self.agreeing / rows
-        spread = self.xx - 2 * p * self.nx + p**2 * (self.nn + self.longest**2)
-        worth = np.minimum(p * (1 - p) * rows**2 / np.maximum(spread, 1e-12), rows)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            divergence = p * np.log(p / epsilon) + (1 - p) * np.log((1 - p) / (1 - epsilon))
-        return np.exp(-worth * np.where(p > epsilon, divergence, 0))
-
-
-def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
-    """Of the first 1, 2, .. N rows."""
-    order = np.argsort(groups, kind="stable")
-    _, begins, sizes = np.unique(groups[order], return_index=True, return_counts=True)
-    before = np.concatenate(([0], np.cumsum(agrees[order])))
-    n, x = np.empty((2, len(order)), np.int64)  # of the row's own text, up to the row
-    n[order] = np.arange(len(order)) - np.repeat(begins, sizes) + 1
-    x[order] = before[1:] - np.repeat(before[begins], sizes)
-    grown = 2 * n - 1, x + (n - 1) * agrees, (2 * x - 1) * agrees
-    return _Totals(
-        np.arange(len(order)) + 1, np.cumsum(agrees), *(np.cumsum(each) for each in grown), np.maximum.accumulate(n)
-    )
-
-
-def chance_of_so_few(agreeing: int, count: int, epsilon: float) -> float:
-    """P(Binomial(count, epsilon) <= agreeing): how likely so few agree where a share of epsilon does."""
-    return float(_binomial_tail(np.arange(count) >= agreeing, 1 - epsilon)[-1])
-
-
-def share_interval(agreeing: int, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Of the share that agrees, the interval of Clopper and Pearson: it holds the true one with this chance at least.
-
-    >>> share_interval(0, 10)[0], round(share_interval(0, 10)[1], 4)
-    (0.0, 0.3085)
-    """
-
-    def highest(agreeing: int) -> float:
-        low, high = agreeing / count, 1.0
-        while high - low > 1e-6:
-            middle = (low + high) / 2
-            low, high = (middle, high) if chance_of_so_few(agreeing, count, middle) > (1 - level) / 2 else (low, middle)
-        return high
-
-    return 1 - highest(count - agreeing), highest(agreeing)
 
 
 def check_promise(epsilon: float, delta: float | None) -> None:
@@ -258,31 +165,15 @@ def check_promise(epsilon: float, delta: float | None) -> None:
 
 def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
     """Raise TooFew where not even full agreement would pass."""
-    perfect = p_values(np.ones(len(groups), bool), groups, epsilon)[-1]
+    perfect = agreement_p_values(np.ones(len(groups), bool), groups, epsilon)[-1]
     if perfect > delta:
-        rows = np.unique(groups, return_counts=True)[1]
-        if rows.max() == 1:
-            kind, needed = "rows", math.ceil(math.log(delta) / math.log(epsilon))
-        else:
-            kind, needed = "texts like these", _texts_needed(rows, epsilon, delta)
+        sizes = np.unique(groups, return_counts=True)[1]
+        needed, kind = groups_needed(sizes, epsilon, delta), "rows" if sizes.max() == 1 else "texts like these"
         raise TooFew(
             f"too few to promise epsilon {epsilon} with this delta: at least {needed} {kind} are needed, "
-            f"got {len(rows)}; calibrate on more, or lower epsilon, or leave delta out",
+            f"got {len(sizes)}; calibrate on more, or lower epsilon, or leave delta out",
             needed,
         )
-
-
-def _texts_needed(rows: np.ndarray, epsilon: float, delta: float) -> int:
-    """How many texts of these lengths would pass if all rows agreed."""
-
-    def passes(texts):
-        total, squares = texts * rows.mean(), texts * (rows**2).mean()
-        return _Totals(total, total, squares, squares, squares, rows.max()).p_values(epsilon) <= delta
-
-    most = len(rows)
-    while not passes(most):
-        most *= 2
-    return bisect_left(range(most), True, key=lambda texts: bool(passes(texts + 1))) + 1
 
 
 # ---- The conformal promise ----
@@ -341,29 +232,33 @@ def above(tau: float, measure: str) -> Rule:
     return Threshold(threshold if threshold <= LIMITS[measure][1] else math.inf, measure)
 
 
-def kept(observed: Observed, sure: np.ndarray) -> float:
-    """The share of rows, of a text the mean over texts, with the last exit's answer where each leaves at the first exit
-    that is sure, (N, K - 1) bool."""
-    first = np.where(sure.any(axis=1), sure.argmax(axis=1), sure.shape[1])
-    right = np.column_stack((observed.agrees, np.ones(len(sure), bool)))[np.arange(len(sure)), first]
-    _, group, sizes = np.unique(observed.groups, return_inverse=True, return_counts=True)
-    return float((np.bincount(group, right) / sizes).mean())
-
-
 def kept_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
-    """What is kept of fresh groups, those in no set, over so many calibration sets, on average: by the conformal cut,
-    the paper's thresholds and those of confidence COMPARED, all three on the same sets.
+    """The mean agreement on fresh groups, those in no set, over so many calibration sets: by the conformal cut, the
+    paper's thresholds and those of confidence COMPARED, all three on the same sets.
     """
     shares, each_delta = np.zeros((sets, 3)), COMPARED / observed.confidence.shape[1]
     for at, drawn in enumerate(calibration_sets(observed, sets, seed)):
         some, fresh = observed.take(drawn), observed.take(~drawn)
         columns = list(zip(some.confidence.T, some.agrees.T))
+        cut = np.nextafter(conformal_cut(some, epsilon), np.inf, dtype=some.confidence.dtype)  # strictly above it
         taus = [tau(*column, epsilon) for column in columns]
-        surer = [tau_with_confidence(*column, some.groups, epsilon, each_delta) for column in columns]
-        sure = fresh.confidence > conformal_cut(some, epsilon), *(fresh.confidence >= each for each in (taus, surer))
-        shares[at] = [kept(fresh, each) for each in sure]
+        stricter = [tau_with_confidence(*column, some.groups, epsilon, each_delta) for column in columns]
+        rules = (_Cuts(each) for each in ([cut] * len(columns), taus, stricter))
+        shares[at] = [mean_of_groups(replay(fresh, rule).agrees, fresh.groups) for rule in rules]
     means = dict(zip(("conformal", "paper", "delta"), shares.mean(axis=0).tolist()))
     return {"sets": sets, "groups_a_set": len(np.unique(observed.groups)) // 4} | means
+
+
+class _Cuts(Rule):
+    """A threshold for each exit, on whichever measure was observed: rules of a name know the limits of theirs."""
+
+    needs = "state"
+
+    def __init__(self, cuts: Sequence[float]):
+        self.cuts = cuts
+
+    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+        return reading.exit_logit >= self.cuts[k]
 
 
 def calibration_sets(observed: Observed, sets: int, seed: int) -> Iterator[np.ndarray]:
@@ -375,26 +270,43 @@ def calibration_sets(observed: Observed, sets: int, seed: int) -> Iterator[np.nd
         yield np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
 
 
-# ---- What is kept of the promise ----
+# ---- What fresh rows show ----
+class Outcome(NamedTuple):
+    """What a rule does with N observed rows."""
+
+    exit_index: np.ndarray  # (N,)
+    agrees: np.ndarray  # (N,) bool: whether the row exits with the last exit's answer
+
+
+def replay(observed: Observed, rule: Rule) -> Outcome:
+    """The loop on observed rows. rule: on the measure that was observed."""
+    last = np.ones((len(observed.agrees), 1), bool)
+    agrees = np.concatenate((observed.agrees, last), axis=1)[:, :, None]  # as logits, which the loop gathers
+    count = agrees.shape[1]
+    measures = {getattr(rule, "measure", POLICY): observed.confidence}
+    segments = Recorded((*range(1, count + 1),), agrees, np.zeros((*agrees.shape[:2], 2)), [1] * count, measures)
+    result = early_exit(segments, rule, range(len(agrees)))
+    return Outcome(result.exit_index, result.logits[:, 0])
+
+
+def end_to_end(observed: Observed, rule: Rule) -> float:
+    """The share of rows that exit with the full model's answer, each at its own exit."""
+    return float(replay(observed, rule).agrees.mean())
+
+
+def mean_of_groups(values: np.ndarray, groups: np.ndarray) -> float:
+    """The mean over groups of their own means."""
+    _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    return float((np.bincount(group, values) / sizes).mean())
+
+
 def agreement(observed: Observed, rule: Threshold) -> list[float | None]:
     """For every exit but the last: the share of rows at or above its threshold that agree. None: no row is."""
-    kept = []
+    shares = []
     for confidence, agrees, threshold in zip(observed.confidence.T, observed.agrees.T, rule.threshold):
-        sure = confidence >= threshold
-        kept.append(float(agrees[sure].mean()) if sure.any() else None)
-    return kept
-
-
-def exit_indices(observed: Observed, rule: Threshold) -> np.ndarray:
-    """(N,): the first exit whose threshold the row reaches, K - 1 where none; what early_exit finds."""
-    sure = observed.confidence >= np.array(rule.threshold[:-1])
-    return np.where(sure.any(axis=1), sure.argmax(axis=1), sure.shape[1])
-
-
-def end_to_end(observed: Observed, rule: Threshold) -> float:
-    """The share of rows that leave with the full model's answer, each at its own exit."""
-    agrees = np.column_stack((observed.agrees, np.ones(len(observed.agrees), bool)))
-    return float(agrees[np.arange(len(agrees)), exit_indices(observed, rule)].mean())
+        confident = confidence >= threshold
+        shares.append(float(agrees[confident].mean()) if confident.any() else None)
+    return shares
 
 
 def broken_promises(
@@ -418,29 +330,100 @@ def broken_promises(
                 rule = calibrate(observed.take(drawn), epsilon, each, measure)
             except TooFew as error:
                 raise TooFew(f"{A_SET}: {error}", 4 * error.needed) from None
-            kept = agreement(observed.take(~drawn), rule)
-            broken[name] += any(share is not None and share < epsilon for share in kept)
-    shares = {name: count / sets for name, count in broken.items()}
-    return {"sets": sets, "groups_a_set": len(np.unique(observed.groups)) // 4} | shares
+            shares = agreement(observed.take(~drawn), rule)
+            broken[name] += any(share is not None and share < epsilon for share in shares)
+    of_sets = {name: count / sets for name, count in broken.items()}
+    return {"sets": sets, "groups_a_set": len(np.unique(observed.groups)) // 4} | of_sets
 
 
-def report(calibration: Observed, fresh: Observed, rule: Threshold, epsilon: float, delta: float | None) -> dict:
-    """The JSON answer: thresholds, and what is kept of the promise on rows that they were not taken from.
+# ---- From a record to a rule and its JSON answer: `mini-ee calibrate` ----
+def observe(recorded: Record, measure: str = "max_probability") -> Observed:
+    """What the exits but the last predict of recorded units: rows are groups of their own, tokens belong to a text."""
+    predicted = recorded.predictions
+    if predicted.shape[1] < 2:
+        raise ValueError("there is nothing to calibrate: the model has one exit; train one with more")
+    groups = np.arange(len(predicted)) if recorded.groups is None else recorded.groups
+    return Observed(recorded.confidence(measure), predicted[:, :-1] == predicted[:, -1:], groups)
 
-    tau_intervals: how far chance moves the paper's thresholds. None with delta, whose thresholds allow for chance.
+
+def calibrate_record(
+    recorded: Record,
+    epsilon: float,
+    delta: float | None = None,
+    measure: str = "max_probability",
+    seed: int = 0,
+    sets: int = 0,
+) -> tuple[Threshold, dict]:
+    """Thresholds of all exits from recorded units that they were not trained on: the rule, and the JSON answer.
+
+    A seeded half of the rows or texts gives the thresholds, the other half shows how often they agree.
+    tau_intervals: how far chance moves the paper's thresholds; None with delta, whose thresholds allow for chance.
+    sets: how many for `broken_promises`. Raises ValueError if there are too few, with the number that would do.
     """
-    counts = np.bincount(exit_indices(fresh, rule), minlength=len(rule.threshold))
+    observed = observe(recorded, measure)
+    names, drawn = _half(observed, seed)
+    taken, fresh = observed.take(drawn), observed.take(~drawn)
+    try:
+        rule = calibrate(taken, epsilon, delta, measure)
+    except TooFew as error:
+        units = math.ceil(2 * error.needed * len(observed.groups) / len(names))
+        what = "rows are" if recorded.groups is None else f"texts like these, {units} tokens, are"
+        raise ValueError(
+            f"too few to promise epsilon {epsilon} with delta {delta}: at least {2 * error.needed} {what} needed (half "
+            f"of them to check), got {len(names)}; give more, or lower epsilon, or leave delta out"
+        ) from None
+    answer = {"epsilon": epsilon, "delta": delta, "measure": measure, "thresholds": rule.to_dict()["threshold"][:-1]}
+    answer["tau_intervals"] = _intervals(taken, epsilon) if delta is None else None
+    answer |= {"agreement": agreement(fresh, rule), "end_to_end": end_to_end(fresh, rule)}
+    answer |= _figures(recorded, rule, drawn)
+    if sets:
+        answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
+    return rule, answer
+
+
+def calibrate_conformal(
+    recorded: Record, epsilon: float, measure: str, seed: int = 0, sets: int = 0
+) -> tuple[Rule, dict]:
+    """The same with one conformal cut for all exits. sets: how many for `kept_by_sets`."""
+    observed = observe(recorded, measure)
+    names, drawn = _half(observed, seed)
+    try:
+        rule = conformal(observed.take(drawn), epsilon, measure)
+    except TooFew as error:
+        raise ValueError(
+            f"too few for a conformal promise of epsilon {epsilon}: at least {2 * error.needed} rows or texts are "
+            f"needed (half of them to check), got {len(names)}; give more, or lower epsilon"
+        ) from None
+    fresh, last = observed.take(~drawn), observed.confidence.shape[1]
+    outcome = replay(fresh, rule)
+    exited = [outcome.agrees[outcome.exit_index == k] for k in range(last)]
+    answer = {"promise": "conformal", "epsilon": epsilon, "delta": None, "measure": measure}
+    answer |= {"thresholds": [rule.to_dict()[rule.knob]] * last, "tau_intervals": None}
+    answer["agreement"] = [float(agrees.mean()) if len(agrees) else None for agrees in exited]
+    answer["end_to_end"] = mean_of_groups(outcome.agrees, fresh.groups)
+    answer |= _figures(recorded, rule, drawn)
+    if sets:
+        answer["kept"] = kept_by_sets(observed, epsilon, sets, seed)
+    return rule, answer
+
+
+def _half(observed: Observed, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Names of the rows or texts, and which units (N,) are of a seeded half of them."""
+    names = np.unique(observed.groups)
+    if len(names) < 2:
+        raise ValueError(f"expected at least 2 rows or texts, some to calibrate on and some to check, got {len(names)}")
+    chosen = names[np.random.default_rng(seed).permutation(len(names))[: len(names) // 2]]
+    return names, np.isin(observed.groups, chosen)
+
+
+def _figures(recorded: Record, rule: Rule, drawn: np.ndarray) -> dict:
+    """Where the units exit that the thresholds were not taken from, and how many there are of both halves."""
+    result = recorded.replay(rule)
     return {
-        "epsilon": epsilon,
-        "delta": delta,
-        "measure": rule.measure,
-        "thresholds": rule.to_dict()["threshold"][:-1],
-        "tau_intervals": _intervals(calibration, epsilon) if delta is None else None,
-        "agreement": agreement(fresh, rule),
-        "end_to_end": end_to_end(fresh, rule),
-        "exit_counts": counts.tolist(),
-        "rows_calibration": len(calibration.groups),
-        "rows_fresh": len(fresh.groups),
+        "exit_counts": np.bincount(result.exit_index[~drawn], minlength=len(recorded.segments.exits)).tolist(),
+        "rows_calibration": int(drawn.sum()),
+        "rows_fresh": int((~drawn).sum()),
+        "mean_layers": float(result.layers_run[~drawn].mean()),
     }
 
 

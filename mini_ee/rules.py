@@ -92,9 +92,10 @@ class Rule:
     def from_loose_to_strict(self, recorded, count: int) -> list["Rule"]:
         """The rule with other values of its knob, under which ever fewer units exit early; the last lets none exit.
 
-        The values are `count` quantiles of what is compared with the knob, and the rule's own.
+        The values are `count` quantiles of what is compared with the knob, and the rule's own. Empty if the
+        model has one exit.
         """
-        if self.knob is None:
+        if self.knob is None or len(recorded.segments.exits) < 2:
             return []
         levels = np.quantile(self.compared(recorded), np.linspace(0, 1, count))
         values = np.clip([*levels, *np.atleast_1d(getattr(self, self.knob))], *self.knob_range)

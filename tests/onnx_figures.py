@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from wrapped import wrapped
 
 import mini_ee
-from mini_ee.calibration import calibrate, end_to_end
+from mini_ee.calibration import calibrate, end_to_end, observe
 from mini_ee.data.tasks import load_task
 from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
@@ -51,7 +51,6 @@ from mini_ee.export.sessions import share_threads
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training.rule import observe
 from mini_ee.weights.pretrain_llama import read_stories
 
 METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")

@@ -23,12 +23,12 @@ from repeated_trainings import every_method
 from tqdm import tqdm
 from wrapped import wrapped
 
-from mini_ee.calibration import COMPARED, broken_promises, kept_by_sets, share_interval
+from mini_ee.calibration import COMPARED, broken_promises, kept_by_sets, observe
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.recording import Record, Recorded, predictions, record
-from mini_ee.rules import NeverExit, Rule
-from mini_ee.training.promise import POWER, paired_p_values
-from mini_ee.training.rule import default_rule, observe, thresholds
+from mini_ee.rules import NeverExit, Rule, Threshold
+from mini_ee.statistics import POWER, paired_p_values, share_interval
+from mini_ee.training.default_rule import default_rule, sweep
 from mini_ee.training.run import load_run
 
 SEED = 0
@@ -80,7 +80,7 @@ def rows_of(logits: np.ndarray) -> Record:
 def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
     """The rule that saves most among those that lose at most MAX_LOSS on the hold-out itself."""
     best, most = NeverExit(), 0.0
-    for rule in thresholds(recorded):
+    for rule in sweep(Threshold(math.inf))(recorded):
         loss, saved = outcome(recorded, labels, rule)
         if loss.mean() <= MAX_LOSS and saved.mean() > most:
             best, most = rule, saved.mean()

@@ -21,15 +21,15 @@ import tokenizers
 import torch
 from tqdm import tqdm
 
-import mini_ee.training.rule as rule
+import mini_ee.training.default_rule as rule
 import mini_ee.training.train as training
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import save_backbone
-from mini_ee.calibration import share_interval
 from mini_ee.data.files import read_json
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.rows import RowData
 from mini_ee.recording import predictions, record
+from mini_ee.statistics import share_interval
 from mini_ee.training.holdout import Parts, split_rows
 from mini_ee.training.run import Run, load_run
 

@@ -11,7 +11,7 @@ from test_baselines import of_exits
 from test_calm import model_of, texts_of
 
 import mini_ee.baselines.adainfer as adainfer
-from mini_ee.baselines.adainfer import Svm, bounds, decisions, fit_svm, right_of, svm, svm_of_texts, svms
+from mini_ee.baselines.adainfer import Svm, bounds, fit_svm, right_of, svm, svm_of_texts, svms
 from mini_ee.cli.main import main
 from mini_ee.confidence import breaking_ties, max_probability
 from mini_ee.early_exit import early_exit
@@ -172,7 +172,7 @@ def test_candidates_are_the_svms_as_they_are_and_with_other_margins():
     for k in range(3):
         gap, top = breaking_ties(logits[:, k]), max_probability(logits[:, k])
         expected = rules[0].gap[k] * gap + rules[0].top[k] * top + rules[0].bias[k]
-        np.testing.assert_allclose(decisions(recorded, rules[0])[:, k], expected)
+        np.testing.assert_allclose(rules[0].compared(recorded)[:, k], expected)
     assert svms(of_exits(np.zeros((5, 1, 2)))) == []
 
 
@@ -217,7 +217,7 @@ def test_the_rule_takes_in_the_scale_of_the_measures_and_does_not_say_yes_to_all
     raw = np.stack((p[:, 1] - p[:, 0], p[:, 1]), 1)
     x = np.column_stack(((raw - raw.mean(0)) / raw.std(0), np.ones(300)))
     w, _ = fit_svm(x, np.where(right[:, 0], 1.0, -1.0))
-    np.testing.assert_allclose(decisions(recorded, rule)[:, 0], x @ w, atol=1e-9)
+    np.testing.assert_allclose(rule.compared(recorded)[:, 0], x @ w, atol=1e-9)
     said = x @ w > 0
     assert said[right[:, 0]].mean() > 0.6 > 0.55 > said[~right[:, 0]].mean()
 

@@ -1,5 +1,6 @@
 """The systems that the papers compare with: their losses by hand, what they fit afterwards, their rules."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -20,17 +21,18 @@ from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.recording import Record, Recorded, record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.training.default_rule import CANDIDATES, sweep
 from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.rule import LEVELS, cuts, thresholds
 from mini_ee.training.run import build_model, encode
 from mini_ee.training.stages import Batch, joint_stage, task_loss
 from mini_ee.training.state import Saved
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")
+USUAL = sweep(Threshold(math.inf))  # candidates of a method that names none
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
 
@@ -283,7 +285,7 @@ def test_every_system_trains_and_its_rules_fit_what_it_says(name, tmp_path, chec
     model, _ = train_system(name, checkpoint_folder, words, tmp_path)
     held = words[1].encoded
     recorded = record(model.segments(), held, 64)
-    rules = (load_method(name).candidates or thresholds)(recorded)
+    rules = (load_method(name).candidates or USUAL)(recorded)
     layers = []
     for rule in rules:
         rule.check(3)
@@ -300,21 +302,27 @@ def of_exits(logits, exit_logits=None):
 def test_a_policy_that_is_as_sure_as_can_be_has_cuts_too():
     """1 / (1 + exp(800)) overflows on the way; warnings are errors here."""
     logits = np.array([[-800.0, 0.0], [800.0, -800.0]])
-    rules = cuts(of_exits(np.zeros((2, 3, 3)), logits))
-    assert {rule.cut for rule in rules} >= {0.0, 0.5, 1.0}
+    recorded = of_exits(np.zeros((2, 3, 3)), logits)
+    assert [rule.cut for rule in sweep(Policy())(recorded)][:2] == [0.5, 0.0]
+    assert {rule.cut for rule in Policy().from_loose_to_strict(recorded, 3)} >= {0.0, 0.5, 1.0}
+
+
+def test_the_sweep_of_a_policy_is_empty_without_one():
+    """As in an exported folder whose graph holds another rule."""
+    assert sweep(Policy())(of_exits(np.zeros((2, 3, 3)))) == []
 
 
 def test_the_rules_are_those_of_the_papers():
     random = np.random.default_rng(0)
     recorded = of_exits(random.normal(size=(50, 4, 3)), random.normal(size=(50, 3)))
-    of = {name: (load_method(name).candidates or thresholds)(recorded) for name in SYSTEMS}
+    of = {name: (load_method(name).candidates or USUAL)(recorded) for name in SYSTEMS}
     for name, measure in (
         ("deebert", "entropy"),
         ("fastbert", "normalised_entropy"),
         ("right-tool", "max_probability"),
     ):
         assert {(type(rule), rule.measure) for rule in of[name]} == {(Threshold, measure)}
-        assert len(of[name]) == LEVELS
+        assert len(of[name]) == CANDIDATES
     assert of["pabee"] == [Patience(1), Patience(2)]  # a patience of 3 would leave at the last of 4 exits
     assert {(type(rule), rule.patience) for rule in of["pcee-bert"]} == {(PatienceConfidence, n) for n in (2, 3)}
     assert of["berxit"][0] == Policy(0.5) and {type(rule) for rule in of["berxit"]} == {Policy}
@@ -324,7 +332,7 @@ def test_one_exit_leaves_nothing_to_choose():
     alone = of_exits(np.zeros((5, 1, 2)))
     for name in SYSTEMS:
         if name != "berxit":
-            assert (load_method(name).candidates or thresholds)(alone) == []
+            assert (load_method(name).candidates or USUAL)(alone) == []
 
 
 def test_a_training_that_was_killed_while_it_was_calibrated_is_not_calibrated_twice(

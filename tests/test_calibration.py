@@ -3,7 +3,7 @@
 import json
 import math
 from itertools import combinations_with_replacement, product
-from math import comb, factorial
+from math import factorial
 
 import numpy as np
 import pytest
@@ -14,16 +14,17 @@ from mini_ee.calibration import (
     agreement,
     broken_promises,
     calibrate,
+    calibrate_record,
     end_to_end,
-    exit_indices,
     intervals,
-    p_values,
+    observe,
+    replay,
     tau,
     tau_with_confidence,
 )
 from mini_ee.confidence import MEASURES
 from mini_ee.recording import Record, Recorded
-from mini_ee.training.rule import calibrate_record, observe
+from mini_ee.statistics import agreement_p_values
 
 EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 DELTA = 0.05
@@ -89,7 +90,7 @@ def test_none_qualifies_and_the_exit_takes_no_row():
     rule = calibrate(observed, 0.8)
     assert rule.threshold == (math.inf, -math.inf)
     assert agreement(observed, rule) == [None]
-    assert exit_indices(observed, rule).tolist() == [1, 1] and end_to_end(observed, rule) == 1.0
+    assert replay(observed, rule).exit_index.tolist() == [1, 1] and end_to_end(observed, rule) == 1.0
 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
@@ -132,61 +133,12 @@ def test_the_tests_of_tau_can_fail(monkeypatch, bug):
 # ---- The rule with confidence delta ----
 
 
-def test_groups_of_one_row_are_tested_by_the_exact_binomial():
-    for seed in range(5):
-        _, agrees = drawn(seed, rows=80)
-        for epsilon in (0.5, 0.9, 0.99):
-            found = p_values(agrees, np.arange(80), epsilon)
-            for n in range(1, 81):
-                x = int(agrees[:n].sum())
-                tail = sum(comb(n, i) * epsilon**i * (1 - epsilon) ** (n - i) for i in range(x, n + 1))
-                assert found[n - 1] == pytest.approx(tail, abs=1e-12)
-
-
-def p_by_hand(agrees, groups, epsilon):
-    """The sample and one more text that is wrong throughout; variance and all by loops over texts."""
-    texts = [agrees[groups == name] for name in np.unique(groups)]
-    texts.append(np.zeros(max(map(len, texts))))
-    rows = sum(map(len, texts))
-    p = sum(text.sum() for text in texts) / rows
-    if p <= epsilon:
-        return 1.0
-    variance = sum((text.sum() - p * len(text)) ** 2 for text in texts) / rows**2
-    worth = min(p * (1 - p) / variance, rows)
-    return math.exp(-worth * (p * math.log(p / epsilon) + (1 - p) * math.log((1 - p) / (1 - epsilon))))
-
-
-def test_larger_groups_are_worth_as_many_rows_as_their_spread_says():
-    for seed in range(5):
-        _, agrees = drawn(seed, rows=90)
-        agrees |= np.random.default_rng(seed).random(90) < 0.8
-        groups = np.random.default_rng(seed).integers(0, 30, 90)
-        for epsilon in (0.3, 0.6, 0.8):
-            found = p_values(agrees, groups, epsilon)
-            for n in range(1, 91):
-                assert found[n - 1] == pytest.approx(p_by_hand(agrees[:n], groups[:n], epsilon), rel=1e-9)
-
-
-def test_texts_whose_rows_all_agree_or_all_disagree_are_worth_one_row_each():
-    right = np.arange(200) < 190
-    one = p_values(right, np.arange(200) // 2, 0.8)[-1]
-    five = p_values(np.repeat(right, 5), np.repeat(np.arange(200) // 2, 5), 0.8)[-1]
-    assert one == pytest.approx(five, rel=1e-9)
-
-
-def test_texts_that_are_all_alike_are_worth_no_more_than_their_rows():
-    agrees, groups = np.tile([True] * 9 + [False], 100), np.repeat(np.arange(100), 10)
-    p = 900 / 1010
-    bound = math.exp(-1010 * (p * math.log(p / 0.8) + (1 - p) * math.log((1 - p) / 0.2)))
-    assert p_values(agrees, groups, 0.8)[-1] == pytest.approx(bound, rel=1e-9, abs=0)
-
-
 def test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_it():
     confidence, groups = np.linspace(1, 0, 400), np.arange(400)
     agrees = np.ones(400, bool)
     agrees[150:200] = False  # beyond them all agree again, and the share rises above epsilon once more
     found = tau_with_confidence(confidence, agrees, groups, 0.8, DELTA)
-    p = p_values(agrees, groups, 0.8)
+    p = agreement_p_values(agrees, groups, 0.8)
     first = np.flatnonzero(p[150:] > DELTA)[0] + 150
     assert p[-1] <= DELTA < p[first] and found == confidence[first - 1]
 
@@ -249,7 +201,7 @@ def test_the_enumeration_finds_a_first_cut_that_the_agreement_places():
     """Planted: the lowest cut that passes, whatever failed above it."""
 
     def find(confidence, agrees):
-        passes = np.flatnonzero(p_values(agrees, np.arange(4), 0.5) <= 0.3125)
+        passes = np.flatnonzero(agreement_p_values(agrees, np.arange(4), 0.5) <= 0.3125)
         return float(confidence[passes[-1]]) if len(passes) else math.inf
 
     assert chance_of_a_bad_tau(find, 4, 0.5, np.array([1.0]), np.array([0.499999])) > 0.35
@@ -527,7 +479,7 @@ def test_end_to_end_is_what_the_loop_finds_on_a_record(measure, delta):
     observed = observe(recorded, measure)
     rule = calibrate(observed, 0.85, delta, measure)
     result = recorded.replay(rule)
-    np.testing.assert_array_equal(exit_indices(observed, rule), result.exit_index)
+    np.testing.assert_array_equal(replay(observed, rule).exit_index, result.exit_index)
     same = result.logits.argmax(axis=1) == recorded.logits[:, -1].argmax(axis=1)
     assert end_to_end(observed, rule) == same.mean()
     assert len(set(result.exit_index)) > 2
@@ -542,7 +494,7 @@ def test_a_classifier_is_calibrated_on_one_half_and_judged_on_the_other(delta):
     assert rule == calibrate(observed.take(half), 0.85, delta, "breaking_ties")
     assert answer["agreement"] == agreement(observed.take(~half), rule)
     assert answer["end_to_end"] == end_to_end(observed.take(~half), rule)
-    assert answer["exit_counts"] == np.bincount(exit_indices(observed, rule)[~half], minlength=4).tolist()
+    assert answer["exit_counts"] == np.bincount(replay(observed, rule).exit_index[~half], minlength=4).tolist()
     assert sum(answer["exit_counts"]) == answer["rows_fresh"] == answer["rows_calibration"] == 300
     assert (answer["epsilon"], answer["delta"]) == (0.85, delta)
     assert [float(each) for each in answer["thresholds"]] == list(rule.threshold[:-1])

@@ -11,7 +11,7 @@ import torch
 
 import mini_ee.baselines.calm as calm
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_loss, p_value, promised_rule
+from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_loss, promised_rule
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import decode, gather
@@ -24,11 +24,12 @@ from mini_ee.export.sessions import HeldRule, Session
 from mini_ee.export.token_segments import OrtTokenModel
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import FixedExit, NeverExit, PatienceConfidence, Policy, Threshold, rule_from_dict
+from mini_ee.statistics import chernoff
+from mini_ee.training.default_rule import PASSING, passing
 from mini_ee.training.loop import fit
 from mini_ee.training.method import NoConfig
 from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.rule import PASSING, passing
 from mini_ee.training.state import Saved
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -243,16 +244,6 @@ def test_of_rows_the_classifier_reads_the_pooled_state_and_learns_where_classes_
 # ---- Calibration ----
 
 
-def test_the_p_value_bounds_the_chance_of_so_small_a_mean():
-    """Bernoulli risks, the worst there are: P(mean <= m) by the exact binomial sum."""
-    for count, tolerance in ((20, 0.3), (60, 0.1)):
-        for lost in range(1, count):
-            exact = sum(math.comb(count, i) * tolerance**i * (1 - tolerance) ** (count - i) for i in range(lost + 1))
-            assert p_value(lost / count, count, tolerance) >= min(exact, 1)
-    assert p_value(0.0, 20, 0.3) == pytest.approx(0.7**20)
-    assert p_value(0.3, 20, 0.3) == p_value(0.9, 20, 0.3) == 1.0
-
-
 def test_calibration_stops_at_the_first_rule_that_fails():
     risks = {Policy(0.9): 0.0, Policy(0.7): 0.05, Policy(0.5): 0.4, Policy(0.3): 0.0}
     asked = []
@@ -283,11 +274,11 @@ def test_the_default_rule_keeps_its_promise_on_texts_that_proposed_no_rule(monke
     assert read and chosen.promise["rows"] == len(tested) == len(texts) - len(read)
     assert (chosen.promise["max_loss"], chosen.promise["confidence"]) == (0.5, 0.95)
     assert chosen.about["own"]["gap"] == chosen.rule.to_dict() != NeverExit().to_dict()
-    assert p_value(risk(chosen.rule), len(tested), 0.5) <= 0.05
+    assert chernoff(risk(chosen.rule), 0.5, len(tested)) <= 0.05
     for measure, rules in chosen.about["sweep"].items():
         own, rules = chosen.about["own"][measure], [rule_from_dict(rule) for rule in rules]
         kept = rules.index(rule_from_dict(own)) + 1 if own["name"] != "never" else 0
-        assert kept == len(rules) or p_value(risk(rules[kept]), len(tested), 0.5) > 0.05
+        assert kept == len(rules) or chernoff(risk(rules[kept]), 0.5, len(tested)) > 0.05
     monkeypatch.setattr(calm, "calibrate_texts", lambda *_: None)  # none passes
     chosen = promised_rule(model, source, TextData(texts))
     assert (chosen.rule, chosen.promise) == (NeverExit(), None)
@@ -313,7 +304,7 @@ def test_a_sweep_lets_these_shares_pass_the_strictest_first():
 
 
 def test_the_test_of_the_promise_can_fail(monkeypatch):
-    monkeypatch.setattr(calm, "p_value", lambda mean, count, tolerance: float(mean > tolerance))
+    monkeypatch.setattr(calm, "chernoff", lambda mean, limit, count: float(mean > limit))
     with pytest.raises(AssertionError):
         test_the_promise_is_broken_for_a_share_of_delta_of_calibration_sets_at_most()
 

@@ -11,6 +11,7 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import cat
 from mini_ee.baselines.cat import CatExits, Config, balanced_loss, features, held_loss, meta_loss, part_loss, parts
+from mini_ee.calibration import calibrate_conformal
 from mini_ee.early_exit import early_exit
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
@@ -18,7 +19,6 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, Policy, Threshold
-from mini_ee.training.rule import calibrate_conformal
 from mini_ee.training.run import load_run
 from mini_ee.training.stages import Batch
 from mini_ee.training.train import train

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shlex
@@ -44,10 +45,10 @@ from mini_ee.evaluation.tables import ranges_table
 from mini_ee.recording import read_every_exit, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.training.default_rule import CURVE_POINTS, sweep
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import load_method
 from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
-from mini_ee.training.rule import thresholds
 from mini_ee.training.run import about_task, load_run, training_folder, write_rule
 from mini_ee.training.train import asked, trained_on
 
@@ -442,11 +443,11 @@ def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_
         "threads",
     } <= said.keys()
     assert said["split"] == "dev" and said["exits"] == [1, 2, 3] and sum(said["exit_counts"]) == 20
-    assert len(said["per_exit_accuracy"]) == 3 and len(said["rows"]) == 51
-    thresholds = [row["rule"]["threshold"] for row in said["rows"]]
-    assert thresholds[0] > 0.5 and thresholds[-1] < 1 and thresholds == sorted(thresholds)
+    assert len(said["per_exit_accuracy"]) == 3 and len(said["rows"]) == CURVE_POINTS + 1
+    thresholds = [float(row["rule"]["threshold"]) for row in said["rows"]]
+    assert thresholds[0] >= 0.5 and thresholds[-2] <= 1 and thresholds == sorted(thresholds)
     depths = [row["mean_layers"] for row in said["rows"]]
-    assert depths == sorted(depths)
+    assert depths == sorted(depths) and (depths[0], depths[-1]) == (1, 3)
     assert said["layers_saved"] == pytest.approx(1 - said["mean_layers"] / 3)
     assert said["full_score"] == said["per_exit_score"][-1]
     for each in (said, *said["rows"]):
@@ -687,7 +688,7 @@ def hold_out_curve(folder, task):
     run = load_run(folder)
     _, held = holdout(task.split("train"), run.config["seed"])
     recorded = record(run.segments(), run.encode(held.texts), 32, whole=run.whole_model())
-    points = curve(recorded, [NeverExit(), *thresholds(recorded)], task, held.labels)
+    points = curve(recorded, [NeverExit(), *sweep(Threshold(math.inf))(recorded)], task, held.labels)
     return points, points[0]["score"]
 
 

@@ -44,8 +44,8 @@ from mini_ee.export.tracing import LOWERINGS
 from mini_ee.export.writer import export
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, load_run, save_run
 
 GOLDEN = Path(__file__).parent / "golden"

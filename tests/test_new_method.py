@@ -33,7 +33,9 @@ from torch import nn
 
 from mini_ee.data.options import Settings, option
 from mini_ee.training.method import Method
-from mini_ee.training.rule import cuts
+from mini_ee.training.stages import Stage, joint_stage
+from mini_ee.rules import Policy
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.stages import Stage, joint_stage
 
 
@@ -65,7 +67,7 @@ def recipe(model, config):
     return [heads, last]
 
 
-METHOD = Method(Config, recipe, policy=Trust, candidates=cuts, classes_only=True)
+METHOD = Method(Config, recipe, policy=Trust, candidates=sweep(Policy()), classes_only=True)
 '''
 LINE = {"doubt": "my_methods.doubt"}
 

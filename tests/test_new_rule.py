@@ -33,7 +33,7 @@ from mini_ee.export.serving import engine_of
 from mini_ee.export.serving.watch import stricter
 from mini_ee.recording import Record, Recorded, read_every_exit
 from mini_ee.rules import RULES, Rule, confidence, rule_from_dict
-from mini_ee.training.rule import curves
+from mini_ee.training.default_rule import curves
 from mini_ee.training.run import Run, write_rule
 
 LINES = [f"the {thing} was {word}" for thing in ("film", "meal", "song") for word in ("good", "awful", "very dull")]

@@ -17,7 +17,7 @@ from mini_ee.methods.consistent import exact_loss, vanilla_rewards
 from mini_ee.methods.consistent import log_exit_probabilities as of_consistent
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, QExit, Threshold
-from mini_ee.training.rule import q_exits
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.run import load_run
 from mini_ee.training.stages import Batch
 
@@ -216,7 +216,7 @@ def test_palbert_needs_two_exits(random_model):
 
 
 def test_the_candidates_are_the_papers_q_and_quantiles_of_the_chances():
-    rules = q_exits(of_exits(DRAWN.normal(size=(50, 4, 3)), DRAWN.normal(size=(50, 3))))
+    rules = sweep(QExit())(of_exits(DRAWN.normal(size=(50, 4, 3)), DRAWN.normal(size=(50, 3))))
     assert rules[0] == QExit(0.5) and {type(rule) for rule in rules} == {QExit}
     assert max(rule.q for rule in rules) > 0.8
 

@@ -8,19 +8,19 @@ import numpy as np
 import promise_figures
 import pytest
 
-import mini_ee.training.promise as promise
-import mini_ee.training.rule as rule_module
-from mini_ee.calibration import fixed_sequence
+import mini_ee.statistics as statistics
+import mini_ee.training.default_rule as default_rules
 from mini_ee.data.tasks import Task
 from mini_ee.recording import Record, Recorded, predictions
 from mini_ee.rules import NeverExit, Patience, Threshold
-from mini_ee.training.promise import p_values_of_counts, paired_p_values, rows_needed
-from mini_ee.training.rule import default_rule, paired_losses, thresholds
+from mini_ee.statistics import fixed_sequence, p_values_of_counts, paired_p_values, rows_needed
+from mini_ee.training.default_rule import default_rule, paired_losses, sweep
 
 ALPHA = 0.05
 MAX_LOSS = 0.01
 CLASSES = Task("t", ("a", "b"), ("accuracy",), {})
 NUMBERS = Task("t", (), ("pearson",), {})
+THRESHOLDS = sweep(Threshold(math.inf))
 
 # ---- The exact test ----
 
@@ -57,16 +57,16 @@ def test_a_p_value_is_the_worst_chance_over_what_the_better_rows_may_be(worse, b
             sum(comb(rows, b) * x**b * (1 - x) ** (rows - b) for b in counts)
             for counts in (range(better + 1), range(better, rows + 1))
         )
-        if min(below, above) >= promise.GAMMA / 2:
+        if min(below, above) >= statistics.GAMMA / 2:
             plausible.append(x)
     worst = max(chance_by_hand(worse, better, rows, max_loss, x) for x in plausible)
-    assert worst <= found <= worst + promise.GAMMA + 0.02  # cells are a bound: a little above
+    assert worst <= found <= worst + statistics.GAMMA + 0.02  # cells are a bound: a little above
 
 
 def test_rows_that_never_differ_are_tested_as_the_plain_binomial():
     for rows in (100, 298, 299, 302, 1000):
         found = p_values_of_counts(np.array([0]), np.array([0]), rows, MAX_LOSS)[0]
-        assert found == pytest.approx((1 - MAX_LOSS) ** rows + promise.GAMMA, abs=promise.GAMMA / 2)
+        assert found == pytest.approx((1 - MAX_LOSS) ** rows + statistics.GAMMA, abs=statistics.GAMMA / 2)
 
 
 def test_p_values_rise_with_worse_rows_and_fall_with_better_ones():
@@ -141,15 +141,8 @@ def test_so_many_rows_promise_a_rule_that_loses_nothing_four_times_in_five(diffe
         counts = np.random.default_rng(1).multinomial(rows, [differing / 2, differing / 2, 1 - differing], size=600)
         return (p_values_of_counts(counts[:, 0], counts[:, 1], rows, MAX_LOSS) <= ALPHA).mean()
 
-    assert promised(rows) > promise.POWER - 0.05
-    assert promised(rows // 2) < promise.POWER - 0.1
-
-
-# ---- The sequence ----
-
-
-def test_a_sequence_ends_at_the_first_that_fails():
-    assert [fixed_sequence(np.array(each), 0.05) for each in ([], [0.1, 0], [0, 0.05, 0.1, 0], [0, 0])] == [0, 0, 2, 2]
+    assert promised(rows) > statistics.POWER - 0.05
+    assert promised(rows // 2) < statistics.POWER - 0.1
 
 
 # ---- The rule that is chosen ----
@@ -188,7 +181,7 @@ def loss_of(rule, record, labels):
 
 
 def without_bound(record, labels):
-    good = [rule for rule in thresholds(record) if loss_of(rule, record, labels) <= MAX_LOSS]
+    good = [rule for rule in THRESHOLDS(record) if loss_of(rule, record, labels) <= MAX_LOSS]
     return min(good, key=lambda rule: record.replay(rule).layers_run.mean(), default=NeverExit())
 
 
@@ -235,7 +228,7 @@ def as_observed(losses, max_loss):
 
 @pytest.mark.parametrize("name, bug", [("paired_losses", no_losses_of_gains), ("paired_p_values", as_observed)])
 def test_the_test_of_the_promise_can_fail(monkeypatch, name, bug):
-    monkeypatch.setattr(rule_module, name, bug)
+    monkeypatch.setattr(default_rules, name, bug)
     assert exceeded(promised_rule, draws=8)[0] > 0.25
 
 
@@ -260,7 +253,7 @@ def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures
 
     def candidates(some):
         seen.append(some)
-        return thresholds(some)
+        return THRESHOLDS(some)
 
     chosen = default_rule(selection, test, CLASSES, MAX_LOSS, candidates=candidates)
     assert chosen.promise and len(seen) == 1 and seen[0] is selection
@@ -361,7 +354,7 @@ def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
 
 def test_a_promise_that_fails_by_bad_luck_names_more_rows_than_there_are(monkeypatch):
     record, labels = population(600, seed=6)
-    monkeypatch.setattr(rule_module, "paired_p_values", lambda losses, max_loss: np.ones(len(losses)))
+    monkeypatch.setattr(default_rules, "paired_p_values", lambda losses, max_loss: np.ones(len(losses)))
     assert chosen_from(record, labels, CLASSES, MAX_LOSS).rows_needed > 600
 
 

@@ -1,6 +1,7 @@
 """`mini-ee reproduce`: verdicts against hand-made numbers, a tiny recipe to its page, pages beside their JSON."""
 
 import json
+import math
 import re
 import shutil
 import statistics
@@ -16,6 +17,7 @@ from test_suits import FREE, write_task
 
 import mini_ee.training.holdout as holdout_module
 from mini_ee import train
+from mini_ee.calibration import observe
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
@@ -39,11 +41,11 @@ from mini_ee.experiments.trainings import read_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
 from mini_ee.recording import exit_scores, record, summary
 from mini_ee.registry import METHODS
-from mini_ee.rules import NeverExit, rule_from_dict
+from mini_ee.rules import NeverExit, Threshold, rule_from_dict
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
-from mini_ee.training.rule import observe, thresholds
 from mini_ee.training.train import split_rows
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -722,7 +724,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     fitted, every, dev = split_rows(task, 0, 30).train, task.split("train"), task.split("dev")
     others = every.take(np.array([text not in fitted.texts for text in every.texts]))
     on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
-    points = evaluate.curve(on_others, [NeverExit(), *thresholds(on_others)], task, others.labels)
+    points = evaluate.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
     full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
     least = full if own else max(point["score"] for point in points)
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: [1.0] * len(runs))
@@ -748,9 +750,8 @@ def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_
     figures, _ = measures.of_suits(run, task, None)
     (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
     some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
-    found = [
-        suits.kept(observe(there), suits.threshold_at(observe(on)), (1, 2, 3), FREE) for on in (some, others, there)
-    ]
+    rules = [suits.threshold_at(observe(on)) for on in (some, others, there)]
+    found = [suits.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
     assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
     assert len({each.saved for each in found}) == 3
     assert figures["full"] == exit_scores(there, task, dev.labels)[-1]

@@ -12,7 +12,7 @@ import torch
 import mini_ee.training.loop as loop
 import mini_ee.training.state as state
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.calibration import agreement, calibrate
+from mini_ee.calibration import agreement, calibrate, observe
 from mini_ee.confidence import MEASURES
 from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text, cut_text
 from mini_ee.data.tokens import Tokenizer
@@ -24,7 +24,6 @@ from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, m
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.loop import fit
 from mini_ee.training.options import TrainConfig
-from mini_ee.training.rule import observe
 from mini_ee.training.state import NothingToResume, Saved
 
 GOLDEN = Path(__file__).parent / "golden"

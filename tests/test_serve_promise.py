@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mini_ee.calibration import chance_of_so_few, share_interval
 from mini_ee.export.serving.watch import LEVEL, RECENT, Promise, Watch, stricter
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, QExit, Threshold
+from mini_ee.statistics import share_interval
 
 
 # ---- The interval ----
@@ -27,11 +27,6 @@ def test_the_interval_ends_where_either_tail_has_a_chance_of_one_fortieth(count,
         assert sum(binomial(count, low)[agreeing:]) == pytest.approx(0.025, rel=1e-3)
     else:
         assert low == 0
-
-
-def test_the_chance_of_so_few_is_a_sum_of_binomials():
-    for count, agreeing in ((1, 1), (7, 3), (90, 82)):
-        assert chance_of_so_few(agreeing, count, 0.95) == pytest.approx(sum(binomial(count, 0.95)[: agreeing + 1]))
 
 
 def covered(hours, interval=share_interval):

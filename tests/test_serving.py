@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
-from mini_ee.calibration import chance_of_so_few
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.decoding import FILLS
 from mini_ee.export.runtime import Runtime, TokenRuntime
@@ -28,6 +27,7 @@ from mini_ee.export.serving.watch import LEVEL, LOOK, Promise, Watch
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
+from mini_ee.statistics import binomial_cdf
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
@@ -176,7 +176,7 @@ def test_thresholds_rise_in_a_worker_whose_promise_is_broken(runtime):
 def test_looks_at_a_stricter_rule_are_counted_anew():
     """15 of 20 where .9 is promised: enough for a rule's first look, and not for its second."""
     promise, rule = Promise(1.0, 0.9, tighten=True), Threshold(0.5)
-    assert LEVEL / 6 < chance_of_so_few(15, LOOK, 0.9) < LEVEL / 2
+    assert LEVEL / 6 < binomial_cdf(15, LOOK, 0.9) < LEVEL / 2
     for agrees in [False] * LOOK + [True] * 15 + [False] * 5:
         rule = promise.told(agrees, rule)
     assert promise.tightened == 2 and rule.threshold == 0.875

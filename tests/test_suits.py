@@ -59,18 +59,18 @@ def test_settled_is_the_first_layer_behind_the_last_difference():
 
 def test_layers_and_heads_are_counted_as_by_hand():
     """At .7 the rows leave after layers 1, 2, 2 and 3, through as many heads, and all agree there."""
-    found = suits.kept(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
+    found = suits.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
     wrong = Threshold((0.6, 0.6, -math.inf))  # the third leaves after layer 1, wrongly
-    found = suits.kept(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
+    found = suits.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
-    found = suits.kept(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before, and its cost is never saved
+    found = suits.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (6 + 7 / 4 + 0.5 * 7 / 4) / 9.5))
 
 
 def test_an_exit_that_is_not_there_costs_its_layers_but_no_head():
     """Exits after layers 2 and 3 alone, at .7: leaving after 3, 2, 2 and 3 layers through 2, 1, 1 and 2 heads."""
-    found = suits.kept(suits.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0))
+    found = suits.savings_at(suits.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0))
     assert found == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
 
 
@@ -96,7 +96,7 @@ def test_nobody_leaves_where_nothing_agrees_and_all_where_all_does():
     observed = drawn(15, 4)  # one of them is more than 5 %
     never, always = (observed._replace(agrees=np.full_like(observed.agrees, value)) for value in (False, True))
     assert suits.threshold_at(never).threshold[:-1] == (math.inf,) * 3
-    assert suits.kept(always, suits.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
+    assert suits.savings_at(always, suits.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
 
 
 @pytest.mark.parametrize("head", [0.0, 0.3])
@@ -105,7 +105,7 @@ def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head):
 
     def net(exits):
         some = suits.at_exits(observed, exits)
-        return suits.kept(some, suits.threshold_at(some), exits, costs).net_saved
+        return suits.savings_at(some, suits.threshold_at(some), exits, costs).net_saved
 
     choices = [(*some, 5) for count in range(1, 5) for some in itertools.combinations(range(1, 5), count)]
     few, saved = suits.few_exits(observed, costs)
@@ -135,7 +135,7 @@ def test_what_exits_save_is_counted_at_their_own_threshold():
     some = Observed(observed.confidence[:, [0, 2]], observed.agrees[:, [0, 2]], observed.groups)
     found, expected = (
         suits.estimate(observed, exits, costs, 0),
-        suits.kept(some, suits.threshold_at(some), exits, costs),
+        suits.savings_at(some, suits.threshold_at(some), exits, costs),
     )
     assert (found["kept"], found["saved"], found["net_saved"]) == pytest.approx(expected)
 

@@ -16,7 +16,7 @@ import mini_ee.evaluation.compare as measure_compare
 import mini_ee.evaluation.texts as measure_texts
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.calibration import agreement, calibrate, end_to_end, exit_indices
+from mini_ee.calibration import agreement, calibrate, end_to_end, observe, replay
 from mini_ee.cli.main import main
 from mini_ee.data.multiple_choice import Asked, Benchmark, Question, Request
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
@@ -41,8 +41,8 @@ from mini_ee.exits.generation import generate, generated_texts
 from mini_ee.exits.tokens import TokenExits, record_texts
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.options import TextOptions
-from mini_ee.training.rule import Chosen, observe
 from mini_ee.training.run import load_run, save_run
 from mini_ee.training.texts import Source, texts_to_calibrate, texts_to_learn, texts_to_test
 
@@ -269,7 +269,7 @@ def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(swe
     assert [row["epsilon"] for row in answer["rows"]] == list(EPSILONS)
     for row in answer["rows"]:
         rule = calibrate(taken, row["epsilon"], measure="breaking_ties")
-        left = exit_indices(checked, rule)
+        left = replay(checked, rule).exit_index
         assert [float(tau) for tau in row["thresholds"]] == list(rule.threshold[:-1])
         assert row["agreement"] == agreement(checked, rule) and row["end_to_end"] == end_to_end(checked, rule)
         assert row["exit_counts"] == [int((left == k).sum()) for k in range(3)]
@@ -472,7 +472,7 @@ def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tm
     taken, checked = (observe(record_texts(opened.model, texts), "breaking_ties") for texts in written)
     rule = calibrate(taken, second["equal"]["epsilon"], measure="breaking_ties")
     assert second["equal"]["end_to_end"] == end_to_end(checked, rule) and second["equal"]["exit_counts"][0] > 0
-    assert second["equal"]["mean_layers"] == pytest.approx(np.array([2, 3])[exit_indices(checked, rule)].mean())
+    assert second["equal"]["mean_layers"] == pytest.approx(np.array([2, 3])[replay(checked, rule).exit_index].mean())
     assert picture.stat().st_size > 10_000
 
 

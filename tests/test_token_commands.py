@@ -14,7 +14,7 @@ import torch
 import mini_ee.calibration as calibration
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.calibration import calibrate, intervals
+from mini_ee.calibration import calibrate, intervals, observe
 from mini_ee.cli.generate import colours_of, painted
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
@@ -25,7 +25,6 @@ from mini_ee.exits.generation import generate, generate_lossless, generated_text
 from mini_ee.exits.tokens import TextData, record_texts
 from mini_ee.methods.self_supervised import metrics
 from mini_ee.rules import Patience, PatienceConfidence, Threshold
-from mini_ee.training.rule import observe
 from mini_ee.training.run import load_run
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from importlib import import_module
+from operator import itemgetter
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,16 +22,16 @@ from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
 from mini_ee.data.tokens import Encoded, Tokenizer
-from mini_ee.evaluation.evaluate import best_within, overthinking
+from mini_ee.evaluation.evaluate import overthinking
 from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
+from mini_ee.training.default_rule import choose, default_rule
 from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.options import TrainConfig
-from mini_ee.training.rule import default_rule
 from mini_ee.training.run import build_model, encode
 from mini_ee.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
 from mini_ee.training.state import Saved
@@ -674,11 +675,13 @@ def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_i
     assert chosen == [Threshold(0.9), NeverExit()]
 
 
-def test_the_best_within_a_share_of_the_operations_is_the_best_score_that_it_buys():
+def test_the_choice_within_a_share_of_the_operations_is_the_best_score_that_it_buys():
     points = [
         {"flops_ratio": share, "score": score} for share, score in ((0.2, 0.7), (0.3, 0.8), (0.33, 0.6), (0.9, 0.95))
     ]
-    assert best_within(points, 1 / 3) == points[1] and best_within(points, 0.1) is None
+    chosen = [choose(points, itemgetter("score"), lambda point: point["flops_ratio"] <= most) for most in (1 / 3, 0.1)]
+    assert chosen == [points[1], None]
+    assert choose(points, lambda point: 0.0, lambda point: point["score"] > 0.7) == points[1]  # the first of equal ones
 
 
 def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wrong():

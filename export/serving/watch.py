@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mini_ee.calibration import chance_of_so_few, share_interval
 from mini_ee.rules import Rule
+from mini_ee.statistics import binomial_cdf, share_interval
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # bounds of the histogram
 
@@ -56,7 +56,7 @@ class Promise:
             return rule
         agreeing, count = sum(self.seen), len(self.seen)
         self._looks += 1
-        if chance_of_so_few(agreeing, count, self.epsilon) > LEVEL / (self._looks * (self._looks + 1)):
+        if binomial_cdf(agreeing, count, self.epsilon) > LEVEL / (self._looks * (self._looks + 1)):
             return rule
         tighter = stricter(rule)
         self.tightened, self._looks = self.tightened + 1, 0

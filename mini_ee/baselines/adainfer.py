@@ -25,14 +25,15 @@ Deviations, or our decisions where the paper leaves it open:
 No torch at once here: the runtime without torch stops by the rule in this file.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from mini_ee.recording import Record
 from mini_ee.rules import RULES, Rule, confidence
+from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method, NoConfig
-from mini_ee.training.rule import PASSING, Chosen, quantiles
 
 COST = 10.0
 MOST_UNITS = 5000  # that an SVM is fitted to, drawn with a fixed seed
@@ -73,18 +74,18 @@ class Svm(Rule):
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
     fed, runtime_inputs = ("margin",), {"threshold": "margin"}
+    knob, knob_range = "margin", (-math.inf, math.inf)
+
+    def compared(self, recorded: Record) -> np.ndarray:
+        """The decisions, (N, K - 1)."""
+        gap, top = (recorded.confidence(measure) for measure in MEASURES)
+        return np.array(self.gap) * gap + np.array(self.top) * top + np.array(self.bias)
 
     def flops(self, classes: int) -> float:
         return 6.0 * classes + 5.0
 
 
 RULES[Svm.name] = Svm
-
-
-def decisions(recorded: Record, rule: Svm) -> np.ndarray:
-    """What the rule compares with its margin, (N, K - 1)."""
-    gap, top = (recorded.confidence(measure) for measure in MEASURES)
-    return np.array(rule.gap) * gap + np.array(rule.top) * top + np.array(rule.bias)
 
 
 # ---- The fit ----
@@ -145,14 +146,7 @@ def svms(recorded: Record) -> list[Rule]:
     """The SVM under each label, as it is and with margins at quantiles of its decisions."""
     if len(recorded.segments.exits) < 2:
         return []
-    fitted = [svm(recorded, right) for right in right_of(recorded).values()]
-    others = (with_margins(rule, quantiles(decisions(recorded, rule))) for rule in fitted)
-    return fitted + [rule for some in others for rule in some]
-
-
-def with_margins(rule: Svm, margins: np.ndarray) -> list[Rule]:
-    """The rule with each of these."""
-    return [replace(rule, margin=float(margin)) for margin in margins]
+    return sweep(*(svm(recorded, right) for right in right_of(recorded).values()))(recorded)
 
 
 def svm_of_texts(model, source, held) -> Chosen:
@@ -163,14 +157,9 @@ def svm_of_texts(model, source, held) -> Chosen:
     own = {label: svm(recorded, right) for label, right in right_of(recorded).items()}
     about = {
         "own": {label: rule.to_dict() for label, rule in own.items()},
-        "sweep": {label: [each.to_dict() for each in swept(recorded, rule)] for label, rule in own.items()},
+        "sweep": {label: [each.to_dict() for each in passing(recorded, rule)] for label, rule in own.items()},
     }
     return Chosen(own["gold"], None, None, about)
-
-
-def swept(recorded: Record, rule: Svm) -> list[Rule]:
-    """The rule with other margins, the strictest first: such as these shares of all decisions would pass."""
-    return with_margins(rule, np.quantile(decisions(recorded, rule), 1 - np.array(PASSING)))
 
 
 def recipe(model, config: NoConfig) -> list:

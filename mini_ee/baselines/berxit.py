@@ -8,9 +8,10 @@ Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Ex
 import torch
 from torch import Tensor, nn
 
+from mini_ee.rules import Policy
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
 from mini_ee.training.policies import OneForAll, policy_rule
-from mini_ee.training.rule import cuts
 from mini_ee.training.stages import Batch, joint_stage, task_loss
 
 
@@ -36,6 +37,6 @@ def true_certainty(logits: Tensor, labels: Tensor) -> Tensor:
 METHOD = Method(
     recipe=lambda model, config: [joint_stage(model, name="alternating", loss=alternating_loss)],
     policy=OneForAll,
-    candidates=cuts,
+    candidates=sweep(Policy()),
     default_rule=policy_rule,
 )

@@ -28,9 +28,10 @@ from mini_ee.data.metrics import rouge_l
 from mini_ee.exits.rows import States
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.rules import NeverExit, Policy, Rule, Threshold
+from mini_ee.statistics import chernoff
+from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.rule import Chosen, cuts, passing
 from mini_ee.training.stages import Batch, Stage, joint_stage
 from mini_ee.training.texts import Source
 
@@ -123,45 +124,33 @@ def calibrate_texts(
 
     rules: the strictest first, chosen on other texts. risk: of a rule, what each of n calibration texts loses under it,
     in [0, 1], such as 1 - Rouge-L against the full model's. With probability 1 - delta over the draw of these texts the
-    promise holds: rules are tested in turn, up to the first whose risk could come from a mean above the tolerance.
-    None: not even the first passed. Raises ValueError for settings out of range, and where n texts could not pass with
-    no risk at all.
+    promise holds: rules are tested in turn, as by `fixed_sequence`, up to the first whose risk could come from a mean
+    above the tolerance, by `chernoff`. None: not even the first passed. Raises ValueError for settings out of range,
+    and if n texts could not pass with no risk at all.
     """
     for name, value in (("tolerance", tolerance), ("delta", delta)):
         if not 0 < value < 1:
             raise ValueError(f"{name} must be above 0 and below 1, got {value}")
-    kept = None
+    passed = None
     for rule in rules:
         risks = risk(rule)
-        if p_value(0.0, len(risks), tolerance) > delta:
+        if chernoff(0.0, tolerance, len(risks)) > delta:
             needed = math.ceil(math.log(delta) / math.log1p(-tolerance))
             raise ValueError(
                 f"too few texts to promise a tolerance of {tolerance} with delta {delta}: "
                 f"at least {needed} are needed, got {len(risks)}"
             )
-        if p_value(sum(risks) / len(risks), len(risks), tolerance) > delta:
+        if chernoff(sum(risks) / len(risks), tolerance, len(risks)) > delta:
             break
-        kept = rule
-    return kept
-
-
-def p_value(mean: float, count: int, tolerance: float) -> float:
-    """How likely `count` risks in [0, 1] average so little if their expectation is above the tolerance, at most.
-
-    exp(-n KL(mean, tolerance)) (Hoeffding 1963, Theorem 1).
-    """
-    if mean >= tolerance:
-        return 1.0
-    divergence = (1 - mean) * math.log((1 - mean) / (1 - tolerance))
-    divergence += mean * math.log(mean / tolerance) if mean else 0.0
-    return math.exp(-count * divergence)
+        passed = rule
+    return passed
 
 
 METHOD = Method(
     recipe=recipe,
     units=("tokens", "rows"),
     policy=OneForAll,
-    candidates=cuts,
+    candidates=sweep(Policy()),
     default_rule=promised_rule,
     classes_only=True,
     defaults={"tokens": {"lr": 2e-3, "head_lr": 8e-3, "rank": 8}},

@@ -44,9 +44,10 @@ from mini_ee.backbones.backbone import Around, Backbone, tensor_on
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead
 from mini_ee.exits.rows import RowExits, RowSegments, States
+from mini_ee.rules import Policy
 from mini_ee.segments import Reading
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import cuts
 from mini_ee.training.stages import Batch, Stage
 
 INNER = 32  # hidden values of an inner exit, and of a meta classifier
@@ -329,7 +330,7 @@ METHOD = Method(
     recipe,
     units=("rows",),
     model=CatExits,
-    candidates=cuts,
+    candidates=sweep(Policy()),
     exits=None,
     classes_only=True,
     lacks=("head",),

@@ -4,14 +4,15 @@ First the backbone is fine-tuned for the last exit; then, on the frozen backbone
 their losses (section 3).
 """
 
-from functools import partial
+import math
 
+from mini_ee.rules import Threshold
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import thresholds
 from mini_ee.training.stages import fine_tune_then_heads
 
 METHOD = Method(
     recipe=lambda model, config: fine_tune_then_heads(model),
-    candidates=partial(thresholds, measure="entropy"),
+    candidates=sweep(Threshold(math.inf, "entropy")),
     classes_only=True,
 )

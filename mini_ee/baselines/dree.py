@@ -40,9 +40,10 @@ from mini_ee.backbones.backbone import Around, Backbone, Halves, Tensors
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, pooled
 from mini_ee.exits.rows import ExitModel, RowSegments, RowState, check_exits
+from mini_ee.rules import Patience
 from mini_ee.segments import Reading
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import patiences
 from mini_ee.training.stages import Batch, Stage, task_loss
 
 MOMENTUM, EPSILON = 0.1, 1e-5  # of batch norms, torch's own
@@ -249,7 +250,7 @@ METHOD = Method(
     recipe,
     units=("rows",),
     model=DreeExits,
-    candidates=patiences,
+    candidates=sweep(Patience(1)),
     exits=None,
     classes_only=True,
     lacks=("head",),

@@ -12,14 +12,15 @@ are those that all systems share here (theirs: 2e-5, 5 epochs, decay .1, warm-up
 through adapters, and each of those gets the mean.
 """
 
+import math
 from functools import partial
 
 from torch import Tensor, nn
 
 from mini_ee.recording import Record
-from mini_ee.rules import Rule
+from mini_ee.rules import Patience, Rule, Threshold
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import patiences, thresholds
 from mini_ee.training.stages import Batch, joint_stage, task_loss
 
 
@@ -45,7 +46,8 @@ def equilibrium_loss(model: nn.Module, batch: Batch) -> Tensor:
 def entropies_and_patiences(recorded: Record) -> list[Rule]:
     """The two rules of the paper; of numbers, which have no entropy, the second."""
     regression = recorded.logits.shape[2] == 1
-    return [*([] if regression else thresholds(recorded, "entropy")), *patiences(recorded)]
+    entropies = () if regression else (Threshold(math.inf, "entropy"),)
+    return sweep(*entropies, Patience(1))(recorded)
 
 
 METHOD = Method(

@@ -4,13 +4,14 @@ Labels are not seen in the second stage. A row leaves where the normalised entro
 paper's heads have an attention layer of their own; here all methods share units.heads.ExitHead.
 """
 
-from functools import partial
+import math
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.rules import Threshold
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import thresholds
 from mini_ee.training.stages import Batch, fine_tune_then_heads
 
 
@@ -25,6 +26,6 @@ def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 METHOD = Method(
     recipe=lambda model, config: fine_tune_then_heads(model, self_distillation_loss),
-    candidates=partial(thresholds, measure="normalised_entropy"),
+    candidates=sweep(Threshold(math.inf, "normalised_entropy")),
     classes_only=True,
 )

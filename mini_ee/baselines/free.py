@@ -51,8 +51,8 @@ from mini_ee.exits.tokens import SharedExits, TextData, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import Rule, Threshold
 from mini_ee.segments import Reading
+from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import Chosen, passing, thresholds
 from mini_ee.training.stages import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
 from mini_ee.training.texts import Source
 
@@ -252,7 +252,7 @@ def gaps_of(recorded: Record) -> list[Rule]:
     """The mixture's lambda on recorded rows, and thresholds at quantiles of their gaps."""
     said = recorded.predictions
     mixture = Mixture().fitted(recorded.confidence(MEASURE)[:, 0], said[:, 0] == said[:, 1])
-    return [Threshold(mixture.threshold(), MEASURE), *thresholds(recorded, MEASURE)]
+    return sweep(Threshold(mixture.threshold(), MEASURE))(recorded)
 
 
 def moved_rule(model: SharedExits, source: Source, held: TextData) -> Chosen:

@@ -32,8 +32,8 @@ from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate_lossless
 from mini_ee.exits.rows import RowExits, RunLayers
 from mini_ee.exits.tokens import SharedExits, TextData
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
-from mini_ee.training.rule import Chosen
 from mini_ee.training.stages import Batch, Stage, joint_stage, task_loss
 from mini_ee.training.texts import Source, agreement_rule
 

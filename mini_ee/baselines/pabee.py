@@ -1,6 +1,7 @@
 """PABEE (Zhou et al. 2020, arXiv:2006.04152v3): joint training; leave when several exits in a row say the same."""
 
+from mini_ee.rules import Patience
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import patiences
 
-METHOD = Method(candidates=patiences)
+METHOD = Method(candidates=sweep(Patience(1)))

@@ -31,9 +31,10 @@ from mini_ee.backbones.backbone import Around, tensor_on
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT
 from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.rules import QExit
 from mini_ee.segments import Reading
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import q_exits
 from mini_ee.training.stages import Batch, Stage, joint_stage, row_losses
 
 DIRECTIONS = ("forward", "reverse")
@@ -171,6 +172,6 @@ METHOD = Method(
     recipe,
     units=("rows",),
     model=lambda backbone, exits, num_labels, pool, config: PonderExits(backbone, exits, num_labels, pool, Ponder),
-    candidates=q_exits,
+    candidates=sweep(QExit()),
     exits=None,
 )

@@ -3,15 +3,17 @@
 Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early Exiting, Findings of NAACL 2022.
 """
 
+import math
+
 from mini_ee.recording import Record
-from mini_ee.rules import PatienceConfidence, Rule
+from mini_ee.rules import PatienceConfidence, Rule, Threshold
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
-from mini_ee.training.rule import thresholds
 
 
 def confident_patiences(recorded: Record) -> list[Rule]:
     """Every patience from 2 on with every fifth threshold on the max probability."""
-    levels = [rule.threshold for rule in thresholds(recorded)[::5]]
+    levels = [rule.threshold for rule in sweep(Threshold(math.inf))(recorded)[::5]]
     patiences = range(2, len(recorded.segments.exits))
     return [PatienceConfidence(patience, level) for patience in patiences for level in levels]
 

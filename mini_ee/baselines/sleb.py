@@ -36,8 +36,8 @@ from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.tokens import BATCH, NO_LABEL, TextData, TokenExits
 from mini_ee.rules import NeverExit
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
-from mini_ee.training.rule import Chosen
 
 CHECKPOINT = "checkpoint"
 

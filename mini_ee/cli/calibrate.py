@@ -96,8 +96,7 @@ def _check(args) -> None:
 
 def _calibrated(args, recorded, tokens: bool) -> tuple:
     """The rule, the JSON answer, and the promise that the run keeps of it."""
-    from mini_ee.calibration import POLICY
-    from mini_ee.training.rule import calibrate_conformal, calibrate_record
+    from mini_ee.calibration import POLICY, calibrate_conformal, calibrate_record
 
     usual, sets = "breaking_ties" if tokens else "max_probability", args.sets or 0
     if args.promise == "exits":

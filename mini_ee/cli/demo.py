@@ -1,6 +1,7 @@
 """`mini-ee demo`: give a model exits, decide when to stop, show accuracy against measured time."""
 
 import time
+from operator import itemgetter
 from pathlib import Path
 
 from mini_ee import WrongArguments
@@ -16,7 +17,7 @@ EXAMPLE_OF = {  # so many texts a row
     2: '--text "I did not expect to like it, but I did." --text-b "I liked it."',
 }
 
-CURVE_POINTS = 9  # thresholds whose time is measured
+CURVE_POINTS = 9  # thresholds whose time is measured: a table that is read at a glance
 
 EXIT_COLUMNS = {"share": "share leaving:.1%", "seconds": "seconds:.3f", "speedup": "speed-up:.2f"}
 
@@ -48,7 +49,8 @@ def run(args, say) -> dict:
 
     import mini_ee
     from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
-    from mini_ee.evaluation.evaluate import evaluate, read_rows, rows_of, sweep_rules
+    from mini_ee.evaluation.evaluate import evaluate, read_rows, rows_of
+    from mini_ee.training.default_rule import usual_rule
     from mini_ee.training.options import RowOptions, TrainOptions
     from mini_ee.training.run import versions
     from mini_ee.training.train import open_task
@@ -68,7 +70,7 @@ def run(args, say) -> dict:
             say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         recorded = read_rows(trained, encoded, rows.labels, batch_size)
-        rules = sweep_rules(task.num_labels, len(trained.exits), CURVE_POINTS)
+        rules = usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)[:-1]  # the last is the full model
         measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, rules)
         answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
         answer |= {"promised": read_json(trained.folder / "metrics.json")["promised"], "curve": answer.pop("rows")}
@@ -180,12 +182,10 @@ def _hardness_rows(result, task, data, exits: int) -> list[dict]:
 
 def _report(answer: dict, regression: bool) -> str:
     from mini_ee.evaluation.tables import table
+    from mini_ee.training.default_rule import choose
 
-    best = max(
-        (row for row in answer["curve"] if row["score"] >= answer["full_score"] - 0.01),
-        key=lambda row: row["layers_saved"],
-        default=None,
-    )
+    within_a_point = answer["full_score"] - 0.01
+    best = choose(answer["curve"], itemgetter("layers_saved"), lambda row: row["score"] >= within_a_point)
     setting, quality = ("patience", "score") if regression else ("threshold", "accuracy")
     measured = {quality: f"{quality}:.3f"}
     curve = [row | {setting: row["rule"][setting]} for row in answer["curve"]]

@@ -13,7 +13,6 @@ from mini_ee.registry import MEASURES
 
 HELP = "accuracy, layers saved and measured speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
-SWEEP_POINTS = 51  # LoRAExit, section 4
 
 
 def add(sub) -> None:
@@ -30,7 +29,7 @@ def add(sub) -> None:
     sub.add_argument(
         "--sweep",
         action="store_true",
-        help="also 51 thresholds, or values of the rule that --rule names; of tokens everything over epsilon",
+        help="also other values of the rule that --rule names (default threshold); of tokens everything over epsilon",
     )
     sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
     sub.add_argument("--neighbours", type=positive, metavar="N", help="a plan: also what it goes by, of N rows")
@@ -172,11 +171,11 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
 
 
 def _swept(named, recorded, task) -> list:
-    """The rules of a sweep: of the one that --rule names, else the usual thresholds or patiences."""
-    from mini_ee.evaluation.evaluate import sweep_rules
+    """The sweep of the rule that --rule names, if it has one, else of the usual one."""
+    from mini_ee.training.default_rule import CURVE_POINTS, usual_rule
 
-    own = named.from_loose_to_strict(recorded, SWEEP_POINTS) if named else []
-    return own or sweep_rules(task.num_labels, len(recorded.segments.exits), SWEEP_POINTS)
+    own = named.from_loose_to_strict(recorded, CURVE_POINTS) if named else []
+    return own or usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)
 
 
 def _neighbours(planned: list[dict], rows, names: list[str], say) -> list[dict]:

@@ -1,6 +1,8 @@
 """Several runs on one task and one clock, and what their figures say side by side."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -9,15 +11,15 @@ from mini_ee import WrongArguments
 from mini_ee.data.files import read_json
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, holdout
+from mini_ee.data.tokens import Encoded
 from mini_ee.evaluation.evaluate import (
     LOSSES,
     RANGES,
-    best_within,
     by_exit,
     curve,
+    fewest_flops,
     is_full,
     measure_seconds,
-    most_saved,
     replayed,
     timed_batches,
 )
@@ -33,8 +35,8 @@ from mini_ee.exits.tokens import TokenExits, record_texts
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, rule_from_dict
+from mini_ee.training.default_rule import CANDIDATES, choose, sweep, usual_rule
 from mini_ee.training.method import load_method
-from mini_ee.training.rule import LEVELS, cuts, patiences, q_exits, thresholds
 from mini_ee.training.run import Run
 from mini_ee.training.texts import Source, TextOptions, texts_to_test
 from mini_ee.training.train import trained_on
@@ -51,6 +53,16 @@ class Compared(NamedTuple):
 
 
 # ---- Rows ----
+@dataclass
+class RowsOfRun:
+    """What is known of a run while it is compared: its row of the answer, and what its exits predict."""
+
+    one: object  # Run or Runtime
+    row: dict
+    encoded: Encoded  # the reported rows
+    recorded: Record  # the same
+    chosen_on: str | None = None  # sha256 of the held-out rows that choose its rules; None: the reported rows
+    points: list[dict] = field(default_factory=list)  # its curve on those rows
 
 
 def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool) -> dict:
@@ -58,7 +70,7 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
     little loss: rules are then chosen on the rows held out in training, or `chosen_on` says where else, and a loss is
     counted from the best full model of all whose rules are chosen on the same rows (other seeds hold out others).
     """
-    told, timed = [], []
+    runs, timed = [], []
     for name, one, how in compared:
         encoded, segments, whole = one.encode(rows.texts), one.segments(), one.whole_model()
         recorded = record(segments, encoded, batch_size, "reading", whole)
@@ -66,16 +78,17 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
         row = {"run": name, "how": how} | _row(one, recorded, rule, task, rows.labels)
         row["rows_truncated"] = encoded.truncated
         timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
-        told.append((row, recorded, encoded))
+        runs.append(RowsOfRun(one, row, encoded, recorded))
     if swept:
-        timed += _swept([one for _, one, _ in compared], told, task, rows.labels, batch_size)
-    order = timed_batches(timed[0][2][2], batch_size)
-    for (row, key, _), seconds in zip(timed, measure_seconds([run for *_, run in timed], order)):
+        timed += _swept(runs, task, rows.labels, batch_size)
+    order = timed_batches(runs[0].encoded, batch_size)
+    for (row, key, _), seconds in zip(timed, measure_seconds([each for *_, each in timed], order)):
         row[key] = float(seconds)
-    for row, *_ in told:
+    answer = [run.row for run in runs]
+    for row in answer:
         for point in [row, *(row[name] for name in (*LOSSES, *RANGES) if row.get(name))]:
             point["speedup"] = row["full_seconds"] / point["seconds"]
-    return {"rows": [row for row, *_ in told], "timed_rows": sum(map(len, order))}
+    return {"rows": answer, "timed_rows": sum(map(len, order))}
 
 
 def _row(one, recorded: Record, rule, task: Task, labels: np.ndarray) -> dict:
@@ -101,47 +114,55 @@ def rules_of(one, recorded: Record, task: Task) -> list:
     """The rules of a method's curve; none where the run's own rule plans."""
     if one.rule.plans_from_texts:
         return []
-    method, usual = one.config["method"], patiences if task.regression else thresholds
+    method, usual = one.config["method"], sweep(usual_rule(task))
     candidates = (load_method(method).candidates if method in METHODS else None) or usual
-    if candidates in (cuts, q_exits) and recorded.segments.exit_logits is None:
-        candidates = usual  # an exported folder whose graph holds another rule asks no policy
-    found = candidates(recorded)
+    found = candidates(recorded) or usual(recorded)  # a graph that holds another rule knows no policy: it has none
     if type(one.rule) not in map(type, found):  # calibrated, or chosen by hand
-        found += one.rule.from_loose_to_strict(recorded, LEVELS)
+        found += one.rule.from_loose_to_strict(recorded, CANDIDATES)
     return [NeverExit(), *found]
 
 
-def _swept(ones: Sequence, told: list, task: Task, labels: np.ndarray, batch_size: int) -> list:
-    """The curve of each run, what it saves at no and little loss, and its best for a share of the operations, put into
-    its row. Rules are chosen on rows held out in training where the run knows them, else on these.
+def _swept(runs: Sequence[RowsOfRun], task: Task, labels: np.ndarray, batch_size: int) -> list:
+    """The curve of each run, what it saves at no and little loss, and its best for a share of the FLOPs, put into its
+    row. Rules are chosen on rows held out in training if the run knows them, else on these.
 
     Returns what to time.
     """
-    points, these = [], []
-    for one, (row, recorded, _) in zip(ones, told):
-        held = None if one.rule.plans_from_texts else _held_out(one, task)
-        row["chosen_on"] = "reported rows" if held is None else "hold-out"
-        these.append(held and held.sha256())
-        some = labels if held is None else held.labels
-        if held is not None:
-            recorded = record(one.segments(), one.encode(held.texts), batch_size, "hold-out", one.whole_model())
-        points.append(curve(recorded, rules_of(one, recorded._replace(labels=some), task), task, some))
-    best: dict[str | None, float] = {}  # full model's score, by the rows that rules are chosen on
-    for rows, some in zip(these, points):
-        full = [point["score"] for point in some if point["rule"]["name"] == "never"]
-        best[rows] = max([best.get(rows, -1.0), *full])
+    for run in runs:
+        held_out = None if run.one.rule.plans_from_texts else _held_out(run.one, task)
+        run.row["chosen_on"] = "reported rows" if held_out is None else "hold-out"
+        chosen_on, chosen_labels = run.recorded, labels
+        if held_out is not None:
+            run.chosen_on, chosen_labels = held_out.sha256(), held_out.labels
+            encoded, whole = run.one.encode(held_out.texts), run.one.whole_model()
+            chosen_on = record(run.one.segments(), encoded, batch_size, "hold-out", whole)
+        rules = rules_of(run.one, chosen_on._replace(labels=chosen_labels), task)
+        run.points = curve(chosen_on, rules, task, chosen_labels)
+    full_scores: dict[str | None, float] = {}  # the best full model's, by the rows that rules are chosen on
+    for run in runs:
+        scores = [point["score"] for point in run.points if point["rule"]["name"] == "never"]
+        full_scores[run.chosen_on] = max([full_scores.get(run.chosen_on, -1.0), *scores])
     timed = []
-    for one, (row, recorded, encoded), rows, some in zip(ones, told, these, points):
-        there = [replayed(point, recorded, task, labels) for point in some]
-        row["curve"] = sorted(there, key=lambda point: -point["mean_layers"])
-        picks = {name: most_saved(some, best[rows] - loss - 1e-9) for name, loss in LOSSES.items()}
-        picks |= {name: best_within(some, share) for name, share in RANGES.items()}
-        for name, found in picks.items():
-            row[name] = replayed(found, recorded, task, labels) if found else {}
-            if found:
-                segments = one.whole_model() if is_full(row[name]) else one.segments()
-                timed.append((row[name], "seconds", (segments, rule_from_dict(found["rule"]), encoded)))
+    for run in runs:
+        reported = [replayed(point, run.recorded, task, labels) for point in run.points]
+        run.row["curve"] = sorted(reported, key=lambda point: -point["mean_layers"])
+        for name, point in _picks(run.points, full_scores[run.chosen_on]).items():
+            run.row[name] = replayed(point, run.recorded, task, labels) if point else {}
+            if point:
+                segments = run.one.whole_model() if is_full(run.row[name]) else run.one.segments()
+                timed.append((run.row[name], "seconds", (segments, rule_from_dict(point["rule"]), run.encoded)))
     return timed
+
+
+def _picks(points: list[dict], full_score: float) -> dict[str, dict | None]:
+    """The points of a curve that LOSSES and RANGES ask for; None if there is none."""
+    found = {}
+    for name, loss in LOSSES.items():
+        least = full_score - loss - 1e-9
+        found[name] = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
+    for name, most in RANGES.items():
+        found[name] = choose(points, itemgetter("score"), lambda point, most=most: point["flops_ratio"] <= most)
+    return found
 
 
 def _held_out(one, task: Task) -> Split | None:

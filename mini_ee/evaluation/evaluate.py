@@ -17,7 +17,7 @@ from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.recording import Record, exit_scores, plan_rows, predictions, record, summary
-from mini_ee.rules import NeverExit, Patience, Rule, Threshold, rule_from_dict
+from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 
@@ -34,16 +34,6 @@ LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as Co
 SAME = ("method", "base", "exits", "pool", "head", "task", "max_length", "prompt")  # in runs of several seeds
 
 RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operations; LoRAExit, Table 7, has two
-
-
-def sweep_rules(num_labels: int, num_exits: int, count: int) -> list[Rule]:
-    """The rules of a speed-accuracy curve: `count` thresholds evenly in (1/#labels, 1), as LoRAExit has them.
-
-    For regression (num_labels = 1) every patience instead.
-    """
-    if num_labels == 1:
-        return [Patience(patience) for patience in range(1, num_exits)]
-    return [Threshold(float(value)) for value in np.linspace(1 / num_labels, 1, count + 2)[1:-1]]
 
 
 def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> list[dict]:
@@ -80,16 +70,9 @@ def replayed(point: dict, recorded: Record, task: Task, labels: np.ndarray) -> d
     return found | ({"flops_ratio": 1.0} if is_full(found) else {})
 
 
-def most_saved(points: list[dict], least_score: float) -> dict | None:
-    """The point of a curve that costs the fewest operations and scores at least so much."""
-    good = [point for point in points if point["score"] >= least_score]
-    return min(good, key=lambda point: point["flops_ratio"], default=None)
-
-
-def best_within(points: list[dict], most_flops: float) -> dict | None:
-    """The point of a curve that scores best for so many operations, as a share of the full model's, at most."""
-    cheap = [point for point in points if point["flops_ratio"] <= most_flops]
-    return max(cheap, key=itemgetter("score"), default=None)
+def fewest_flops(point: dict) -> float:
+    """The score by which `choose` takes the point that costs the fewest FLOPs."""
+    return -point["flops_ratio"]
 
 
 def timed_batches(encoded: Encoded, batch_size: int) -> list[np.ndarray]:

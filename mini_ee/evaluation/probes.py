@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Backbone, padding_mask
-from mini_ee.calibration import Observed
+from mini_ee.calibration import Observed, observe
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import read_text
 from mini_ee.data.metrics import majority
@@ -33,7 +33,6 @@ from mini_ee.exits.generation import token_weights
 from mini_ee.exits.heads import pooled
 from mini_ee.exits.rows import STATES_BATCH
 from mini_ee.exits.tokens import BATCH, record_texts
-from mini_ee.training.rule import observe
 from mini_ee.training.texts import Source, check_reads_on, texts_to_calibrate
 
 LEAST = 40  # texts, or rows that are asked

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee import WrongArguments
-from mini_ee.calibration import Observed, end_to_end, exit_indices
+from mini_ee.calibration import Observed, end_to_end, replay
 from mini_ee.evaluation.probes import LEAST, Costs, Heard
 from mini_ee.rules import Threshold
 
@@ -58,20 +58,20 @@ def _everywhere(observed: Observed, tau: float) -> Threshold:
     return Threshold((float(tau),) * observed.agrees.shape[1] + (-math.inf,))
 
 
-class Kept(NamedTuple):
-    """What a threshold keeps and saves."""
+class Savings(NamedTuple):
+    """What a rule saves, and at which agreement."""
 
     agreement: float  # end to end
     saved: float
     net_saved: float
 
 
-def kept(observed: Observed, rule: Threshold, exits: tuple[int, ...], costs: Costs) -> Kept:
+def savings_at(observed: Observed, rule: Threshold, exits: tuple[int, ...], costs: Costs) -> Savings:
     """exits: the layers that the columns of `observed` belong to, and the last."""
-    left = exit_indices(observed, rule)
-    layers, read, last = np.array(exits)[left].mean(), (left + 1).mean(), exits[-1]
+    exit_index, agrees = replay(observed, rule)
+    layers, read, last = np.array(exits)[exit_index].mean(), (exit_index + 1).mean(), exits[-1]
     net = 1 - (costs.start + layers + costs.head * read) / (costs.start + last + costs.head)
-    return Kept(end_to_end(observed, rule), float(1 - layers / last), float(net))
+    return Savings(float(agrees.mean()), float(1 - layers / last), float(net))
 
 
 def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
@@ -94,14 +94,14 @@ def estimate(judged: Observed, exits: tuple[int, ...], costs: Costs, seed: int) 
     judged, random = at_exits(judged, exits), np.random.default_rng(seed)
     members = _members(judged)
 
-    def once(units: Observed) -> Kept:
-        return kept(units, threshold_at(units), exits, costs)
+    def once(units: Observed) -> Savings:
+        return savings_at(units, threshold_at(units), exits, costs)
 
     found, drawn = once(judged), []
     for _ in range(RESAMPLES):
         rows = np.concatenate([members[at] for at in random.integers(len(members), size=len(members))])
         drawn.append(once(judged.take(rows)))
-    low, high = (Kept(*ends) for ends in np.quantile(drawn, (0.025, 0.975), axis=0).tolist())
+    low, high = (Savings(*ends) for ends in np.quantile(drawn, (0.025, 0.975), axis=0).tolist())
     told |= {"kept": found.agreement, "saved": found.saved, "low": low.saved, "high": high.saved}
     return told | {"net_saved": found.net_saved, "net_low": low.net_saved, "net_high": high.net_saved}
 
@@ -118,7 +118,7 @@ def few_exits(taken: Observed, costs: Costs) -> tuple[tuple[int, ...], float]:
 
     def net(exits: tuple[int, ...]) -> float:
         some = at_exits(taken, exits)
-        return kept(some, threshold_at(some), exits, costs).net_saved
+        return savings_at(some, threshold_at(some), exits, costs).net_saved
 
     while others := [layer for layer in range(1, last) if layer not in chosen]:
         tried = {exits: net(exits) for exits in (tuple(sorted((*chosen, layer, last))) for layer in others)}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, exit_indices
+from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, observe, replay
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import read_text
 from mini_ee.data.metrics import rouge_l
@@ -26,7 +26,6 @@ from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import BATCH, TokenExits, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import NeverExit, Rule, Threshold
-from mini_ee.training.rule import observe
 from mini_ee.training.run import Run
 from mini_ee.training.texts import check_reads_on
 
@@ -182,8 +181,9 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
 
 def kept(observed: Observed, rule: Threshold, exits: tuple[int, ...]) -> dict:
     """What a rule keeps of its promise on some tokens, and where they leave."""
-    told = {"agreement": agreement(observed, rule), "end_to_end": end_to_end(observed, rule)}
-    return told | depth(exit_indices(observed, rule), exits, exits[-1])
+    outcome = replay(observed, rule)
+    found = {"agreement": agreement(observed, rule), "end_to_end": float(outcome.agrees.mean())}
+    return found | depth(outcome.exit_index, exits, exits[-1])
 
 
 def at_equal_agreement(

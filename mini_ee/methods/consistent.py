@@ -49,9 +49,10 @@ from torch import Tensor, nn
 
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.rows import States
+from mini_ee.rules import Policy
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network, policy_rule
-from mini_ee.training.rule import cuts
 from mini_ee.training.stages import Batch, Stage, joint_stage
 
 REWARDS = ("hardness-guided", "vanilla")
@@ -289,7 +290,7 @@ METHOD = Method(
     Config,
     recipe,
     policy=PolicyNetworks,
-    candidates=cuts,
+    candidates=sweep(Policy()),
     default_rule=policy_rule,
     exits=None,
     classes_only=True,

@@ -28,8 +28,8 @@ from mini_ee.methods.raee_encoders import open_encoder
 from mini_ee.methods.raee_shards import Shards
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.training import ranks
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.loop import fit
-from mini_ee.training.rule import Chosen
 from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
 from mini_ee.training.stages import Stage, task_loss
 from mini_ee.training.state import STATE, Saved

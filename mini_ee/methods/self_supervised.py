@@ -28,8 +28,8 @@ from mini_ee.data.options import Settings, option
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
 from mini_ee.exits.heads import INITS
 from mini_ee.exits.tokens import TextData, TokenExits
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
-from mini_ee.training.rule import Chosen
 from mini_ee.training.stages import Batch, Stage
 from mini_ee.training.texts import Source, agreement_rule, texts_to_calibrate
 

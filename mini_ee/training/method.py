@@ -11,7 +11,7 @@ from importlib import import_module
 from mini_ee import WrongArguments
 from mini_ee.data.options import Settings, check_options
 from mini_ee.registry import METHODS
-from mini_ee.training.rule import Candidates
+from mini_ee.training.default_rule import Candidates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.rules import Policy
-from mini_ee.training.rule import Chosen, passing
+from mini_ee.training.default_rule import Chosen, passing
 
 POLICY_WIDTH = 32  # of the hidden layer of a policy network
 

@@ -49,8 +49,8 @@ from mini_ee.exits.rows import RowExits
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.segments import Segments
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method, configured, load_method
-from mini_ee.training.rule import Chosen
 
 FORMAT_VERSION = 2
 OWN_BACKBONE = "backbone"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee import WrongArguments
+from mini_ee.calibration import calibrate_record
 from mini_ee.data.files import read_text
 from mini_ee.data.texts import (
     BETWEEN_TEXTS,
@@ -28,8 +29,8 @@ from mini_ee.data.texts import (
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.training.default_rule import Chosen
 from mini_ee.training.options import TextOptions
-from mini_ee.training.rule import Chosen, calibrate_record
 
 GIVEN, FOLLOW = 40, 40  # tokens of a story
 CALIBRATION_PIECES = 512  # that thresholds are taken from, where no number is asked for

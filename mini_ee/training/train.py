@@ -33,11 +33,11 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.rows import RowData, check_exits, even_exits
 from mini_ee.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.training import doubts, ranks
+from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged, Fitted, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainConfig
-from mini_ee.training.rule import Chosen, curves, default_rule
 from mini_ee.training.run import Run, about_task, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.state import STATE, NothingToResume, Saved
 from mini_ee.training.texts import Source, agreement_rule, check_count, texts_to_learn

@@ -1,154 +1,66 @@
 """The rule that a training ends with: candidates, and the one that is chosen and tested on rows held out of train."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from mini_ee.calibration import (
-    Observed,
-    TooFew,
-    broken_promises,
-    calibrate,
-    conformal,
-    fixed_sequence,
-    kept,
-    kept_by_sets,
-    report,
-)
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
 from mini_ee.recording import Record, exit_scores, predictions
-from mini_ee.rules import LIMITS, NeverExit, Patience, Policy, QExit, Rule, Threshold
-from mini_ee.training.promise import paired_p_values, rows_needed
+from mini_ee.rules import NeverExit, Patience, Rule, Threshold
+from mini_ee.statistics import fixed_sequence, paired_p_values, rows_needed
+
+CANDIDATES = 100  # values of a rule's knob to choose among: neighbours differ on about 1 % of what an exit decides
+
+CURVE_POINTS = 24  # values of a rule's knob in a curve: enough to draw one, and few enough to time each
+
+PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
+"""Shares of all decisions under which units exit, for rules of tokens: under each of them texts are written anew, so
+they are few; most are small, as a sequence of tests begins with the strictest."""
+
+Candidates = Callable[[Record], list[Rule]]
+"""Rules to choose among, from what every exit predicts for some units."""
+
+Point = TypeVar("Point")
 
 
-def cuts(recorded: Record) -> list[Rule]:
-    """The papers' cut, .5, and cuts at quantiles of the probabilities of leaving."""
-    return [Policy(), *(Policy(float(level)) for level in quantiles(Policy().compared(recorded)))]
+def choose(points: Iterable[Point], score: Callable[[Point], float], budget: Callable[[Point], bool]) -> Point | None:
+    """Of the points within the budget the one with the highest score, the first of several; None if there is none."""
+    return max(filter(budget, points), key=score, default=None)
 
 
-def q_exits(recorded: Record) -> list[Rule]:
-    """PALBERT's q, .5, and quantiles of the probabilities of having left by each exit."""
-    return [QExit(), *(QExit(float(level)) for level in quantiles(QExit().compared(recorded)))]
+# ---- Candidates ----
+def sweep(*rules: Rule) -> Candidates:
+    """Candidates: each of these rules with other values of its knob, but for the last, under which nothing exits early.
+
+    These rules themselves come first, if something exits early under them. A policy's need a model that has one.
+    """
+
+    def candidates(recorded: Record) -> list[Rule]:
+        known = (rule for rule in rules if not rule.asks_policy or recorded.segments.exit_logits is not None)
+        found = [each for rule in known for each in rule.from_loose_to_strict(recorded, CANDIDATES)[:-1]]
+        return sorted(found, key=lambda rule: rule not in rules)
+
+    return candidates
+
+
+def usual_rule(task: Task) -> Rule:
+    """The rule of any model: a threshold on the max probability, for regression patience. Its knob is to be chosen."""
+    return Patience(1) if task.regression else Threshold(math.inf)
 
 
 def passing(recorded: Record, rule: Rule) -> list[Rule]:
-    """The rule with other thresholds, the strictest first: such as these shares of all that it is asked would pass."""
+    """The rule with other values of its knob, the strictest first: PASSING are the shares of decisions that exit."""
     levels = np.quantile(rule.compared(recorded), 1 - np.array(PASSING)).tolist()
     return [replace(rule, **{rule.knob: level}) for level in levels]
 
 
-def observe(recorded: Record, measure: str = "max_probability") -> Observed:
-    """What the exits but the last say of recorded units: rows are groups of their own, tokens belong to a text."""
-    said = recorded.predictions
-    if said.shape[1] < 2:
-        raise ValueError("there is nothing to calibrate: the model has one exit; train one with more")
-    groups = np.arange(len(said)) if recorded.groups is None else recorded.groups
-    return Observed(recorded.confidence(measure), said[:, :-1] == said[:, -1:], groups)
-
-
-def calibrate_record(
-    recorded: Record,
-    epsilon: float,
-    delta: float | None = None,
-    measure: str = "max_probability",
-    seed: int = 0,
-    sets: int = 0,
-) -> tuple[Threshold, dict]:
-    """Thresholds of all exits from recorded units that they were not trained on: the rule, and the JSON answer.
-
-    A seeded half of the rows or texts gives the thresholds, the other half says what they keep; see calibration.py for
-    epsilon and delta. sets: how many for `broken_promises`. Raises ValueError where there are too few, with the number
-    that would do.
-    """
-    observed = observe(recorded, measure)
-    names, drawn = _half(observed, seed)
-    try:
-        rule = calibrate(observed.take(drawn), epsilon, delta, measure)
-    except TooFew as error:
-        units = math.ceil(2 * error.needed * len(observed.groups) / len(names))
-        what = "rows are" if recorded.groups is None else f"texts like these, {units} tokens, are"
-        raise ValueError(
-            f"too few to promise epsilon {epsilon} with delta {delta}: at least {2 * error.needed} {what} needed (half "
-            f"of them to check), got {len(names)}; give more, or lower epsilon, or leave delta out"
-        ) from None
-    answer = report(observed.take(drawn), observed.take(~drawn), rule, epsilon, delta)
-    answer["mean_layers"] = float(recorded.replay(rule).layers_run[~drawn].mean())
-    if sets:
-        answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
-    return rule, answer
-
-
-def calibrate_conformal(
-    recorded: Record, epsilon: float, measure: str, seed: int = 0, sets: int = 0
-) -> tuple[Rule, dict]:
-    """The same with one conformal cut for all exits, see calibration.py. sets: how many for `kept_by_sets`."""
-    observed = observe(recorded, measure)
-    names, drawn = _half(observed, seed)
-    try:
-        rule = conformal(observed.take(drawn), epsilon, measure)
-    except TooFew as error:
-        raise ValueError(
-            f"too few for a conformal promise of epsilon {epsilon}: at least {2 * error.needed} rows or texts are "
-            f"needed (half of them to check), got {len(names)}; give more, or lower epsilon"
-        ) from None
-    result, fresh = recorded.replay(rule), observed.take(~drawn)
-    last = observed.confidence.shape[1]
-    sure = (result.exit_index[:, None] == np.arange(last))[~drawn]
-    shares = [float(agrees[left].mean()) if left.any() else None for agrees, left in zip(fresh.agrees.T, sure.T)]
-    bar = rule.to_dict()[rule.fed[0]]
-    answer = {"promise": "conformal", "epsilon": epsilon, "delta": None, "measure": measure}
-    answer |= {"thresholds": [bar] * last, "tau_intervals": None, "agreement": shares, "end_to_end": kept(fresh, sure)}
-    answer["exit_counts"] = np.bincount(result.exit_index[~drawn], minlength=last + 1).tolist()
-    answer |= {"rows_calibration": int(drawn.sum()), "rows_fresh": int((~drawn).sum())}
-    answer["mean_layers"] = float(result.layers_run[~drawn].mean())
-    if sets:
-        answer["kept"] = kept_by_sets(observed, epsilon, sets, seed)
-    return rule, answer
-
-
-def _half(observed: Observed, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Names of the rows or texts, and which units (N,) are of a seeded half of them."""
-    names = np.unique(observed.groups)
-    if len(names) < 2:
-        raise ValueError(f"expected at least 2 rows or texts, some to calibrate on and some to check, got {len(names)}")
-    chosen = names[np.random.default_rng(seed).permutation(len(names))[: len(names) // 2]]
-    return names, np.isin(observed.groups, chosen)
-
-
-PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of all readings, under the rules of a sweep
-LEVELS = 100  # thresholds tried for a default rule
-
-Candidates = Callable[[Record], list[Rule]]
-"""Rules to choose among, from what every exit says of some units."""
-
-
-def thresholds(recorded: Record, measure: str = "max_probability") -> list[Rule]:
-    """Thresholds at quantiles of what the exits but the last say."""
-    if len(recorded.segments.exits) < 2:
-        return []
-    levels = quantiles(recorded.confidence(measure))
-    return [Threshold(float(level), measure) for level in np.clip(levels, *LIMITS[measure])]
-
-
-def patiences(recorded: Record) -> list[Rule]:
-    """Every patience that can end before the last exit."""
-    return [Patience(patience) for patience in range(1, len(recorded.segments.exits) - 1)]
-
-
-def quantiles(values: np.ndarray) -> np.ndarray:
-    """LEVELS levels of all values."""
-    return np.quantile(values.ravel(), np.linspace(0, 1, LEVELS))
-
-
-CURVE_POINTS = 24
-
-
+# ---- Curves ----
 def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> list[dict]:
-    """What the chosen rule and the usual ones keep on recorded rows, from their loosest setting to their strictest.
+    """What the chosen rule and the usual one score on recorded rows, from their loosest setting to their strictest.
 
     Of each: the rule, one of its kind, and points [value of its knob, the task's score, mean layers].
     """
@@ -228,14 +140,14 @@ def default_rule(
         raise ValueError(
             f"expected a max_loss from 0 to below 1 and a confidence between 0 and 1, got {max_loss} and {confidence}"
         )
-    candidates = candidates or (patiences if task.regression else thresholds)
+    candidates = candidates or sweep(usual_rule(task))
     replays = [_replayed(rule, selection, test, task, label_range) for rule in candidates(selection)]
     replays.sort(key=lambda replay: replay.layers)
     replays.reverse()  # of equal ones the last comes first: candidates are listed from the loosest on
     if not replays:
         exits = len(selection.segments.exits)
-        said = f"The default rule is the full model: no rule of this method can exit before the last of {exits} exits."
-        return Chosen(NeverExit(), None, None, {"promised": said, "fallback": None})
+        why = f"The default rule is the full model: no rule of this method can exit before the last of {exits} exits."
+        return Chosen(NeverExit(), None, None, {"promised": why, "fallback": None})
     selecting = len(selection.labels)
     least = exit_scores(test, task, test.labels)[-1] - max_loss if len(test.labels) else math.inf
     useful = [replay.saves and replay.score >= least for replay in replays]
@@ -259,16 +171,17 @@ def _without_guarantee(
     rule, fallback = (fallback[0], fallback[1] | of) if fallback else (NeverExit(), None)
     others = [replay for replay in replays if replay.saves and (replay.rule == rule or not fallback)]
     needed = _needed(others, selecting, max_loss, confidence)
-    said = f"A loss of at most {max_loss:g} with confidence {confidence:.0%} is not guaranteed"
-    said += f": about {needed} held-out test examples would do." if needed else "."
+    missing = f"A loss of at most {max_loss:g} with confidence {confidence:.0%} is not guaranteed"
+    missing += f": about {needed} held-out test examples would do." if needed else "."
     less = f"less than {FALLBACK_LOSS:g} of {of['of']} with confidence {FALLBACK_CONFIDENCE:.0%}"
     if fallback:
-        said = f"The default rule loses {less}, by a test on {tested} held-out examples. {said}"
+        message = f"The default rule loses {less}, by a test on {tested} held-out examples. {missing}"
     else:
         enough = _needed(others, selecting, FALLBACK_LOSS, FALLBACK_CONFIDENCE)
         shown = f"{tested} held-out test examples show of no other rule that it loses {less}"
-        said = f"The default rule is the full model: {shown}{f'; about {enough} would do' if enough else ''}. {said}"
-    return Chosen(rule, None, needed, {"promised": said, "fallback": fallback})
+        enough = f"; about {enough} would do" if enough else ""
+        message = f"The default rule is the full model: {shown}{enough}. {missing}"
+    return Chosen(rule, None, needed, {"promised": message, "fallback": fallback})
 
 
 def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confidence: float) -> tuple[Rule, dict] | None:
@@ -277,10 +190,10 @@ def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confide
     if not losses.size or not max_loss:
         return None
     p_values = paired_p_values(losses, max_loss)
-    passed = [at for at in range(fixed_sequence(p_values, 1 - confidence)) if useful[at]]
-    if not passed:
+    passed = range(fixed_sequence(p_values, 1 - confidence))
+    best = choose(passed, score=lambda at: -replays[at].tested_layers, budget=lambda at: useful[at])
+    if best is None:
         return None
-    best = min(passed, key=lambda at: replays[at].tested_layers)
     about = {"max_loss": max_loss, "confidence": confidence, "rows": losses.shape[1]}
     about |= {"loss_on_holdout": float(losses[best].mean()), "p_value": float(p_values[best])}
     return replays[best].rule, about
@@ -316,7 +229,7 @@ def _guarantee(of: dict, selecting: int) -> str:
 
 
 def paired_losses(
-    task: Task, labels: np.ndarray, said: np.ndarray, last: np.ndarray, label_range: float = 1.0
+    task: Task, labels: np.ndarray, predicted: np.ndarray, last: np.ndarray, label_range: float = 1.0
 ) -> np.ndarray:
     """What each row loses by a rule's prediction instead of the last exit's: (..., N) in {-1, 0, 1}.
 
@@ -325,8 +238,8 @@ def paired_losses(
     of other labels than these: a test that scales by what it tests is none.
     """
     if not task.regression:
-        return (last == labels).astype(np.int8) - (said == labels)
-    larger = (abs(said - labels) - abs(last - labels)) / (label_range or 1)
+        return (last == labels).astype(np.int8) - (predicted == labels)
+    larger = (abs(predicted - labels) - abs(last - labels)) / (label_range or 1)
     return np.floor(np.clip(larger, -1, 1) + np.random.default_rng(0).random(len(labels))).astype(np.int8)
 
 
@@ -334,10 +247,10 @@ def _replayed(rule: Rule, selection: Record, test: Record, task: Task, label_ran
     passes, losses, score = [], [], -math.inf
     for part in (selection, test) if len(test.labels) else (selection,):
         result = part.replay(rule)
-        said, last = predictions(result.logits), predictions(part.logits[:, -1])
+        predicted, last = predictions(result.logits), predictions(part.logits[:, -1])
         passes.append(result.cost.layer_passes)
-        losses.append(paired_losses(task, part.labels, said, last, label_range))
-        score = task.score(said, part.labels)["score"]
+        losses.append(paired_losses(task, part.labels, predicted, last, label_range))
+        score = task.score(predicted, part.labels)["score"]
     saves = bool(np.concatenate(passes).mean() < selection.segments.exits[-1])
     differing = int(sum(map(np.count_nonzero, losses)))
     tested = losses[1] if len(losses) > 1 else np.zeros(0, np.int8)
