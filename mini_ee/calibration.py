@@ -50,7 +50,7 @@ class TooFew(ValueError):
 
 
 class Observed(NamedTuple):
-    """What the exits but the last said of N rows, whatever the rows are."""
+    """What the exits but the last predict for N rows, whatever the rows are."""
 
     confidence: np.ndarray  # (N, K - 1), Eq. 2; larger means surer
     agrees: np.ndarray  # (N, K - 1) bool, Eq. 3
@@ -232,7 +232,7 @@ def above(tau: float, measure: str) -> Rule:
     return Threshold(threshold if threshold <= LIMITS[measure][1] else math.inf, measure)
 
 
-def kept_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
+def agreement_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
     """The mean agreement on fresh groups, those in no set, over so many calibration sets: by the conformal cut, the
     paper's thresholds and those of confidence COMPARED, all three on the same sets.
     """
@@ -384,7 +384,7 @@ def calibrate_record(
 def calibrate_conformal(
     recorded: Record, epsilon: float, measure: str, seed: int = 0, sets: int = 0
 ) -> tuple[Rule, dict]:
-    """The same with one conformal cut for all exits. sets: how many for `kept_by_sets`."""
+    """The same with one conformal cut for all exits. sets: how many for `agreement_by_sets`."""
     observed = observe(recorded, measure)
     names, drawn = _half(observed, seed)
     try:
@@ -403,7 +403,7 @@ def calibrate_conformal(
     answer["end_to_end"] = mean_of_groups(outcome.agrees, fresh.groups)
     answer |= _figures(recorded, rule, drawn)
     if sets:
-        answer["kept"] = kept_by_sets(observed, epsilon, sets, seed)
+        answer["kept"] = agreement_by_sets(observed, epsilon, sets, seed)
     return rule, answer
 
 

@@ -98,7 +98,8 @@ class Rule:
         if self.knob is None or len(recorded.segments.exits) < 2:
             return []
         levels = np.quantile(self.compared(recorded), np.linspace(0, 1, count))
-        values = np.clip([*levels, *np.atleast_1d(getattr(self, self.knob))], *self.knob_range)
+        own = np.atleast_1d(getattr(self, self.knob))
+        values = np.clip([*levels, *own[own != self.never]], *self.knob_range)
         return [replace(self, **{self.knob: value}) for value in np.unique([*values, self.never]).tolist()]
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----

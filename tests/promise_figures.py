@@ -23,7 +23,7 @@ from repeated_trainings import every_method
 from tqdm import tqdm
 from wrapped import wrapped
 
-from mini_ee.calibration import COMPARED, broken_promises, kept_by_sets, observe
+from mini_ee.calibration import COMPARED, agreement_by_sets, broken_promises, observe
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
@@ -126,7 +126,7 @@ def calibrated(name: str, logits: np.ndarray) -> list[dict]:
     """What `calibrate` promises, over SETS draws of the rows that it is made on, for each of EPSILONS."""
     observed, found = observe(rows_of(logits), MEASURE), []
     for epsilon in EPSILONS:
-        kept = kept_by_sets(observed, epsilon, SETS, SEED)
+        kept = agreement_by_sets(observed, epsilon, SETS, SEED)
         broken = broken_promises(observed, epsilon, COMPARED, MEASURE, SETS, SEED)
         found.append({"task": name, "epsilon": epsilon, "rows": kept.pop("groups_a_set"), "kept": kept})
         found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}

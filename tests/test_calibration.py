@@ -346,7 +346,7 @@ def test_a_promise_is_broken_where_the_texts_left_over_agree_too_rarely_at_any_e
     assert 0 < broken < 12
 
 
-@pytest.mark.parametrize("said", [broken_promises, calibration.kept_by_sets])
+@pytest.mark.parametrize("said", [broken_promises, calibration.agreement_by_sets])
 def test_quarters_are_drawn_of_four_groups_at_least(said):
     three = Observed(np.full((6, 1), 0.5), np.ones((6, 1), bool), np.array([0, 0, 1, 1, 2, 2]))
     with pytest.raises(ValueError, match="a quarter of the rows or texts: expected at least 4, found 3"):

@@ -925,6 +925,7 @@ def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, 
     assert everyone["rule"]["threshold"][:-1] == said["thresholds"]
     said = answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8", "--sets", 5)
     assert said["broken"]["sets"] == 5 and 0 <= said["broken"]["paper"] <= 1
+    assert said["measure"] == "entropy"  # by default the measure of the rule that the run has
 
 
 def test_calibrate_reads_the_held_out_rows_that_chose_nothing_of_the_model(

@@ -14,10 +14,10 @@ from mini_ee.calibration import (
     Observed,
     TooFew,
     above,
+    agreement_by_sets,
     calibrate_conformal,
     conformal,
     conformal_cut,
-    kept_by_sets,
     replay,
     tau_with_confidence,
 )
@@ -87,7 +87,7 @@ def test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_promised
 
 def test_over_many_draws_the_promise_is_kept_on_average_and_not_by_much_more():
     observed, epsilon = drawn(4000, seed=3), 0.9
-    means = kept_by_sets(observed, epsilon, sets=300)
+    means = agreement_by_sets(observed, epsilon, sets=300)
     assert means["sets"] == 300 and means["groups_a_set"] == 1000
     assert epsilon - 0.003 <= means["conformal"] <= 0.96  # M counts exits behind the one where a row leaves, too
     assert means["delta"] >= means["paper"]
@@ -108,7 +108,7 @@ def test_what_sets_keep_is_that_of_loops_over_fresh_texts():
             sure = said > conformal_cut(some, 0.6), said >= paper, said >= surer
             of_texts.setdefault(group, []).append([next((a for s, a in zip(each, right) if s), True) for each in sure])
         shares.append(np.mean([np.mean(rows, axis=0) for rows in of_texts.values()], axis=0))
-    found = kept_by_sets(observed, 0.6, sets=4, seed=5)
+    found = agreement_by_sets(observed, 0.6, sets=4, seed=5)
     assert [found[name] for name in ("conformal", "paper", "delta")] == pytest.approx(np.mean(shares, axis=0))
     assert found["delta"] < 1
 

@@ -73,8 +73,8 @@ def agreement(model: nn.Module, data: States) -> np.ndarray:
     device, found = next(model.parameters()).device, []
     for units in np.array_split(np.arange(len(data)), max(1, len(data) // 256)):
         states, _ = data.batch(units, device)
-        said = torch.stack([model.classify(k, state).argmax(-1) for k, state in enumerate(states)], dim=1)
-        found.append((said[:, :-1] == said[:, -1:]).numpy(force=True))
+        predicted = torch.stack([model.classify(k, state).argmax(-1) for k, state in enumerate(states)], dim=1)
+        found.append((predicted[:, :-1] == predicted[:, -1:]).numpy(force=True))
     return np.concatenate(found)
 
 
@@ -82,9 +82,9 @@ def agreement(model: nn.Module, data: States) -> np.ndarray:
 def held_loss(model: nn.Module, held: States) -> float:
     """The classifier's loss on units that were held out."""
     device = next(model.parameters()).device
-    said = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)])
+    logits = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)])
     truth = torch.from_numpy(agreement(model, held)).float().to(device)
-    return float(F.binary_cross_entropy_with_logits(said, truth))
+    return float(F.binary_cross_entropy_with_logits(logits, truth))
 
 
 def promised_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:

@@ -9,6 +9,7 @@ from mini_ee.confidence import MEASURES
 
 HELP = "thresholds under which exits agree with the full model as often as epsilon; they become the run's rule"
 EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"
+MEASURE = "confidence measure (default that of the run's rule, else max_probability, of tokens breaking_ties)"
 BATCH = 32
 
 
@@ -27,7 +28,7 @@ def add(sub) -> None:
         help="of each exit; or, with one cut for all, of the answer wherever a row leaves",
     )
     measures = (*MEASURES, "exit_logit")
-    sub.add_argument("--measure", choices=measures, help="max_probability, of tokens breaking_ties; a policy's own")
+    sub.add_argument("--measure", choices=measures, help=MEASURE)
     sub.add_argument("--sets", type=positive, metavar="N", help="also draw N calibration sets: how often is it broken?")
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: a text; else the model writes some")
     sub.add_argument("--prompt", action="append", metavar="TEXT", help="tokens: it goes on from this; may be repeated")
@@ -50,7 +51,7 @@ def run(args, say) -> dict:
         raise WrongArguments(f"{args.run}: has one exit, where all leave: there is nothing to calibrate")
     tokens = opened.unit == "tokens"
     recorded, about = (_texts if tokens else _rows)(opened, args)
-    rule, answer, promise = _calibrated(args, recorded, tokens)
+    rule, answer, promise = _calibrated(args, opened, recorded)
     write_rule(args.run, rule, promise, answer["exit_counts"])
     exits = opened.exits
     columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
@@ -94,20 +95,21 @@ def _check(args) -> None:
         raise WrongArguments(f"--measure {POLICY} is for --promise conformal")
 
 
-def _calibrated(args, recorded, tokens: bool) -> tuple:
+def _calibrated(args, opened, recorded) -> tuple:
     """The rule, the JSON answer, and the promise that the run keeps of it."""
     from mini_ee.calibration import POLICY, calibrate_conformal, calibrate_record
 
-    usual, sets = "breaking_ties" if tokens else "max_probability", args.sets or 0
+    has_policy = recorded.segments.exit_logits is not None
+    if args.measure == POLICY and not has_policy:
+        raise WrongArguments(f"{args.run}: has no policy, whose {POLICY} could be calibrated; choose another --measure")
+    usual = "breaking_ties" if opened.unit == "tokens" else "max_probability"
+    measure = args.measure or getattr(opened.rule, "measure", usual)
     if args.promise == "exits":
-        rule, answer = calibrate_record(recorded, args.epsilon, args.delta, args.measure or usual, args.seed, sets)
+        rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
         promised = () if args.delta is None else ("epsilon", "delta", "measure")
         return rule, answer, {name: answer[name] for name in promised} or None
-    decides = recorded.segments.exit_logits is not None
-    if args.measure == POLICY and not decides:
-        raise WrongArguments(f"{args.run}: has no policy, whose {POLICY} could be calibrated; choose another --measure")
-    measure = args.measure or (POLICY if decides else usual)
-    rule, answer = calibrate_conformal(recorded, args.epsilon, measure, args.seed, sets)
+    measure = args.measure or (POLICY if has_policy else measure)
+    rule, answer = calibrate_conformal(recorded, args.epsilon, measure, args.seed, args.sets or 0)
     return rule, answer, {name: answer[name] for name in ("promise", "epsilon", "measure")}
 
 

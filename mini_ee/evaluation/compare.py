@@ -210,8 +210,8 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
 def _cases(run: Run, texts: str | None, count: int, sampling):
     """Texts that the run was not trained on, and how it writes behind what they give."""
     about = run.config["text"] | ({"text": texts, "prompt": None} if texts else {})
-    kept = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
-    options = TextOptions(**kept, prompt=about["prompt"] and tuple(about["prompt"]))
+    given = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
+    options = TextOptions(**given, prompt=about["prompt"] and tuple(about["prompt"]))
     source = Source(run.model.backbone, run.tokenizer, options, run.config["seed"])
     found, follow = texts_to_test(source, count), source.follow
     if about["kind"] == "pieces":

@@ -37,7 +37,7 @@ RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operat
 
 
 def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> list[dict]:
-    """Of every exit: mean cross-entropy in nats and accuracy of all rows, and of those that left there, None of none.
+    """Of every exit: mean cross-entropy in nats and accuracy of all rows, and of those that exited there, or None.
 
     exit_index, labels: (N,) whole numbers. ConsistentEE, Fig. 2.
     """
@@ -45,9 +45,9 @@ def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> lis
     lines = []
     for k, layer in enumerate(recorded.segments.exits):
         loss, right = -log_softmax(recorded.logits[:, k])[rows, labels], recorded.logits[:, k].argmax(axis=1) == labels
-        left = exit_index == k
-        some = (float(loss[left].mean()), float(right[left].mean())) if left.any() else (None, None)
-        about = {"layer": layer, "left": int(left.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
+        here = exit_index == k
+        some = (float(loss[here].mean()), float(right[here].mean())) if here.any() else (None, None)
+        about = {"layer": layer, "left": int(here.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
         lines.append(about | dict(zip(("left_loss", "left_accuracy"), some)))
     return lines
 
@@ -177,9 +177,9 @@ def evaluate(
     return answer
 
 
-def _one_answer(said: np.ndarray, task: Task) -> str | None:
+def _one_answer(predicted: np.ndarray, task: Task) -> str | None:
     """The label that all rows are given, where it is one."""
-    return task.label_names[int(said[0])] if not task.regression and (said == said[0]).all() else None
+    return task.label_names[int(predicted[0])] if not task.regression and (predicted == predicted[0]).all() else None
 
 
 def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
@@ -206,20 +206,21 @@ def _together(rows: list[dict]) -> dict:
         found = [figure(row) for row in rows]
         return {"mean": float(np.mean(found)), "least": min(found), "most": max(found)}
 
-    told = {
+    answer = {
         "method": rows[0]["method"],
         "how": rows[0]["how"],
         "runs": [row["run"] for row in rows],
         "seeds": [row["seed"] for row in rows],
     }
     for name in ("score", "full_score", "layers_saved", "speedup"):
-        told[name] = spread(itemgetter(name))
-    told["per_exit_score"] = [spread(lambda row, k=k: row["per_exit_score"][k]) for k in range(len(rows[0]["exits"]))]
+        answer[name] = spread(itemgetter(name))
+    exits = range(len(rows[0]["exits"]))
+    answer["per_exit_score"] = [spread(lambda row, k=k: row["per_exit_score"][k]) for k in exits]
     for name in (*LOSSES, *RANGES):
         if all(row.get(name) for row in rows):
             figures = "score", "layers_saved", "layer_passes", "flops_ratio", "seconds", "speedup"
-            told[name] = {key: spread(lambda row, key=key: row[name][key]) for key in figures}
-    return told
+            answer[name] = {key: spread(lambda row, key=key: row[name][key]) for key in figures}
+    return answer
 
 
 def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
@@ -232,8 +233,8 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     if task.regression:
         raise ValueError(f"{task.name} is a regression task: no exit is right or wrong; give a task with classes")
     labels, names = rows.labels, task.label_names
-    said, sure = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
-    right = said == labels[:, None]
+    predicted, largest = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
+    right = predicted == labels[:, None]
     nats = np.stack([-entropy(each) for each in recorded.logits])
     was_right = np.maximum.accumulate(right, axis=1)
     found = np.flatnonzero((was_right & ~right).any(axis=1))
@@ -247,7 +248,7 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
                 "exits": [
                     {"layer": layer, "label": names[label], "confidence": float(confidence), "entropy": float(unsure)}
                     for layer, label, confidence, unsure in zip(
-                        recorded.segments.exits, said[row], sure[row], nats[row]
+                        recorded.segments.exits, predicted[row], largest[row], nats[row]
                     )
                 ],
             }

@@ -87,10 +87,10 @@ def estimate(judged: Observed, exits: tuple[int, ...], costs: Costs, seed: int) 
     (`kept`). The exits must not be: many sets are tried, and the best on some units is worse on others. The 95 %
     intervals are percentiles of a bootstrap over texts or rows, in which the threshold is taken anew.
     """
-    told = {"exits": list(exits), "agreement": LEVEL, "kept": 1.0}
-    told |= dict.fromkeys(("saved", "low", "high", "net_saved", "net_low", "net_high"), 0.0)
+    answer = {"exits": list(exits), "agreement": LEVEL, "kept": 1.0}
+    answer |= dict.fromkeys(("saved", "low", "high", "net_saved", "net_low", "net_high"), 0.0)
     if len(exits) == 1:  # the last
-        return told
+        return answer
     judged, random = at_exits(judged, exits), np.random.default_rng(seed)
     members = _members(judged)
 
@@ -102,8 +102,8 @@ def estimate(judged: Observed, exits: tuple[int, ...], costs: Costs, seed: int) 
         rows = np.concatenate([members[at] for at in random.integers(len(members), size=len(members))])
         drawn.append(once(judged.take(rows)))
     low, high = (Savings(*ends) for ends in np.quantile(drawn, (0.025, 0.975), axis=0).tolist())
-    told |= {"kept": found.agreement, "saved": found.saved, "low": low.saved, "high": high.saved}
-    return told | {"net_saved": found.net_saved, "net_low": low.net_saved, "net_high": high.net_saved}
+    answer |= {"kept": found.agreement, "saved": found.saved, "low": low.saved, "high": high.saved}
+    return answer | {"net_saved": found.net_saved, "net_low": low.net_saved, "net_high": high.net_saved}
 
 
 def _members(observed: Observed) -> list[np.ndarray]:
