@@ -47,7 +47,8 @@ class Builder:
     """One graph. dtype: of all weights and hidden states; int8: ids of the weights that become int8, see `int8_maps`.
 
     plain: inputs with values of their own become inputs like others, for callers that cannot feed those: JavaScript,
-    and whoever binds memory.
+    and whoever binds memory. flat: weights stay outside of all branches, since onnxruntime-web looks for the file of
+    those inside on a disk.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Builder:
         dtype: type = np.float32,
         int8: Collection[int] = (),
         plain: bool = False,
+        flat: bool = False,
     ):
-        self.dtype, self.int8, self.plain = np.dtype(dtype), int8, plain
+        self.dtype, self.int8, self.plain, self.flat = np.dtype(dtype), int8, plain, flat
         self.weights: dict[str, np.ndarray] = {}  # those taken up so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch that is being written
@@ -257,7 +259,7 @@ class Builder:
             place = {"location": weights_file, "offset": tensors[weight][2], "length": array.nbytes}
             for key, value in place.items():
                 values[weight].external_data.add(key=key, value=str(value))
-        _place(graph, values)
+        _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
         opset = helper.make_opsetid("", OPSET)
         return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")
@@ -311,13 +313,15 @@ def _used(graph: GraphProto) -> set[str]:
     return own.union(*map(_used, branches_of(graph)))
 
 
-def _place(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
-    """Put initialisers into the graph where its own nodes or several branches use them, else into that branch."""
+def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collection[str] = ()) -> None:
+    """Put initialisers into the graph where its own nodes or several branches use them, else into that branch; those
+    that are to stay outside into the graph in any case.
+    """
     own = {name for node in graph.node for name in node.input}
     branches = list(branches_of(graph))
     used = [_used(branch) & tensors.keys() for branch in branches]
     count = Counter(name for names in used for name in names)
-    here = [name for name in tensors if name in own or count[name] > 1]
+    here = [name for name in tensors if name in own or count[name] > 1 or count[name] and name in outside]
     graph.initializer.extend(tensors[name] for name in here)
     for branch, names in zip(branches, used):
         _place(branch, {name: tensors[name] for name in tensors if name in names.difference(here)})

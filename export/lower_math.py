@@ -31,6 +31,9 @@ def _binary(node: str, kind: type | None = None) -> Callable:
 
     def write(a, b, *_, **__) -> Value:
         a, b = (x.value() if isinstance(x, Dim) else x for x in (a, b))
+        for one, other in ((a, b), (b, a)) if kind is bool else ():
+            if getattr(one, "compared", None) is not None:
+                one.compared.append(other)
         like = a if isinstance(a, Value) else b
         if node == "Div":  # of whole numbers, as torch and numpy divide
             a, b = (cast(x, np.float32) if isinstance(x, Value) and x.kind.kind in "iub" else x for x in (a, b))

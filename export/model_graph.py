@@ -6,7 +6,9 @@
     exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
  -> logits (B, C), label (B,), confidence (B,), layers (B,); exit_logit (B,) where a policy decides; of tokens caches,
     and no label: the caches of layers that a token did not run are filled as `propagate` does; spent (B, 2),
-    the token_cost of a Reading, if tokens exit within a row
+    the token_cost of a Reading, if tokens exit within a row; for the page in the browser, instead of exit_logit,
+    compared_threshold (B,) or compared_patience (B,): what the rule compares with that input at the exit where a row
+    leaves, inf if unknown
 
 After exit k an If asks whether anybody stays. Its branch takes those rows, runs the layers up to exit k + 1, and in it
 the same again; what it says is scattered over what exit k said. So a graph is as deep as the model has exits, and what
@@ -25,17 +27,23 @@ from mini_ee.segments import Reading
 INFINITY = np.array(np.inf, np.float32)
 
 
-def write_model_graph(g, segments, rule: Rule) -> None:
-    """The graph of a model under a rule; one that plans from texts is fed, as any plan is, by `exit_at`."""
-    _ModelGraph(g, segments, rule).write()
+def write_model_graph(g, segments, rule: Rule, compared: bool = False) -> None:
+    """The graph of a model under a rule; one that plans from texts is fed, as any plan is, by `exit_at`.
+
+    compared: whether it also gives what the rule compares with each of its inputs.
+    """
+    _ModelGraph(g, segments, rule, compared).write()
 
 
 class _ModelGraph:
-    def __init__(self, g, segments, rule: Rule):
+    def __init__(self, g, segments, rule: Rule, compared: bool):
         self.g, self.segments, self.rule = g, segments, rule
         facts, self.last = segments.facts(), len(segments.exits) - 1
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
-        self.says_exit_logit = self.decides and rule.asks_policy
+        self.compared = compared and self.decides
+        self.beside = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
+        if self.decides and rule.asks_policy and not compared:
+            self.beside = ["exit_logit"]
         self.classes = facts["vocab_size"] if facts["unit"] == "tokens" else facts["num_labels"]
         memory: dict = {}
         if self.decides and rule.needs == "logits":
@@ -46,7 +54,7 @@ class _ModelGraph:
         g, segments = self.g, self.segments
         with g.tracing():
             values = self._from_exit(0, segments.start(g.inputs()), self._plan(), {})
-        names = ["logits", "layers", *["spent"] * segments.tokens_leave, *["exit_logit"] * self.says_exit_logit]
+        names = ["logits", "layers", *["spent"] * segments.tokens_leave, *self.beside]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
         if segments.facts()["unit"] == "tokens":
@@ -75,9 +83,9 @@ class _ModelGraph:
         exit_at = g.op("Where", g.op("Less", exit_at, g.integers(0)), g.integers(*own), known)
         return g.op("Expand", exit_at, g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
 
-    def _rule_at(self, k: int) -> tuple[Rule, ArrayValue | None]:
-        """The rule with the inputs of the graph as they are at exit k; and its threshold (), the head not being read
-        where that is inf. Of a rule with a memory the least from there on: it needs all that was said before.
+    def _rule_at(self, k: int) -> tuple[Rule, dict[str, ArrayValue], ArrayValue | None]:
+        """The rule with the inputs of the graph as they are at exit k; these inputs; and its threshold (): if that is
+        inf, the head is not read. Of a rule with a memory it is the least from there on: later exits ask for it.
         """
         g, values, least = self.g, {}, None
         for name, own in self.rule.runtime_values(self.last).items():
@@ -86,7 +94,8 @@ class _ModelGraph:
                 rest, values[name] = values[name][k:], values[name][k]
                 if name == "threshold":
                     least = rest.min(axis=0) if self.remembers else values[name]
-        return self.rule.with_runtime(values), least
+            values[name].compared = []
+        return self.rule.with_runtime(values), values, least
 
     def _from_exit(self, k: int, state, exit_at: str, memory: dict[str, ArrayValue]) -> list:
         """What exit k says of the units that come to it, and later exits say over it, as values: logits, layers; behind
@@ -98,7 +107,7 @@ class _ModelGraph:
         if k == self.last:
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
             read = segments.read_logits(k, state)
-            said = self._said(k, read.logits.name, rows, [nothing] * self.says_exit_logit)
+            said = self._said(k, read.logits.name, rows, [nothing] * len(self.beside))
             if segments.tokens_leave:
                 said.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
             return said + written
@@ -120,28 +129,36 @@ class _ModelGraph:
     def _at_exit(self, k: int, state, exit_at: ArrayValue, memory: dict[str, ArrayValue]) -> tuple[list, ArrayValue]:
         """What an exit says as values, and who leaves (B,) bool. The head is read where somebody leaves, or asks."""
         g, segments = self.g, self.segments
-        rows, exit_logit, leaves = g.shape(exit_at.name, 0, 1), [], exit_at <= k
+        rows, beside, leaves = g.shape(exit_at.name, 0, 1), [], exit_at <= k
         if not self.decides:
             logits = self._where_asked(g.any(leaves.name), k, state, rows)
             return self._said(k, logits, rows, []), leaves
-        planned, (rule, least) = exit_at >= 0, self._rule_at(k)  # what is not planned is negative: it may leave
+        planned, (rule, inputs, least) = exit_at >= 0, self._rule_at(k)  # what is not planned is negative: it may leave
         if rule.needs == "logits":
             asked = leaves if least is None else leaves & (planned | (least < np.inf))
             logits = self._where_asked(g.any(asked.name), k, state, rows)
             reading = Reading(g.array(logits, f"rows_{k}", self.classes))
         else:
             reading = segments.read_state(k, state)
-            exit_logit = [] if reading.exit_logit is None else [reading.exit_logit.name] * self.says_exit_logit
+            beside = [] if reading.exit_logit is None else [reading.exit_logit.name] * len(self.beside)
         leaves = leaves & (planned | rule.stop(k, reading, memory))
         if rule.needs != "logits":
             logits = self._where_asked(g.any(leaves.name), k, state, rows)
-        return self._said(k, logits, rows, exit_logit), leaves
+        if self.compared:
+            beside = [self._one_number(value.compared, rows) for value in inputs.values()]
+        return self._said(k, logits, rows, beside), leaves
 
-    def _said(self, k: int, logits: str, rows: str, exit_logit: list[str]) -> list:
+    def _one_number(self, values: list, rows: str) -> str:
+        """(B,) float32: the first of some values that has one number of each row; inf if there is none."""
+        of_rows = (each for each in values if isinstance(each, ArrayValue) and each.ndim == 1)
+        unknown = self.g.op("Expand", self.g.constant("infinity", INFINITY[None]), rows)
+        return next((each.astype(np.float32).name for each in of_rows), unknown)
+
+    def _said(self, k: int, logits: str, rows: str, beside: list[str]) -> list:
         g, axis = self.g, f"rows_{k}"
         layers = g.op("Expand", g.integers(self.segments.exits[k]), rows)
         said = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
-        return said + [g.value(name, axis, dtype=np.float32) for name in exit_logit]
+        return said + [g.value(name, axis, dtype=np.float32) for name in beside]
 
     def _where_asked(self, condition: str, k: int, state, rows: str) -> str:
         """What the head says (B, C), where the condition () holds; else zeros, which nobody looks at."""

@@ -5,11 +5,16 @@ exported/vendor/                     onnxruntime-web and a tokenizers library, a
                                      command runs if npm is installed
 exported/model_web.onnx              model.onnx as onnxruntime-web takes it: `threshold` and other settings are plain
                                      inputs, as it refuses values for inputs that have a default; its weights stand
-                                     outside of all branches, as it looks for the file of those inside on a disk
-exported/web.json                    what the page shows: exits, the rule with its settings, what each setting keeps,
-                                     texts to try with their tokens; labels, or of a decoder tokens to stop at
+                                     outside of all branches, as it looks for the file of those inside on a disk. It
+                                     also gives what the rule compares with each of these inputs, see model_graph.py
+exported/web.json                    what the page shows: exits, the rule with its settings in the words of its class,
+                                     what each setting keeps, texts to try with their tokens; labels, or of a decoder
+                                     tokens to stop at
+
+The page computes no rule: it runs the graph, with other values of the rule's inputs where the slider is moved.
 """
 
+import inspect
 import os
 import shlex
 import shutil
@@ -18,15 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
-from onnx import GraphProto, TensorProto
 
 from mini_ee import WrongArguments
 from mini_ee.data.files import read_json, write_json
 from mini_ee.early_exit import ExitResult
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import record_texts
-from mini_ee.export.builder import branches_of
 from mini_ee.export.sessions import HeldRule
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.training.default_rule import curve
@@ -36,7 +38,6 @@ SOURCES = Path(__file__).parent / "web"
 PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
-GRAPH, WEB_GRAPH = "model.onnx", "model_web.onnx"
 EXAMPLES, CANDIDATES = 4, 64
 WRITTEN = 64  # tokens behind each prompt, on which a decoder's curve is
 
@@ -59,23 +60,32 @@ def check_page(run: Run) -> None:
         raise WrongArguments("--web: the tokenizer knows no pairs of sentences, and the page needs one that does")
 
 
-def write_page(run: Run, folder: Path, texts: list[tuple[str, ...]] | list[str]) -> None:
-    """Add the page to an exported folder that has its graph, model.onnx. texts: some to try, as rows or prompts."""
-    _write_web_graph(folder)
+def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ...]] | list[str]) -> None:
+    """Add the page to an exported folder that has its graph, model_web.onnx. texts: some to try, as rows or prompts."""
     for path in (path for pattern in PAGE for path in SOURCES.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
     if (SOURCES / VENDOR).is_dir():
         shutil.copytree(SOURCES / VENDOR, folder / VENDOR)
-    rule, exits = run.rule.to_dict(), list(run.exits)
-    fed = HeldRule(folder, {"rule": rule, "exits": exits}).own
+    inputs = HeldRule(folder, manifest).own
     about = {
         "unit": run.unit,
         "method": run.config["method"],
-        "exits": exits,
-        "rule": rule,
-        "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in fed.items()},
+        "exits": list(run.exits),
+        "rule": run.rule.to_dict(),
+        "about": _about(run.rule),
+        "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in inputs.items()},
     }
     write_json(folder / "web.json", about | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
+
+
+def _about(rule: Rule) -> dict:
+    """What the rule's class says of it: words, in a sentence; fixed, the settings that are no input of the graph;
+    compares, which attribute each input of the graph is; and of the knob its help.
+    """
+    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.fed}
+    fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
+    knob = rule.__dataclass_fields__[rule.knob].metadata["help"] if rule.knob else ""
+    return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
 
 
 def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
@@ -129,27 +139,6 @@ def fetch_libraries(folder: Path, say: Callable[[str], None]) -> str | None:
     return lines[0].strip() if done.returncode else None
 
 
-def _write_web_graph(folder: Path) -> None:
-    """Write model_web.onnx."""
-    model = onnx.load(folder / GRAPH, load_external_data=False)
-    graph = model.graph
-    inputs = {each.name for each in graph.input}
-    for each in [each for each in graph.initializer if each.name in inputs]:
-        graph.initializer.remove(each)
-    for branch in branches_of(graph):
-        graph.initializer.extend(_taken_from_branch(branch))
-    onnx.save(model, folder / WEB_GRAPH)
-    onnx.checker.check_model(folder / WEB_GRAPH, full_check=True)
-
-
-def _taken_from_branch(graph: GraphProto) -> list[TensorProto]:
-    """Take those initialisers out of a branch, and of its branches, whose values stand in a file."""
-    taken = [each for each in graph.initializer if each.data_location == TensorProto.EXTERNAL]
-    for each in taken:
-        graph.initializer.remove(each)
-    return taken + [each for branch in branches_of(graph) for each in _taken_from_branch(branch)]
-
-
 def _numbers(values: np.ndarray) -> list:
     """As JSON holds them: infinities as strings."""
     return [value if np.isfinite(value) else str(value) for value in values.tolist()]
@@ -193,17 +182,11 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
 def _moved(rule: Rule, points: list[list]) -> dict:
     """The graph's input that the rule's knob is, and points with its values."""
-    moved = [_fed(rule_from_dict(rule.to_dict() | {rule.knob: value})) for value, *_ in points]
-    return {"setting": moved[0][0], "points": [(value, *kept) for (_, value), (_, *kept) in zip(moved, points)]}
+    name = dict(zip(rule.fed, rule.runtime_inputs))[rule.knob]
+    values = [rule_from_dict(rule.to_dict() | {rule.knob: value}).runtime_values(1)[name] for value, *_ in points]
+    return {"setting": name, "points": [(*_numbers(value), *rest) for value, (_, *rest) in zip(values, points)]}
 
 
 def _family(rule: Rule) -> dict:
     """The rule without the setting that moves."""
     return {name: value for name, value in rule.to_dict().items() if name != rule.knob}
-
-
-def _fed(rule: Rule) -> tuple[str, float | str]:
-    """The input of the graph that the rule's knob is, and its value."""
-    settings = rule.runtime_values(1)
-    name = "threshold" if "threshold" in settings else "patience"
-    return name, _numbers(settings[name])[0]

@@ -139,6 +139,7 @@ class Value:
     __array_priority__ = 1000
     root: "Value | None" = None  # what it has other axes of
     permuted: "tuple[Value, list[int]] | None" = None  # what its axes are in another order of, and in which
+    compared: "list[Value] | None" = None  # a list takes down what comparisons compare this value with
 
     def __init__(self, g: Builder, shape: Sequence[Size], kind: type, make: Callable[[], str] | None, flat=None):
         """An axis that is a string becomes a Dim of that name, whose size is this value's."""

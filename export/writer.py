@@ -60,6 +60,8 @@ OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
 OF_ITS_RULE = ("promise", "exit_counts")
 """What it keeps too where the rule is the run's own."""
 
+WEB = "model_web"  # the graph of the page, see page.py
+
 VERIFIED_TEXTS = 64
 
 VERIFIED_TOKENS = 32  # written from each prompt
@@ -117,14 +119,14 @@ def export(
             "method": run.config["method"],
             **{key: run.config[key] for key in kept if key in run.config},
             "max_length": run.tokenizer.max_length,
-            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments),
+            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web),
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save(partial_folder / "tokenizer.json")
         if run.rule.embed is not None:
             manifest["encoder"] = _write_embedder(run.rule, partial_folder)
         if web:
-            write_page(run, partial_folder, texts)
+            write_page(run, partial_folder, manifest, texts)
         manifest["files"] = _digests(partial_folder)
         write_json(partial_folder / MANIFEST, manifest)
         chosen = np.random.default_rng(seed).permutation(len(texts))[:VERIFIED_TEXTS]
@@ -134,11 +136,17 @@ def export(
 
 
 def write_graphs(
-    model: nn.Module, source, rule: Rule, folder: Path, precision: str = "float32", segments: bool = False
+    model: nn.Module,
+    source,
+    rule: Rule,
+    folder: Path,
+    precision: str = "float32",
+    segments: bool = False,
+    web: bool = False,
 ) -> dict:
     """Write graphs and weights into a folder that is there; returns what the manifest says of them.
 
-    source: the segments of a model of rows, the TokenGraphs of a model of tokens.
+    source: the segments of a model of rows, the TokenGraphs of a model of tokens. web: model_web.onnx as well.
     Raises ValueError for an unknown precision, and for a rule that no graph can hold if there are no segments either.
     """
     if precision not in PRECISIONS:
@@ -146,23 +154,18 @@ def write_graphs(
     rounded = int8_maps(model) if precision == "int8" else ()
     settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": rounded}
     own, made, facts = parameters_of(model), {}, source.facts()
-    tokens, one = facts["unit"] == "tokens", source.in_one_graph()
-    graphs = {"model": partial(write_model_graph, segments=one, rule=rule)}
-    if segments:
-        graphs |= source.graphs() if tokens else segment_graphs(source)
-    if source.tokens_leave:
-        graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=NeverExit())
-    graphs |= source.prompt_graphs() if tokens else {}
-    for name, write in graphs.items():
-        made[name] = Graph(own, **settings, plain=tokens)
+    tokens = facts["unit"] == "tokens"
+    for name, write in _graphs(source, rule, segments, web).items():
+        fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
+        made[name] = fresh()
         try:
             write(made[name])
         except NotTraceable:
-            if name != "model" or not segments:
+            if name not in ("model", WEB) or not segments:
                 raise
             facts["rule_in_graph"] = False  # it decides between graphs by segment
-            made[name] = Graph(own, **settings, plain=tokens)
-            write_model_graph(made[name], one, NeverExit())
+            made[name] = fresh()
+            write_model_graph(made[name], source.in_one_graph(), NeverExit())
     encoder = rule.embed and rule.embed.states  # the queries are averaged from its states
     if encoder is not None:
         others = parameters_of(encoder.backbone, "encoder.backbone.")
@@ -188,6 +191,19 @@ def write_graphs(
         "graphs": graphs,
         "tensors": tensors,
     }
+
+
+def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable]:
+    """Name of a graph -> what writes it, given a Graph."""
+    tokens, one = source.facts()["unit"] == "tokens", source.in_one_graph()
+    graphs = {"model": partial(write_model_graph, segments=one, rule=rule)}
+    if web:
+        graphs[WEB] = partial(write_model_graph, segments=one, rule=rule, compared=True)
+    if segments:
+        graphs |= source.graphs() if tokens else segment_graphs(source)
+    if source.tokens_leave:
+        graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=NeverExit())
+    return graphs | (source.prompt_graphs() if tokens else {})
 
 
 def _built_in_texts(run: Run) -> list[tuple[str, ...]]:

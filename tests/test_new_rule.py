@@ -7,7 +7,6 @@ named on the command line, evaluated, swept, compared, exported, run, served and
 import json
 import math
 import shutil
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -228,20 +227,24 @@ def test_the_web_page_shows_it(trained, exported):
     feeds |= {"threshold": np.array(values, np.float32), "exit_at": np.array([-1])}
     layers = web.run(["layers"], feeds)[0]
     assert layers.tolist() == [each.layers for each in runtime.run(LINES)]
+    assert page["about"]["words"] == " ".join(MeanConfidence.__doc__.split())
+    assert page["about"]["compares"] == {"threshold": "level"} and page["about"]["fixed"] == {"decay": 0.25}
+    assert page["about"]["knob"] == "exit if the mean confidence so far is at least"
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
-def test_the_pages_words_for_a_rule_that_it_does_not_know(exported):
-    script = f"""
-        import {{ readFileSync }} from "node:fs";
-        import {{ shown, why }} from "{exported}/rules.mjs";
-        const about = JSON.parse(readFileSync("{exported}/web.json"));
-        console.log(shown(about, about.settings) + "|" + why(about, about.settings, [], 0, true));
-    """
-    shutil.copy(exported / "rules.js", exported / "rules.mjs")
-    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, check=True)
-    it = "It leaves where the rule mean-confidence says so."
-    assert done.stdout.strip() == f"{it}|the rule mean-confidence says so: it leaves"
+def test_the_page_is_told_what_it_compares_at_each_exit(trained, exported, task_folder):
+    """The page runs a text once for each exit that it shows, told to exit there."""
+    encoded, segments = trained.encode([(line,) for line in LINES]), trained.segments()
+    web = onnxruntime.InferenceSession(exported / "model_web.onnx", providers=["CPUExecutionProvider"])
+    for row in range(len(LINES)):
+        inputs = encoded.batch([row] * 3)
+        logits, flops, _ = read_every_exit(segments, encoded.batch([row]))
+        record = Record(Recorded(trained.exits, logits, flops, [1] * 3), logits, 1.0)
+        for level in (0.0, 0.6, np.inf):
+            feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
+            feeds |= {"threshold": np.full(2, level, np.float32), "exit_at": np.arange(3)}
+            (found,) = web.run(["compared_threshold"], feeds)
+            np.testing.assert_allclose(found[:2], trained.rule.compared(record)[0], atol=1e-5)
 
 
 def test_tokens_exit_by_it_and_the_page_of_a_decoder_has_its_curve(registered, decoder_checkpoint, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mini_ee.export.serving.watch import LEVEL, RECENT, Promise, Watch, stricter
-from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, QExit, Threshold
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
 from mini_ee.statistics import share_interval
 
 
@@ -130,6 +130,7 @@ def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
         (Policy(0.5), Policy(0.75)),
         (QExit(0.0), QExit(0.5)),
         (Patience(2), Patience(3)),
+        (PatienceConfidence(2, 0.8), PatienceConfidence(2, 0.9)),
     ],
 )
 def test_half_of_what_is_missing_to_certainty_is_added(rule, tighter):

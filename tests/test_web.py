@@ -2,15 +2,18 @@
 
 import functools
 import http.server
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import threading
 import time
+from copy import copy
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tokenizers
 from test_decoder_export import TEXTS as WORDS
@@ -27,10 +30,14 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.early_exit import early_exit
 from mini_ee.exits.tokens import TokenExits
+from mini_ee.export.builder import branches_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
+from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
+from mini_ee.segments import Reading
 from mini_ee.training.run import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -239,11 +246,50 @@ def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
     export(run._replace(rule=rule), tmp_path / "exported", web=True)
     browser.open(serve(tmp_path / "exported"), LOADED)
     assert_says_what_python_says(browser, tmp_path / "exported", reviews()[:10])
-    assert browser.value("document.querySelector('.exits .left .why').textContent")
+    assert_shows_what_is_compared(browser, run, rule, read_json(tmp_path / "exported" / "web.json"))
+    assert text_of(browser, "#rule-says").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
+
+
+def assert_shows_what_is_compared(browser, run, rule, about):
+    """Of the first example, at every exit that it reaches: what `stop` compares, and what with."""
+    texts = [tuple(about["examples"][0]["texts"])]
+    inputs, segments = run.encode(texts).batch([0]), run.segments()
+    (at,) = early_exit(segments, rule, inputs).exit_index
+    logits, _, _ = read_every_exit(segments, inputs)
+    shown = browser.value("Array.from(document.querySelectorAll('article:first-child .why'), (e) => e.textContent)")
+    memory, last = {}, len(run.exits) - 1
+    for k, words in enumerate(shown):
+        if k in (last, *range(at + 1, last)):
+            assert words == ("not run; it would say this" if k > at else "the last exit takes all that is left")
+            continue
+        assert words.endswith("it exits" if k == at else "it goes on")
+        if not rule.runtime_inputs:
+            assert words.startswith("the rule reads nothing here")
+            continue
+        asked = copy(rule)
+        wanted = {name: Asked(getattr(rule, name), k) for name in rule.runtime_inputs.values()}
+        for name, value in wanted.items():
+            object.__setattr__(asked, name, value)
+        asked.stop(k, Reading(logits[:, k]), memory)
+        for part, (name, value) in zip(words.split(":")[0].split("; "), wanted.items(), strict=True):
+            found, setting = part.split(f", {name} ")
+            assert float(found) == pytest.approx(value.compared, abs=6e-4)
+            assert float(setting) == pytest.approx(value.value, abs=6e-4)
+
+
+class Asked:
+    """A setting of a rule that takes down what it is compared with."""
+
+    def __init__(self, setting, k):
+        self.value = setting[k] if isinstance(setting, tuple) else setting
+
+    def __array_ufunc__(self, ufunc, method, *given, **_):
+        (self.compared,) = given[0].tolist()
+        return ufunc(given[0], self.value)
 
 
 class Mine(Threshold):
-    """A rule that a method brings itself: the page has no words for it."""
+    """A rule that a method brings itself. The page has these words of it."""
 
     name = "mine"
 
@@ -252,7 +298,8 @@ class Mine(Threshold):
 def test_a_rule_of_ones_own_has_its_page(browser, serve, run, tmp_path, monkeypatch):
     monkeypatch.setitem(rules.RULES, "mine", Mine)
     test_each_rule_has_its_page(browser, serve, run, tmp_path, Mine(0.55))
-    assert "the rule mine says so" in browser.value("document.querySelector('.exits .why').textContent")
+    words = "A rule that a method brings itself. The page has these words of it. Here: threshold 0.550; measure "
+    assert text_of(browser, "#rule-says") == f"{words}max_probability."
 
 
 @in_chromium
@@ -440,7 +487,9 @@ def test_a_decoder_writes_pythons_text_with_pythons_layers(browser, serve, expor
 def test_every_value_of_a_decoders_slider_leaves_where_pythons_rule_does(browser, serve, exported_decoder):
     browser.open(serve(exported_decoder), LOADED)
     about, means = read_json(exported_decoder / "web.json"), []
-    for value, *_ in [*about["curve"]["points"][::6], about["curve"]["points"][-1]]:
+    values = [float(value) for value, *_ in about["curve"]["points"]]
+    between = (np.array(values[1:]) + values[:-1]) / 2  # a point itself is what some token's confidence is
+    for value in [*between[::6].tolist(), "inf"]:
         fed = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 3}}
         rule = Threshold(float(value))
         means.append(np.mean(assert_writes_what_python_writes(browser, exported_decoder, PROMPTS, fed, rule)))
@@ -465,7 +514,7 @@ def test_a_decoder_has_its_page_under_each_rule(browser, serve, decoder, tmp_pat
     browser.open(serve(tmp_path / "exported"), LOADED)
     layers = assert_writes_what_python_writes(browser, tmp_path / "exported", PROMPTS)
     assert len(set(layers)) > (rule.needs is not None), "some should leave early, and some later"
-    assert text_of(browser, "#rule-says").startswith("A token")
+    assert text_of(browser, "#rule-says").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
     own = (read_json(tmp_path / "exported" / "web.json")["curve"] or {}).get("own")
     assert not own or f"after {own[1]:.2f} of 12 layers" in text_of(browser, "#kept")
 
@@ -589,8 +638,13 @@ def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(exporte
     assert found - {"manifest.json"} == set(manifest["files"])
     about = read_json(exported / "web.json")
     assert about["settings"].keys() == {"threshold", "exit_at"}
-    sizes = [(exported / name).stat().st_size for name in ("model.onnx", "model_web.onnx")]
-    assert 0 < sizes[0] - sizes[1] < 200
+    inputs, outputs = (manifest["graphs"]["model"][each] for each in ("inputs", "outputs"))
+    web = manifest["graphs"]["model_web"]
+    assert web["inputs"] == inputs and web["outputs"].keys() == {*outputs, "compared_threshold"}
+    graph = onnx.load(exported / "model_web.onnx", load_external_data=False).graph
+    assert not {each.name for each in graph.initializer} & inputs.keys()
+    for branch in branches_of(graph):
+        assert all(each.data_location == onnx.TensorProto.DEFAULT for each in branch.initializer)
 
 
 def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(run, exported):

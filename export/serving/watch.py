@@ -69,12 +69,10 @@ class Promise:
 
 
 def stricter(rule: Rule) -> Rule:
-    """Half of what is missing to certainty is added to each threshold, or a turn to patience.
+    """Half of what is missing to certainty is added to the rule's knob, or 1 to a knob without a largest value.
 
-    Raises ValueError for a rule that has neither.
+    Raises ValueError for a rule without a knob that a graph takes as an input.
     """
-    if "patience" in rule.fed:
-        return replace(rule, patience=rule.patience + 1)
     name = rule.knob
     if name not in rule.fed:
         raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")

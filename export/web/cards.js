@@ -1,8 +1,9 @@
 // A card of the classifiers' page: sentences, what every exit says of them, and where the rule lets them leave.
 import { at, made } from "./dom.js";
-import { probabilityAsked, why } from "./rules.js";
+import { digits, number } from "./numbers.js";
 
 const STEP = 60; // milliseconds from one exit that appears to the next
+const NEAR = 1e-6; // two float32 that are one probability
 
 export class Card {
   constructor(name, page) {
@@ -40,7 +41,7 @@ export class Card {
     at(".exits", this.element).replaceChildren();
   }
 
-  /** Ask every exit about the texts, then the rule. */
+  /** Run the texts through all layers, then under the rule. */
   async read() {
     const texts = this.fields.map((field) => field.value);
     const asked = (this.asked = {});
@@ -48,10 +49,10 @@ export class Card {
     if (texts.some((text) => !text.trim())) return this.fail("Write a sentence first.");
     this.say("Reading…");
     try {
-      const said = await this.page.model.exits(texts);
-      const whole = await this.page.model.time(texts, this.page.settings, [said.length - 1]);
+      const { model, settings } = this.page;
+      const whole = await model.time(texts, settings, [model.about.exits.length - 1]);
       if (asked !== this.asked) return; // asked anew meanwhile
-      this.said = { texts, exits: said, whole };
+      this.said = { texts, whole };
       await this.decide();
     } catch (error) {
       if (asked === this.asked) this.fail(error);
@@ -65,6 +66,7 @@ export class Card {
     if (!said) return;
     try {
       const answer = await model.decide(said.texts, settings);
+      const exits = await model.exits(said.texts, settings);
       const taken = await model.time(said.texts, settings);
       if (said !== this.said || settings !== this.page.settings) return; // asked anew meanwhile
       const end = model.about.exits.at(-1);
@@ -72,24 +74,26 @@ export class Card {
       const label = typeof answer.label === "number" ? answer.label.toFixed(3) : answer.label;
       const time = `${taken.toFixed(1)} ms; the last exit alone takes ${said.whole.toFixed(1)} ms.`;
       this.say(made("strong", {}, label), `${sure} after layer ${answer.layers} of ${end}. ${time}`);
-      this.showExits(answer, settings);
+      this.showExits(exits, answer.layers, settings);
     } catch (error) {
       this.fail(error);
     }
   }
 
-  showExits(answer, settings) {
+  showExits(exits, layers, settings) {
     const { about } = this.page.model;
-    const left = about.exits.indexOf(answer.layers);
-    const rows = this.said.exits.map((exit, k) => {
-      const reason = k > left ? "not run; it would say this" : why(about, settings, this.said.exits, k, k === left);
+    const left = about.exits.indexOf(layers);
+    const rows = exits.map((exit, k) => {
+      const pairs = compared(exit, about.about.compares, settings, k);
+      const reason = k > left ? "not run; it would say this" : why(pairs, k === left, k === exits.length - 1);
+      const [, , threshold] = pairs.find(([, value]) => Math.abs(value - exit.confidence) < NEAR) ?? [];
       const sure = exit.confidence === undefined ? "" : `${(100 * exit.confidence).toFixed(1)} %`;
       const label = typeof exit.label === "number" ? exit.label.toFixed(3) : exit.label;
       const row = made(
         "li",
         { className: k < left ? "run" : k === left ? "left" : "beyond" },
         made("div", { className: "said" }, made("span", {}, `Layer ${exit.layers}: ${label}`), made("span", {}, sure)),
-        exit.confidence === undefined ? "" : bar(exit.confidence, probabilityAsked(about, settings, k)),
+        exit.confidence === undefined ? "" : bar(exit.confidence, threshold),
         made("div", { className: "why" }, reason),
       );
       row.style.animationDelay = `${Math.min(k, left) * STEP}ms`;
@@ -97,6 +101,22 @@ export class Card {
     });
     at(".exits", this.element).replaceChildren(...rows);
   }
+}
+
+/** What the rule compares at exit k: [name of the setting, value, setting] of each setting that the graph tells of. */
+function compared(exit, names, settings, k) {
+  const all = Object.entries(exit.compared).map(([input, value]) => {
+    const { values } = settings[input];
+    return [names[input].replaceAll("_", " "), value, number(values[k] ?? values[0])];
+  });
+  return all.filter(([, value]) => Number.isFinite(value));
+}
+
+/** Why a text exits here, or goes on. pairs: what the rule compares. */
+function why(pairs, exits, isLast) {
+  if (isLast) return "the last exit takes all that is left";
+  const words = pairs.map(([name, value, setting]) => `${digits(value)}, ${name} ${digits(setting)}`);
+  return `${words.join("; ") || "the rule reads nothing here"}: it ${exits ? "exits" : "goes on"}`;
 }
 
 /** A probability as a bar, with a mark at the one that is asked for, if one is. */

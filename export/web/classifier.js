@@ -2,9 +2,9 @@
 import { Model, tensor } from "./session.js";
 
 export class Classifier extends Model {
-  /** What each exit says of the texts: one answer an exit, see `run`. */
-  exits(texts) {
-    return this.run(texts, this.about.settings, this.about.exits.map((_, at) => at));
+  /** What each exit says of the texts, and what the rule with these settings compares there: see `run`. */
+  exits(texts, settings = this.about.settings) {
+    return this.run(texts, settings, this.about.exits.map((_, at) => at));
   }
 
   /** Where the rule, with these settings, lets the texts leave. */
@@ -24,19 +24,19 @@ export class Classifier extends Model {
   /** One answer for each number in exitAt: the index of the exit to leave at, or -1 where the rule decides. */
   async run(texts, settings, exitAt) {
     const { ids, types } = this.encode(texts);
-    const inputs = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: types };
+    const given = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: types };
     const feeds = { ...this.fed(settings), exit_at: tensor("int64", exitAt) };
     for (const name of this.session.inputNames) {
-      if (name in inputs) feeds[name] = tensor("int64", exitAt.flatMap(() => inputs[name]), [exitAt.length, ids.length]);
+      if (name in given) feeds[name] = tensor("int64", exitAt.flatMap(() => given[name]), [exitAt.length, ids.length]);
     }
     const { said, milliseconds } = await this.compute(feeds);
-    const { logits, label, confidence, layers, exit_logit: exitLogit } = said;
+    const { label, confidence, layers } = said;
+    const inputs = Object.keys(settings).filter((name) => `compared_${name}` in said);
     return exitAt.map((_, row) => ({
       label: this.about.labels[Number(label.data[row])] ?? label.data[row],
-      logits: Array.from(logits.data.slice(row * logits.dims[1], (row + 1) * logits.dims[1])),
       confidence: confidence && confidence.data[row],
       layers: Number(layers.data[row]),
-      exitLogit: exitLogit && exitLogit.data[row],
+      compared: Object.fromEntries(inputs.map((name) => [name, said[`compared_${name}`].data[row]])),
       milliseconds,
     }));
   }

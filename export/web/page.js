@@ -2,7 +2,7 @@
 import { Card } from "./cards.js";
 import { drawChart } from "./chart.js";
 import { at, made } from "./dom.js";
-import { digits, number, shown } from "./rules.js";
+import { digits, number } from "./numbers.js";
 import { Writer } from "./writer.js";
 
 const PAUSE = 150; // milliseconds that a moved slider rests before the model is asked
@@ -17,6 +17,18 @@ const PARTS = {
 function moved(settings, name, value) {
   const { dtype, values } = settings[name];
   return { ...settings, [name]: { dtype, values: values.map(() => value) } };
+}
+
+/** The rule in the words of its class, and its settings. */
+function described({ words, fixed, compares }, settings) {
+  const own = Object.entries(compares).filter(([input]) => input in settings);
+  const shown = own.map(([input, name]) => {
+    const values = settings[input].values.map(number);
+    const same = values.every((value) => value === values[0]);
+    return [name, same ? digits(values[0]) : `${values.map(digits).join(", ")} (exit by exit)`];
+  });
+  const all = [...shown, ...Object.entries(fixed)].map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  return all.length ? `${words} Here: ${all.join("; ")}.` : words;
 }
 
 class Page {
@@ -51,7 +63,7 @@ class Page {
   }
 
   showRule() {
-    const { curve, settings } = this.model.about;
+    const { about, curve, settings } = this.model.about;
     if (!curve) {
       const none = "There is no curve of such a rule: train the run again, or choose another rule.";
       at("#kept").textContent = this.model.about.exits.length > 1 ? none : "";
@@ -60,6 +72,7 @@ class Page {
     const own = settings[curve.setting].values;
     const same = (value) => own.every((each) => each === value);
     const first = curve.points.findIndex(([value]) => same(value));
+    at("#slider").ariaLabel = about.knob;
     at("#slider").max = curve.points.length - 1;
     at("#slider").oninput = () => this.move(at("#slider").valueAsNumber);
     at("#own").onclick = () => this.move(first < 0 ? null : first);
@@ -73,7 +86,7 @@ class Page {
     const { curve } = about;
     const point = chosen === null ? null : curve.points[chosen];
     this.settings = point ? moved(about.settings, curve.setting, point[0]) : about.settings;
-    at("#rule-says").textContent = shown(about, this.settings);
+    at("#rule-says").textContent = described(about.about, this.settings);
     if (curve) {
       const end = about.exits.at(-1);
       at("#slider").value = chosen ?? 0;

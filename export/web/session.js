@@ -1,7 +1,7 @@
 // The graph that stops by itself and its tokenizer, as classifiers and decoders share them. No DOM here.
 import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
 import { Tokenizer } from "./vendor/tokenizers.min.mjs";
-import { number } from "./rules.js";
+import { number } from "./numbers.js";
 
 const ARRAYS = { float32: Float32Array, float16: globalThis.Float16Array ?? Uint16Array };
 
