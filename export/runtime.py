@@ -100,6 +100,8 @@ class Runtime:
     that was exported, or a provider cannot be had. `run` may be called from several threads.
     """
 
+    is_exported = True  # False of a training.run.Run
+
     def __new__(cls, folder: str | Path, *arguments, **settings) -> "Runtime":
         """A TokenRuntime of a decoder's folder."""
         config = read_manifest(Path(folder))

@@ -111,7 +111,7 @@ def _tokens(runs, args, say) -> dict:
     refuse(args, ("task", "split"), why)
     refuse_task_options(args, why)
     refuse(args, ("batch_size",), "is for rows; decoders' runs are timed text by text")
-    exported = [folder for folder, run in zip(args.runs, runs) if not hasattr(run, "model")]
+    exported = [folder for folder, run in zip(args.runs, runs) if run.is_exported]
     if exported:
         raise WrongArguments(f"{exported[0]}: is exported already; give the run that it came from")
     if args.picture and not args.sweep and not have_history(runs):

@@ -46,7 +46,7 @@ def run(args, say) -> dict:
     from mini_ee.training.train import say_left_out
 
     opened = open_trained(args.run, args, plain=True)
-    if hasattr(opened, "model"):
+    if not opened.is_exported:
         say_left_out(opened.model.backbone, args.run, say)
     if opened.config.get("unit") == "tokens":
         return _tokens(opened, args, say)
@@ -214,7 +214,7 @@ def _tokens(opened, args, say) -> dict:
     from mini_ee.evaluation.tables import table
     from mini_ee.evaluation.texts import benchmark_answer
 
-    if not hasattr(opened, "model"):
+    if opened.is_exported:
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
     of_rows = ("split", "schedule", "overthinking", "hardness", "neighbours")
     refuse(args, of_rows, f"is for classifiers; {args.run} holds a decoder")

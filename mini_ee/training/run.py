@@ -76,6 +76,8 @@ class Run(NamedTuple):
     rule: Rule
     schedule: list[list[int]] | None = None  # of LoRA streams
 
+    is_exported = False  # True of an exported folder, an export.runtime.Runtime
+
     @property
     def unit(self) -> str:
         """What leaves: rows, rows through prompts, or tokens."""
