@@ -1,6 +1,6 @@
 """The loop of early_exit.py as one ONNX graph, which stops by itself: model.onnx.
 
-    input_ids, attention_mask, ...  (B, T) int64; of tokens positions, rows and caches: see exits/token_graphs.py
+    input_ids, attention_mask, ...  (B, T) int64; of tokens positions, rows and caches: see token_graphs.py
     threshold                       (K - 1,) float32, or `patience` (1,) int64: the rule's own unless others are fed; of
                                     a policy on its exit_logit; inf: nobody leaves, and no head is read
     exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
@@ -19,7 +19,7 @@ the rule's own stop, which run here on values of the graph (tracing.py).
 import numpy as np
 
 from mini_ee.confidence import max_probability
-from mini_ee.exits.token_graphs import output_caches
+from mini_ee.export.token_graphs import output_caches
 from mini_ee.export.tracing import ArrayValue
 from mini_ee.rules import Rule
 from mini_ee.segments import Reading
@@ -39,12 +39,13 @@ class _ModelGraph:
     def __init__(self, g, segments, rule: Rule, compared: bool):
         self.g, self.segments, self.rule = g, segments, rule
         facts, self.last = segments.facts(), len(segments.exits) - 1
+        self.tokens = facts["unit"] == "tokens"
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.compared = compared and self.decides
         self.beside = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
         if self.decides and rule.asks_policy and not compared:
             self.beside = ["exit_logit"]
-        self.classes = facts["vocab_size"] if facts["unit"] == "tokens" else facts["num_labels"]
+        self.classes = facts["vocab_size"] if self.tokens else facts["num_labels"]
         memory: dict = {}
         if self.decides and rule.needs == "logits":
             rule.stop(0, Reading(np.zeros((1, self.classes), np.float32)), memory)
@@ -57,7 +58,7 @@ class _ModelGraph:
         names = ["logits", "layers", *["spent"] * segments.tokens_leave, *self.beside]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
-        if segments.facts()["unit"] == "tokens":
+        if self.tokens:
             kinds = (f"{kind}_{layer}" for layer in range(segments.exits[-1]) for kind in ("keys", "values"))
             output_caches(g, values[len(names) :], kinds)
         else:
@@ -103,7 +104,7 @@ class _ModelGraph:
         """
         g, segments = self.g, self.segments
         state = segments.advance(k, state)
-        written, rows = segments.written(k, state), g.shape(exit_at, 0, 1)
+        written, rows = segments.written(state) if self.tokens else [], g.shape(exit_at, 0, 1)
         if k == self.last:
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
             read = segments.read_logits(k, state)
@@ -117,13 +118,17 @@ class _ModelGraph:
         def go_on() -> list:
             index = np.flatnonzero(stays)
             on = {name: value[index] for name, value in memory.items()}
-            kept = segments.keep_in_graph(state, index.tensor(), leaves.tensor())
-            later = self._from_exit(k + 1, kept, g.op("Gather", exit_at, index.name), on)
+            rows = index.tensor()
+            state_on = segments.keep_in_graph(state, rows, leaves.tensor()) if self.tokens else state.keep(rows)
+            later = self._from_exit(k + 1, state_on, g.op("Gather", exit_at, index.name), on)
             places = g.op("Unsqueeze", index.name, g.integers(1))
             over = [v._replace(name=g.op("ScatterND", v.name, places, new.name)) for v, new in zip(said, later)]
             return over + later[len(said) :]
 
-        values = g.either(g.any(stays.name), go_on, lambda: said + segments.filled(k, state))
+        def all_exit() -> list:
+            return said + (segments.filled(k, state) if self.tokens else [])
+
+        values = g.either(g.any(stays.name), go_on, all_exit)
         return values[: len(said)] + written + values[len(said) :]
 
     def _at_exit(self, k: int, state, exit_at: ArrayValue, memory: dict[str, ArrayValue]) -> tuple[list, ArrayValue]:

@@ -37,7 +37,6 @@ from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
 from mini_ee.exits.decoding import FILLS, DecoderSegments, decode, gather, greedy
 from mini_ee.exits.generation import token_segments, token_weights
-from mini_ee.exits.token_graphs import TokenGraphs
 from mini_ee.export.builder import OPSET, int8_maps, parameters_of
 from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
@@ -46,6 +45,7 @@ from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.segment_graphs import segment_graphs
 from mini_ee.export.sessions import CPU
+from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.tracing import NotTraceable
 from mini_ee.recording import plan_rows, predictions, read_every_exit, record
 from mini_ee.rules import STATE_MEASURES, NeverExit, Rule

@@ -89,18 +89,6 @@ class Segments:
         """What such a graph computes: these segments, for most."""
         return self
 
-    def keep_in_graph(self, state, rows, leaves):
-        """state.keep(rows); leaves (N,) is true for the others, which may have to leave something behind."""
-        return state.keep(rows)
-
-    def written(self, k: int, state) -> list:
-        """What advance(k) leaves behind for later calls, as values with their axes: caches."""
-        return []
-
-    def filled(self, k: int, state) -> list:
-        """The same of all layers above, if every unit has left at exit k."""
-        return []
-
 
 class BatchResult(NamedTuple):
     """A batch of N rows that has run."""

@@ -17,10 +17,10 @@ from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import decode, gather
 from mini_ee.exits.generation import generate, token_segments
 from mini_ee.exits.rows import RowExits, States
-from mini_ee.exits.token_graphs import TokenGraphs
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.export.row_segments import CPU
 from mini_ee.export.sessions import HeldRule, Session
+from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import FixedExit, NeverExit, PatienceConfidence, Policy, Threshold, rule_from_dict

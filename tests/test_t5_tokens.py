@@ -26,12 +26,12 @@ from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import Tokens, decode, gather, greedy
 from mini_ee.exits.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
-from mini_ee.exits.token_graphs import TokenGraphs
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
 from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold

@@ -18,7 +18,6 @@ from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.evaluate import REST
 from mini_ee.exits.decoding import Generated, decode, gather
 from mini_ee.exits.rows import RowExits, even_exits
-from mini_ee.exits.token_graphs import TokenGraphs
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
@@ -32,6 +31,7 @@ from mini_ee.experiments.bench.common import (
 from mini_ee.experiments.bench.decoders import STORIES, generate_of_transformers, random_decoder
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit

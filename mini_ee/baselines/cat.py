@@ -192,6 +192,8 @@ class CatState(NamedTuple):
 class CatSegments(RowSegments):
     """The segments of a CatExits in eval mode. `advance` ends with the head: later exits read what it says."""
 
+    carried = "seen"  # the probabilities at the exits so far
+
     def start(self, inputs) -> CatState:
         return CatState(*super().start(inputs))
 
@@ -221,13 +223,6 @@ class CatSegments(RowSegments):
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops + self.model.heads[k].flops(tokens=0) if self._decides(k) else 0.0
-
-    def handed_on(self, k: int, state: CatState) -> dict[str, Tensor]:
-        """With the probabilities at the exits so far, from the second on."""
-        return super().handed_on(k, state) | ({} if state.seen is None else {"carried": state.seen})
-
-    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> CatState:
-        return CatState(*super().taken_up(k, inputs, handed), seen=handed.get("carried"))
 
 
 # ---- Training ----

@@ -134,6 +134,8 @@ class PonderState(NamedTuple):
 class PonderSegments(RowSegments):
     """The segments of a PonderExits."""
 
+    carried = "said"
+
     def start(self, inputs) -> PonderState:
         return PonderState(*super().start(inputs))
 
@@ -159,12 +161,6 @@ class PonderSegments(RowSegments):
     def whole(self) -> RowSegments:
         """The last exit alone: nobody asks what others say."""
         return RowSegments(self.model)
-
-    def handed_on(self, k: int, state: PonderState) -> dict[str, Tensor]:
-        return super().handed_on(k, state) | {"carried": state.said}
-
-    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> PonderState:
-        return PonderState(*super().taken_up(k, inputs, handed), handed["carried"])
 
 
 METHOD = Method(

@@ -105,10 +105,6 @@ class PromptSegments(RowSegments):
         logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
         return Reading(check_finite(logits, "the logits of the label words"))
 
-    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> PromptState:
-        at = self.model.read_at(inputs.input_ids, inputs.attention_mask)
-        return PromptState(*super().taken_up(k, inputs, handed), at)
-
     def flops(self, k: int, inputs) -> tuple[float, float]:
         """The head is read at one token, and gives the label words alone."""
         backbone = self.model.backbone

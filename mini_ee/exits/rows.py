@@ -159,6 +159,7 @@ class RowSegments(Segments):
     """The segments of a RowExits in eval mode. Inputs are data.tokens.Inputs."""
 
     engine = "torch"
+    carried: str | None = None  # a field of the state that later exits read, besides hidden
 
     def __init__(self, model: RowExits):
         self.model = model.eval()
@@ -211,12 +212,16 @@ class RowSegments(Segments):
         return {key: getattr(self.model, key) for key in ("unit", "pool", "head", "num_labels")}
 
     def handed_on(self, k: int, state) -> dict[str, Tensor]:
-        """What a graph of segment k gives to the next, by name: `hidden`, and what a method hands on besides."""
-        return {"hidden": self.model.backbone.packed(state.hidden, state.around)}
+        """What a graph of segment k gives to the next, by name: `hidden`, and `carried` if there is such a field."""
+        handed = {"hidden": self.model.backbone.packed(state.hidden, state.around)}
+        carried = self.carried and getattr(state, self.carried)
+        return handed if carried is None else handed | {"carried": carried}
 
     def taken_up(self, k: int, inputs, handed: dict[str, Tensor]):
         """The state before segment k, from what the one before has handed on of the rows that go on."""
-        return RowState(*self.model.backbone.unpacked(handed["hidden"], inputs))
+        hidden, around = self.model.backbone.unpacked(handed["hidden"], inputs)
+        carried = {self.carried: handed["carried"]} if "carried" in handed else {}
+        return self.start(inputs)._replace(hidden=hidden, around=around, **carried)
 
 
 # ---- What training takes ----

@@ -75,6 +75,7 @@ class TokenGraphs(Segments):
         return Reading(None, exit_logit, saturation=cosine.numpy())
 
     def keep_in_graph(self, state: GraphTokens, rows: Tensor, leaves: Tensor) -> GraphTokens:
+        """The tokens of these rows; the others, of which `leaves` (N,) is true, leave their states for the caches."""
         out = leaves.nonzero()[:, 0]
         hidden, gone, here, left = state.hidden[rows], state.hidden[out], rows, out
         if state.here is not None:
@@ -82,10 +83,12 @@ class TokenGraphs(Segments):
             gone = torch.cat((gone, state.gone))
         return GraphTokens(hidden, hidden, state.whole.of_rows(here, left, gone), state.whole, here, left, gone)
 
-    def written(self, k: int, state: GraphTokens) -> list:
+    def written(self, state: GraphTokens) -> list:
+        """The caches with what these tokens have left in them, for later calls."""
         return _caches(state.hidden.g, state.block)
 
     def filled(self, k: int, state: GraphTokens) -> list:
+        """The caches of all layers above exit k, where all tokens exit."""
         block = state.block.unwritten()
         self.model.backbone.propagate(state.hidden, block, self.exits[k], self.exits[-1])
         return _caches(state.hidden.g, block)
