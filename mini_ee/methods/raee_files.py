@@ -65,7 +65,7 @@ def index_names(shards: int) -> list[str]:
 
 
 def _finish_renaming(folder: Path) -> None:
-    """Rename what a kill left as NAME.next though the manifest has it: the next one is written under the same names."""
+    """Rename what a killed write did not, before the next one writes files of the same names."""
     for name, digest in read_manifest(folder)["files"].items():
         path = folder / (name + NEXT)
         if path.is_file() and file_sha256(path) == digest:
