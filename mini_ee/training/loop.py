@@ -74,7 +74,7 @@ class Loop:
 
     def __init__(self, model: nn.Module, train, held, config: TrainConfig, state: State):
         self.model, self.train, self.held, self.config, self.state = model, train, held, config, state
-        self.steps_before = 0  # of the stages before this one, about
+        self.steps_before = 0  # of all stages before this one; of those on states an estimate
 
     def run(self, number: int, stage: Stage) -> None:
         """One stage, from the step that it has reached; leaves the model with the weights of the best epoch."""
