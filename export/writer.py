@@ -8,7 +8,7 @@ exported/whole.onnx            where tokens leave within a row: the same with al
 exported/segment_{layer}.onnx  where asked for: the layers up to an exit, and of rows its head; of tokens also
                                head_{layer}.onnx, what an exit says, policy_{layer}.onnx, whether to leave, and
                                fill_{layer}.onnx, the keys and values of a segment for tokens that left below it
-exported/memory.onnx           of a decoder whose prompts an encoder reads: that, once a prompt; see t5_graphs.py
+exported/memory.onnx           of a decoder whose prompts an encoder reads: that, once a prompt; see backbones/t5.py
 exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
 exported/tokenizer.json
 exported/index.html            and more, where a page is asked for: see page.py

@@ -84,8 +84,6 @@ class BertConfig:
     tie_word_embeddings: bool = True
 
     def __post_init__(self):
-        if self.model_type not in TYPE_DEFAULTS:
-            raise ValueError(f"model_type must be one of {', '.join(TYPE_DEFAULTS)}, got {self.model_type!r}")
         check_fields(self, from_zero=("pad_token_id",))
         if self.model_type != "albert" and self.embedding_size not in (None, self.hidden_size):
             raise ValueError(f"embedding_size may differ from hidden_size in albert only, got {self.embedding_size}")

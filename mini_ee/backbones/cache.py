@@ -139,8 +139,6 @@ class Around(NamedTuple):
         return self._changed(lambda tensor: tensor.repeat(count, 1, 1, 1))
 
     def _changed(self, change) -> "Around":
-        if self.cache is not None:
-            raise ValueError("expected tokens that read each other, got some that read a cache: ask for another block")
         names = ("cos", "sin", "mask", "padding", "near")  # those of one row stand for all rows
         parts = {name: getattr(self, name) for name in names}
         return self._replace(**{name: change(t) for name, t in parts.items() if t is not None and len(t) > 1})

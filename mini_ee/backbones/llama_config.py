@@ -204,7 +204,6 @@ class DecoderConfig(GenerativeConfig):
     eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self):
-        _member(self.model_type)
         check_fields(self, from_zero=("pad_token_id", "bos_token_id", "max_window_layers"), free=("rope_theta",))
         if self.tie_word_embeddings and self.biased("lm_head"):
             raise ValueError(
@@ -276,7 +275,7 @@ class DecoderConfig(GenerativeConfig):
     @classmethod
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":
         """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""
-        member = _member(config.get("model_type"))
+        member = MEMBERS[config["model_type"]]
         asks, types = "use_sliding_window" in member.switches, config.get("layer_types")
         if not config.get("use_sliding_window", not asks) and (asks or "sliding_window" not in member.switches):
             config = config | {"sliding_window": None}
@@ -315,7 +314,7 @@ class DecoderConfig(GenerativeConfig):
     @property
     def member(self) -> Member:
         """What this model_type is."""
-        return _member(self.model_type)
+        return MEMBERS[self.model_type]
 
     def biased(self, name: str) -> bool:
         """Whether these linear maps have a bias, as `Member.biased` calls them."""
@@ -382,12 +381,6 @@ class DecoderConfig(GenerativeConfig):
             return scaling["attention_factor"]
         factor = scaling.get("factor", self.max_position_embeddings / scaling[ORIGINAL])
         return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(scaling[ORIGINAL]))
-
-
-def _member(model_type) -> Member:
-    if model_type not in MEMBERS:
-        raise ValueError(f"model_type must be one of {', '.join(MEMBERS)}, got {model_type!r}")
-    return MEMBERS[model_type]
 
 
 def _tanh_activation(given: dict) -> str | None:

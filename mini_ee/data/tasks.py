@@ -29,6 +29,7 @@ from mini_ee.data.table_files import SUFFIXES, file_error, table_rows, text_flaw
 from mini_ee.data.values import shortened
 
 TOY = "reviews"
+HELD_SHARE = 0.1  # of train, that is held out for choosing
 
 
 # Tasks
@@ -150,15 +151,14 @@ def toy_task() -> Task:
     return Task(TOY, ("negative", "positive"), ("accuracy",), splits)
 
 
-def holdout(split: Split, seed: int, share: float = 0.1) -> tuple[Split, Split]:
-    """(fit, held): a seeded share of the rows is held out for choosing; both keep the order of the file.
+def holdout(split: Split, seed: int) -> tuple[Split, Split]:
+    """(fit, held): a seeded tenth of the rows is held out for choosing; both keep the order of the file.
 
     Raises: ValueError where either part would be empty.
     """
-    count = max(1, round(share * len(split)))
-    if not 0 < share < 1 or count >= len(split):
-        raise ValueError(f"expected a share that leaves rows on both sides, found {share} of {len(split)}")
-    held, fit = divided(split, count, seed)
+    if len(split) < 2:
+        raise ValueError(f"expected at least two rows, of which one is held out, found {len(split)}; add rows")
+    held, fit = divided(split, max(1, round(HELD_SHARE * len(split))), seed)
     return fit, held
 
 
