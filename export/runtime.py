@@ -1,4 +1,4 @@
-"""Serve an exported folder without torch: with numpy, ONNX Runtime and tokenizers; one of RAEE with hnswlib too.
+"""Serve an exported folder without torch: numpy, ONNX Runtime and tokenizers, and hnswlib for a rule that retrieves.
 
     Runtime(folder).run(["A warm and funny film."])
     [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]

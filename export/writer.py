@@ -88,7 +88,7 @@ def export(
     that every exit says what torch says, in batches of one and of many, and that a decoder writes the same. precision:
     float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
     it does not hold, for servers that take rows together again after each exit, and to recompute caches; a decoder that
-    learned to recompute them (FREE) has them anyway.
+    learned to recompute them has them anyway.
     web: a page that shows the model in a browser, see page.py. Warns of tokens that the model does not have.
     Raises FileExistsError where `out` is there, WrongArguments where the rule reads hidden states and graphs by segment
     are asked for, ValueError where a weight is NaN, infinite or too large for the precision, where a graph cannot hold

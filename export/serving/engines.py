@@ -2,7 +2,7 @@
 
 RowEngine    rows: a queue for each segment, where the folder has graphs by segment (`mini-ee export --segments`) and
              rows of several batches can go on as one; else one queue, for model.onnx, which stops by itself. A rule
-             that plans from texts (RAEE) has a queue before them. A row in the shadow runs on after its answer.
+             that plans from texts has a queue before them. A row in the shadow runs on after its answer.
 TextEngine   texts: caches for so many at once; each step writes a token of each, and who ends makes place for the next.
              Of a decoder whose prompts are read apart (T5) one text after the other: what is made of prompts is laid
              under a whole batch at once.
