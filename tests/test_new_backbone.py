@@ -33,6 +33,7 @@ from mini_ee.export.writer import write_graphs
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
+from mini_ee.training.default_rule import CURVE_POINTS
 from mini_ee.training.run import load_run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -552,7 +553,7 @@ def test_it_is_trained_evaluated_calibrated_and_compared(trained, task_folder, t
     run, task = shutil.copytree(trained("joint"), tmp_path / "run"), ("--task", task_folder)
     assert type(load_run(run).model.backbone).__name__ == "Distant"
     swept = answer(capsys, "evaluate", run, *task, "--sweep")
-    assert swept["per_exit_accuracy"][-1] > 0.8 and len(swept["rows"]) == 51
+    assert swept["per_exit_accuracy"][-1] > 0.8 and len(swept["rows"]) == CURVE_POINTS + 1
     calibrated = answer(capsys, "calibrate", run, *task, "--epsilon", 0.5)
     assert load_run(run).rule.threshold[:2] == tuple(map(float, calibrated["thresholds"]))
     compared = answer(capsys, "compare", run, trained("lora-exits"), *task, "--sweep")

@@ -20,6 +20,7 @@ from mini_ee.backbones.hub import save_backbone
 from mini_ee.backbones.llama import Decoder
 from mini_ee.cli.main import main
 from mini_ee.rules import Policy
+from mini_ee.training.default_rule import CURVE_POINTS
 from mini_ee.training.run import load_run
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +131,7 @@ def test_it_is_trained_and_loaded_again(trained):
 
 def test_it_is_evaluated_calibrated_and_compared(trained, task_folder, tmp_path, capsys):
     swept = answer(capsys, "evaluate", trained, "--task", task_folder, "--sweep")
-    assert len(swept["rows"]) == 51 and swept["mean_layers"] <= 3
+    assert len(swept["rows"]) == CURVE_POINTS + 1 and swept["mean_layers"] <= 3
     cut = answer(capsys, "evaluate", trained, "--task", task_folder, "--rule", "policy", "--cut", 0.4)
     assert cut["rule"] == {"name": "policy", "cut": 0.4}
     compared = answer(capsys, "compare", trained, "--task", task_folder, "--sweep")
