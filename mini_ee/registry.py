@@ -41,6 +41,17 @@ MEASURES = {  # what `mini-ee evaluate --NAME` measures besides, of any run -> t
     "hardness": "mini_ee.methods.consistent_hardness",
 }
 
+UNITS = {  # `unit` in a run's config.json: what exits -> the module that ends with UNIT
+    "rows": "mini_ee.training.row_unit",
+    "prompts": "mini_ee.training.prompt_unit",
+    "tokens": "mini_ee.training.token_unit",
+}
+
+HEADS = {  # `head` in a run's config.json: how an exit of examples is read -> where its class or function is
+    "dense": "mini_ee.exits.heads:dense",
+    "linear": "mini_ee.exits.heads:linear",
+}
+
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
     "bert": "mini_ee.backbones.bert",
     "roberta": "mini_ee.backbones.bert",

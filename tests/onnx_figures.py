@@ -158,7 +158,7 @@ def heads(shared: Path, work: Path) -> dict:
             for name, (layers, exits) in models.items():
                 model = RowExits(layers, exits, 2, pool="first")
                 if kind == "linear":
-                    model.linear_heads()
+                    model.use_heads("linear")
                 graph = exported(model.eval(), Path(folder) / f"{kind}-{name}")
                 rules = [leave_at(k, 3) for k in range(3)] if name == "exits" else [NeverExit()]
                 runs |= {(kind, name, k): partial(early_exit, graph, rule, inputs) for k, rule in enumerate(rules)}

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 import mini_ee.training.default_rule as rule
+import mini_ee.training.row_unit as row_unit
 import mini_ee.training.train as training
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import save_backbone
@@ -119,7 +120,7 @@ def as_observed(losses: np.ndarray, max_loss: float) -> np.ndarray:
 
 
 PLANTED = {
-    "the test rows choose": (training, "split_rows", tested_on_what_chose),
+    "the test rows choose": (row_unit, "split_rows", tested_on_what_chose),
     "no test": (rule, "paired_p_values", as_observed),
 }
 """Mistakes that are planted, to see what the measure finds."""

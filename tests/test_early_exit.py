@@ -474,7 +474,7 @@ def test_flops_of_torch_segments_equal_a_count_of_every_matrix_product(cases, po
 def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens, linear):
     model = deepcopy(random_model(pool="first"))
     if linear:
-        model.linear_heads()
+        model.use_heads("linear")
     hidden = torch.zeros(2, tokens, 24)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as layer:

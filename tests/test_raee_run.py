@@ -25,8 +25,8 @@ from mini_ee.methods.raee import Retrieval
 from mini_ee.methods.raee_controls import controls
 from mini_ee.methods.raee_datastore import exact_search
 from mini_ee.recording import read_every_exit, record
+from mini_ee.training.holdout import split_rows
 from mini_ee.training.run import load_run, training_folder
-from mini_ee.training.train import split_rows
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 

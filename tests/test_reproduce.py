@@ -43,10 +43,10 @@ from mini_ee.recording import exit_scores, record, summary
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold, rule_from_dict
 from mini_ee.training.default_rule import sweep
+from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
-from mini_ee.training.train import split_rows
 
 RESULTS = Path(__file__).parent.parent / "results"
 README_FIGURES = {  # as printed -> page, case, figure

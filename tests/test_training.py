@@ -15,6 +15,7 @@ import mini_ee
 import mini_ee.baselines.joint as joint_module
 import mini_ee.baselines.two_stage as two_stage_module
 import mini_ee.training.loop as loop
+import mini_ee.training.row_unit as row_unit
 import mini_ee.training.state as state_module
 import mini_ee.training.train as train_module
 from mini_ee import WrongArguments
@@ -270,7 +271,7 @@ def test_the_resume_test_can_fail(tmp_path, checkpoint_folder, task_folder, monk
 def unfinished(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     """The state of a training that was stopped when all steps were done."""
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "default_rule", lambda *args, **settings: 1 / 0)
+        patch.setattr(row_unit, "default_rule", lambda *args, **settings: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
     return tmp_path / "run.training" / "state.safetensors"
@@ -395,7 +396,7 @@ OF_ROWS = [name for name in METHODS if "rows" in load_method(name).units and loa
 
 def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeypatch):
     """The texts that a training reads until the default rule is chosen, and what that is chosen from."""
-    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, train_module.default_rule
+    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, row_unit.default_rule
 
     def reading(encoded, rows):
         read.update(encoded.texts[row] for row in np.arange(len(encoded))[rows])
@@ -411,7 +412,7 @@ def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeyp
         return choose(*records, **settings)
 
     monkeypatch.setattr(train_module, "_fit", fitting_first)
-    monkeypatch.setattr(train_module, "default_rule", choosing)
+    monkeypatch.setattr(row_unit, "default_rule", choosing)
     train(out, checkpoint, task_folder, method, epochs=1, max_train=24, **SHORT.get(method, {}))
     return read, chosen_from
 
@@ -437,8 +438,8 @@ def test_losses_of_a_regression_are_scaled_by_the_labels_that_were_trained_on(ch
     folder.mkdir()
     rows = [f"{i % 7}\tthe film was good {i}\tthe song was {i}\t{i / 40}" for i in range(200)]
     (folder / "train.tsv").write_text("\n".join(["genre\tsentence1\tsentence2\tscore", *rows]) + "\n")
-    given, choose = {}, train_module.default_rule
-    monkeypatch.setattr(train_module, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
+    given, choose = {}, row_unit.default_rule
+    monkeypatch.setattr(row_unit, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
     train(tmp_path / "run", checkpoint_folder, folder, "pabee", epochs=1, max_train=20)
     parts = split_rows(load_task(folder), 0, 20)
     assert given["label_range"] == np.ptp(parts.train.labels) < np.ptp(parts.test.labels)
@@ -452,7 +453,7 @@ def test_the_test_of_what_a_training_reads_can_fail(method, checkpoint_folder, t
         parts = split_rows(*given)
         return parts._replace(selection=parts.test)
 
-    monkeypatch.setattr(train_module, "split_rows", one_part)
+    monkeypatch.setattr(row_unit, "split_rows", one_part)
     read, _ = read_before_the_rule_is_chosen(method, checkpoint_folder, task_folder, tmp_path / "run", monkeypatch)
     assert read >= set(split_rows(load_task(task_folder), 0, 24).test.texts)
 

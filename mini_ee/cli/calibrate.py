@@ -49,7 +49,7 @@ def run(args, say) -> dict:
         raise WrongArguments(f"{args.run}: leaves where its datastore says; calibrate the run that it was collected on")
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: has one exit, where all leave: there is nothing to calibrate")
-    tokens = opened.unit == "tokens"
+    tokens = opened.generates
     recorded, about = (_texts if tokens else _rows)(opened, args)
     rule, answer, promise = _calibrated(args, opened, recorded)
     write_rule(args.run, rule, promise, answer["exit_counts"])

@@ -32,7 +32,7 @@ def run(args, say) -> dict:
     import numpy as np
 
     from mini_ee import WrongArguments
-    from mini_ee.cli.open import open_trained
+    from mini_ee.cli.open import of_rows, open_trained
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.confidence import log_softmax, max_probability
     from mini_ee.early_exit import early_exit
@@ -43,7 +43,7 @@ def run(args, say) -> dict:
     given = (("--text", args.text), ("--text-b", args.text_b))
     text = tuple(checked_prompt(some, name, "a sentence") for name, some in given if some is not None)
     trained = open_trained(args.run, args)
-    if trained.config.get("unit") == "tokens":
+    if not of_rows([trained]):
         raise WrongArguments(f"{args.run}: holds a decoder, which gives no labels; it is for `mini-ee generate`")
     rule = chosen_rule(args, trained)
     expected = trained.config["task"]["texts"]

@@ -42,13 +42,13 @@ def add(sub) -> None:
 
 def run(args, say) -> dict:
     """Measure one run, and print what a reader wants to know."""
-    from mini_ee.cli.open import open_trained
+    from mini_ee.cli.open import of_rows, open_trained
     from mini_ee.training.train import say_left_out
 
     opened = open_trained(args.run, args, plain=True)
     if not opened.is_exported:
         say_left_out(opened.model.backbone, args.run, say)
-    if opened.config.get("unit") == "tokens":
+    if not of_rows([opened]):
         return _tokens(opened, args, say)
     return _rows(opened, args, say)
 
@@ -259,7 +259,6 @@ def _hear(opened, args):
 
 def _over_epsilon(opened, args, say) -> dict:
     from mini_ee.cli.rules import refuse_settings
-    from mini_ee.data.files import read_json
     from mini_ee.evaluation.figures import draw_decoder
     from mini_ee.evaluation.tables import epsilon_table
     from mini_ee.evaluation.texts import held_text, sweep
@@ -276,6 +275,6 @@ def _over_epsilon(opened, args, say) -> dict:
     answer = sweep(opened, measure, held, hearing, args.seed)
     say(epsilon_table(answer))
     if args.picture:
-        draw_decoder(args.picture, answer, read_json(opened.folder / "metrics.json").get("history", []))
+        draw_decoder(args.picture, answer, opened.metrics.get("history", []))
         say(f"Picture: {args.picture}")
     return answer

@@ -53,7 +53,7 @@ def run(args, say) -> dict:
     if args.task is None:
         refuse_task_options(args)
     else:
-        if opened.unit == "tokens":
+        if opened.generates:
             raise WrongArguments(f"--task is for classifiers; {args.run} holds a decoder")
         task = open_task_of([opened], args)
         check_task(opened, task, args.run)

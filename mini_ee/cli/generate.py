@@ -70,7 +70,7 @@ def run(args, say) -> dict:
     prompt = _prompt(args)
     folder = args.run or BUILT_IN_DECODER
     opened = open_run(folder, args, plain=True)
-    if opened.unit != "tokens":
+    if not opened.generates:
         raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
     backend, ids = opened.tokenizer.backend, opened.tokenizer.ids_of(prompt)
     backbone = opened.model.backbone

@@ -10,13 +10,13 @@ from mini_ee import WrongArguments
 from mini_ee.cli.options import task_options
 from mini_ee.cli.rules import refuse_settings
 from mini_ee.data.columns import TaskOptions
-from mini_ee.data.files import read_json
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
 from mini_ee.training.run import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
 from mini_ee.training.train import check_device, open_task
+from mini_ee.training.unit import load_unit
 
 
 def open_run(folder: Path, args, plain: bool = False) -> Run:
@@ -68,7 +68,7 @@ def adaptive_schedule(run: Run, batch_size: int) -> list[list[int]]:
 
     Where they left: under the run's rule, as training chose or `calibrate` wrote it.
     """
-    metrics = read_json(run.folder / "metrics.json")
+    metrics = run.metrics
     if "mean_tokens" not in metrics:
         raise WrongArguments(f"{run.folder}: does not know its held-out rows, which --schedule adaptive needs")
     left = np.array(run.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
@@ -128,8 +128,8 @@ def _read_as(about: dict) -> TaskOptions:
 
 
 def of_rows(runs: list[Run | Runtime]) -> bool:
-    """Whether these are of rows; WrongArguments where some are and some are not."""
-    units = {one.config.get("unit", "rows") == "tokens" for one in runs}
-    if len(units) > 1:
+    """Whether these give labels; WrongArguments if some do and some generate."""
+    generate = {load_unit(one.config["unit"]).generates for one in runs}
+    if len(generate) > 1:
         raise WrongArguments("some of these runs are of rows and some of tokens: compare like with like")
-    return not units.pop()
+    return not generate.pop()

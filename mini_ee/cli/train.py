@@ -41,7 +41,8 @@ def _first_line(name: str) -> str:
 def _add_method(sub: Parser, name: str) -> None:
     from mini_ee.cli.main import add_common
     from mini_ee.training.method import load_method
-    from mini_ee.training.options import KINDS, CommonOptions, RowOptions, TextOptions, TrainOptions
+    from mini_ee.training.options import TrainOptions
+    from mini_ee.training.unit import load_unit
 
     method = load_method(name)
     sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
@@ -52,24 +53,27 @@ def _add_method(sub: Parser, name: str) -> None:
         metavar="DIR",
         help="a checkpoint's folder; a built-in one by default, for which some defaults differ",
     )
-    words = ["a task's folder; the built-in reviews by default"] if "rows" in method.units else []
-    words += [f"of a decoder's tokens {' or '.join(KINDS[1:])}"] if "tokens" in method.units else []
-    if "rows" in method.units:
-        add_task(sub, "; ".join(words))
+    units = {name: load_unit(name) for name in sorted(method.units)}
+    words = "; ".join(filter(None, (unit.task_help for unit in units.values())))
+    if any(TaskOptions in unit.options for unit in units.values()):
+        add_task(sub, words)
     else:
-        sub.add_argument("--task", metavar="TASK", help=words[0])
+        sub.add_argument("--task", metavar="TASK", help=words)
     sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder to write; must not be there")
     sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
     usual = method.defaults.get(method.units[0], {})
     add_options(sub.add_argument_group(name), method.config, usual)
     add_options(sub.add_argument_group("training"), TrainOptions, usual, method.lacks)
-    common = RowOptions if "rows" in method.units else CommonOptions
+    common = max((unit.options[0] for unit in units.values()), key=lambda part: len(fields(part)))
     add_options(sub.add_argument_group("common"), common, usual, method.lacks)
-    if "tokens" in method.units:
-        about = "on a decoder, where --task is no folder" if "rows" in method.units else None
-        if about and (others := _other_defaults(method, (method.config, TrainOptions, RowOptions, TextOptions))):
-            about += f";\n{'there' if method.units[0] == 'rows' else 'else'} the defaults are {others}"
-        add_options(sub.add_argument_group("tokens", about), TextOptions, usual, method.lacks)
+    for name, unit in units.items():
+        source = unit.options[-1]
+        if source is TaskOptions:
+            continue
+        about = unit.options_help if len(units) > 1 else None
+        if about and (others := _other_defaults(method, (method.config, TrainOptions, common, source))):
+            about += f";\n{'else' if method.units[0] == name else 'there'} the defaults are {others}"
+        add_options(sub.add_argument_group(name, about), source, usual, method.lacks)
 
 
 def _other_defaults(method, parts: tuple[type, ...]) -> str:
@@ -83,21 +87,22 @@ def _other_defaults(method, parts: tuple[type, ...]) -> str:
 
 def run(args, say) -> dict:
     """Train, and say what came out."""
-    from mini_ee.data.files import read_json
     from mini_ee.evaluation.tables import stages_table
     from mini_ee.training.method import load_method
-    from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
+    from mini_ee.training.options import TrainOptions
     from mini_ee.training.train import train
+    from mini_ee.training.unit import load_unit
 
-    begin, settings = time.perf_counter(), load_method(args.method).config
-    given = given_options(args, settings, TrainOptions, RowOptions, TextOptions, TaskOptions) | {"seed": args.seed}
+    begin, method = time.perf_counter(), load_method(args.method)
+    parts = [part for name in method.units for part in load_unit(name).options]
+    given = given_options(args, method.config, TrainOptions, *parts) | {"seed": args.seed}
     trained = train(args.method, args.model, args.task, args.out, args.resume, say, **given)
-    metrics = read_json(args.out / "metrics.json")
+    metrics = trained.metrics
     if metrics.get("epochs"):
         say(stages_table(metrics["epochs"]))
     answer = {"method": args.method, "unit": trained.unit, "exits": list(trained.exits)}
     answer |= {"rule": trained.rule.to_dict(), "promise": trained.config["promise"], "run": str(args.out)}
-    told = (_of_tokens if trained.unit == "tokens" else _of_rows)(trained, metrics, say)
+    told = (_of_tokens if trained.generates else _of_rows)(trained, metrics, say)
     say(f"Run: {args.out}")
     return answer | told | {"seconds": time.perf_counter() - begin}
 

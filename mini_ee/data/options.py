@@ -15,7 +15,7 @@ def option(
     default=MISSING,
     help: str = "",
     *,
-    choices: tuple[str, ...] | None = None,
+    choices: Container[str] | None = None,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,

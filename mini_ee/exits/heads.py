@@ -5,12 +5,15 @@ VocabularyHead      of a token: a norm and a linear map to the vocabulary, drawn
 OwnHead             of a token: the decoder's own norm and map, after another layer
 """
 
+from collections.abc import Callable
 from copy import deepcopy
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone
+from mini_ee.registry import HEADS
 
 HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
 
@@ -18,7 +21,7 @@ HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
 class ExitHead(nn.Module):
     """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens.
 
-    `linear_only` leaves the last of these alone: at batch 1 the weights of the dense layer are read for every row.
+    dense is None for a linear head: at batch 1 the weights of the dense layer are read for every row.
     norm: of the tokens before that. A decoder's states need one: its layers leave the sums that they add to unnormed.
     """
 
@@ -35,10 +38,6 @@ class ExitHead(nn.Module):
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The vector of each row: hidden (B, T, D), mask as `padding_mask` gives it; returns (B, D)."""
         return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
-
-    def linear_only(self) -> None:
-        """Drop the dense layer and the tanh."""
-        self.dense = None
 
     def flops(self, tokens: int) -> float:
         """Of one row of so many tokens."""
@@ -61,6 +60,25 @@ class ExitHead(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Both: (B, T, D) -> logits (B, C)."""
         return self.classify(self.state(hidden, mask))
+
+
+def dense(head: ExitHead) -> ExitHead:
+    """The head as it is drawn."""
+    return head
+
+
+def linear(head: ExitHead) -> ExitHead:
+    """The last linear map alone, without dense layer and tanh."""
+    head.dense = None
+    return head
+
+
+def load_head(name: str) -> Callable[[ExitHead], ExitHead]:
+    """The kind of head of this name: (a drawn ExitHead) -> the head in its place. ValueError if there is none."""
+    if name not in HEADS:
+        raise ValueError(f"head must be one of {', '.join(HEADS)}, found {name!r}")
+    module, _, kind = HEADS[name].partition(":")
+    return getattr(import_module(module), kind)
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
-from mini_ee.exits.heads import ExitHead, exit_heads
+from mini_ee.exits.heads import ExitHead, exit_heads, load_head
 from mini_ee.recording import exit_scores, record
 from mini_ee.segments import Reading, Segments
 
@@ -55,16 +55,18 @@ class ExitModel(nn.Module):
     """What all models with exits offer to training and to runs on disk. Subclasses have `backbone`, `exits`, `pool`."""
 
     unit = "rows"
-    head = "dense"  # or "linear": of rows, the linear map alone
+    head = "dense"  # the name of its kind, see registry.HEADS
     holds_backbone = True  # a run on disk holds the backbone, because it is fine-tuned; else it names it
 
-    def linear_heads(self) -> None:
-        """Make all heads of rows linear maps, before they are trained or loaded."""
-        for module in self.modules():
-            if isinstance(module, ExitHead):
-                module.linear_only()
-            elif isinstance(module, ExitModel):  # this one, or a model of a cascade
-                module.head = "linear"
+    def use_heads(self, name: str) -> None:
+        """Put heads of another kind in place of the drawn ones, before they are trained or loaded."""
+        kind = load_head(name)
+        for module in list(self.modules()):
+            for place, child in list(module.named_children()):
+                if isinstance(child, ExitHead):
+                    setattr(module, place, kind(child))
+            if isinstance(module, ExitModel):  # this one, or a model of a cascade
+                module.head = name
 
     def learns(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""

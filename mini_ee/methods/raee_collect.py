@@ -16,7 +16,7 @@ import torch
 
 from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
-from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, read_json, sole_writer, write_json
+from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, sole_writer, write_json
 from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokens import Tokenizer
@@ -56,7 +56,7 @@ def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) 
             run = load_run(base)
             say_left_out(run.model.backbone, request.model, say)
             say_beyond(run.tokenizer, run.model.backbone, request.model, say)
-            if run.unit == "tokens":
+            if run.generates:
                 raise WrongArguments(f"{base}: holds a decoder, whose tokens have no labels; give a classifier's run")
             check_task(run, request.task, base)
             if not run.label_names:
@@ -120,7 +120,7 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
     collected = Collected(encoded, values, rows.labels, run.exits, request.config.shards)
     store = build(folder, embed.name, embed, collected, progress="indexing")
     return {
-        "epochs": read_json(run.folder / "metrics.json").get("epochs", []),
+        "epochs": run.metrics.get("epochs", []),
         "rows": len(store),
         "exits": list(run.exits),
         "per_exit_accuracy": (values > 0).mean(axis=0).tolist(),

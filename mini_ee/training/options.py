@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mini_ee.data.options import Settings, option
+from mini_ee.registry import HEADS
 
 POOLS = ("mean", "first")
-HEADS = ("dense", "linear")
 PRECISIONS = ("float32", "bf16")
 KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/texts.py
 

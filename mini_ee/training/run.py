@@ -33,28 +33,24 @@ from mini_ee.backbones.hub import (
     read_tensors,
     save_backbone,
     without_memory,
-    write_tensors,
 )
 from mini_ee.confidence import max_probability
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
-from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Tokenizer, check_rows, in_order
-from mini_ee.data.values import check_value, shortened
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import Sampling
-from mini_ee.exits.prompts import PromptModel
-from mini_ee.exits.rows import RowExits
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.segments import Segments
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method, configured, load_method
+from mini_ee.training.unit import Unit, load_unit
 
 FORMAT_VERSION = 2
 OWN_BACKBONE = "backbone"
-UNITS = ("rows", "prompts", "tokens")
+PARTS = "tokenizer.json", "metrics.json"
 WRITTEN_TOKENS = 100
 
 
@@ -75,13 +71,19 @@ class Run(NamedTuple):
     tokenizer: Tokenizer
     rule: Rule
     schedule: list[list[int]] | None = None  # of LoRA streams
+    metrics: dict = {}  # what training measured
 
     is_exported = False  # True of an exported folder, an export.runtime.Runtime
 
     @property
     def unit(self) -> str:
-        """What leaves: rows, rows through prompts, or tokens."""
+        """The name of what exits, see registry.UNITS."""
         return self.config["unit"]
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues texts, and gives no labels."""
+        return load_unit(self.unit).generates
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ class Run(NamedTuple):
 
         Raises ValueError as Runtime.run does.
         """
-        if self.unit == "tokens":
+        if self.generates:
             raise WrongArguments(f"{self.folder} holds a decoder, which gives no labels; it is for generate")
         check_rows(texts, self.config["task"]["texts"])
         if not len(texts):
@@ -138,7 +140,7 @@ class Run(NamedTuple):
         seed: int = 0,
     ) -> list[str]:
         """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
-        if self.unit != "tokens":
+        if not self.generates:
             raise WrongArguments(f"{self.folder} holds a classifier, which writes no text; it is for classify")
         check_rows(prompts, 1)
         if not len(prompts):
@@ -168,15 +170,12 @@ def versions() -> dict[str, str]:
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
     """The model of a method, its own or the unit's. config: exits, settings; of rows pool, head and num_labels."""
     exits, settings = tuple(config["exits"]), configured(method, config["settings"])
-    pool, num_labels = (config["pool"], config["num_labels"]) if unit == "rows" else (None, 1)
+    kind = load_unit(unit)
     if method.model is not None:
-        model = method.model(backbone, exits, num_labels, pool, settings)
-    elif unit == "tokens":
-        model = TokenExits(backbone, exits, "copy", method.policy, config["rank"])
+        model = method.model(backbone, exits, *kind.shape(config), settings)
     else:
-        model = RowExits(backbone, exits, num_labels, pool, method.policy)
-    if config.get("head") == "linear":
-        model.linear_heads()
+        model = kind.build(method, backbone, exits, config)
+    model.use_heads(config.get("head") or "dense")
     return model
 
 
@@ -190,17 +189,15 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
     training. A model that names its backbone is not copied with it, unless `about` names the shots that changed it.
     Raises FileExistsError where the folder is there.
     """
-    config = {"format_version": FORMAT_VERSION} | about
+    unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | about
     config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
     config |= {"rule": chosen.rule.to_dict(), "promise": chosen.promise}
     config |= {"max_length": tokenizer.max_length, "versions": versions()}
     with atomic_folder(folder) as partial:
-        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), model.holds_backbone
-        if model.unit == "prompts":
-            config["prompt"], changed = tokenizer.prompt.to_dict(), about["training"]["shots"]
-        else:
-            digests["model.safetensors"] = write_tensors(partial / "model.safetensors", model.own_state())
-        if changed and model.unit == "rows":
+        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), unit.backbone_changed(model, about)
+        more, written = unit.saved(partial, model, tokenizer)
+        config, digests = config | more, digests | written
+        if changed and not unit.reads_lm_head:
             config["backbone"] = config["backbone"] | {"config": model.backbone.config.to_dict()}
         elif changed:
             save_backbone(model.backbone, partial / OWN_BACKBONE)
@@ -208,7 +205,7 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
             config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)
-        config["files"] = digests | {name: file_sha256(partial / name) for name in ("tokenizer.json", "metrics.json")}
+        config["files"] = digests | {name: file_sha256(partial / name) for name in PARTS}
         write_json(partial / "config.json", config)
 
 
@@ -234,8 +231,14 @@ def training_folder(folder: Path) -> Path:
 
 def is_run(folder: str | Path) -> bool:
     """Whether a folder holds a run, and not a checkpoint."""
+    return run_config(folder) is not None
+
+
+def run_config(folder: str | Path) -> dict | None:
+    """The config.json of a run; None for another folder."""
     path = Path(folder) / "config.json"
-    return path.is_file() and "format_version" in read_json(path)
+    config = read_json(path) if path.is_file() else {}
+    return config if "format_version" in config else None
 
 
 def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> Run:
@@ -268,68 +271,40 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
 
 
 def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) -> Run:
-    for name in ("tokenizer.json", "metrics.json"):
+    for name in PARTS:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; train the run again")
         if file_sha256(folder / name) != config["files"][name]:
             raise ValueError(
                 f"{folder / name}: damaged: the content does not have the checksum that was written with it"
             )
-    if config["unit"] not in UNITS:
-        raise ValueError(f"{folder}: unit must be one of {', '.join(UNITS)}, found {config['unit']!r}; train it again")
-    _check_values(config)
-    read = _read_prompted if config["unit"] == "prompts" else _read_trained
-    model, tokenizer = read(folder, config, backbone_folder)
+    unit = load_unit(config["unit"])
+    unit.check(config)
+    model, tokenizer = unit.read(folder, config, backbone_folder)
     rule = rule_from_dict(config["rule"]).opened(folder, config, model)
     rule.check(len(model.exits))
-    return Run(folder, config, model.eval(), tokenizer, rule)
+    return Run(folder, config, model.eval(), tokenizer, rule, metrics=read_json(folder / "metrics.json"))
 
 
-def _check_values(config: dict) -> None:
-    """Raise ValueError for values that nothing else looks at before they are used."""
-    if config["unit"] == "tokens":
-        return
-    check_value("max_length", config["max_length"], int, least=1)
-    names = config["task"]["label_names"]
-    check_value("texts", config["task"]["texts"], int, least=1, most=2)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"label_names must be a list of names, found {shortened(names)}; train the run again")
-    if config["unit"] == "rows" and config["num_labels"] != max(1, len(names)):
-        raise ValueError(
-            f"num_labels must be {max(1, len(names))}, as there are label names, found "
-            f"{shortened(config['num_labels'])}; train the run again"
-        )
-
-
-def _read_trained(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:
+def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:
     """Exits that were trained, on the backbone that the run holds or names."""
-    source, unit = config["backbone"], config["unit"]
+    source = config["backbone"]
     base = config | config.get("base", {})  # RAEE's: method and settings of the run that it was collected on
     method = load_method(base["method"])
     if "config" in source:
         with without_memory():
-            model = build_model(method, unit, empty_backbone(source["config"]), base)
+            model = build_model(method, unit.name, empty_backbone(source["config"]), base)
     else:
-        backbone = _backbone_of(source, folder, backbone_folder)
-        model = build_model(method, unit, backbone if unit == "tokens" else backbone.without_heads(), base)
+        backbone = backbone_of(source, folder, backbone_folder)
+        model = build_model(method, unit.name, backbone if unit.reads_lm_head else backbone.without_heads(), base)
     path = folder / "model.safetensors"
     tensors = read_tensors(path, config["files"]["model.safetensors"])
     load_strict(model, tensors, {name: (name,) for name in model.own_state()}, path)
     model.load_parts(folder, config["files"])
-    if config["unit"] == "tokens":
-        model.fold()
-    return model, Tokenizer.from_folder(folder, None if unit == "tokens" else config["max_length"])
+    return model, Tokenizer.from_folder(folder, config["max_length"])
 
 
-def _read_prompted(folder: Path, config: dict, backbone_folder) -> tuple[PromptModel, PromptTokenizer]:
-    """A backbone through its own head, which no training of ours has touched but that of a few shots."""
-    backend = Tokenizer.from_folder(folder).backend
-    tokenizer = PromptTokenizer(backend, config["max_length"], Prompt.from_dict(config["prompt"]))
-    backbone = _backbone_of(config["backbone"], folder, backbone_folder)
-    return PromptModel(backbone, tokenizer, tuple(config["exits"])), tokenizer
-
-
-def _backbone_of(source: dict, run: Path, folder: str | Path | None):
+def backbone_of(source: dict, run: Path, folder: str | Path | None):
     """The backbone that a run was made with, or an error: adapters and values fit one backbone only."""
     there = Path(folder or run / source["folder"])  # an absolute path stands for itself
     if folder is None and not there.is_dir():  # a built-in one is in this installation, too

@@ -1,0 +1,35 @@
+"""Examples exit, read through a prompt and the backbone's own head to words. RAEE's collection writes such runs."""
+
+from pathlib import Path
+
+from mini_ee.data.prompts import Prompt, PromptTokenizer
+from mini_ee.data.tokens import Tokenizer
+from mini_ee.exits.prompts import PromptModel
+from mini_ee.training.row_unit import RowUnit
+from mini_ee.training.run import backbone_of
+from mini_ee.training.unit import Unit, check_labelled
+
+
+class PromptUnit(Unit):
+    """An example of a task, with a template around it."""
+
+    name = "prompts"
+    options = RowUnit.options
+
+    def saved(self, folder, model, tokenizer):
+        return {"prompt": tokenizer.prompt.to_dict()}, {}
+
+    def backbone_changed(self, model, about):
+        return bool(about["training"]["shots"])
+
+    def check(self, config):
+        check_labelled(config)
+
+    def read(self, folder: Path, config: dict, backbone_folder):
+        backend = Tokenizer.from_folder(folder).backend
+        tokenizer = PromptTokenizer(backend, config["max_length"], Prompt.from_dict(config["prompt"]))
+        backbone = backbone_of(config["backbone"], folder, backbone_folder)
+        return PromptModel(backbone, tokenizer, tuple(config["exits"])), tokenizer
+
+
+UNIT = PromptUnit()

@@ -1,0 +1,144 @@
+"""Examples exit: a classifier or a regression learns from a task, and the default rule is tested on held-out rows."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from mini_ee import WrongArguments
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
+from mini_ee.data.columns import TaskOptions
+from mini_ee.data.tasks import Task
+from mini_ee.data.values import shortened
+from mini_ee.exits.rows import RowData, RowExits
+from mini_ee.recording import Record, exit_scores, predictions, record, summary
+from mini_ee.training import doubts
+from mini_ee.training.default_rule import Chosen, curves, default_rule
+from mini_ee.training.holdout import split_rows
+from mini_ee.training.loop import Diverged
+from mini_ee.training.options import KINDS, RowOptions
+from mini_ee.training.run import about_task, encode, read_trained
+from mini_ee.training.train import open_task
+from mini_ee.training.unit import TrainingData, Unit, check_labelled, is_labelled
+
+
+class RowUnit(Unit):
+    """An example of a task: a sentence or a pair."""
+
+    name = "rows"
+    reads_lm_head = False
+    built_in = BUILT_IN_MODEL
+    built_in_defaults = {"lr": 4e-4, "epochs": 4}  # that encoder is small: it wants larger steps, and more of them
+    options = RowOptions, TaskOptions
+    task_help = "a task's folder; the built-in reviews by default"
+
+    def wants(self, model_type, task):
+        return is_labelled(task) or task not in KINDS and not (model_type and generates(model_type))
+
+    def opened(self, request, task, source):
+        found = open_task(task, source)
+        if found.regression and request.method.classes_only:
+            raise WrongArguments(
+                f"{request.name} asks how sure or how right an exit is, and {found.name} is a regression; train joint "
+                f"or pabee"
+            )
+        return replace(request, task=found)
+
+    def about(self, request):
+        return {"num_labels": request.task.num_labels, "task": about_task(request.task)}
+
+    def training_settings(self, request):
+        return {name: getattr(request.common, name) for name in ("max_train", "max_loss", "confidence")}
+
+    def head_settings(self, request, backbone):
+        usual = "mean" if "mean" in backbone.poolings else backbone.poolings[0]
+        return {"pool": request.common.pool or usual, "head": request.common.head}
+
+    def max_length(self, request, backbone):
+        return min(request.common.max_length, backbone.config.max_tokens)
+
+    def data(self, request, backbone, tokenizer, about, say):
+        task = request.task
+        parts = split_rows(task, request.seed, request.common.max_train)
+        train, held, test = (RowData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts)
+        if (train.labels == train.labels[0]).all():
+            raise ValueError(
+                f"{task.name}: the {len(train)} rows to train on all have the label {train.labels[0]}, there is "
+                f"nothing to learn; give rows with different labels"
+            )
+        begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
+        return TrainingData(train, held, test, begun_with)
+
+    def conclude(self, request, model, fitted, data):
+        common, task, labels = request.common, request.task, data.held.labels
+        recorded = _recorded(model, data.held, request.train.batch_size)
+        tested = recorded.take(slice(0))
+        if len(data.more):
+            tested = _recorded(model, data.more, request.train.batch_size)
+        wanted = {"max_loss": common.max_loss, "confidence": common.confidence}
+        if task.regression:
+            wanted["label_range"] = float(np.ptp(data.train.labels))
+        chosen = default_rule(recorded, tested, task, **wanted, candidates=request.method.candidates)
+        predicted = predictions(recorded.replay(chosen.rule).logits)
+        metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, labels)
+        metrics |= {
+            "doubts": doubts.of_result(task, data.train.labels, labels, predicted),
+            "rows": len(data.train),
+            "rows_held": len(data.held),  # that chose
+            "rows_tested": len(data.more),  # the default rule
+            "rows_truncated": data.train.encoded.truncated,
+            "mean_tokens": float(np.mean([len(ids) for ids in data.held.encoded.ids])),
+        }
+        return chosen, metrics
+
+    def build(self, method, backbone, exits, config):
+        return RowExits(backbone, exits, *self.shape(config), method.policy)
+
+    def shape(self, config):
+        return config["num_labels"], config["pool"]
+
+    def read(self, folder, config, backbone_folder):
+        return read_trained(self, folder, config, backbone_folder)
+
+    def check(self, config):
+        check_labelled(config)
+        expected = max(1, len(config["task"]["label_names"]))
+        if config["num_labels"] != expected:
+            raise ValueError(
+                f"num_labels must be {expected}, as there are label names, found "
+                f"{shortened(config['num_labels'])}; train the run again"
+            )
+
+
+def _recorded(model, data: RowData, batch_size: int) -> Record:
+    """The exits' logits for these rows. Raises Diverged if one of them is no number."""
+    recorded = record(model.segments(), data.encoded, batch_size, "held-out rows", model.segments().whole())
+    if not np.isfinite(recorded.logits).all():
+        raise Diverged("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
+    return recorded._replace(labels=data.labels)
+
+
+def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) -> dict:
+    metric = "score" if task.regression else "accuracy"
+    return {
+        "exits": list(recorded.segments.exits),
+        "per_exit_accuracy": exit_scores(recorded, task, labels, metric),
+        "hold_out": summary(recorded.replay(chosen.rule), recorded, task, labels),
+        "promise": chosen.promise,
+        "rows_needed": chosen.rows_needed,
+        "curves": curves(recorded, task, labels, chosen.rule),
+        **chosen.about,
+    }
+
+
+def _sha256(*parts: RowData) -> str:
+    """One digest over tokens and labels, so that a resumed training knows its data again."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for ids in part.encoded.ids:
+            digest.update(ids.tobytes() + b"|")
+        digest.update(part.labels.tobytes())
+    return digest.hexdigest()
+
+
+UNIT = RowUnit()
