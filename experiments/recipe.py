@@ -9,8 +9,8 @@ from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
 
-from mini_ee import WrongArguments
 from mini_ee.data.files import read_json
+from mini_ee.errors import WrongArguments
 
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from mini_ee import WrongArguments, __version__
+from mini_ee import __version__
 from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_writer, write_bytes, write_json
 from mini_ee.data.tasks import load_task, toy_task
+from mini_ee.errors import WrongArguments
 from mini_ee.experiments.measures import MEASURES, OF_ROWS
 from mini_ee.experiments.recipe import Case, is_choice
 from mini_ee.training.loop import Diverged

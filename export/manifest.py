@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.data.files import file_sha256, read_json
+from mini_ee.errors import WrongArguments
 
 FORMAT_VERSION = 4  # since model.onnx
 

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.data.files import read_json, write_json
 from mini_ee.early_exit import ExitResult
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import record_texts
 from mini_ee.export.sessions import HeldRule

@@ -29,12 +29,12 @@ import torch
 from onnx import helper
 from torch import nn
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import write_tensors
 from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import FILLS, DecoderSegments, decode, gather, greedy
 from mini_ee.exits.generation import token_segments, token_weights
 from mini_ee.export.builder import OPSET, int8_maps, parameters_of

@@ -13,6 +13,7 @@ PUBLIC = {
     "save_backbone": "mini_ee.backbones.hub",
     "train": "mini_ee.training.train",
     "load_run": "mini_ee.training.run",
+    "WrongArguments": "mini_ee.errors",
     "NeverExit": "mini_ee.rules",
     "FixedExit": "mini_ee.rules",
     "Threshold": "mini_ee.rules",
@@ -22,10 +23,6 @@ PUBLIC = {
 }
 """Name -> the module that holds it."""
 CALLABLE = ("early_exit", "export")  # modules of the name of their function
-
-
-class WrongArguments(ValueError):
-    """Arguments that do not fit each other, the task or the run: the command line ends with status 2."""
 
 
 class CallableModule(ModuleType):
@@ -44,4 +41,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return [*PUBLIC, *CALLABLE, "WrongArguments", "__version__"]
+    return [*PUBLIC, *CALLABLE, "__version__"]

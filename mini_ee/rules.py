@@ -24,10 +24,10 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.confidence import MEASURES
 from mini_ee.data.options import option
 from mini_ee.data.values import is_whole
+from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as OF_METHODS
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import read_tensors, write_tensors
 from mini_ee.cli.run import _output
 from mini_ee.data.files import (
@@ -25,6 +24,7 @@ from mini_ee.data.files import (
     write_bytes,
     write_json,
 )
+from mini_ee.errors import WrongArguments
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 import mini_ee
-from mini_ee import WrongArguments
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import cat
 from mini_ee.baselines.cat import CatExits, Config, balanced_loss, features, held_loss, meta_loss, part_loss, parts
 from mini_ee.calibration import calibrate_conformal
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments

@@ -32,7 +32,6 @@ import mini_ee.methods.consistent_hardness as consistent_hardness
 import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.methods.lora_exits_streams as streams_module
 import mini_ee.recording as recording
-from mini_ee import WrongArguments
 from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.cli.rules import rule_settings
 from mini_ee.data.columns import TaskOptions
@@ -40,6 +39,7 @@ from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.options import flag_of
 from mini_ee.data.tasks import holdout, load_task, toy_task
+from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.evaluate import RANGES, curve, over_seeds, rows_of
 from mini_ee.evaluation.tables import ranges_table
 from mini_ee.recording import read_every_exit, record, summary

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 import mini_ee.export.writer as writer
-from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.cache import GraphBlock
 from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
@@ -31,6 +30,7 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import FILLS, decode, gather
 from mini_ee.exits.generation import generate
 from mini_ee.exits.tokens import TokenExits

@@ -11,13 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee
-from mini_ee import WrongArguments
 from mini_ee.backbones.bert import Bert, BertConfig, Layer
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import dree
 from mini_ee.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments

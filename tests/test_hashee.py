@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.baselines.hashee as hashee
-from mini_ee import WrongArguments
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.hashee import Config, HashExits, exit_layers
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.evaluate import evaluate, read_rows
 from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments

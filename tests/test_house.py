@@ -10,7 +10,18 @@ import pytest
 from mini_ee.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
-GROUND = ("early_exit", "segments", "recording", "rules", "confidence", "calibration", "statistics", "registry", "data")
+GROUND = (
+    "errors",
+    "early_exit",
+    "segments",
+    "recording",
+    "rules",
+    "confidence",
+    "calibration",
+    "statistics",
+    "registry",
+    "data",
+)
 FLOORS = (  # what stands in one line may not import each other, but for the ground floor
     ("__init__",),
     GROUND,
@@ -27,6 +38,7 @@ FLOORS = (  # what stands in one line may not import each other, but for the gro
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WITHOUT_TORCH = (  # with everything that they import: what is exported runs on these alone
     "__init__",
+    "errors",
     "early_exit",
     "recording",
     "segments",

@@ -12,13 +12,13 @@ import torch
 import mini_ee
 import mini_ee.evaluation.evaluate as evaluating
 import mini_ee.methods.raee_collect as collecting
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.baselines.adainfer import svm
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.prompts import draw_shots
 from mini_ee.experiments import measures
 from mini_ee.methods.raee import Retrieval

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import mini_ee
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.rules import Threshold
 from mini_ee.training.run import encode, load_run
 

@@ -22,9 +22,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mini_ee import WrongArguments
 from mini_ee.cli import serve
 from mini_ee.cli.main import main, parser
+from mini_ee.errors import WrongArguments
 from mini_ee.export.serving import Worker, app, engine_of, server
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.watch import Promise

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.baselines.tr_bert as tr_bert
-from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.tr_bert import Config, ReducedExits, explore
 from mini_ee.cli.main import main
 from mini_ee.data.tokens import Inputs
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.rows import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs

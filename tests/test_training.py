@@ -18,11 +18,11 @@ import mini_ee.training.loop as loop
 import mini_ee.training.row_unit as row_unit
 import mini_ee.training.state as state_module
 import mini_ee.training.train as train_module
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
 from mini_ee.data.tokens import Encoded, Tokenizer
+from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.evaluate import overthinking
 from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import Record, Recorded

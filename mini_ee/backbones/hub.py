@@ -24,10 +24,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Backbone, Layout, some_of
 from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
 from mini_ee.data.values import shortened
+from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
 
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))

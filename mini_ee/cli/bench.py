@@ -34,7 +34,7 @@ def run(args, say) -> dict:
     """One benchmark, or all."""
     import torch
 
-    from mini_ee import WrongArguments
+    from mini_ee.errors import WrongArguments
     from mini_ee.evaluation.figures import draw_loads
     from mini_ee.export.sessions import share_threads
 

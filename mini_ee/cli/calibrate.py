@@ -3,9 +3,9 @@
 import math
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.cli.options import add_task, given_options, number, positive, refuse, refuse_task_options
 from mini_ee.confidence import MEASURES
+from mini_ee.errors import WrongArguments
 
 HELP = "thresholds under which exits agree with the full model as often as epsilon; they become the run's rule"
 EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"

@@ -31,11 +31,11 @@ def run(args, say) -> dict:
     """What every exit says of one text, and where it left."""
     import numpy as np
 
-    from mini_ee import WrongArguments
     from mini_ee.cli.open import of_rows, open_trained
     from mini_ee.cli.rules import chosen_rule
     from mini_ee.confidence import log_softmax, max_probability
     from mini_ee.early_exit import early_exit
+    from mini_ee.errors import WrongArguments
     from mini_ee.evaluation.tables import table
     from mini_ee.recording import read_every_exit
     from mini_ee.training.texts import checked_prompt

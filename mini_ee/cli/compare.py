@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.cli.classify import SCHEDULES
 from mini_ee.cli.generate import add_sampling, sampling_of
 from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
+from mini_ee.errors import WrongArguments
 
 HELP = "several runs in one table, on one clock"
 EXAMPLE = "mini-ee compare run-a run-b"

@@ -4,9 +4,9 @@ import time
 from operator import itemgetter
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.cli.options import add_options, add_task, given_options
 from mini_ee.data.columns import TaskOptions
+from mini_ee.errors import WrongArguments
 
 HELP = "the main job: train exits, decide when to stop, show accuracy against measured time"
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
 from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
 from mini_ee.data.metrics import majority
+from mini_ee.errors import WrongArguments
 from mini_ee.registry import MEASURES
 
 HELP = "accuracy, layers saved and measured speed-up of a run"

@@ -35,9 +35,9 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Export, and say how far the graphs are from torch."""
     import mini_ee
-    from mini_ee import WrongArguments
     from mini_ee.cli.open import open_run, open_task_of
     from mini_ee.cli.rules import chosen_rule
+    from mini_ee.errors import WrongArguments
     from mini_ee.export.page import fetch_libraries, vendor_command
     from mini_ee.export.triton import write_repository
     from mini_ee.training.train import check_task

@@ -5,9 +5,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.cli.classify import add_where
 from mini_ee.cli.options import number, positive, refuse
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import FILLS, Step
 
 HELP = "text from a decoder, as it comes"

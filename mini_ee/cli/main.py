@@ -9,9 +9,10 @@ import os
 import sys
 from importlib import import_module
 
-from mini_ee import WrongArguments, __version__
+from mini_ee import __version__
 from mini_ee.cli.options import Parser, seed, threads
 from mini_ee.data.files import STDOUT, errors_name
+from mini_ee.errors import WrongArguments
 
 COMMANDS = (
     "suits",

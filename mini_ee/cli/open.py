@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.cli.options import task_options
 from mini_ee.cli.rules import refuse_settings
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
+from mini_ee.errors import WrongArguments
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.options import flag_of, has_several, scalar_type
+from mini_ee.errors import WrongArguments
 
 DIGITS = 10  # of a whole number, at most
 WITHOUT_TASK = "says how the files of --task are read: give --task too"

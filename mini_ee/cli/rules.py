@@ -2,9 +2,9 @@
 
 from dataclasses import MISSING, Field, fields, replace
 
-from mini_ee import WrongArguments
 from mini_ee.cli.options import READERS
 from mini_ee.data.options import flag_of
+from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as OF_METHODS
 from mini_ee.rules import NO_POLICY, RULES, Rule, rule_class
 

@@ -20,11 +20,12 @@ from typing import BinaryIO, TextIO
 import numpy as np
 import onnxruntime
 
-from mini_ee import WrongArguments, __version__
+from mini_ee import __version__
 from mini_ee.cli.options import positive
 from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
 from mini_ee.data.progress import tqdm
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import FILLS
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime

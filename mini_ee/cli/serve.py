@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.cli.options import number, positive, span, whole_number
+from mini_ee.errors import WrongArguments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
 from mini_ee.export.serving.hosts import Hosts

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.cli.options import add_task, positive, task_options
+from mini_ee.errors import WrongArguments
 
 HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
 EXAMPLE = "mini-ee suits bert-12x128 --task reviews"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mini_ee import WrongArguments
+from mini_ee.errors import WrongArguments
 
 STDOUT = Path("standard output")  # as errors name it
 

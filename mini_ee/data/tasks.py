@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 import mini_ee.data.metrics as metrics
-from mini_ee import WrongArguments
 from mini_ee.data.columns import Columns, TaskOptions, columns_of, positions
 from mini_ee.data.files import json_sha256
 from mini_ee.data.glue import GLUE, GlueTask
 from mini_ee.data.reviews import read_reviews
 from mini_ee.data.table_files import SUFFIXES, file_error, table_rows, text_flaw
 from mini_ee.data.values import shortened
+from mini_ee.errors import WrongArguments
 
 TOY = "reviews"
 HELD_SHARE = 0.1  # of train, that is held out for choosing

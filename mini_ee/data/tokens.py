@@ -13,10 +13,10 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
 from mini_ee.data.table_files import text_flaw
 from mini_ee.data.values import is_whole, shortened
+from mini_ee.errors import WrongArguments
 
 HEAD = 32  # characters for each token of max_length: as long a head of a text is tried before all of it
 

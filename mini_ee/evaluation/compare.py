@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.data.files import read_json
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, holdout
 from mini_ee.data.tokens import Encoded
+from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.evaluate import (
     LOSSES,
     RANGES,

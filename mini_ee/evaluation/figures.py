@@ -4,8 +4,8 @@ import io
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee import WrongArguments
 from mini_ee.data.files import write_bytes
+from mini_ee.errors import WrongArguments
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 12  # characters
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import Backbone, padding_mask
 from mini_ee.calibration import Observed, observe
 from mini_ee.confidence import MEASURES
@@ -29,6 +28,7 @@ from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.texts import Text, cut_text
 from mini_ee.data.tokens import Encoded, batches
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.generation import token_weights
 from mini_ee.exits.heads import pooled
 from mini_ee.exits.rows import STATES_BATCH

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.calibration import Observed, end_to_end, replay
+from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.probes import LEAST, Costs, Heard
 from mini_ee.rules import Threshold
 

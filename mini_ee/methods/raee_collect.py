@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, sole_writer, write_json
 from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.prompts import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.exits.rows import RowData
 from mini_ee.methods.raee_controls import best_single_exit

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task
 from mini_ee.data.values import shortened
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.rows import RowData, RowExits
 from mini_ee.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.training import doubts

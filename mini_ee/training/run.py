@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mini_ee import WrongArguments, __version__
+from mini_ee import __version__
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
@@ -39,6 +39,7 @@ from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_write
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import Sampling
 from mini_ee.exits.tokens import TokenExits

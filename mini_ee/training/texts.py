@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee import WrongArguments
 from mini_ee.calibration import calibrate_record
 from mini_ee.data.files import read_text
 from mini_ee.data.texts import (
@@ -27,6 +26,7 @@ from mini_ee.data.texts import (
     read_stories,
 )
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.training.default_rule import Chosen

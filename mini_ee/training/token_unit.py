@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.hub import BUILT_IN_DECODER, check_generates, empty_backbone, generates, without_memory
 from mini_ee.data.files import json_sha256
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.training.options import KINDS, CommonOptions, TextOptions
 from mini_ee.training.run import read_trained

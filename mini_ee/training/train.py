@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mini_ee import WrongArguments
 from mini_ee.backbones.backbone import UNTIED, some_of
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
@@ -23,6 +22,7 @@ from mini_ee.data.files import sole_writer
 from mini_ee.data.options import flag_of, idle_option
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.rows import check_exits, even_exits
 from mini_ee.training import doubts, ranks
 from mini_ee.training.loop import Fitted, fit
