@@ -1,5 +1,5 @@
-"""What there is, by name: one line a method, one line a backbone, one line a rule
-or a measure that a method brings.
+"""What there is, by name: one line a method, a backbone, a kind of thing that exits, a
+kind of head, and a rule or a measure that a method brings.
 
 Strings only: nothing is imported before its use.
 """

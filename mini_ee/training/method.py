@@ -36,7 +36,7 @@ class Method:
     `search` is given."""
     units: tuple[str, ...] = ("rows", "tokens")  # what can leave; the first where the model and data leave it open
     model: Callable | None = None
-    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (units.rows.ExitModel)."""
+    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (registry.UNITS)."""
     policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
     candidates: Candidates | None = None  # rules among which the default one is chosen; thresholds where it is None
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
