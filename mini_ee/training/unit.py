@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mini_ee.backbones.backbone import check_integer
 from mini_ee.backbones.hub import write_tensors
 from mini_ee.data.table_files import SUFFIXES
 from mini_ee.data.tasks import TOY
-from mini_ee.data.values import check_value, shortened
+from mini_ee.data.values import shortened
 from mini_ee.registry import UNITS
 
 
@@ -121,8 +122,8 @@ def is_labelled(task) -> bool:
 def check_labelled(config: dict) -> None:
     """Raise ValueError for a config.json of examples with labels whose values make no sense."""
     names = config["task"]["label_names"]
-    check_value("max_length", config["max_length"], int, least=1)
-    check_value("texts", config["task"]["texts"], int, least=1, most=2)
+    check_integer("max_length", config["max_length"])
+    check_integer("texts", config["task"]["texts"], most=2)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"label_names must be a list of names, found {shortened(names)}; train the run again")
 
