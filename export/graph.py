@@ -22,7 +22,7 @@ class Graph(Builder):
         return TensorValue(self, axes, dtype or self.dtype, lambda: name)
 
     def inputs(self) -> "GraphInputs":
-        """The inputs of a batch, as embed and around take them."""
+        """The inputs of a batch, as embed and context take them."""
         return GraphInputs(self)
 
     def array(self, name: str, *axes: str | int, dtype: type = np.float32) -> ArrayValue:

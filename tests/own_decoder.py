@@ -44,16 +44,16 @@ class Layer(Adapted):
         self.attention_output = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
-    def forward(self, hidden: Tensor, around, depth: int, adapt=None) -> Tensor:
-        normed = self.norm(around.every(hidden))
+    def forward(self, hidden: Tensor, context, depth: int, adapt=None) -> Tensor:
+        normed = self.norm(context.every(hidden))
         query, key, value = self.linear("qkv", normed, adapt).split(self.qkv.sizes, dim=-1)
-        attended = self.linear("attention_output", around.attend(depth, around.here(query), key, value), adapt)
-        inner = F.relu(self.linear("up", around.here(normed), adapt))
+        attended = self.linear("attention_output", context.attend(depth, context.here(query), key, value), adapt)
+        inner = F.relu(self.linear("up", context.here(normed), adapt))
         return hidden + attended + self.linear("down", inner, adapt)
 
-    def write_keys(self, hidden: Tensor, around, depth: int) -> None:
-        _, key, value = self.linear("qkv", self.norm(around.every(hidden)), None).split(self.qkv.sizes, dim=-1)
-        around.write(depth, key, value)
+    def write_keys(self, hidden: Tensor, context, depth: int) -> None:
+        _, key, value = self.linear("qkv", self.norm(context.every(hidden)), None).split(self.qkv.sizes, dim=-1)
+        context.write(depth, key, value)
 
 
 class Sloped(CausalDecoder):

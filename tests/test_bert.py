@@ -225,10 +225,10 @@ def test_what_stands_in_the_padding_changes_no_real_position(kind):
 def test_layers_run_in_two_pieces_equal_the_whole(kind, cut):
     model, inputs, _ = golden(kind)
     inputs = Tensors(*inputs)
-    around, states, hidden = model.around(inputs), model.hidden_states(*inputs), model.embed(inputs)
-    half = model.run_layers(hidden, around, 0, cut)
+    context, states, hidden = model.context(inputs), model.hidden_states(*inputs), model.embed(inputs)
+    half = model.run_layers(hidden, context, 0, cut)
     assert torch.equal(half, states[cut])
-    assert torch.equal(model.run_layers(half, around, cut, 3), states[-1]) and torch.equal(model(*inputs), states[-1])
+    assert torch.equal(model.run_layers(half, context, cut, 3), states[-1]) and torch.equal(model(*inputs), states[-1])
 
 
 def test_a_mask_of_ones_is_no_mask():
@@ -272,7 +272,7 @@ def test_dropout_acts_in_train_mode_only(name):
 
     hidden = model.eval().embed(Tensors(ids))
     parts = [lambda: model.embed(Tensors(ids))] if name == "hidden_dropout_prob" else []
-    for part in [*parts, lambda: model.run_layers(hidden, model.around(Tensors(ids)), 0, 2)]:
+    for part in [*parts, lambda: model.run_layers(hidden, model.context(Tensors(ids)), 0, 2)]:
         assert torch.equal(model.eval() and part(), part())
         assert not torch.equal(model.train() and part(), part())
 

@@ -177,7 +177,7 @@ def test_our_graph_is_what_pytorch_exports_with_cond(random_model, oracle, tmp_p
 
 
 def first_rows(self, rows):
-    return RowState(self.hidden[: rows.shape[0]], self.around.keep(rows))
+    return RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))
 
 
 def test_that_test_can_fail(random_model, oracle, tmp_path, monkeypatch):

@@ -151,14 +151,14 @@ def head_norms_after_the_rotation(patch):
     right = cache_module.rotate
     forgotten_head_norms(patch)
 
-    def wrong(self, normed, around, depth, adapt=None):
+    def wrong(self, normed, context, depth, adapt=None):
         def rotated(heads, cos, sin):
             turned = right(heads, cos, sin)
             query, key = turned.split((self.heads, self.key_value_heads), dim=2)
             return torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
 
         patch.setattr(cache_module, "rotate", rotated)
-        return attention(self, normed, around, depth, adapt)
+        return attention(self, normed, context, depth, adapt)
 
     attention = Layer.attention
     patch.setattr(Layer, "attention", wrong)

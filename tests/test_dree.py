@@ -158,13 +158,13 @@ def test_exits_are_the_equations_in_training_and_in_segments(kind, pool, padded_
 def test_a_branch_without_adapter_is_the_layer(padded_inputs):
     """W_up = 0 and LN' = LN: the exit reads what the backbone goes on with."""
     model = made()
-    hidden, around = model.backbone.embed(padded_inputs), model.backbone.around(padded_inputs)
+    hidden, context = model.backbone.embed(padded_inputs), model.backbone.context(padded_inputs)
     branch = dree.TaskBranch(model.backbone.halves(1), Config())
     assert branch.up.weight.std().item() == pytest.approx(0.02, rel=0.1) and not branch.up.bias.any()
     nn.init.zeros_(branch.up.weight)
     with torch.no_grad():
-        state = model.advance(1, model.advance(0, hidden, around), around)
-        torch.testing.assert_close(branch(state), model.backbone.run_layers(hidden, around, 0, 2))
+        state = model.advance(1, model.advance(0, hidden, context), context)
+        torch.testing.assert_close(branch(state), model.backbone.run_layers(hidden, context, 0, 2))
 
 
 def test_every_layer_is_run_once_up_to_the_exit_and_no_branch_that_is_not_read(padded_inputs, monkeypatch):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.early_exit as loop
 from mini_ee.backbones.backbone import padding_mask
-from mini_ee.backbones.bert import Around
+from mini_ee.backbones.bert import LayerContext
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.exits.rows import RowSegments, RowState
@@ -478,7 +478,7 @@ def test_layer_and_head_flops_equal_what_torch_counts(random_model, tokens, line
     hidden = torch.zeros(2, tokens, 24)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as layer:
-            model.backbone.run_layers(hidden, Around(None), 0, 1)
+            model.backbone.run_layers(hidden, LayerContext(None), 0, 1)
         with FlopCounterMode(display=False) as head:
             model.heads[0](hidden, None)
     assert layer.get_total_flops() == 2 * model.backbone.layer_flops(tokens) > 0
@@ -751,11 +751,11 @@ def test_the_tests_of_the_loop_can_fail(monkeypatch, cases, old, new, caught):
 
 
 def drop_mask(self, rows):
-    return RowState(self.hidden[torch.from_numpy(rows)], Around(None))
+    return RowState(self.hidden[torch.from_numpy(rows)], LayerContext(None))
 
 
 def forget_mask(self, rows):
-    return RowState(self.hidden[torch.from_numpy(rows)], Around(self.around.padding[: len(rows)]))
+    return RowState(self.hidden[torch.from_numpy(rows)], LayerContext(self.context.padding[: len(rows)]))
 
 
 @pytest.mark.parametrize("pool", ["torch first", "torch mean"])

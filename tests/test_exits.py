@@ -101,7 +101,7 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
         said = [
             model.heads[k].state(
                 model.backbone.run_layers(
-                    model.backbone.embed(padded_inputs), model.backbone.around(padded_inputs), 0, k + 1
+                    model.backbone.embed(padded_inputs), model.backbone.context(padded_inputs), 0, k + 1
                 ),
                 padding_mask(inputs[1]),
             )
@@ -270,7 +270,7 @@ def test_in_training_dropout_is_drawn_exit_by_exit_so_that_a_seed_means_the_same
         found = model(ids, mask, types)[0]
         torch.manual_seed(3)
         hidden = model.backbone.embed(padded_inputs)
-        hidden = model.backbone.run_layers(hidden, model.backbone.around(padded_inputs), 0, 1)
+        hidden = model.backbone.run_layers(hidden, model.backbone.context(padded_inputs), 0, 1)
         torch.testing.assert_close(found, model.heads[0](hidden, padding_mask(mask)))
 
 

@@ -424,7 +424,7 @@ PROMPT_BUGS = {
     "no final norm": (Decoder, "lm_logits", in_graphs(lambda right, self, *args: right(without_norm(self), *args))),
     "padding is counted": (
         Decoder,
-        "_graph_around",
+        "_graph_context",
         lambda right, self, inputs: right(self, Tensors(inputs.input_ids, ~inputs.attention_mask.bool())),
     ),
 }
@@ -612,13 +612,13 @@ GRAPH_BUGS = {
     "a layer skipped": (
         Bert,
         "run_layers",
-        in_graphs(lambda right, self, hidden, around, start, *stop: right(self, hidden, around, start + 1, *stop)),
+        in_graphs(lambda right, self, hidden, context, start, *stop: right(self, hidden, context, start + 1, *stop)),
     ),
     "a layer twice": (
         Bert,
         "run_layers",
         in_graphs(
-            lambda right, self, hidden, around, start, *stop: right(self, hidden, around, max(start - 1, 0), *stop)
+            lambda right, self, hidden, context, start, *stop: right(self, hidden, context, max(start - 1, 0), *stop)
         ),
     ),
     "norms without epsilon": (Builder, "op", loose_norms),

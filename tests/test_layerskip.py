@@ -107,7 +107,7 @@ def passed_by_hand(model, ids, how, batch):
         hidden, states = model.backbone.embed(inputs), []
         for layer in range(layers):
             if drawn[layer][row] >= layer_dropout(layer, layers, batch, how):
-                hidden = model.backbone.run_layers(hidden, model.backbone.around(inputs), layer, layer + 1)
+                hidden = model.backbone.run_layers(hidden, model.backbone.context(inputs), layer, layer + 1)
             states.append(hidden[0])
         rows.append(states)
     return rows

@@ -164,9 +164,9 @@ def test_layer_passes_are_the_rows_that_layers_see(schedule, padded_inputs, monk
     model, seen = lora_model(), []
     run_layers = Bert.run_layers
 
-    def watched(self, hidden, around, start, stop, adapt=None):
+    def watched(self, hidden, context, start, stop, adapt=None):
         seen.append(len(hidden) * (stop - start))
-        return run_layers(self, hidden, around, start, stop, adapt)
+        return run_layers(self, hidden, context, start, stop, adapt)
 
     monkeypatch.setattr(Bert, "run_layers", watched)
     result = early_exit(model.segments(schedule), Threshold(0.7), padded_inputs)
@@ -218,8 +218,8 @@ def test_a_ragged_batch_equals_each_exits_rows_apart(exit_of_row, model_type, ta
 def test_rows_of_a_ragged_batch_go_no_deeper_than_their_exit(exit_of_row, passes, padded_inputs):
     model, seen = lora_model(), []
     run_layers = model.backbone.run_layers
-    model.backbone.run_layers = lambda hidden, around, start, stop, adapt: (
-        seen.append((len(hidden), start, stop)) or run_layers(hidden, around, start, stop, adapt)
+    model.backbone.run_layers = lambda hidden, context, start, stop, adapt: (
+        seen.append((len(hidden), start, stop)) or run_layers(hidden, context, start, stop, adapt)
     )
     ragged(model, padded_inputs, exit_of_row)
     assert seen == passes
@@ -366,8 +366,8 @@ def test_the_cheapest_schedule_is_that_of_an_enumeration(count):
 def test_measured_costs_are_those_of_the_layers_that_run():
     model, ran = lora_model(), []
     run_layers = model.backbone.run_layers
-    model.backbone.run_layers = lambda hidden, around, start, stop, adapt: (
-        ran.append((len(hidden), start, stop)) or run_layers(hidden, around, start, stop, adapt)
+    model.backbone.run_layers = lambda hidden, context, start, stop, adapt: (
+        ran.append((len(hidden), start, stop)) or run_layers(hidden, context, start, stop, adapt)
     )
     costs = measure_costs(model, batch_size=2, tokens=5, rounds=1)
     expected = [(2 * n, start, EXITS[k]) for k in range(3) for n in range(1, 4 - k) for start in (0, (0, 1, 2)[k])]
@@ -379,7 +379,7 @@ def test_measured_costs_are_those_of_the_layers_that_run():
 def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
     model, clock, ran = lora_model(), [0.0], []
 
-    def run_layers(hidden, around, start, stop, adapt):
+    def run_layers(hidden, context, start, stop, adapt):
         ran.append((len(hidden), start, stop))
         turn = (len(ran) - 1) // 12  # of twelve runs each: the first is slow, and so is one of the other three
         clock[0] += len(hidden) * (10 * stop + start) + 1000 * (turn in (0, 2))
@@ -587,7 +587,7 @@ def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):
     def forget(self, rows):
         index = torch.from_numpy(rows)
         hidden = None if self.hidden is None else self.hidden[:, : len(rows)]
-        return streams_module.LoRAState(self.embedded[index], hidden, self.around.keep(index))
+        return streams_module.LoRAState(self.embedded[index], hidden, self.context.keep(index))
 
     monkeypatch.setattr(streams_module.LoRAState, "keep", forget)
     with pytest.raises(AssertionError):

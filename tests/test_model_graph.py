@@ -218,7 +218,7 @@ def without_memory(stop):
 
 
 def first_rows(self, rows):
-    return RowState(self.hidden[: rows.shape[0]], self.around.keep(rows))
+    return RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))
 
 
 def op_instead(patch, kind, wires, becomes=None):

@@ -98,7 +98,7 @@ class Config:
         return self.max_position_embeddings
 
 
-class Around(NamedTuple):
+class LayerContext(NamedTuple):
     bias: Tensor  # (B or 1, H, T, T), added to the scores
     padding: Tensor | None
 
@@ -106,10 +106,10 @@ class Around(NamedTuple):
         if self.padding is None:
             return self
         index = tensor_on(self.bias.device, rows)
-        return Around(self.bias[index], self.padding[index])
+        return LayerContext(self.bias[index], self.padding[index])
 
     def repeat(self, count):
-        return self if self.padding is None else Around(*(each.repeat(count, 1, 1, 1) for each in self))
+        return self if self.padding is None else LayerContext(*(each.repeat(count, 1, 1, 1) for each in self))
 
 
 class ScaleNorm(nn.Module):
@@ -165,7 +165,7 @@ class Distant(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens: truncate the input")
         return self.embeddings(ids)
 
-    def around(self, inputs):
+    def context(self, inputs):
         places = token_places(tensor_on(self.device, inputs.input_ids))
         distance = (places[:, None] - places).abs()
         slopes = 2.0 ** -torch.arange(1.0, self.config.num_attention_heads + 1, device=self.device)
@@ -173,11 +173,11 @@ class Distant(Backbone):
         padding = padding_mask(inputs.attention_mask, self.device)
         if padding is not None:  # a row of padding reads itself: no row of scores is empty
             bias = bias.masked_fill(~padding & (distance > 0), -torch.inf)
-        return Around(bias, padding)
+        return LayerContext(bias, padding)
 
-    def run_layers(self, hidden, around, start, stop, adapt=None):
+    def run_layers(self, hidden, context, start, stop, adapt=None):
         for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around.bias, adapt and partial(adapt, depth))
+            hidden = self.layers[depth](hidden, context.bias, adapt and partial(adapt, depth))
         return hidden
 
     def lm_logits(self, hidden, words=None):
@@ -277,12 +277,12 @@ def assert_close(found, expected):
 
 def test_layers_chained_one_by_one_are_the_whole_model(backbone):
     inputs, layers = batch(backbone), backbone.config.num_hidden_layers
-    states, around, hidden = states_of(backbone, inputs), backbone.around(inputs), backbone.embed(inputs)
+    states, context, hidden = states_of(backbone, inputs), backbone.context(inputs), backbone.embed(inputs)
     assert len(states) == layers + 1 and torch.equal(hidden, states[0])
     for depth in range(layers):
-        hidden = backbone.run_layers(hidden, around, depth, depth + 1)
+        hidden = backbone.run_layers(hidden, context, depth, depth + 1)
         assert torch.equal(hidden, states[depth + 1])
-    whole = backbone.run_layers(states[0], around, 0, layers)
+    whole = backbone.run_layers(states[0], context, 0, layers)
     assert torch.equal(whole, states[-1]) and not torch.equal(states[-1], states[-2])
 
 
@@ -298,23 +298,26 @@ def test_a_padded_batch_is_its_rows_alone(backbone):
 @pytest.mark.parametrize("rows", [[1, 3], [2], [3, 0, 1]], ids=str)
 def test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone, rows):
     inputs, layers = batch(backbone), backbone.config.num_hidden_layers
-    hidden, around = backbone.run_layers(backbone.embed(inputs), backbone.around(inputs), 0, 1), backbone.around(inputs)
+    hidden, context = (
+        backbone.run_layers(backbone.embed(inputs), backbone.context(inputs), 0, 1),
+        backbone.context(inputs),
+    )
     expected = states_of(backbone, inputs)[-1][rows]
     real = own_tokens(backbone, inputs)[rows]
     for index in (np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int64)):
-        kept = around.keep(index)
+        kept = context.keep(index)
         found = backbone.run_layers(hidden[rows], kept, 1, layers)
         assert_close(found[real], expected[real])
         assert kept.padding is None or torch.equal(kept.padding[:, 0, 0], real)
 
 
-def test_the_around_of_a_repeated_batch_repeats_it(backbone):
+def test_the_context_of_a_repeated_batch_repeats_it(backbone):
     inputs, layers = batch(backbone), backbone.config.num_hidden_layers
-    hidden, around = backbone.embed(inputs), backbone.around(inputs)
-    once = backbone.run_layers(hidden, around, 0, layers)
-    twice = backbone.run_layers(hidden.repeat(2, 1, 1), around.repeat(2), 0, layers)
+    hidden, context = backbone.embed(inputs), backbone.context(inputs)
+    once = backbone.run_layers(hidden, context, 0, layers)
+    twice = backbone.run_layers(hidden.repeat(2, 1, 1), context.repeat(2), 0, layers)
     assert_close(twice, once.repeat(2, 1, 1))
-    padding, repeated = around.padding, around.repeat(2).padding
+    padding, repeated = context.padding, context.repeat(2).padding
     assert padding is repeated is None or torch.equal(repeated, padding.repeat(2, 1, 1, 1))
 
 
@@ -322,12 +325,12 @@ def test_inputs_may_be_arrays_or_tensors_and_what_is_not_padded_needs_no_mask(ba
     inputs = batch(backbone)
     tensors = Tensors(*(torch.from_numpy(getattr(inputs, name)) for name in Tensors._fields))
     assert torch.equal(backbone.embed(tensors), backbone.embed(inputs))
-    for around in (backbone.around(tensors), backbone.around(inputs)):
+    for context in (backbone.context(tensors), backbone.context(inputs)):
         real = own_tokens(backbone, inputs)
-        assert real.all() if around.padding is None else torch.equal(around.padding[:, 0, 0], real)
-        assert around.padding is not None or real.shape[1] == 1
+        assert real.all() if context.padding is None else torch.equal(context.padding[:, 0, 0], real)
+        assert context.padding is not None or real.shape[1] == 1
     full = inputs.take(np.array([0, 3]))
-    assert backbone.around(full).padding is None
+    assert backbone.context(full).padding is None
     assert_close(backbone(torch.from_numpy(full.input_ids)), states_of(backbone, full)[-1])
 
 
@@ -359,14 +362,14 @@ def test_adapters_see_every_projection_of_every_layer_that_runs(backbone):
         assert torch.equal(y, linear(x)) and x.shape[-1] == linear.in_features
         return y
 
-    hidden, around = backbone.embed(inputs), backbone.around(inputs)
-    found = backbone.run_layers(hidden, around, 0, 2, adapt)
-    assert torch.equal(found, backbone.run_layers(hidden, around, 0, 2))
+    hidden, context = backbone.embed(inputs), backbone.context(inputs)
+    found = backbone.run_layers(hidden, context, 0, 2, adapt)
+    assert torch.equal(found, backbone.run_layers(hidden, context, 0, 2))
     maps = {linear for linear, _ in backbone.projections.values()}
     stored = min(2, len(backbone.layers))
     assert set(seen) == {(layer, name) for layer in range(stored) for name in maps}
     assert len(seen) >= 2 * len(maps)  # a map of what is shared is asked again
-    other = backbone.run_layers(hidden, around, 0, 2, lambda layer, name, x, y: y + 1 if layer == stored - 1 else y)
+    other = backbone.run_layers(hidden, context, 0, 2, lambda layer, name, x, y: y + 1 if layer == stored - 1 else y)
     assert not torch.equal(other, found)
 
 
@@ -381,7 +384,7 @@ def test_exits_have_heads_with_the_norm_and_the_pools_that_the_backbone_says(bac
                 exit_heads(backbone, 2, 3, pool)
         else:
             heads = exit_heads(backbone, 2, 3, pool)
-            assert heads[0](hidden, backbone.around(batch(backbone)).padding).shape == (4, 3)
+            assert heads[0](hidden, backbone.context(batch(backbone)).padding).shape == (4, 3)
             assert (heads[0].norm is None) == (backbone.exit_norm() is None)
 
 
@@ -394,7 +397,7 @@ def test_what_runs_costs_what_torch_counts(backbone, tokens):
     with sdpa_kernel(SDPBackend.MATH):
         for depth in (1, 2):
             with FlopCounterMode(display=False) as counter:
-                backbone.run_layers(backbone.embed(inputs), backbone.around(inputs), 0, depth)
+                backbone.run_layers(backbone.embed(inputs), backbone.context(inputs), 0, depth)
             counts.append(counter.get_total_flops())
     first, second = counts
     assert second - first == backbone.layer_flops(tokens) > 0
@@ -433,31 +436,31 @@ def test_a_backbone_is_saved_and_loaded_and_is_the_same(backbone, tmp_path):
     assert generates(backbone.config.model_type) == backbone.generates
 
 
-def keeps_all(patch, kind, around):
-    patch.setattr(around, "keep", lambda self, rows: self)
+def keeps_all(patch, kind, context):
+    patch.setattr(context, "keep", lambda self, rows: self)
 
 
-def repeats_rows_in_place(patch, kind, around):
-    patch.setattr(around, "repeat", lambda self, count: self.keep(np.arange(4 * count) // count))
+def repeats_rows_in_place(patch, kind, context):
+    patch.setattr(context, "repeat", lambda self, count: self.keep(np.arange(4 * count) // count))
 
 
-def sees_no_padding(patch, kind, around):
-    patch.setattr(f"{kind.around.__module__}.padding_mask", lambda mask, device: None)
+def sees_no_padding(patch, kind, context):
+    patch.setattr(f"{kind.context.__module__}.padding_mask", lambda mask, device: None)
 
 
-def forgets_adapters(patch, kind, around):
+def forgets_adapters(patch, kind, context):
     right = kind.run_layers
     patch.setattr(kind, "run_layers", lambda self, *args: right(self, *args[:4]))
 
 
-def counts_layers_from_one(patch, kind, around):
+def counts_layers_from_one(patch, kind, context):
     right = kind.run_layers
     patch.setattr(kind, "run_layers", lambda self, h, a, start, stop: right(self, h, a, min(start + 1, stop), stop))
 
 
 BUGS = {
     keeps_all: lambda backbone: test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone, [2, 0]),
-    repeats_rows_in_place: lambda backbone: test_the_around_of_a_repeated_batch_repeats_it(backbone),
+    repeats_rows_in_place: lambda backbone: test_the_context_of_a_repeated_batch_repeats_it(backbone),
     sees_no_padding: lambda backbone: test_inputs_may_be_arrays_or_tensors_and_what_is_not_padded_needs_no_mask(
         backbone
     ),
@@ -470,7 +473,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_contract_can_fail(kind, bug, new_house, monkeypatch):
     backbone = golden(kind)
-    bug(monkeypatch, type(backbone), type(backbone.around(batch(backbone))))
+    bug(monkeypatch, type(backbone), type(backbone.context(batch(backbone))))
     with pytest.raises((AssertionError, AttributeError, RuntimeError)):
         BUGS[bug](backbone)
 
@@ -596,20 +599,20 @@ def test_its_label_words_are_read_in_onnx_as_in_torch(new_house, tmp_path):
 
 
 def reaches_all(patch, kind):
-    def around(self, inputs, right=kind.around):
+    def context(self, inputs, right=kind.context):
         far = SimpleNamespace(config=replace(self.config, reach=100), device=self.device)
         return right(far if isinstance(inputs.input_ids, Value) else self, inputs)
 
-    patch.setattr(kind, "around", around)
+    patch.setattr(kind, "context", context)
 
 
 def reads_padding(patch, kind):
-    def around(self, inputs, right=kind.around):
+    def context(self, inputs, right=kind.context):
         if isinstance(inputs.input_ids, Value):
             inputs = Tensors(inputs.input_ids, torch.ones_like(inputs.attention_mask))
         return right(self, inputs)
 
-    patch.setattr(kind, "around", around)
+    patch.setattr(kind, "context", context)
 
 
 @pytest.mark.parametrize("bug", [reaches_all, reads_padding], ids=lambda bug: bug.__name__)

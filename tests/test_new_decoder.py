@@ -150,7 +150,7 @@ def test_rows_padded_on_the_left_are_those_of_the_oracle(folder):
 
 def test_a_text_that_is_too_long_is_refused(folder):
     backbone = load_backbone(folder)
-    for too_long in (backbone.embed, backbone.around):
+    for too_long in (backbone.embed, backbone.context):
         with pytest.raises(ValueError, match="expected at most 48 tokens, got 49: truncate the input"):
             too_long(Tensors(torch.zeros(1, 49, dtype=torch.int64)))
 
@@ -189,11 +189,11 @@ def test_text_with_early_exits_is_that_of_the_definition_without_a_cache(folder,
         read = [torch.zeros(1, 0, 24) for _ in layers]  # what each layer read of every token so far
         for at, token in enumerate(ids := prompt + text.tokens[:-1]):
             hidden, exit_layer = model.backbone.embed_tokens(torch.tensor([[token]]), torch.tensor([[at]])), None
-            around = model.backbone.around(Tensors(torch.tensor([ids[: at + 1]])))
+            context = model.backbone.context(Tensors(torch.tensor([ids[: at + 1]])))
             for depth, layer in enumerate(layers):
                 read[depth] = torch.cat((read[depth], hidden), dim=1)
                 if exit_layer is None or fill == "recompute":
-                    hidden = layer(read[depth], around, depth)[:, -1:]
+                    hidden = layer(read[depth], context, depth)[:, -1:]
                 if exit_layer is None and at >= len(prompt) - 1:
                     p = head(depth, hidden[0, 0]).softmax(-1)
                     if depth == 2 or p.max() >= rule.threshold[depth]:

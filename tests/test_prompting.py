@@ -526,9 +526,9 @@ def test_the_layers_go_without_which_the_label_words_of_rows_are_missed_least():
         total = 0.0
         for row, label in enumerate(labels.tolist()):
             inputs = encoded.batch([row])
-            state, around = model.backbone.embed(inputs), model.backbone.around(inputs)
+            state, context = model.backbone.embed(inputs), model.backbone.context(inputs)
             for layer in layers:
-                state = model.backbone.run_layers(state, around, layer, layer + 1)
+                state = model.backbone.run_layers(state, context, layer, layer + 1)
             at = inputs.input_ids[0].tolist().index(tokenizer.mask_token_id)
             said = model.backbone.lm_logits(state[0, at]).double().numpy()[list(tokenizer.label_tokens)]
             total += np.log(np.exp(said).sum()) - said[label]

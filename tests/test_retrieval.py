@@ -1183,9 +1183,9 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     for rows in batches(encoded, 64):
         inputs = encoded.batch(rows)
         with torch.inference_mode():
-            around = backbone.around(inputs)
-            hidden = backbone.run_layers(backbone.embed(inputs), around, 0, 6)
-            embeddings[rows] = pooled(hidden, around.padding, "mean").numpy()
+            context = backbone.context(inputs)
+            hidden = backbone.run_layers(backbone.embed(inputs), context, 0, 6)
+            embeddings[rows] = pooled(hidden, context.padding, "mean").numpy()
     store = Datastore(ENCODER, 384, (1,))
     store.add(embeddings[:3500], np.zeros((3500, 1)), np.zeros(3500), encoded.texts[:3500])
     queries = embeddings[3500:] / np.linalg.norm(embeddings[3500:], axis=1, keepdims=True)

@@ -59,10 +59,10 @@ def loss_by_hand(decoder, data, kept):
     short, losses = built(decoder, kept), []
     for text in data.texts:
         ids = torch.tensor([text.ids])
-        hidden, around = short.embed(Tensors(ids)), short.around(Tensors(ids))
+        hidden, context = short.embed(Tensors(ids)), short.context(Tensors(ids))
         with torch.no_grad():
             for depth in range(len(kept)):
-                hidden = short.run_layers(hidden, around, depth, depth + 1)
+                hidden = short.run_layers(hidden, context, depth, depth + 1)
             logits = short.lm_logits(hidden)[0].double().numpy()
         for at, token in enumerate(text.ids[1:]):
             losses.append(np.log(np.exp(logits[at] - logits[at].max()).sum()) + logits[at].max() - logits[at, token])
@@ -93,10 +93,10 @@ def test_a_short_decoder_is_saved_and_loaded_as_any(kind, tmp_path):
     layers, kept = len(whole.layers), (0, len(whole.layers) - 1)
     save_backbone(kept_layers(whole, kept), tmp_path / "short")
     short, ids = load_backbone(tmp_path / "short"), torch.arange(5, 17)[None]
-    expected, around = whole.embed(Tensors(ids)), whole.around(Tensors(ids))
+    expected, context = whole.embed(Tensors(ids)), whole.context(Tensors(ids))
     with torch.no_grad():
         for layer in kept:
-            expected = whole.run_layers(expected, around, layer, layer + 1)
+            expected = whole.run_layers(expected, context, layer, layer + 1)
         assert torch.equal(short.lm_logits(short(ids)), whole.lm_logits(expected))
     assert whole.config.num_hidden_layers == len(whole.layers) == layers
 

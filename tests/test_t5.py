@@ -15,7 +15,7 @@ import mini_ee.backbones.t5 as t5
 import mini_ee.backbones.t5_layers as t5_layers
 from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
 from mini_ee.backbones.t5 import T5
-from mini_ee.backbones.t5_layers import Around, Biases, HeadNorm, Layer, Pairs, T5Config, buckets
+from mini_ee.backbones.t5_layers import Biases, HeadNorm, Layer, LayerContext, Pairs, T5Config, buckets
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("t5", "t5-v1.1")
@@ -43,11 +43,11 @@ def golden(kind):
 
 def states_of(model, inputs):
     """What the encoder and the decoder make of texts and answers, by the names of the golden files."""
-    depth, around, hidden = len(model.encoder), model.around(inputs), model.embed(inputs)
+    depth, context, hidden = len(model.encoder), model.context(inputs), model.embed(inputs)
     found = {f"encoder.{layer}": model.encode(inputs, layer)[0] for layer in range(depth)}
-    found |= {f"encoder.{depth}": around.memory, "hidden.0": hidden}
+    found |= {f"encoder.{depth}": context.memory, "hidden.0": hidden}
     for layer in range(model.config.num_hidden_layers):
-        hidden = model.run_layers(hidden, around, layer, layer + 1)
+        hidden = model.run_layers(hidden, context, layer, layer + 1)
         found[f"hidden.{layer + 1}"] = hidden
     last = found.pop(f"hidden.{model.config.num_hidden_layers}")
     return found | {"normed": model.norm(last) / model.norm.scale, "lm_logits": model.lm_logits(last)}
@@ -94,9 +94,11 @@ def of_buckets(change):
 
 
 def reads_ahead(patch):
-    right = T5.around
+    right = T5.context
     patch.setattr(
-        T5, "around", lambda self, inputs: (found := right(self, inputs))._replace(bias=found.bias.nan_to_num(neginf=0))
+        T5,
+        "context",
+        lambda self, inputs: (found := right(self, inputs))._replace(bias=found.bias.nan_to_num(neginf=0)),
     )
 
 
@@ -106,21 +108,21 @@ def reads_padding_in(name):
         if name == "encoder":
             patch.setattr(t5, "padding_mask", lambda *given: None)
         else:
-            around = T5.around
-            patch.setattr(T5, "around", lambda self, inputs: around(self, inputs)._replace(readable=None))
+            context = T5.context
+            patch.setattr(T5, "context", lambda self, inputs: context(self, inputs)._replace(readable=None))
         assert right is not None
 
     return plant
 
 
 def biased_cross_attention(patch):
-    right = Around.attend_memory
+    right = LayerContext.attend_memory
 
     def attend_memory(self, depth, layer, query, *more):
         bias = torch.linspace(0, 1, self.memory.shape[1]).expand(len(query), 1, 1, -1)
         return right(self._replace(readable=bias.masked_fill(~self.readable, -torch.inf)), depth, layer, query, *more)
 
-    patch.setattr(Around, "attend_memory", attend_memory)
+    patch.setattr(LayerContext, "attend_memory", attend_memory)
 
 
 def memory_is_normed(patch):
@@ -355,7 +357,7 @@ def test_it_computes_its_equations_in_loops_in_float64(kind):
     model, inputs, _ = golden(kind)
     file, model = load_file(GOLDEN / kind / "model.safetensors"), model.double()
     one = Pairs(inputs.input_ids[1:2, :6], None, inputs.decoder_input_ids[1:2, :5])
-    hidden = model.run_layers(model.embed(one), model.around(one), 0, 3)
+    hidden = model.run_layers(model.embed(one), model.context(one), 0, 3)
     found = F.linear(model.norm(hidden), model.get_parameter(model.vocabulary["weight"]))[0].numpy()  # in float64
     expected = by_loops(file, model.config, one.input_ids[0].tolist(), one.decoder_input_ids[0].tolist())
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
@@ -363,15 +365,15 @@ def test_it_computes_its_equations_in_loops_in_float64(kind):
 
 def test_what_the_encoder_makes_of_a_text_does_not_depend_on_its_padding():
     model, inputs, _ = golden("t5")
-    whole = model.around(inputs)
+    whole = model.context(inputs)
     for row, length in enumerate(inputs.attention_mask.sum(1)):
-        alone = model.around(
+        alone = model.context(
             Pairs(inputs.input_ids[row : row + 1, :length], None, inputs.decoder_input_ids[row : row + 1])
         )
         assert alone.readable is None
         assert_close(whole.memory[row, :length], alone.memory[0], 2e-6)
     other = inputs.input_ids.where(inputs.attention_mask.bool(), torch.tensor(7))
-    changed = model.around(inputs._replace(input_ids=other))
+    changed = model.context(inputs._replace(input_ids=other))
     assert torch.equal(changed.memory[inputs.attention_mask.bool()], whole.memory[inputs.attention_mask.bool()])
 
 
@@ -432,10 +434,10 @@ def test_a_classifier_that_transformers_saved_is_read_as_it_reads_it(tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     inputs, ours = drawn_pairs(config, 0), load_backbone(tmp_path / "theirs")
     said = model.transformer(**inputs._asdict(), output_hidden_states=True)
-    around, hidden = ours.around(inputs), ours.embed(inputs)
+    context, hidden = ours.context(inputs), ours.embed(inputs)
     for depth, expected in enumerate(said.decoder_hidden_states[:2]):
         assert_close(hidden, expected, RANDOM_TOLERANCE)
-        hidden = ours.run_layers(hidden, around, depth, depth + 1)
+        hidden = ours.run_layers(hidden, context, depth, depth + 1)
     assert_close(F.rms_norm(hidden, hidden.shape[-1:], ours.norm.weight, ours.norm.eps), said.last_hidden_state)
 
 

@@ -66,7 +66,7 @@ def written(model, rule, prompts=PROMPTS, **settings):
 def said(model, k, prompt, tokens):
     """What exit k says after the tokens, all read anew without a cache: logits (V,)."""
     pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([[0, *tokens]]))
-    hidden = model.backbone.run_layers(model.backbone.embed(pairs), model.backbone.around(pairs), 0, model.exits[k])
+    hidden = model.backbone.run_layers(model.backbone.embed(pairs), model.backbone.context(pairs), 0, model.exits[k])
     return model.classify(k, hidden[0, -1])
 
 
@@ -122,9 +122,9 @@ def propagated(model, prompt, tokens, layers):
     for count in range(len(tokens)):
         own = [0, *tokens][: count + 1]
         pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([own]))
-        around, hidden = backbone.around(pairs), backbone.embed(pairs)
+        context, hidden = backbone.context(pairs), backbone.embed(pairs)
         for depth in range(layers[count]):
-            hidden = backbone.run_layers(hidden, around, depth, depth + 1)
+            hidden = backbone.run_layers(hidden, context, depth, depth + 1)
             for at, (left, state) in enumerate(states):
                 if left <= depth + 1:
                     hidden[0, at] = state

@@ -154,13 +154,13 @@ def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
     rule = _JudgedBy(Threshold(0.9), exit_of_row)
     with torch.inference_mode():
         hidden = [backbone.embed(inputs.take(slice(size))) for size in (32, 20, 10)]
-        around = backbone.around(inputs)
+        context = backbone.context(inputs)
 
     @torch.inference_mode()
     def layers_alone():
         backbone.embed(inputs)
         for states, start, stop in zip(hidden, (0, *exits), exits):
-            backbone.run_layers(states, around, start, stop)
+            backbone.run_layers(states, context, start, stop)
 
     own, ideal = medians([lambda: early_exit(segments, rule, inputs), layers_alone], "batch")
     yield row_of("minilm b32 t32 mixed", own, ideal, bar=1.10)

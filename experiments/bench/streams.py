@@ -104,9 +104,9 @@ def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
 @torch.inference_mode()
 def bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
     """The rows that all streams are, through the layers that each needs, without adapters."""
-    hidden, around = lora.backbone.embed(inputs).repeat(len(lora.exits), 1, 1), lora.backbone.around(inputs)
+    hidden, context = lora.backbone.embed(inputs).repeat(len(lora.exits), 1, 1), lora.backbone.context(inputs)
     for k, (start, stop) in enumerate(zip(lora.starts, lora.exits)):
-        streams = around.repeat(len(lora.exits) - k)
+        streams = context.repeat(len(lora.exits) - k)
         hidden = lora.backbone.run_layers(hidden, streams, start, stop)[len(inputs) :]
 
 

@@ -90,15 +90,15 @@ def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.devic
     return None if full else tensor_on(device, attention_mask).bool()[:, None, None, :]
 
 
-class Around(Protocol):
+class LayerContext(Protocol):
     """What all layers need besides the hidden states, made once a batch: masks, positions, a cache."""
 
     padding: Tensor | None  # (B, 1, 1, T), true at tokens; None: nothing is padded
 
-    def keep(self, rows: np.ndarray | Tensor) -> "Around":
+    def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
         """That of these rows of the batch alone. rows: (N,) int64."""
 
-    def repeat(self, count: int) -> "Around":
+    def repeat(self, count: int) -> "LayerContext":
         """That of the batch, `count` times one after the other."""
 
 
@@ -114,7 +114,7 @@ class Halves(Protocol):
     attention_dropout: float
 
     def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """hidden -> a, both (B, T, D). mask: the `padding` of an Around."""
+        """hidden -> a, both (B, T, D). mask: the `padding` of an LayerContext."""
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """a -> FFN(a), both (B, T, D)."""
@@ -174,11 +174,13 @@ class Backbone(nn.Module):
         """
         raise NotImplementedError
 
-    def around(self, inputs) -> Around:
+    def context(self, inputs) -> LayerContext:
         """What run_layers needs besides hidden states. inputs as in `embed`."""
         raise NotImplementedError
 
-    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+    def run_layers(
+        self, hidden: Tensor, context: LayerContext, start: int, stop: int, adapt: Adapt | None = None
+    ) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D): runs the layers start + 1 .. stop.
 
         adapt: what adapters add to the linear maps of the layers.
@@ -199,13 +201,13 @@ class Backbone(nn.Module):
         """
         raise NotImplementedError
 
-    def packed(self, hidden: Tensor, around: Around) -> Tensor:
-        """What a graph of one segment gives to the next: hidden states, and what `around` could not make again."""
+    def packed(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """What a graph of one segment gives to the next: hidden states, and what `context` could not make again."""
         return hidden
 
-    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, Around]:
-        """Hidden states and their `around`, from what was packed."""
-        return packed, self.around(inputs)
+    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, LayerContext]:
+        """Hidden states and their `context`, from what was packed."""
+        return packed, self.context(inputs)
 
     @property
     def vocabulary(self) -> dict[str, str]:
@@ -279,8 +281,8 @@ class Backbone(nn.Module):
 
     def text_states(self, inputs, layer: int) -> tuple[Tensor, Tensor | None]:
         """The states of a text's tokens after a layer, (B, T, D), with their `padding`: what texts are compared by."""
-        around = self.around(inputs)
-        return self.run_layers(self.embed(inputs), around, 0, layer), around.padding
+        context = self.context(inputs)
+        return self.run_layers(self.embed(inputs), context, 0, layer), context.padding
 
     def text_flops(self, layer: int, tokens: int) -> float:
         """Floating-point operations of text_states on one row."""
@@ -291,16 +293,16 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """hidden[L] alone, (B, T, D). Arguments as in `hidden_states`."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        return self.run_layers(self.embed(inputs), self.around(inputs), 0, self.config.num_hidden_layers)
+        return self.run_layers(self.embed(inputs), self.context(inputs), 0, self.config.num_hidden_layers)
 
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """All L + 1 hidden states, each (B, T, D); [0] is the embedding output. Arguments as in `Tensors`."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        around, states = self.around(inputs), [self.embed(inputs)]
+        context, states = self.context(inputs), [self.embed(inputs)]
         for depth in range(self.config.num_hidden_layers):
-            states.append(self.run_layers(states[-1], around, depth, depth + 1))
+            states.append(self.run_layers(states[-1], context, depth, depth + 1))
         return tuple(states)
 
     def no_lm_head(self) -> ValueError:

@@ -119,18 +119,18 @@ class BertConfig:
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
 
 
-class Around(NamedTuple):
+class LayerContext(NamedTuple):
     """What all layers need besides the hidden states."""
 
     padding: Tensor | None  # (B, 1, 1, T), true where a token may be read; None: nothing is padded
 
-    def keep(self, rows: np.ndarray | Tensor) -> "Around":
+    def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
         """That of these rows of the batch alone."""
         if self.padding is None:
             return self
         return self._replace(padding=self.padding[tensor_on(self.padding.device, rows)])
 
-    def repeat(self, count: int) -> "Around":
+    def repeat(self, count: int) -> "LayerContext":
         """That of the batch, `count` times one after the other."""
         return self if self.padding is None else self._replace(padding=self.padding.repeat(count, 1, 1, 1))
 
@@ -263,19 +263,21 @@ class Bert(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types)
 
-    def around(self, inputs) -> Around:
+    def context(self, inputs) -> LayerContext:
         """The padding mask."""
-        return Around(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
+        return LayerContext(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
 
     def halves(self, depth: int) -> Layer:
         """The layer behind hidden[depth]."""
         return self.layers[depth % len(self.layers)]
 
-    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+    def run_layers(
+        self, hidden: Tensor, context: LayerContext, start: int, stop: int, adapt: Adapt | None = None
+    ) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
         for depth in range(start, stop):
             stored = depth % len(self.layers)
-            hidden = self.layers[stored](hidden, around.padding, adapt and partial(adapt, stored))
+            hidden = self.layers[stored](hidden, context.padding, adapt and partial(adapt, stored))
         return hidden
 
     def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:

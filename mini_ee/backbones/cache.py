@@ -1,6 +1,6 @@
 """The key/value cache of decoders, and the contexts of their layers: where tokens are, and what they read.
 
-Around is the context in torch, GraphBlock the same in ONNX graphs: the only place that writes nodes for a decoder.
+LayerContext is the context in torch, GraphBlock the same in ONNX graphs: the only code that writes nodes for decoders.
 
 The cache is addressed by position, not by column: the key of a row's token at position p stands in slot p, however the
 batch was padded. So one comparison, slot <= position, is the causal mask, and hides padding and whatever a rejected
@@ -66,7 +66,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
 
 
-class Around(NamedTuple):
+class LayerContext(NamedTuple):
     """Tokens that run together: (B, T) of them, and what every layer needs to know of where they stand.
 
     Layers are written once over this and over GraphBlock, which has the same methods: every, here, rotate, write and
@@ -130,15 +130,15 @@ class Around(NamedTuple):
         grouped = self.config.key_value_heads < self.config.num_attention_heads
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
-    def keep(self, rows: np.ndarray | Tensor) -> "Around":
+    def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
         """That of these rows of the batch alone. Over a cache it is made anew for each token: `CausalDecoder.block`."""
         return self._changed(lambda tensor: tensor[tensor_on(tensor.device, rows)])
 
-    def repeat(self, count: int) -> "Around":
+    def repeat(self, count: int) -> "LayerContext":
         """That of the batch, `count` times one after the other."""
         return self._changed(lambda tensor: tensor.repeat(count, 1, 1, 1))
 
-    def _changed(self, change) -> "Around":
+    def _changed(self, change) -> "LayerContext":
         names = ("cos", "sin", "mask", "padding", "near")  # those of one row stand for all rows
         parts = {name: getattr(self, name) for name in names}
         return self._replace(**{name: change(t) for name, t in parts.items() if t is not None and len(t) > 1})
@@ -169,7 +169,7 @@ def graph_cache(g, first: int, width: int) -> tuple[Tensor, Tensor, GraphCache]:
 
 
 class GraphBlock:
-    """Around in a graph: whole rows, whose tokens read each other, or tokens whose past is in caches.
+    """LayerContext in a graph: whole rows, whose tokens read each other, or tokens whose past is in caches.
 
     The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
     the last takes padding. A layer leaves them in `written`, as they are then. The caller lays the outputs over the
@@ -179,7 +179,7 @@ class GraphBlock:
     scale: float | None = None  # of the products of queries and keys; None: one over the root of d
 
     def __init__(self, config, at: Tensor, masks: Sequence[Tensor | None], turn: Sequence[Tensor] = (), cache=None):
-        """at (B, T): positions, from 0. masks: what may be read, as in Around, of layers without and with a window.
+        """at (B, T): positions, from 0. masks: as in LayerContext, for layers without a window and for layers with one.
 
         turn: cos and sin (B, T, R/2) where the family rotates. cache: None where tokens read each other alone.
         """
@@ -234,7 +234,7 @@ class GraphBlock:
         return block
 
     def every(self, hidden: Tensor) -> Tensor:
-        """As in Around: behind the tokens that run stand those that have left."""
+        """As in LayerContext: behind the tokens that run stand those that have left."""
         if self._gone is None:
             return hidden
         both = hidden.g.op("Concat", hidden.flat, self._gone, axis=0)
@@ -249,7 +249,7 @@ class GraphBlock:
         return x.like(x.g.op("RotaryEmbedding", x.name, *self._turn, num_heads=count, **part))
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> list[str]:
-        """As in Around; returns the names of both caches as they are then."""
+        """As in LayerContext; returns the names of both caches as they are then."""
         for kind, new in (("keys", key), ("values", value)):
             cache = new.g.input(f"{kind}_{depth}", "prompts", "slots", self.width, dtype=new.g.dtype)
             self.written[cache] = new.g.op("ScatterND", cache, self._cache.index, new.name)

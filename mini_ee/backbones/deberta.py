@@ -39,7 +39,7 @@ MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> the map of its po
 
 
 # ---- What all layers need ----
-class Around(NamedTuple):
+class LayerContext(NamedTuple):
     """What all layers need besides the hidden states. S = 2 T - 1: distances i - j from 1 - T on."""
 
     padding: Tensor | None  # (B, 1, 1, T), true where a token may be read; None: nothing is padded
@@ -47,7 +47,7 @@ class Around(NamedTuple):
     rows: Tensor | None  # (S,), which rows of the table these are, where it is whole: in a graph
     index: Tensor | None  # (T, T), which of these is i - j
 
-    keep, repeat = bert.Around.keep, bert.Around.repeat  # what positions read is the same for all rows
+    keep, repeat = bert.LayerContext.keep, bert.LayerContext.repeat  # what positions read is the same for all rows
 
 
 class Embeddings(nn.Module):
@@ -135,18 +135,20 @@ class Layer(Adapted):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.attention_dropout = config.attention_probs_dropout_prob
 
-    def forward(self, hidden: Tensor, around: Around, adapt: AdaptLayer | None = None, streams: int = 1) -> Tensor:
+    def forward(
+        self, hidden: Tensor, context: LayerContext, adapt: AdaptLayer | None = None, streams: int = 1
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D). adapt: what adapters add to the linear maps of this layer, one of each stream."""
         linear = partial(self.linear, adapt=adapt)
         query, key, value = linear("qkv", hidden).chunk(3, dim=-1)
         if self.q_bias is not None:
             query, value = query + self.q_bias, value + self.v_bias
         query, key, value = (self.by_head(each) for each in (query, key, value))
-        mask, positions = around.padding, None
+        mask, positions = context.padding, None
         if self.terms:
-            table = self.dropout(around.table)
-            tables = self.tables(linear, table.expand(streams, -1, -1), around.rows)
-            positions = self.position_scores(query, key, tables, around.index) * self.scale
+            table = self.dropout(context.table)
+            tables = self.tables(linear, table.expand(streams, -1, -1), context.rows)
+            positions = self.position_scores(query, key, tables, context.index) * self.scale
             mask = positions if mask is None else positions.masked_fill(~mask, -torch.inf)
         dropout = self.attention_dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
@@ -156,7 +158,7 @@ class Layer(Adapted):
         attended = self.attention_norm(hidden + self.dropout(attended))
         inner = self.activation(linear("up", attended))
         output = self.output_norm(attended + self.dropout(linear("down", inner)))
-        return output if self.conv is None else self.conv(hidden, output, around.padding)
+        return output if self.conv is None else self.conv(hidden, output, context.padding)
 
     def by_head(self, x: Tensor) -> Tensor:
         """(..., T, D) -> (..., H, T, d)."""
@@ -227,18 +229,20 @@ class Deberta(Backbone):
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types, padding_mask(inputs.attention_mask, device))
 
-    def around(self, inputs) -> Around:
+    def context(self, inputs) -> LayerContext:
         """The padding mask, and what positions read."""
         padding = padding_mask(inputs.attention_mask, self.embeddings.word.weight.device)
-        return Around(padding, *self.positions(inputs.input_ids))
+        return LayerContext(padding, *self.positions(inputs.input_ids))
 
-    def run_layers(self, hidden: Tensor, around: Around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+    def run_layers(
+        self, hidden: Tensor, context: LayerContext, start: int, stop: int, adapt: Adapt | None = None
+    ) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
         streams = (
             (getattr(adapt, "streams", None) or len(hidden)) if adapt else 1
         )  # a table for each, else for each row
         for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around, adapt and partial(adapt, depth), streams)
+            hidden = self.layers[depth](hidden, context, adapt and partial(adapt, depth), streams)
         return hidden
 
     # ---- What it costs ----

@@ -162,7 +162,7 @@ class Positions(nn.Module):
         self.register_buffer("rows", every, persistent=False)
 
     def forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The table (S, D), its rows (S,), where it is whole, and the index (T, T) of `Around`. ids: (B, T)."""
+        """The table (S, D), its rows (S,), where it is whole, and the index (T, T) of `LayerContext`. ids: (B, T)."""
         if not self.config.terms:
             return None, None, None
         places = token_places(ids)

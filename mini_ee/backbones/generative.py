@@ -6,15 +6,15 @@ CausalDecoder        embeddings, layers, the final norm and the head to words; w
 
 A family of CausalDecoder is one file: a config, a layer, and of these methods those that differ
 
-    make_layer(depth)          a layer: layer(hidden, around, depth, adapt) -> hidden, and
-                               layer.write_keys(hidden, around, depth), which writes its keys and values alone
+    make_layer(depth)          a layer: layer(hidden, context, depth, adapt) -> hidden, and
+                               layer.write_keys(hidden, context, depth), which writes its keys and values alone
     exit_norm()                the norm before a head
     embed_tokens(ids, at)      embeddings, where they know positions
     position_bias(at, reads)   what positions add to the scores of attention
     config.rope_frequencies()  the frequencies of rotary positions, with config.rotary_width
 
 All of it is torch code. An export runs the same code on values of a graph, so it asks no tensor for its content. What
-a layer calls of its context, `around`, is in cache.py: every, here, rotate, attend and write.
+a layer calls of its context, `context`, is in cache.py: every, here, rotate, attend and write.
 
 The final norm belongs to the head: hidden[L] comes before it.
 """
@@ -40,7 +40,7 @@ from mini_ee.backbones.backbone import (
     tensor_on,
     token_places,
 )
-from mini_ee.backbones.cache import Around, Cache, GraphBlock, GraphCache, graph_cache, readable, token_positions
+from mini_ee.backbones.cache import Cache, GraphBlock, GraphCache, LayerContext, graph_cache, readable, token_positions
 from mini_ee.backbones.hub import hugging_face_names
 from mini_ee.backbones.shapes import check
 
@@ -131,20 +131,20 @@ class GenerativeBackbone(Backbone):
         self.lm_head = self.norm = None
         return self
 
-    def run_layers(self, hidden: Tensor, around, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
+    def run_layers(self, hidden: Tensor, context, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says; fills the layers' caches."""
         for depth in range(start, stop):
-            hidden = self.layers[depth](hidden, around, depth, adapt and partial(adapt, depth))
+            hidden = self.layers[depth](hidden, context, depth, adapt and partial(adapt, depth))
         return hidden
 
-    def propagate(self, hidden: Tensor, around, start: int, stop: int) -> None:
+    def propagate(self, hidden: Tensor, context, start: int, stop: int) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
 
         The layers start + 1 .. stop each write their keys and values, through their own input norm, and compute no
         more.
         """
         for depth in range(start, stop):
-            self.layers[depth].write_keys(hidden, around, depth)
+            self.layers[depth].write_keys(hidden, context, depth)
 
     @property
     def max_written(self) -> int:
@@ -275,13 +275,13 @@ class CausalDecoder(GenerativeBackbone):
             raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
         return self.embed_tokens(ids, at)
 
-    def around(self, inputs) -> Around | GraphBlock:
+    def context(self, inputs) -> LayerContext | GraphBlock:
         """Where the tokens of whole rows are, padded on either side; padded on the right they are the quickest.
 
         Raises ValueError where there are more tokens than the model has positions.
         """
         if is_traced(inputs.attention_mask):
-            return self._graph_around(inputs)
+            return self._graph_context(inputs)
         tokens, attention_mask = check(inputs.input_ids, "B T")["T"], inputs.attention_mask
         padding, limit = padding_mask(attention_mask, self.device), self.config.max_tokens
         some_long = self.max_written < tokens and self.max_written < limit
@@ -297,7 +297,7 @@ class CausalDecoder(GenerativeBackbone):
     def embed_written(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed_tokens(input_ids, positions.clamp(min=0))
 
-    def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> Around:
+    def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> LayerContext:
         """As `GenerativeBackbone.block` says. Without a cache the tokens read each other."""
         tokens = check(positions, "B T")["T"]
         low, high = (int(bound) for bound in positions.aminmax())
@@ -320,13 +320,13 @@ class CausalDecoder(GenerativeBackbone):
             real = positions >= 0
             seen = (real[:, None, :] | ~real[:, :, None])[:, None]  # no token reads padding
             mask, near = self._masks(positions, positions, seen)
-            return Around(self.config, *turn, mask, False, end, near=near)
+            return LayerContext(self.config, *turn, mask, False, end, near=near)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         mask, near = self._masks(at, self._places(end), end=end)
-        return Around(self.config, *turn, mask, False, end, cache=cache, rows=rows, slots=write, near=near)
+        return LayerContext(self.config, *turn, mask, False, end, cache=cache, rows=rows, slots=write, near=near)
 
-    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
+    def aligned_block(self, low: int, tokens: int, cache: Cache) -> LayerContext:
         """As `GenerativeBackbone.aligned_block` says. Asks no tensor anything."""
         end = low + tokens
         if end > cache.capacity:
@@ -336,9 +336,9 @@ class CausalDecoder(GenerativeBackbone):
             return self._causal(turn, tokens, low)._replace(cache=cache, slots=write)
         slots = self._places(end)
         mask, near = self._masks(slots[:, low:], slots, end=end)
-        return Around(self.config, *turn, mask, False, end, cache=cache, slots=write, near=near)
+        return LayerContext(self.config, *turn, mask, False, end, cache=cache, slots=write, near=near)
 
-    def _causal(self, turn: tuple, tokens: int, low: int = 0) -> Around:
+    def _causal(self, turn: tuple, tokens: int, low: int = 0) -> LayerContext:
         """Rows that are all at low .. low + tokens - 1, and read from 0 on: one token, or low is 0."""
         end, slots = low + tokens, self._places(low + tokens)
         at = slots[:, low:]
@@ -346,12 +346,12 @@ class CausalDecoder(GenerativeBackbone):
         if bias is None and not self._reaches_start(end):
             near = readable(at, slots, self.config.sliding_window)
         if bias is None:
-            return Around(self.config, *turn, None, tokens > 1, end, near=near)
+            return LayerContext(self.config, *turn, None, tokens > 1, end, near=near)
         mask, near = self._masks(at, slots, end=end)
-        return Around(self.config, *turn, mask, False, end, near=near)
+        return LayerContext(self.config, *turn, mask, False, end, near=near)
 
     def _masks(self, at: Tensor, reads: Tensor, seen: Tensor | None = None, end: int | None = None) -> list:
-        """What tokens at `at` read of those at `reads`, of layers without and with a window, as `Around.mask` says.
+        """What tokens at `at` read of those at `reads`: masks for layers without and with a window, see `LayerContext`.
 
         seen: which of them may be read besides. end: of what is read; where all windows reach back to the first token,
         the second is None.
@@ -382,8 +382,8 @@ class CausalDecoder(GenerativeBackbone):
         return self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)
 
     # ---- In graphs ----
-    def _graph_around(self, inputs) -> GraphBlock:
-        """`around` in a graph; no token reads padding, on either side."""
+    def _graph_context(self, inputs) -> GraphBlock:
+        """`context` in a graph; no token reads padding, on either side."""
         mask = inputs.attention_mask.bool()
         at, padding = token_positions(mask).clamp(min=0), mask[:, None, None, :]
         block = GraphBlock(self.config, at, self._masks(at, at, padding), self.graph_turn(at))

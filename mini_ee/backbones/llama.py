@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.activations import ACTIVATIONS
 from mini_ee.backbones.backbone import AdaptLayer
-from mini_ee.backbones.cache import Around
+from mini_ee.backbones.cache import LayerContext
 from mini_ee.backbones.generative import CausalDecoder
 from mini_ee.backbones.layers import Adapted, RMSNorm, StackedLinear
 from mini_ee.backbones.llama_config import LAYER_TYPES, MEMBERS, DecoderConfig
@@ -64,19 +64,19 @@ class Layer(Adapted):
         self.down = nn.Linear(inner, width, bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, hidden: Tensor, around: Around, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
         """hidden (B, T, D) -> (B, T, D), of the layer at this depth, from 0: whose cache is read and written.
 
         adapt: what adapters add to the linear maps of this layer.
         """
-        normed = self.attention_norm(around.every(hidden))
-        attended = self.attention(normed, around, depth, adapt)
+        normed = self.attention_norm(context.every(hidden))
+        attended = self.attention(normed, context, depth, adapt)
         if self.parallel:
-            return hidden + attended + self.mlp(around.here(normed), adapt)
+            return hidden + attended + self.mlp(context.here(normed), adapt)
         hidden = hidden + attended
         return hidden + self.mlp(self.mlp_norm(hidden), adapt)
 
-    def attention(self, normed: Tensor, around: Around, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
+    def attention(self, normed: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D): every token reads the tokens up to itself (grouped queries: Ainslie et al. 2023)."""
         query, key, value = self.qkv.sizes
         turning, values = self.linear("qkv", normed, adapt).split((query + key, value), dim=-1)
@@ -84,22 +84,22 @@ class Layer(Adapted):
             of_query, of_key = turning.split((query, key), dim=-1)
             of_query, of_key = self.of_heads(self.query_norm, of_query), self.of_heads(self.key_norm, of_key)
             turning = torch.cat((of_query, of_key), dim=-1)
-        queries, keys = around.rotate(turning, self.heads + self.key_value_heads).split((query, key), dim=-1)
-        attended = around.attend(depth, around.here(queries), keys, values)
+        queries, keys = context.rotate(turning, self.heads + self.key_value_heads).split((query, key), dim=-1)
+        attended = context.attend(depth, context.here(queries), keys, values)
         return self.linear("attention_output", attended, adapt)
 
     def of_heads(self, norm: nn.Module, x: Tensor) -> Tensor:
         """The norm of each head: (B, T, n d) -> the same."""
         return norm(x.unflatten(-1, (-1, self.head_width))).flatten(-2)
 
-    def write_keys(self, hidden: Tensor, around: Around, depth: int) -> None:
+    def write_keys(self, hidden: Tensor, context: LayerContext, depth: int) -> None:
         """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
         query, *sizes = self.qkv.sizes
         bias = None if self.qkv.bias is None else self.qkv.bias[query:]
-        normed = self.attention_norm(around.every(hidden))
+        normed = self.attention_norm(context.every(hidden))
         key, value = F.linear(normed, self.qkv.weight[query:], bias).split(sizes, dim=-1)
         key = self.of_heads(self.key_norm, key) if self.head_norms else key
-        around.write(depth, around.rotate(key, self.key_value_heads), value)
+        context.write(depth, context.rotate(key, self.key_value_heads), value)
 
     def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """down(act(gate) * up), without a gate down(act(up)): (B, T, D) -> (B, T, D)."""

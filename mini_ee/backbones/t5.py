@@ -8,7 +8,7 @@ decoder to the encoder's output has none. What differs:
     v1.0    down(relu(up)); the head is tied to the embeddings, and its input times 1 / sqrt(D)
     v1.1    down(gelu(gate) * gated); a head of its own, its input unscaled
 
-Depth counts the decoder's layers. `around` runs the whole encoder, and its cost is that of the start (`start_flops`).
+Depth counts the decoder's layers. `context` runs the whole encoder, and its cost is that of the start (`start_flops`).
 Hidden states are those of the decoder: (B, 1, D), of the token that it starts with, through which a row is read; or
 those of `decoder_input_ids` where inputs have them (`Pairs`). So an exit saves layers of the decoder: RAEE counts T5's
 layers from the encoder on, and does not say what an exit in there would read.
@@ -34,7 +34,17 @@ from mini_ee.backbones.backbone import Layout, Tensors, layer_flops, padding_mas
 from mini_ee.backbones.cache import Cache, GraphBlock, graph_cache
 from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check
-from mini_ee.backbones.t5_layers import Around, Biases, EncoderLayer, HeadNorm, Layer, Memory, Pairs, T5Config, norm_of
+from mini_ee.backbones.t5_layers import (
+    Biases,
+    EncoderLayer,
+    HeadNorm,
+    Layer,
+    LayerContext,
+    Memory,
+    Pairs,
+    T5Config,
+    norm_of,
+)
 
 
 # ---- The backbone ----
@@ -88,15 +98,15 @@ class T5(GenerativeBackbone):
             return self.dropout(start.expand(inputs.input_ids.shape[0], 1, -1))
         return self.dropout(self.embeddings(tensor_on(device, written)))
 
-    def packed(self, hidden: Tensor, around: Around) -> Tensor:
+    def packed(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """(B, 1 + S, D): the one token of each row, and the encoder's output."""
-        return torch.cat((hidden, around.memory), dim=1)
+        return torch.cat((hidden, context.memory), dim=1)
 
-    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, Around]:
+    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, LayerContext]:
         readable, one = padding_mask(inputs.attention_mask, packed.device), packed[:, :1]
         first = torch.zeros(1, 1, 1, dtype=torch.int64, device=packed.device)
         heads, bias = self.config.num_attention_heads, self.biases.of_distances(first)
-        return one, Around(heads, packed[:, 1:], readable, bias)
+        return one, LayerContext(heads, packed[:, 1:], readable, bias)
 
     def encode(self, inputs, stop: int) -> tuple[Tensor, Tensor | None]:
         """What the encoder makes of the texts in its first `stop` layers, (B, S, D), unnormed; and their padding."""
@@ -112,13 +122,13 @@ class T5(GenerativeBackbone):
             hidden = layer(hidden, bias)
         return hidden, readable
 
-    def around(self, inputs) -> Around:
+    def context(self, inputs) -> LayerContext:
         """The encoder's output, with its mask, and the biases of what is written."""
         hidden, readable = self.encode(inputs, len(self.encoder))
         written = getattr(inputs, "decoder_input_ids", None)
         places = torch.arange(1 if written is None else written.shape[1], device=hidden.device)
         bias = self.biases(places[None], places).masked_fill(places > places[:, None], -torch.inf)
-        return Around(self.config.num_attention_heads, self.dropout(self.encoder_norm(hidden)), readable, bias)
+        return LayerContext(self.config.num_attention_heads, self.dropout(self.encoder_norm(hidden)), readable, bias)
 
     # ---- Token by token ----
     def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -135,7 +145,7 @@ class T5(GenerativeBackbone):
     def embed_written(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embeddings(input_ids)
 
-    def block(self, positions: Tensor, cache: Cache, rows: list[int] | None = None) -> Around:
+    def block(self, positions: Tensor, cache: Cache, rows: list[int] | None = None) -> LayerContext:
         """As `GenerativeBackbone.block` says; there is always a cache."""
         end = int(positions.max()) + 1
         if end > cache.capacity:
@@ -147,9 +157,9 @@ class T5(GenerativeBackbone):
         readable = cache.memory.readable
         readable = readable if readable is None or rows is None else readable[rows]
         heads = self.config.num_attention_heads
-        return Around(heads, None, readable, bias, cache=cache, rows=rows, slots=write)
+        return LayerContext(heads, None, readable, bias, cache=cache, rows=rows, slots=write)
 
-    def aligned_block(self, low: int, tokens: int, cache: Cache) -> Around:
+    def aligned_block(self, low: int, tokens: int, cache: Cache) -> LayerContext:
         places = torch.arange(low, low + tokens, device=cache.keys.device)
         block = self.block(places[None], cache)
         return block._replace(slots=(slice(None), slice(low, low + tokens)))

@@ -213,7 +213,7 @@ class Memory:
         return made if rows is None else [each[rows] for each in made]
 
 
-class Around(NamedTuple):
+class LayerContext(NamedTuple):
     """What the decoder's layers need besides the hidden states (B, T, D)."""
 
     heads: int
@@ -225,13 +225,13 @@ class Around(NamedTuple):
     rows: list[int] | None = None  # whose cache they read, None: all rows in order
     slots: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
 
-    def keep(self, rows: np.ndarray | Tensor) -> "Around":
+    def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
         """That of these rows of the batch alone. Over a cache it is made anew for each token: `T5.block`."""
         index = tensor_on(self.memory.device, rows)
         readable = None if self.readable is None else self.readable[index]
         return self._replace(memory=self.memory[index], readable=readable)
 
-    def repeat(self, count: int) -> "Around":
+    def repeat(self, count: int) -> "LayerContext":
         """That of the batch, `count` times one after the other."""
         readable = None if self.readable is None else self.readable.repeat(count, 1, 1, 1)
         return self._replace(memory=self.memory.repeat(count, 1, 1), readable=readable)
@@ -359,13 +359,13 @@ class Layer(EncoderLayer):
         self.cross_key_value = StackedLinear(width, (all_heads, all_heads), bias=False)
         self.cross_output = nn.Linear(all_heads, width, bias=False)
 
-    def forward(self, hidden: Tensor, around: Around, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D), of the layer at this depth. adapt: what adapters add to its linear maps."""
-        query, key, value = self.linear("qkv", self.attention_norm(around.every(hidden)), adapt).chunk(3, dim=-1)
-        attended = around.attend(depth, around.here(query), key, value, self.dropped)
+        query, key, value = self.linear("qkv", self.attention_norm(context.every(hidden)), adapt).chunk(3, dim=-1)
+        attended = context.attend(depth, context.here(query), key, value, self.dropped)
         hidden = self.add("attention_output", hidden, attended, adapt)
         query = self.linear("cross_query", self.cross_norm(hidden), adapt)
-        attended = around.attend_memory(depth, self, query, adapt, self.dropped)
+        attended = context.attend_memory(depth, self, query, adapt, self.dropped)
         return self.feed(self.add("cross_output", hidden, attended, adapt), adapt)
 
     def memory_heads(self, memory: Tensor, adapt: AdaptLayer | None = None) -> tuple[Tensor, ...]:
@@ -373,8 +373,8 @@ class Layer(EncoderLayer):
         stacked = self.linear("cross_key_value", memory, adapt)
         return tuple(by_head(each, self.heads) for each in stacked.chunk(2, dim=-1))
 
-    def write_keys(self, hidden: Tensor, around: Around, depth: int) -> None:
+    def write_keys(self, hidden: Tensor, context: LayerContext, depth: int) -> None:
         """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
         query, *_ = self.qkv.sizes
-        own = F.linear(self.attention_norm(around.every(hidden)), self.qkv.weight[query:])
-        around.write(depth, *own.chunk(2, dim=-1))
+        own = F.linear(self.attention_norm(context.every(hidden)), self.qkv.weight[query:])
+        context.write(depth, *own.chunk(2, dim=-1))

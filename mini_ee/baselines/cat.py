@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Backbone, tensor_on
+from mini_ee.backbones.backbone import Backbone, LayerContext, tensor_on
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead
 from mini_ee.exits.rows import RowExits, RowSegments, States
@@ -176,7 +176,7 @@ class CatState(NamedTuple):
     """The rows still in the model, and what the exits have said of them."""
 
     hidden: Tensor  # (B, T, D)
-    around: Around
+    context: LayerContext
     decides: bool = True  # False: heads are named already, and no meta classifier is asked
     inner: Tensor | None = None  # (B, 32) of the exit just reached, None at the last
     logits: Tensor | None = None
@@ -186,7 +186,7 @@ class CatState(NamedTuple):
     def keep(self, rows: np.ndarray) -> "CatState":
         index = tensor_on(self.hidden.device, rows)
         tensors = (each if each is None else each[index] for each in self[3:])
-        return CatState(self.hidden[index], self.around.keep(index), self.decides, *tensors)
+        return CatState(self.hidden[index], self.context.keep(index), self.decides, *tensors)
 
 
 class CatSegments(RowSegments):
@@ -201,18 +201,18 @@ class CatSegments(RowSegments):
         return state._replace(decides=False)
 
     def advance(self, k: int, state: CatState) -> CatState:
-        hidden, around, *_ = super().advance(k, state)
+        hidden, context, *_ = super().advance(k, state)
         if not (state.decides and self._decides(k)):
-            return CatState(hidden, around, state.decides)
+            return CatState(hidden, context, state.decides)
         head = self.model.heads[k]
-        inner = head.inner(head.state(hidden, around.padding))
+        inner = head.inner(head.state(hidden, context.padding))
         logits = head.conclude(inner)
-        return CatState(hidden, around, True, inner, logits, state.seen, remember(state.seen, logits, k))
+        return CatState(hidden, context, True, inner, logits, state.seen, remember(state.seen, logits, k))
 
     def read_logits(self, k: int, state: CatState) -> Reading:
         logits = state.logits
         if logits is None:
-            logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.around.padding))
+            logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.context.padding))
         return Reading(logits.float().numpy(force=True))
 
     def read_state(self, k: int, state: CatState) -> Reading:

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Backbone, Halves, Tensors
+from mini_ee.backbones.backbone import Backbone, Halves, LayerContext, Tensors
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, pooled
 from mini_ee.exits.rows import ExitModel, RowSegments, RowState, check_exits
@@ -163,22 +163,22 @@ class DreeExits(ExitModel):
     def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """What each exit reads, pooled: (B, D) each. The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        around, hidden, found = self.backbone.around(inputs), self.backbone.embed(inputs), []
+        context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
         for k, head in enumerate(self.heads):
-            hidden = self.advance(k, hidden, around)
-            found.append(head.state(hidden, around.padding))
+            hidden = self.advance(k, hidden, context)
+            found.append(head.state(hidden, context.padding))
         return found
 
-    def advance(self, k: int, hidden: Tensor, around: Around) -> Tensor:
+    def advance(self, k: int, hidden: Tensor, context: LayerContext) -> Tensor:
         """From what exit k - 1 reads, or the embeddings, to what exit k reads: (B, T, 2 D), of the last (B, T, D)."""
         backbone, start, stop = self.backbone, self.exits[k - 1] if k else 0, self.exits[k]
         if k:
             layer, (attended, added) = backbone.halves(start - 1), hidden.chunk(2, dim=-1)
             hidden = layer.output_norm(attended + layer.dropout(added))
         if k == len(self.exits) - 1:
-            return backbone.run_layers(hidden, around, start, stop)
+            return backbone.run_layers(hidden, context, start, stop)
         layer = backbone.halves(stop - 1)
-        attended = layer.attend(backbone.run_layers(hidden, around, start, stop - 1), around.padding)
+        attended = layer.attend(backbone.run_layers(hidden, context, start, stop - 1), context.padding)
         return torch.cat((attended, layer.feed_forward(attended)), dim=-1)
 
     def classify(self, k: int, state: Tensor) -> Tensor:
@@ -199,10 +199,10 @@ class DreeSegments(RowSegments):
     """The segments of a DreeExits in eval mode. The state of a row at exit k is a and FFN(a) of layer e_k."""
 
     def advance(self, k: int, state: RowState) -> RowState:
-        return RowState(self.model.advance(k, *state), state.around)
+        return RowState(self.model.advance(k, *state), state.context)
 
     def read_logits(self, k: int, state: RowState) -> Reading:
-        vector = self.model.heads[k].state(state.hidden, state.around.padding)
+        vector = self.model.heads[k].state(state.hidden, state.context.padding)
         return Reading(self.model.classify(k, vector).float().numpy(force=True))
 
 

@@ -111,9 +111,9 @@ def shallow_deep_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
         _, real = model.backbone.read_texts(*batch.inputs)
     norm = model.heads[0].norm or nn.Identity()
 
-    def run(hidden: Tensor, around, start: int, stop: int, adapt=None) -> Tensor:
+    def run(hidden: Tensor, context, start: int, stop: int, adapt=None) -> Tensor:
         for depth in range(start, stop):
-            hidden = model.backbone.run_layers(hidden, around, depth, depth + 1, adapt)
+            hidden = model.backbone.run_layers(hidden, context, depth, depth + 1, adapt)
             states.append(norm(hidden[real[:, : hidden.shape[1]]]).float())
         return hidden
 

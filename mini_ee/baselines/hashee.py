@@ -123,7 +123,7 @@ class HashExits(TokenwiseExits):
 
     def run_reduced(self, inputs) -> RemainingTokens:
         """The deepest first: a layer takes as many tokens as go on in any row, and those that do keep what it says."""
-        hidden, mask = self.backbone.embed(inputs), self.backbone.around(inputs).padding
+        hidden, mask = self.backbone.embed(inputs), self.backbone.context(inputs).padding
         depths, order = self.depths(inputs).sort(dim=1, descending=True, stable=True)
         hidden, mask = in_order(order, hidden, mask)
         goes_on = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
@@ -140,11 +140,11 @@ class HashExits(TokenwiseExits):
 
     def run_all(self, inputs) -> RemainingTokens:
         """By the equation: a layer on all tokens, and those that have left keep their states."""
-        hidden, around, depths = self.backbone.embed(inputs), self.backbone.around(inputs), self.depths(inputs)
+        hidden, context, depths = self.backbone.embed(inputs), self.backbone.context(inputs), self.depths(inputs)
         for depth in range(self.layers):
-            said = self.backbone.run_layers(hidden, around, depth, depth + 1)
+            said = self.backbone.run_layers(hidden, context, depth, depth + 1)
             hidden = torch.where(depths[..., None] > depth, said, hidden)
-        return RemainingTokens(hidden, around.padding)
+        return RemainingTokens(hidden, context.padding)
 
 
 # ---- Training ----

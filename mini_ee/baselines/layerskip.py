@@ -94,14 +94,14 @@ def leaving_out(backbone, batch: Batch, config: Config) -> RunLayers:
     """The layers, each of which some rows pass over."""
     layers = backbone.config.num_hidden_layers
 
-    def run(hidden: Tensor, around, start: int, stop: int, adapt=None) -> Tensor:
+    def run(hidden: Tensor, context, start: int, stop: int, adapt=None) -> Tensor:
         for layer in range(start, stop):
             drawn = torch.rand(len(hidden)) >= layer_dropout(layer, layers, batch, config)
             if drawn.all():
-                hidden = backbone.run_layers(hidden, around, layer, layer + 1, adapt)
+                hidden = backbone.run_layers(hidden, context, layer, layer + 1, adapt)
             elif drawn.any():
                 rows = drawn.nonzero()[:, 0].to(hidden.device)
-                some = backbone.run_layers(hidden[rows], around.keep(rows), layer, layer + 1, adapt)
+                some = backbone.run_layers(hidden[rows], context.keep(rows), layer, layer + 1, adapt)
                 hidden = hidden.index_copy(0, rows, some)
         return hidden
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, tensor_on
+from mini_ee.backbones.backbone import LayerContext, tensor_on
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT
 from mini_ee.exits.rows import RowExits, RowSegments
@@ -122,13 +122,13 @@ class PonderState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
-    around: Around | None
+    context: LayerContext | None
     said: Tensor | None = None  # s_k of the exit that was reached last, (B, D)
     before: Tensor | None = None  # s_{k-1}
 
     def keep(self, rows: np.ndarray) -> "PonderState":
         index = tensor_on(self.hidden.device, rows)
-        return PonderState(self.hidden[index], self.around.keep(index), self.said[index], self.before[index])
+        return PonderState(self.hidden[index], self.context.keep(index), self.said[index], self.before[index])
 
 
 class PonderSegments(RowSegments):
@@ -140,9 +140,9 @@ class PonderSegments(RowSegments):
         return PonderState(*super().start(inputs))
 
     def advance(self, k: int, state: PonderState) -> PonderState:
-        hidden, around = super().advance(k, state)[:2]
-        said = self.model.heads[k].inner(self.model.heads[k].state(hidden, around.padding))
-        return PonderState(hidden, around, said, torch.zeros_like(said) if state.said is None else state.said)
+        hidden, context = super().advance(k, state)[:2]
+        said = self.model.heads[k].inner(self.model.heads[k].state(hidden, context.padding))
+        return PonderState(hidden, context, said, torch.zeros_like(said) if state.said is None else state.said)
 
     def read_logits(self, k: int, state: PonderState) -> Reading:
         return Reading(self.model.heads[k].conclude(state.said).float().numpy(force=True))

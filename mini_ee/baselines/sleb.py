@@ -141,17 +141,17 @@ def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int], e
         rows = np.arange(begin, min(begin + BATCH, len(data)))
         (ids, counted), labels = data.batch(rows, backbone.device)
         inputs, counted = backbone.read_texts(ids, counted)
-        around, hidden = backbone.around(inputs), backbone.embed(inputs)
+        context, hidden = backbone.context(inputs), backbone.embed(inputs)
 
-        def loss(hidden: Tensor, above: Sequence[int], around=around, counted=counted, labels=labels) -> float:
+        def loss(hidden: Tensor, above: Sequence[int], context=context, counted=counted, labels=labels) -> float:
             for layer in above:
-                hidden = backbone.run_layers(hidden, around, layer, layer + 1)
+                hidden = backbone.run_layers(hidden, context, layer, layer + 1)
             logits = backbone.lm_logits(hidden[counted])
             return float(F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum"))
 
         for at, layer in enumerate(kept):
             totals[at] += loss(hidden, kept[at + 1 :]) if each and 0 < at < len(kept) - 1 else 0.0
-            hidden = backbone.run_layers(hidden, around, layer, layer + 1)
+            hidden = backbone.run_layers(hidden, context, layer, layer + 1)
         totals[-1] += loss(hidden, ())
         tokens += int((labels != NO_LABEL).sum())
     return (totals / tokens).tolist()

@@ -108,7 +108,7 @@ class ReducedExits(TokenwiseExits):
         length = kept.sum(dim=1)
         for policy, stop in zip((*self.selectors, None), self.ends):
             width = hidden.shape[1]
-            hidden = self.backbone.run_layers(hidden, self.backbone.around(Tensors(kept, kept)), start, stop)
+            hidden = self.backbone.run_layers(hidden, self.backbone.context(Tensors(kept, kept)), start, stop)
             count = kept.sum(dim=1)
             layers = layers + (stop - start) * count / length
             operations += (stop - start) * self.backbone.layer_flops(width)
@@ -131,7 +131,7 @@ class ReducedExits(TokenwiseExits):
         return RemainingTokens(found.hidden, self._mask(found))
 
     def _mask(self, found: Selected) -> Tensor | None:
-        return self.backbone.around(Tensors(found.kept, found.kept)).padding
+        return self.backbone.context(Tensors(found.kept, found.kept)).padding
 
     def say(self, found: Selected) -> Tensor:
         """Logits (B, C)."""

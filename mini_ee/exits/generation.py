@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.backbone import Around
+from mini_ee.backbones.backbone import LayerContext
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check_finite
@@ -226,19 +226,19 @@ class TokenSegments(CachedSegments):
     def embed(self, ids: Tensor, positions: list[list[int]]) -> Tensor:
         return self.decoder.embed_written(ids, self.array(positions))
 
-    def block(self, rows: list[int], positions: list[list[int]]) -> Around:
+    def block(self, rows: list[int], positions: list[list[int]]) -> LayerContext:
         every = len(rows) == self.num_rows
         if every and aligned(positions):
             return self.decoder.aligned_block(positions[0][0], len(positions[0]), self.cache)
         return self.decoder.block(self.array(positions), self.cache, None if every else rows)
 
-    def run(self, k: int, hidden: Tensor, block: Around) -> Tensor:
+    def run(self, k: int, hidden: Tensor, block: LayerContext) -> Tensor:
         return self.decoder.run_layers(hidden, block, *self._layers(k))
 
-    def propagate(self, k: int, hidden: Tensor, block: Around) -> None:
+    def propagate(self, k: int, hidden: Tensor, block: LayerContext) -> None:
         self.decoder.propagate(hidden, block, *self._layers(k))
 
-    def run_all(self, hidden: Tensor, block: Around) -> None:
+    def run_all(self, hidden: Tensor, block: LayerContext) -> None:
         self.decoder.run_layers(hidden, block, 0, self.exits[-1])
 
     def _layers(self, k: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on, token_places
+from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on, token_places
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompts import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
@@ -74,7 +74,7 @@ class PromptModel(ExitModel):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        hidden = self.backbone.run_layers(self.backbone.embed(inputs), self.backbone.around(inputs), 0, self.exits[-1])
+        hidden = self.backbone.run_layers(self.backbone.embed(inputs), self.backbone.context(inputs), 0, self.exits[-1])
         return self.label_logits(hidden, self.read_at(input_ids, attention_mask))
 
     def segments(self) -> "PromptSegments":
@@ -85,12 +85,12 @@ class PromptState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
-    around: Around
+    context: LayerContext
     at: Tensor  # (B,), the token that the head reads
 
     def keep(self, rows: np.ndarray) -> "PromptState":
         index = tensor_on(self.hidden.device, rows)
-        return PromptState(self.hidden[index], self.around.keep(index), self.at[index])
+        return PromptState(self.hidden[index], self.context.keep(index), self.at[index])
 
 
 class PromptSegments(RowSegments):
@@ -99,7 +99,7 @@ class PromptSegments(RowSegments):
     def start(self, inputs) -> PromptState:
         backbone = self.model.backbone
         at = self.model.read_at(*(tensor_on(backbone.device, x) for x in (inputs.input_ids, inputs.attention_mask)))
-        return PromptState(backbone.embed(inputs), backbone.around(inputs), at)
+        return PromptState(backbone.embed(inputs), backbone.context(inputs), at)
 
     def read_logits(self, k: int, state: PromptState) -> Reading:
         logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Backbone, Tensors, tensor_on
+from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
 from mini_ee.exits.heads import ExitHead, exit_heads, load_head
@@ -124,12 +124,12 @@ class RowExits(ExitModel):
         fork: how gradients of an exit and of the layers above it meet, see Fork. run: see RunLayers.
         """
         inputs = Tensors(*inputs)
-        around, hidden, depth = self.backbone.around(inputs), self.backbone.embed(inputs), 0
+        context, hidden, depth = self.backbone.context(inputs), self.backbone.embed(inputs), 0
         run = run or self.backbone.run_layers
         for k, (layer, head) in enumerate(zip(self.exits, self.heads)):
-            hidden, depth = run(hidden, around, depth, layer), layer
+            hidden, depth = run(hidden, context, depth, layer), layer
             read, hidden = fork(k, hidden) if fork else (hidden, hidden)
-            yield head.state(read, around.padding)
+            yield head.state(read, context.padding)
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C) of exit k."""
@@ -150,11 +150,11 @@ class RowState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
-    around: Around
+    context: LayerContext
 
     def keep(self, rows: np.ndarray) -> "RowState":
         index = tensor_on(self.hidden.device, rows)
-        return RowState(self.hidden[index], self.around.keep(index))
+        return RowState(self.hidden[index], self.context.keep(index))
 
 
 class RowSegments(Segments):
@@ -173,20 +173,20 @@ class RowSegments(Segments):
         return torch.inference_mode()
 
     def start(self, inputs) -> RowState:
-        return RowState(self.model.backbone.embed(inputs), self.model.backbone.around(inputs))
+        return RowState(self.model.backbone.embed(inputs), self.model.backbone.context(inputs))
 
     def advance(self, k: int, state: RowState) -> RowState:
-        hidden = self.model.backbone.run_layers(state.hidden, state.around, self.starts[k], self.exits[k])
+        hidden = self.model.backbone.run_layers(state.hidden, state.context, self.starts[k], self.exits[k])
         return state._replace(hidden=hidden)
 
     def read_logits(self, k: int, state: RowState) -> Reading:
-        s = self.model.heads[k].state(state.hidden, state.around.padding)
+        s = self.model.heads[k].state(state.hidden, state.context.padding)
         return Reading(self.model.heads[k].classify(s).float().numpy(force=True))
 
     def read_state(self, k: int, state: RowState) -> Reading:
         if not self._decides(k):
             return self.read_logits(k, state)
-        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.around.padding)))
+        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.context.padding)))
 
     def read(self, k: int, state: RowState) -> Reading:
         reading = self.read_logits(k, state)
@@ -215,15 +215,15 @@ class RowSegments(Segments):
 
     def handed_on(self, k: int, state) -> dict[str, Tensor]:
         """What a graph of segment k gives to the next, by name: `hidden`, and `carried` if there is such a field."""
-        handed = {"hidden": self.model.backbone.packed(state.hidden, state.around)}
+        handed = {"hidden": self.model.backbone.packed(state.hidden, state.context)}
         carried = self.carried and getattr(state, self.carried)
         return handed if carried is None else handed | {"carried": carried}
 
     def taken_up(self, k: int, inputs, handed: dict[str, Tensor]):
         """The state before segment k, from what the one before has handed on of the rows that go on."""
-        hidden, around = self.model.backbone.unpacked(handed["hidden"], inputs)
+        hidden, context = self.model.backbone.unpacked(handed["hidden"], inputs)
         carried = {self.carried: handed["carried"]} if "carried" in handed else {}
-        return self.start(inputs)._replace(hidden=hidden, around=around, **carried)
+        return self.start(inputs)._replace(hidden=hidden, context=context, **carried)
 
 
 # ---- What training takes ----

@@ -97,11 +97,11 @@ class TokenExits(ExitModel):
         input_ids (B, T) int64, counted (B, T) bool. fork, run: as of rows.
         """
         inputs, counted = self.backbone.read_texts(input_ids, counted)
-        around, hidden, depth, states = self.backbone.around(inputs), self.backbone.embed(inputs), 0, []
+        context, hidden, depth, states = self.backbone.context(inputs), self.backbone.embed(inputs), 0, []
         adapt = None if self.adapters is None else lambda layer, *at: self.adapters[layer].adapt(*at)
         run = run or self.backbone.run_layers
         for k, layer in enumerate(self.exits):
-            hidden, depth = run(hidden, around, depth, layer, adapt), layer
+            hidden, depth = run(hidden, context, depth, layer, adapt), layer
             read, hidden = fork(k, hidden) if fork else (hidden, hidden)
             states.append(read[counted])
         return states
@@ -297,10 +297,10 @@ def _said(model: TokenExits, inputs, places: tuple[Tensor, Tensor], following: T
     places: which of the read texts each text is, (B,), and which of its tokens count, (B, T) bool.
     """
     which, counted = places
-    around, hidden = model.backbone.around(inputs), model.backbone.embed(inputs)
+    context, hidden = model.backbone.context(inputs), model.backbone.embed(inputs)
     before, columns = hidden[which][counted], {}
     for k, (start, stop) in enumerate(zip((0, *model.exits), model.exits)):
-        hidden = model.backbone.run_layers(hidden, around, start, stop)
+        hidden = model.backbone.run_layers(hidden, context, start, stop)
         state = hidden[which][counted]
         log_p = model.classify(k, state).log_softmax(-1)
         said = log_p.argmax(-1)

@@ -185,9 +185,9 @@ class LoRAExits(ExitModel):
     def logits_of(self, k: int, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits (B, C) of exit k alone. The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        around, hidden = self.backbone.around(inputs), self.backbone.embed(inputs)
-        hidden = self.backbone.run_layers(hidden, around, 0, self.exits[k], self.streams(k, k + 1).adapt(1))
-        return self.heads[k](hidden, around.padding)
+        context, hidden = self.backbone.context(inputs), self.backbone.embed(inputs)
+        hidden = self.backbone.run_layers(hidden, context, 0, self.exits[k], self.streams(k, k + 1).adapt(1))
+        return self.heads[k](hidden, context.padding)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """Logits (B, C) of every exit."""
@@ -208,16 +208,16 @@ class LoRAExits(ExitModel):
         counts = np.bincount(exit_of_row, minlength=K).tolist()
         streams, logits = self.streams(0, K), []
         inputs = Tensors(input_ids[order], attention_mask[order], token_type_ids[order])
-        around, hidden = self.backbone.around(inputs), self.backbone.embed(inputs)
+        context, hidden = self.backbone.context(inputs), self.backbone.embed(inputs)
         for k in range(exit_of_row.max() + 1):
             adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
-            hidden = self.backbone.run_layers(hidden, around, self.starts[k], self.exits[k], adapt)
+            hidden = self.backbone.run_layers(hidden, context, self.starts[k], self.exits[k], adapt)
             rows, here = (
                 torch.arange(len(hidden), device=hidden.device),
                 counts[k],
             )  # the first rows are those of exit k
-            logits.append(self.heads[k](hidden[:here], around.keep(rows[:here]).padding))
-            hidden, around = hidden[here:], around.keep(rows[here:])
+            logits.append(self.heads[k](hidden[:here], context.keep(rows[:here]).padding))
+            hidden, context = hidden[here:], context.keep(rows[here:])
         return torch.cat(logits)[order.argsort()]  # in the order of the inputs again
 
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Around, Tensors, is_traced, tensor_on
+from mini_ee.backbones.backbone import LayerContext, Tensors, is_traced, tensor_on
 from mini_ee.exits.rows import RowSegments
 from mini_ee.segments import Reading, Segments
 
@@ -69,10 +69,10 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
                 adapt = model.streams(k, k + n).adapt(n)
                 inputs = Tensors(torch.zeros(n * batch_size, tokens, dtype=torch.int64, device=model.backbone.device))
                 hidden = torch.randn_like(model.backbone.embed(inputs))
-                around = model.backbone.around(inputs)
+                context = model.backbone.context(inputs)
                 for place, start in enumerate((0, model.starts[k])):
                     layers = start, model.exits[k]
-                    runs[place, k, n - 1] = partial(model.backbone.run_layers, hidden, around, *layers, adapt)
+                    runs[place, k, n - 1] = partial(model.backbone.run_layers, hidden, context, *layers, adapt)
         for turn in seconds:
             for place, run in runs.items():
                 begin = time.perf_counter()
@@ -87,12 +87,12 @@ class LoRAState(NamedTuple):
 
     embedded: Tensor  # (B, T, D), for groups that have not started
     hidden: Tensor | None  # (n, B, T, D), the running streams: first that of the exit that was reached last
-    around: Around
+    context: LayerContext
 
     def keep(self, rows: np.ndarray) -> "LoRAState":
         index = tensor_on(self.embedded.device, rows)
         hidden = None if self.hidden is None else self.hidden[:, index]
-        return LoRAState(self.embedded[index], hidden, self.around.keep(index))
+        return LoRAState(self.embedded[index], hidden, self.context.keep(index))
 
 
 class LoRASegments(RowSegments):
@@ -119,7 +119,7 @@ class LoRASegments(RowSegments):
         return self.model.merged(len(self.exits) - 1).segments()
 
     def start(self, inputs) -> LoRAState:
-        return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.around(inputs))
+        return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.context(inputs))
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         group = self._group[k]
@@ -127,15 +127,15 @@ class LoRASegments(RowSegments):
             start, hidden = 0, state.embedded.expand(len(group), *state.embedded.shape)
         else:  # the stream of exit k - 1 has ended
             start, hidden = self.exits[k - 1], state.hidden[1:]
-        around = state.around.repeat(len(hidden))
+        context = state.context.repeat(len(hidden))
         graph = is_traced(hidden)  # a graph knows parameters by name, so adapters are stacked in it
         streams = self.model.streams(group[0], group[-1] + 1) if graph else self._streams[group[0]]
         adapt = streams.adapt(len(hidden))
-        flat = self.model.backbone.run_layers(hidden.flatten(0, 1), around, start, self.exits[k], adapt)
-        return LoRAState(state.embedded, flat.view(hidden.shape), state.around)
+        flat = self.model.backbone.run_layers(hidden.flatten(0, 1), context, start, self.exits[k], adapt)
+        return LoRAState(state.embedded, flat.view(hidden.shape), state.context)
 
     def read_logits(self, k: int, state: LoRAState) -> Reading:
-        return Reading(self.model.heads[k](state.hidden[0], state.around.padding).float().numpy(force=True))
+        return Reading(self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:
         group = self._group[k]
@@ -162,14 +162,14 @@ class LoRASegments(RowSegments):
         if k == self._group[k][-1]:
             return {}
         count, backbone = len(state.hidden), self.model.backbone
-        packed = backbone.packed(state.hidden.flatten(0, 1), state.around.repeat(count))
+        packed = backbone.packed(state.hidden.flatten(0, 1), state.context.repeat(count))
         return {"hidden": packed.unflatten(0, (count, -1))}
 
     def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> LoRAState:
         packed, backbone = handed["hidden"], self.model.backbone
         hidden, _ = backbone.unpacked(packed.flatten(0, 1), inputs)
-        _, around = backbone.unpacked(packed[0], inputs)
-        return LoRAState(None, hidden.unflatten(0, (len(packed), -1)), around)
+        _, context = backbone.unpacked(packed[0], inputs)
+        return LoRAState(None, hidden.unflatten(0, (len(packed), -1)), context)
 
 
 class LazyStreams(LoRASegments):
