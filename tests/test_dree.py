@@ -159,7 +159,7 @@ def test_a_branch_without_adapter_is_the_layer(padded_inputs):
     """W_up = 0 and LN' = LN: the exit reads what the backbone goes on with."""
     model = made()
     hidden, context = model.backbone.embed(padded_inputs), model.backbone.context(padded_inputs)
-    branch = dree.TaskBranch(model.backbone.halves(1), Config())
+    branch = dree.TaskBranch(model.backbone.split_layer(1), Config())
     assert branch.up.weight.std().item() == pytest.approx(0.02, rel=0.1) and not branch.up.bias.any()
     nn.init.zeros_(branch.up.weight)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_a_branch_without_adapter_is_the_layer(padded_inputs):
 
 def test_every_layer_is_run_once_up_to_the_exit_and_no_branch_that_is_not_read(padded_inputs, monkeypatch):
     model, calls = made(), []
-    for name in ("attend", "feed_forward"):
+    for name in ("attend", "mlp"):
 
         def counted(self, *given, method=getattr(Layer, name), name=name):
             calls.append((name, list(model.backbone.layers).index(self)))
@@ -180,7 +180,7 @@ def test_every_layer_is_run_once_up_to_the_exit_and_no_branch_that_is_not_read(p
     monkeypatch.setattr(dree.TaskBranch, "forward", lambda self, x: calls.append(("read", len(x))) or read(self, x))
     result = early_exit(model.segments(), Planned((1, 2, 1, 2, 2, 2, 2)), padded_inputs)
     assert result.layers_run.tolist() == [2, 4, 2, 4, 4, 4, 4]
-    layers = [[("attend", each), ("feed_forward", each)] for each in range(4)]
+    layers = [[("attend", each), ("mlp", each)] for each in range(4)]
     assert calls == layers[0] + layers[1] + [("read", 2)] + layers[2] + layers[3]
 
 

@@ -102,24 +102,24 @@ class LayerContext(Protocol):
         """That of the batch, `count` times one after the other."""
 
 
-class Halves(Protocol):
+class SplitLayer(Protocol):
     """A post-norm layer in parts: attention, added to its input and normalised; then the feed-forward part."""
 
     heads: int
     qkv: nn.Linear  # of the queries, the keys and the values, one above the other
     attention_output: nn.Linear
     attention_norm: nn.LayerNorm  # what `attend` ends with
-    output_norm: nn.LayerNorm  # what `feed` ends with
+    output_norm: nn.LayerNorm  # what `feed_forward` ends with
     dropout: nn.Dropout
     attention_dropout: float
 
     def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden -> a, both (B, T, D). mask: the `padding` of an LayerContext."""
 
-    def feed_forward(self, hidden: Tensor) -> Tensor:
+    def mlp(self, hidden: Tensor) -> Tensor:
         """a -> FFN(a), both (B, T, D)."""
 
-    def feed(self, hidden: Tensor) -> Tensor:
+    def feed_forward(self, hidden: Tensor) -> Tensor:
         """a -> the layer's output, LN(dropout(FFN(a)) + a)."""
 
 
@@ -187,7 +187,7 @@ class Backbone(nn.Module):
         """
         raise NotImplementedError
 
-    def halves(self, depth: int) -> Halves:
+    def split_layer(self, depth: int) -> SplitLayer:
         """The layer between hidden[depth] and hidden[depth + 1], in parts. Raises ValueError if it is not post-norm."""
         raise ValueError(
             f"expected a backbone of post-norm layers, as BERT, RoBERTa, ALBERT and ElasticBERT have, found a "

@@ -180,7 +180,7 @@ class Layer(Adapted):
 
     def forward(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
         """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D)."""
-        return self.feed(self.attend(hidden, mask, adapt), adapt)
+        return self.feed_forward(self.attend(hidden, mask, adapt), adapt)
 
     def attend(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
         """The first half of forward."""
@@ -191,11 +191,11 @@ class Layer(Adapted):
         attended = attended.transpose(1, 2).flatten(2)
         return self.attention_norm(hidden + self._drop(self.linear("attention_output", attended, adapt)))
 
-    def feed(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """The second half."""
-        return self.output_norm(hidden + self._drop(self.feed_forward(hidden, adapt)))
-
     def feed_forward(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
+        """The second half."""
+        return self.output_norm(hidden + self._drop(self.mlp(hidden, adapt)))
+
+    def mlp(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """What the second half adds to its input, before dropout."""
         return self.linear("down", self.activation(self.linear("up", hidden, adapt)), adapt)
 
@@ -267,7 +267,7 @@ class Bert(Backbone):
         """The padding mask."""
         return LayerContext(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
 
-    def halves(self, depth: int) -> Layer:
+    def split_layer(self, depth: int) -> Layer:
         """The layer behind hidden[depth]."""
         return self.layers[depth % len(self.layers)]
 

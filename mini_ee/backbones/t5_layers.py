@@ -320,7 +320,7 @@ class EncoderLayer(Adapted):
 
     def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D). bias (B or 1, H, T, T): added to the scores, -inf where nothing may be read."""
-        return self.feed(self.attend(hidden, bias))
+        return self.feed_forward(self.attend(hidden, bias))
 
     def attend(self, hidden: Tensor, bias: Tensor) -> Tensor:
         """The first part: tokens read each other."""
@@ -338,7 +338,7 @@ class EncoderLayer(Adapted):
         """hidden, and what it has read, mapped by `output`."""
         return hidden + self.dropout(self.linear(output, attended, adapt))
 
-    def feed(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
+    def feed_forward(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
         """The last part."""
         normed = self.mlp_norm(hidden)
         if self.is_gated:
@@ -366,7 +366,7 @@ class Layer(EncoderLayer):
         hidden = self.add("attention_output", hidden, attended, adapt)
         query = self.linear("cross_query", self.cross_norm(hidden), adapt)
         attended = context.attend_memory(depth, self, query, adapt, self.dropped)
-        return self.feed(self.add("cross_output", hidden, attended, adapt), adapt)
+        return self.feed_forward(self.add("cross_output", hidden, attended, adapt), adapt)
 
     def memory_heads(self, memory: Tensor, adapt: AdaptLayer | None = None) -> tuple[Tensor, ...]:
         """Keys and values of the encoder's output: (B, S, D) -> (B, H, S, d) each."""

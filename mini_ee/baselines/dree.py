@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, Halves, LayerContext, Tensors
+from mini_ee.backbones.backbone import Backbone, LayerContext, SplitLayer, Tensors
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, pooled
 from mini_ee.exits.rows import ExitModel, RowSegments, RowState, check_exits
@@ -83,7 +83,7 @@ def branch_loss(losses: list[Tensor], exits: tuple[int, ...]) -> Tensor:
 class TaskBranch(nn.Module):
     """z of one exit: an adapter parallel to the feed-forward part of its layer."""
 
-    def __init__(self, layer: Halves, config: Config):
+    def __init__(self, layer: SplitLayer, config: Config):
         super().__init__()
         width = layer.output_norm.normalized_shape[0]
         self.down, self.up = nn.Linear(width, config.bottleneck), nn.Linear(config.bottleneck, width)
@@ -153,7 +153,7 @@ class DreeExits(ExitModel):
         super().__init__()
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool, self.backbone = num_labels, pool, backbone
-        layers, width = [backbone.halves(layer - 1) for layer in exits], backbone.config.hidden_size
+        layers, width = [backbone.split_layer(layer - 1) for layer in exits], backbone.config.hidden_size
         self.pooler = nn.Linear(width, width)
         nn.init.normal_(self.pooler.weight, std=0.02)
         nn.init.zeros_(self.pooler.bias)
@@ -173,13 +173,13 @@ class DreeExits(ExitModel):
         """From what exit k - 1 reads, or the embeddings, to what exit k reads: (B, T, 2 D), of the last (B, T, D)."""
         backbone, start, stop = self.backbone, self.exits[k - 1] if k else 0, self.exits[k]
         if k:
-            layer, (attended, added) = backbone.halves(start - 1), hidden.chunk(2, dim=-1)
+            layer, (attended, added) = backbone.split_layer(start - 1), hidden.chunk(2, dim=-1)
             hidden = layer.output_norm(attended + layer.dropout(added))
         if k == len(self.exits) - 1:
             return backbone.run_layers(hidden, context, start, stop)
-        layer = backbone.halves(stop - 1)
+        layer = backbone.split_layer(stop - 1)
         attended = layer.attend(backbone.run_layers(hidden, context, start, stop - 1), context.padding)
-        return torch.cat((attended, layer.feed_forward(attended)), dim=-1)
+        return torch.cat((attended, layer.mlp(attended)), dim=-1)
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C) of exit k."""
@@ -192,7 +192,7 @@ class DreeExits(ExitModel):
     def copy_norms(self) -> None:
         """LN' of each exit as LN is after stage 1, weight and bias."""
         for layer, head in zip(self.exits[:-1], self.heads):
-            head.task_branch.norm.load_state_dict(self.backbone.halves(layer - 1).output_norm.state_dict())
+            head.task_branch.norm.load_state_dict(self.backbone.split_layer(layer - 1).output_norm.state_dict())
 
 
 class DreeSegments(RowSegments):

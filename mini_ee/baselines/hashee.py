@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, Halves, sizes_of, tensor_on, token_places
+from mini_ee.backbones.backbone import Backbone, SplitLayer, sizes_of, tensor_on, token_places
 from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
 from mini_ee.data.options import Settings, option
 from mini_ee.exits.rows import RowData
@@ -87,7 +87,7 @@ def mutual_information(ids: np.ndarray, labels: np.ndarray, vocabulary: int) -> 
 
 
 # ---- A layer, for the tokens that go on ----
-def attend(layer: Halves, first: Tensor, hidden: Tensor, mask: Tensor | None) -> Tensor:
+def attend(layer: SplitLayer, first: Tensor, hidden: Tensor, mask: Tensor | None) -> Tensor:
     """`attend` of a layer for the first tokens alone, which read all: (B, n, D), (B, T, D) -> (B, n, D)."""
     if first.shape == hidden.shape:
         return layer.attend(hidden, mask)
@@ -106,7 +106,7 @@ class HashExits(TokenwiseExits):
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
-        kept = backbone.halves(0).qkv.weight[backbone.config.hidden_size :].numel()
+        kept = backbone.split_layer(0).qkv.weight[backbone.config.hidden_size :].numel()
         self.layers = backbone.config.num_hidden_layers
         self.table = nn.Parameter(torch.full((backbone.config.vocab_size,), float(self.layers)), requires_grad=False)
         all_of_them, attention = backbone.layer_weights().values()
@@ -130,8 +130,8 @@ class HashExits(TokenwiseExits):
         counts = goes_on.sum(dim=2)
         most, alike = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)
         for depth, width in enumerate(sizes_of(most)):
-            layer, first = self.backbone.halves(depth), hidden[:, :width]
-            said = layer.feed(attend(layer, first, hidden, mask))
+            layer, first = self.backbone.split_layer(depth), hidden[:, :width]
+            said = layer.feed_forward(attend(layer, first, hidden, mask))
             said = said if torch.is_nonzero(alike[depth]) else torch.where(goes_on[:, depth, :width, None], said, first)
             hidden = said if width == hidden.shape[1] else torch.cat((said, hidden[:, width:]), dim=1)
         tokens, taken = depths.shape[1], most.sum().double()

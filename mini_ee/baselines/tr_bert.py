@@ -90,7 +90,7 @@ class ReducedExits(TokenwiseExits):
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
-        backbone.halves(0)
+        backbone.split_layer(0)
         self.layers, width = backbone.config.num_hidden_layers, backbone.config.hidden_size
         if self.layers < 2:
             raise ValueError(f"TR-BERT chooses between layers, and the backbone has {self.layers}; give a deeper one")
