@@ -49,7 +49,7 @@ def check_page(run: Run) -> None:
         raise WrongArguments(f"--web: the page is for classifiers of sentences and for decoders; {what}; leave it out")
     if run.rule.plans_from_texts:
         raise WrongArguments(f"--web: the rule {run.rule.name} looks texts up, which a page cannot; leave it out")
-    if run.unit == "tokens" and run.model.backbone.reads_apart:
+    if run.unit == "tokens" and run.model.backbone.is_encoder_decoder:
         raise WrongArguments("--web: the page gives prompts to the decoder, here an encoder reads them; leave it out")
     if run.unit == "tokens":
         return

@@ -137,7 +137,7 @@ class Backbone(nn.Module):
     Config: ClassVar[type]
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # of a row's tokens, that make sense
     generates: ClassVar[bool] = False  # it writes text, token by token: a GenerativeBackbone
-    reads_apart: ClassVar[bool] = False  # an encoder reads what is given; a decoder reads what it writes alone
+    is_encoder_decoder: ClassVar[bool] = False  # an encoder reads what is given; a decoder reads what it writes alone
     reads_prompt_at: ClassVar[str] = "mask"  # or "last", "first": the token through which the head to words is read
     head_architecture: ClassVar[str] = "ForMaskedLM"  # how Hugging Face ends the name of a model with the head to words
 

@@ -53,7 +53,7 @@ class T5(GenerativeBackbone):
 
     Config = T5Config
     poolings = ("first",)  # there is one
-    reads_apart = True
+    is_encoder_decoder = True
     reads_prompt_at = "first"
     head_architecture = "ForConditionalGeneration"
 

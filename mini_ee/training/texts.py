@@ -101,7 +101,7 @@ class Source(NamedTuple):
 
 def check_reads_on(backbone, instead: str) -> None:
     """Raise WrongArguments for a model whose texts cannot begin with nothing; `instead`: what to give."""
-    if backbone.reads_apart:
+    if backbone.is_encoder_decoder:
         raise WrongArguments(
             f"a {backbone.config.model_type} writes answers to what its encoder reads, not texts from their beginning: "
             f"give {instead}"
@@ -137,7 +137,10 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
     if options.kind == "pieces":
         if options.text is None:
             texts = source.written(TRAINING_PROMPTS, 0, options.texts or PIECES, options.greedy)
-            held, every = source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES), not source.backbone.reads_apart
+            held, every = (
+                source.written(TRAINING_PROMPTS, HELD_SEED, HELD_PIECES),
+                not source.backbone.is_encoder_decoder,
+            )
             return TextData(texts, every), TextData(held, every)
         pieces = source.pieces()
         if len(pieces) < 2:
