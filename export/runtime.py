@@ -256,7 +256,7 @@ class TokenRuntime(Runtime):
         about = self.folder, self.config
         self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*about)
         sessions = cache(partial(open_sessions, *about, provider, self._threads))
-        if self.begins_with is not None:
+        if self.decoder_start_tokens is not None:
             self._prompts = Prompts(*about, provider, self._threads)
 
         def by_segment(fill: str, num_rows: int, capacity: int) -> OrtTokenSegments:
@@ -348,7 +348,7 @@ class TokenRuntime(Runtime):
         return decoded(prompt + tokens)[len(decoded(prompt)) :]
 
     @property
-    def begins_with(self) -> list[int] | None:
+    def decoder_start_tokens(self) -> list[int] | None:
         """The tokens that stand before what is written, where prompts are read apart; else None."""
         return self.config.get("begins_with")
 
@@ -356,7 +356,7 @@ class TokenRuntime(Runtime):
         sizes = self.config["vocab_size"], self.config["max_tokens"]
         check_ids(prompts, sizes[0])
         longest = max(map(len, prompts))
-        if self.begins_with is not None and longest > sizes[1]:
+        if self.decoder_start_tokens is not None and longest > sizes[1]:
             raise ValueError(f"expected a prompt of at most {sizes[1]} tokens, got {longest}: shorten it")
-        written = prompts if self.begins_with is None else [self.begins_with]
+        written = prompts if self.decoder_start_tokens is None else [self.decoder_start_tokens]
         return check_prompts(written, max_new_tokens, *sizes)

@@ -43,7 +43,7 @@ class TokenGraphs(Segments):
     def facts(self) -> dict:
         """What an exported folder says of the model beside its graphs."""
         backbone, config = self.model.backbone, self.model.backbone.config
-        apart = {"begins_with": backbone.begins_with([()])[0]} if backbone.is_encoder_decoder else {}
+        apart = {"begins_with": backbone.decoder_start_tokens([()])[0]} if backbone.is_encoder_decoder else {}
         return apart | {
             "unit": "tokens",
             "fill": self.model.fill,

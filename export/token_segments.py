@@ -27,7 +27,7 @@ class Prompts:
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         self.session = Session(folder / "memory.onnx", provider, threads)
-        self.begins_with = manifest["begins_with"]
+        self.decoder_start_tokens = manifest["begins_with"]
         self._device = "cpu" if self.session.provider == CPU else "cuda"
 
     def read(self, prompts: Sequence[Sequence[int]]) -> dict[str, ort.OrtValue]:
@@ -50,7 +50,7 @@ class OrtTokens(DecoderSegments):
         if self.prompts is None:
             return super().begin(prompts)
         self.lay_under(self.prompts.read(prompts))
-        return Tokens.of([self.prompts.begins_with] * len(prompts))
+        return Tokens.of([self.prompts.decoder_start_tokens] * len(prompts))
 
     def wipe(self, row: int) -> None:
         for cache in self._caches.values():

@@ -444,7 +444,7 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
     if options == ("--segments",):
         assert said["max_logit_difference"] < 1e-4 and said["exit_agreement"] == 1
         run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
-        assert runtime.begins_with == [0]
+        assert runtime.decoder_start_tokens == [0]
         with pytest.raises(ValueError, match="a value of a wrong type for 'begins_with'"):
             _check_values(runtime.config | {"begins_with": "0"}, tmp_path)
         ids = [runtime.encode(text, 6) for text in ("the film was good", "a very very dull song")]

@@ -191,7 +191,7 @@ class TextEngine:
     def __init__(self, runtime: TokenRuntime, rule: Rule | None = None, room: int = BATCH):
         self.runtime, self.rule = runtime, rule or runtime.rule
         self.rule.check(len(runtime.exits))
-        self.room = room = 1 if runtime.begins_with else room
+        self.room = room = 1 if runtime.decoder_start_tokens else room
         self.watch = Watch(runtime.exits, None, runtime.config.get("exit_counts"))
         self.capacity = min(CAPACITY, runtime.config["max_tokens"])
         self._segments = runtime.segments(room, self.capacity, rule=self.rule)
@@ -207,7 +207,7 @@ class TextEngine:
         prompt = self.runtime.encode(text, count)
         if len(prompt) > self.capacity:  # what is read apart, too: attention over it grows with its square
             raise ValueError(f"expected a prompt of at most {self.capacity} tokens, found {len(prompt)}")
-        before = self.runtime.begins_with or prompt
+        before = self.runtime.decoder_start_tokens or prompt
         if len(before) + count > self.capacity:
             raise ValueError(f"expected at most {self.capacity} tokens, found {len(before)} and {count} to write")
         return PromptRow(prompt, before, count, told)

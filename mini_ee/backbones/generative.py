@@ -151,13 +151,13 @@ class GenerativeBackbone(Backbone):
         """The longest text that is written token by token, prompt and continuation together."""
         return self.config.max_tokens
 
-    def begins_with(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    def decoder_start_tokens(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The tokens that stand before what is written to each of the prompts."""
         return prompts
 
     def room(self, prompts: Sequence[Sequence[int]]) -> int:
         """How many tokens can be written to the longest of the prompts."""
-        return self.max_written - max(map(len, self.begins_with(prompts)))
+        return self.max_written - max(map(len, self.decoder_start_tokens(prompts)))
 
     def read_prompts(self, prompts: Sequence[Sequence[int]], cache) -> None:
         """Put what is read apart into the cache."""

@@ -131,7 +131,7 @@ class T5(GenerativeBackbone):
         return LayerContext(self.config.num_attention_heads, self.dropout(self.encoder_norm(hidden)), readable, bias)
 
     # ---- Token by token ----
-    def begins_with(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def decoder_start_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The start token: prompts are the encoder's."""
         return [[self.config.decoder_start_token_id]] * len(prompts)
 

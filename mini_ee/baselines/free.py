@@ -217,7 +217,7 @@ def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
     stop = model.backbone.config.stop_tokens
     for text in texts:
         prompt = text.ids[: text.start + 1]
-        (begin,) = model.backbone.begins_with([prompt])
+        (begin,) = model.backbone.decoder_start_tokens([prompt])
         segments = ToldSegments(model, 1, len(begin) + new_tokens)
         written += gather(decode(segments, [prompt], new_tokens, Threshold(levels[-1], MEASURE), stop=stop), 1)
         gaps, agrees = gaps + segments.gaps, agrees + segments.agrees

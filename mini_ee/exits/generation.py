@@ -172,12 +172,12 @@ def _check_prompts(decoder: GenerativeBackbone, prompts: Sequence[Sequence[int]]
     """How many tokens the longest row comes to; of what is read apart none."""
     sizes = decoder.config.vocab_size, decoder.max_written
     check_ids(prompts, sizes[0])
-    return check_prompts(decoder.begins_with(prompts), max_new_tokens, *sizes)
+    return check_prompts(decoder.decoder_start_tokens(prompts), max_new_tokens, *sizes)
 
 
 def _seen(prompts: Sequence[Sequence[int]], decoder: GenerativeBackbone) -> Tensor:
     seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
-    for row, prompt in enumerate(decoder.begins_with(prompts)):
+    for row, prompt in enumerate(decoder.decoder_start_tokens(prompts)):
         seen[row, list(prompt)] = True
     return seen
 
@@ -215,7 +215,7 @@ class TokenSegments(CachedSegments):
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         self.decoder.read_prompts(prompts, self.cache)
-        return Tokens.of(self.decoder.begins_with(prompts))
+        return Tokens.of(self.decoder.decoder_start_tokens(prompts))
 
     def array(self, numbers: list) -> Tensor:
         return torch.tensor(numbers, device=self.left.device)
