@@ -49,7 +49,7 @@ class OrtTokens(DecoderSegments):
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         if self.prompts is None:
             return super().begin(prompts)
-        self.lay_under(self.prompts.read(prompts))
+        self.bind_encoder_memory(self.prompts.read(prompts))
         return Tokens.of([self.prompts.decoder_start_tokens] * len(prompts))
 
     def wipe(self, row: int) -> None:
@@ -59,7 +59,7 @@ class OrtTokens(DecoderSegments):
             if cache.device_name() != "cpu":
                 cache.update_inplace(values)
 
-    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+    def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
         """Give all graphs what was made of the prompts."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class OrtTokenModel(OrtTokens):
         self._session, self._held, self._vocabulary = session, held, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
-    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+    def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
         self._memory, self._bound = memory, {}
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
@@ -182,7 +182,7 @@ class Cached:
         self._caches = {name: cache for name, cache in caches.items() if name in session.inputs}  # kept alive
         bind_caches(self._binding, self._caches)
 
-    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+    def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
         """What was made of the prompts, where this graph takes it."""
         bind_inputs(self._binding, {name: value for name, value in memory.items() if name in self._session.inputs})
 
@@ -216,10 +216,10 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         super().wipe(row)
         self.left[row] = 0
 
-    def lay_under(self, memory: dict[str, ort.OrtValue]) -> None:
+    def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
         self._memory = memory  # kept alive: a binding does not hold what is bound
         for graph in (*self._segments, *self._fills):
-            graph.lay_under(memory)
+            graph.bind_encoder_memory(memory)
 
     def array(self, numbers: list) -> np.ndarray:
         return np.array(numbers, np.int64)
