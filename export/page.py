@@ -82,7 +82,7 @@ def _about(rule: Rule) -> dict:
     """What the rule's class says of it: words, in a sentence; fixed, the settings that are no input of the graph;
     compares, which attribute each input of the graph is; and of the knob its help.
     """
-    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.fed}
+    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
     knob = rule.__dataclass_fields__[rule.knob].metadata["help"] if rule.knob else ""
     return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
@@ -182,7 +182,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
 def _moved(rule: Rule, points: list[list]) -> dict:
     """The graph's input that the rule's knob is, and points with its values."""
-    name = dict(zip(rule.fed, rule.runtime_inputs))[rule.knob]
+    name = dict(zip(rule.runtime_settings, rule.runtime_inputs))[rule.knob]
     values = [rule_from_dict(rule.to_dict() | {rule.knob: value}).runtime_values(1)[name] for value, *_ in points]
     return {"setting": name, "points": [(*_numbers(value), *rest) for value, (_, *rest) in zip(values, points)]}
 

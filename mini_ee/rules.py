@@ -103,7 +103,7 @@ class Rule:
         return [replace(self, **{self.knob: value}) for value in np.unique([*values, self.never]).tolist()]
 
     # ---- In a graph that stops by itself (export/model_graph.py) ----
-    fed: tuple[str, ...] = ()  # settings that such a graph takes as inputs
+    runtime_settings: tuple[str, ...] = ()  # settings that such a graph takes as inputs
     runtime_inputs: ClassVar[dict[str, str]] = {}
     """Input of the graph -> the attribute that `stop` compares with. Of a `threshold` inf means that nobody exits."""
 
@@ -123,7 +123,9 @@ class Rule:
     def served_by(self, other: "Rule") -> bool:
         """Whether a graph with the rule `other` in it can be fed so that it stops by this one."""
         return type(self) is type(other) and all(
-            value == getattr(other, name) for name, value in self.settings().items() if name not in self.fed
+            value == getattr(other, name)
+            for name, value in self.settings().items()
+            if name not in self.runtime_settings
         )
 
     def opened(self, folder: Path, config: dict, model) -> "Rule":
@@ -248,7 +250,7 @@ class Threshold(Rule):
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
         return confidence(reading, self.measure) >= threshold
 
-    fed, runtime_inputs = ("threshold",), {"threshold": "threshold"}
+    runtime_settings, runtime_inputs = ("threshold",), {"threshold": "threshold"}
     knob = "threshold"
 
     @property
@@ -295,7 +297,7 @@ class Patience(Rule):
         memory["prediction"] = prediction
         return memory["streak"] >= self.patience
 
-    fed, runtime_inputs = ("patience",), {"patience": "patience"}
+    runtime_settings, runtime_inputs = ("patience",), {"patience": "patience"}
     knob = "patience"
 
     def from_loose_to_strict(self, recorded, count: int) -> list[Rule]:
@@ -334,7 +336,7 @@ class PatienceConfidence(Rule):
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
 
-    fed, runtime_inputs = ("patience", "threshold"), {"patience": "patience", "threshold": "threshold"}
+    runtime_settings, runtime_inputs = ("patience", "threshold"), {"patience": "patience", "threshold": "threshold"}
     knob, knob_range, compared = "threshold", Threshold.knob_range, Threshold.compared
 
     def flops(self, classes: int) -> float:
@@ -367,7 +369,10 @@ class Policy(Rule):
             raise ValueError(NO_POLICY.format(self.name))
         return reading.exit_logit > self.least_logit
 
-    fed, runtime_inputs = ("cut",), {"threshold": "least_logit"}  # float32 holds more of the logit than of the cut
+    runtime_settings, runtime_inputs = (
+        ("cut",),
+        {"threshold": "least_logit"},
+    )  # float32 holds more of the logit than of the cut
     knob, never = "cut", 1.0
 
     def compared(self, recorded) -> np.ndarray:
@@ -403,7 +408,7 @@ class QExit(Rule):
         memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
         return memory["hazard"] > self.least_hazard
 
-    fed, runtime_inputs = ("q",), {"threshold": "least_hazard"}
+    runtime_settings, runtime_inputs = ("q",), {"threshold": "least_hazard"}
     knob, never = "q", 1.0
 
     def compared(self, recorded) -> np.ndarray:

@@ -46,7 +46,7 @@ class MeanConfidence(Rule):
     decay: float = option(0.5, "weight of a confidence one exit later", least=0, most=1)
     name = "mean-confidence"
 
-    fed, runtime_inputs = ("level",), {"threshold": "level"}
+    runtime_settings, runtime_inputs = ("level",), {"threshold": "level"}
     knob = "level"
 
     def stop(self, k, reading, memory):

@@ -74,7 +74,7 @@ def stricter(rule: Rule) -> Rule:
     Raises ValueError for a rule without a knob that a graph takes as an input.
     """
     name = rule.knob
-    if name not in rule.fed:
+    if name not in rule.runtime_settings:
         raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")
     (least, most), value = rule.knob_range, getattr(rule, name)
     raised = tuple(_raised(each, least, most, rule.never) for each in np.atleast_1d(value).tolist())

@@ -73,7 +73,7 @@ class Svm(Rule):
         gap, top = (confidence(reading, measure) for measure in MEASURES)
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
-    fed, runtime_inputs = ("margin",), {"threshold": "margin"}
+    runtime_settings, runtime_inputs = ("margin",), {"threshold": "margin"}
     knob, knob_range = "margin", (-math.inf, math.inf)
 
     def compared(self, recorded: Record) -> np.ndarray:
