@@ -562,13 +562,13 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(method, check
         ("consistent", {"temperature": 2.0}, "has no option temperature"),
         ("pabee", {"alpha": 2.0, "k": 3}, "has no option alpha, k; see"),
         ("lora-exits", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ("lora-exits", {"distill": "vanilla", "weight": 0.5}, "--lambda: counts for nothing with --distill vanilla"),
-        ("lora-exits", {"distill": "vanilla", "temperature": 2.0}, "--temperature: counts for nothing with --distill"),
-        ("lora-exits", {"distill": "vanilla", "t_squared": True}, "--t-squared: counts for nothing"),
+        ("lora-exits", {"distill": "vanilla", "weight": 0.5}, "--lambda has no effect with --distill vanilla"),
+        ("lora-exits", {"distill": "vanilla", "temperature": 2.0}, "--temperature has no effect with --distill"),
+        ("lora-exits", {"distill": "vanilla", "t_squared": True}, "--t-squared has no effect"),
         (
             "consistent",
             {"estimator": "exact", "trajectories": 4},
-            "--trajectories: counts for nothing with --estimator",
+            "--trajectories has no effect with --estimator",
         ),
         ("consistent", {"alpha": -1.0}, "alpha must be"),
         ("joint", {"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
@@ -592,7 +592,7 @@ def test_options_of_another_method_and_wrong_ones_are_refused(
 def test_a_decoders_option_that_would_be_passed_over_is_refused(name, options, tmp_path, decoder_checkpoint):
     *others, idle = options
     asked(name, decoder_checkpoint, None, tmp_path / "run", False, {other: options[other] for other in others})
-    with pytest.raises(WrongArguments, match=f"--{idle}: counts for nothing with --{others[0]} {options[others[0]]}; "):
+    with pytest.raises(WrongArguments, match=f"--{idle} has no effect with --{others[0]} {options[others[0]]}; "):
         asked(name, decoder_checkpoint, None, tmp_path / "run", False, options)
 
 

@@ -70,7 +70,9 @@ class Config(Settings):
     """Settings of the method."""
 
     shallow: int | None = option(None, "S, the layer of the first exit; a quarter of all", least=1, metavar="LAYER")
-    match: str = option("dynamic", "which layer learns from which of those above", choices=MATCHES, idle=("alpha", 0))
+    match: str = option(
+        "dynamic", "which layer learns from which of those above", choices=MATCHES, unused_when=("alpha", 0)
+    )
     alpha: float = option(0.5, "of the distillation from layer to layer", least=0)
 
 

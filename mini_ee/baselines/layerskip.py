@@ -50,7 +50,7 @@ class Config(Settings):
     scale: float = option(1.0, "e_scale, of the losses of the exits below the last", least=0)
     curriculum: str = option("rotational", "C: which exits learn at a step", choices=CURRICULA)
     rotation: int | None = option(
-        None, "R; else one exit below the last learns at a time", least=1, idle=("curriculum", "gradual")
+        None, "R; else one exit below the last learns at a time", least=1, unused_when=("curriculum", "gradual")
     )
 
 

@@ -24,9 +24,9 @@ def option(
 ):
     """A field of a settings class.
 
-    help: what `--help` prints. choices: all values of a text. least, most: limits that are allowed; above, below:
-    ones that are not. about: `flag`, where the option is not named like the field, `metavar`, and `idle`, (another
-    field, the value under which nothing reads this one).
+    help: what `--help` prints. choices: all allowed values of a text. least, most: inclusive limits. above, below:
+    exclusive limits. about: `flag`, if the option is not named like the field; `metavar`; and `unused_when`: (another
+    field, the value of it with which this field has no effect).
     """
     limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={"help": help} | limits | about)
@@ -62,14 +62,14 @@ def check_options(settings) -> None:
             object.__setattr__(settings, each.name, tuple(value))
 
 
-def idle_option(settings, named: Container[str]) -> str | None:
-    """A line about an option that was named, and that nothing reads under another one's value; None where all count."""
+def unused_option(settings, named: Container[str]) -> str | None:
+    """Error text if an option was given but has no effect with the others, else None."""
     about = {each.name: each.metadata for each in fields(settings)}
     for name, metadata in about.items():
-        other, value = metadata.get("idle", (None, None))
+        other, value = metadata.get("unused_when", (None, None))
         if other and name in named and getattr(settings, other) == value:
             under = f"{flag_of(other, about[other])} {value}"
-            return f"{flag_of(name, metadata)}: counts for nothing with {under}; leave it out"
+            return f"{flag_of(name, metadata)} has no effect with {under}; leave it out"
     return None
 
 

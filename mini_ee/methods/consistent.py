@@ -74,7 +74,10 @@ class Config(Settings):
     reward: str = option("hardness-guided", "Eq. 4, or Eq. 3 (vanilla)", choices=REWARDS)
     estimator: str = option("reinforce", "of the gradient of Eq. 5", choices=ESTIMATORS)
     trajectories: int = option(
-        8, "sampled of a unit in a step; the others are the baseline of each", least=2, idle=("estimator", "exact")
+        8,
+        "sampled of a unit in a step; the others are the baseline of each",
+        least=2,
+        unused_when=("estimator", "exact"),
     )
     epsilon: float = option(0.0, "share of actions that a fair coin takes while training", least=0, most=1)
     rounds: int = option(3, "of policy and task steps, at most", least=1)

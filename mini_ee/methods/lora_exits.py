@@ -64,7 +64,7 @@ from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, task_loss
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
-UNTAUGHT = ("distill", "vanilla")  # under which what distillation reads counts for nothing
+UNTAUGHT = ("distill", "vanilla")  # under which the settings of distillation have no effect
 
 TEACHER_BATCH = 64
 
@@ -74,12 +74,12 @@ class Config(Settings):
     """The method's own settings. Raises ValueError on a value that makes no sense."""
 
     distill: str = option("segd", "what teaches an exit: nothing, the last exit or the next one", choices=DISTILL)
-    temperature: float = option(2.0, "T of Eq. 5; the paper tries 2, 10 and 20", above=0, idle=UNTAUGHT)
+    temperature: float = option(2.0, "T of Eq. 5; the paper tries 2, 10 and 20", above=0, unused_when=UNTAUGHT)
     weight: float = option(
-        0.95, "share of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, idle=UNTAUGHT
+        0.95, "share of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, unused_when=UNTAUGHT
     )
     t_squared: bool = option(
-        False, "multiply the distillation loss by T squared, which the paper does not", idle=UNTAUGHT
+        False, "multiply the distillation loss by T squared, which the paper does not", unused_when=UNTAUGHT
     )
     rank: int = option(8, "of the adapters", least=1)
     alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)

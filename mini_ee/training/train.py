@@ -19,7 +19,7 @@ from mini_ee.backbones.hub import (
 )
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import sole_writer
-from mini_ee.data.options import flag_of, idle_option
+from mini_ee.data.options import flag_of, unused_option
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.errors import WrongArguments
@@ -130,8 +130,8 @@ def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Req
     own = {key: given[key] for key in own_names & given.keys()}
     named = frozenset(key for key, value in options.items() if value is not None)
     config = configured(method, own)
-    if idle := idle_option(config, named):
-        raise WrongArguments(idle)
+    if unused := unused_option(config, named):
+        raise WrongArguments(unused)
     request = Request(name, method, unit, model, None, out, config, *made[:2], None, resume, named)
     check_device(request.common.device)
     return unit.opened(request, task, made[2])
