@@ -61,6 +61,9 @@ def read_manifest(folder: Path) -> dict:
         advice = "install a newer mini_ee" if newer else "export the run again"
         raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
     _check_values(manifest, folder)
+    if "fill" in manifest:  # the name and value of missing_kv in exports of 0.1.0
+        fill = manifest.pop("fill")
+        manifest["missing_kv"] = "copy_state" if fill == "propagate" else fill
     for name, digest in manifest["files"].items():
         path = folder / name
         if not path.is_file():

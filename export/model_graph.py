@@ -5,7 +5,7 @@
                                     a policy on its exit_logit; inf: nobody leaves, and no head is read
     exit_at                         (B,) or (1,) int64: index of the exit at which a row leaves; negative: the rule says
  -> logits (B, C), label (B,), confidence (B,), layers (B,); exit_logit (B,) where a policy decides; of tokens caches,
-    and no label: the caches of layers that a token did not run are filled as `propagate` does; spent (B, 2),
+    and no label: the caches of layers that a token did not run are filled as `copy_state` does; spent (B, 2),
     the token_cost of a Reading, if tokens exit within a row; for the page in the browser, instead of exit_logit,
     compared_threshold (B,) or compared_patience (B,): what the rule compares with that input at the exit where a row
     leaves, inf if unknown

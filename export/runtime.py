@@ -22,7 +22,7 @@ from mini_ee.confidence import max_probability
 from mini_ee.data.prompts import Prompt, PromptTokenizer
 from mini_ee.data.tokens import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.decoding import FILLS, DecoderSegments, Step, check_ids, check_prompts, decode, gather
+from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.export.sessions import CPU, HeldRule, Session, wanted_provider
@@ -32,7 +32,7 @@ from mini_ee.segments import Segments
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed
-RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --segments, or leave out --fill"
+RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --segments, or leave out --missing-kv"
 
 
 def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
@@ -225,9 +225,9 @@ def _prompt(row: str | Sequence[str]) -> str:
 class TokenRuntime(Runtime):
     """An exported decoder, checked and ready to write; Runtime(folder) makes it.
 
-    fill: "propagate" or "recompute", see generation.py; by default as the model learned. max_new_tokens: where `run` is
-    not told; by default NEW_TOKENS, at most half of the context. segments: (fill, number of rows, capacity in
-    tokens) -> the segments of another engine, instead of ONNX Runtime's. Other arguments and errors as of Runtime.
+    missing_kv: "copy_state" or "recompute", see generation.py; default: as the model was trained. max_new_tokens: the
+    default of `run`; NEW_TOKENS by default, at most half of the context. segments: (missing_kv, number of rows,
+    capacity in tokens) -> the segments of another engine than ONNX Runtime. Other arguments and errors: see Runtime.
     """
 
     num_texts = 1
@@ -237,19 +237,19 @@ class TokenRuntime(Runtime):
         folder: str | Path,
         providers: Sequence[str] | None = None,
         *,
-        fill: str | None = None,
+        missing_kv: str | None = None,
         max_new_tokens: int | None = None,
         segments: Callable[[str, int, int], DecoderSegments] | None = None,
         **settings,
     ):
-        fill = fill or self.config.get("fill", FILLS[0])
-        if fill not in FILLS:
-            raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
-        self.fill, self._model, self._prompts = fill, None, None
+        missing_kv = missing_kv or self.config.get("missing_kv", MISSING_KV[0])
+        if missing_kv not in MISSING_KV:
+            raise ValueError(f"missing_kv must be one of {', '.join(MISSING_KV)}, got {missing_kv!r}")
+        self.missing_kv, self._model, self._prompts = missing_kv, None, None
         super().__init__(folder, providers, segments=segments, **settings)
         usual = min(NEW_TOKENS, max(1, self.config["max_tokens"] // 2))
         self.max_new_tokens = usual if max_new_tokens is None else max_new_tokens
-        if self._model and fill == "recompute" and not self.by_segment:
+        if self._model and missing_kv == "recompute" and not self.by_segment:
             raise ValueError(f"{self.folder}: {RECOMPUTE}")
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
@@ -259,15 +259,15 @@ class TokenRuntime(Runtime):
         if self.decoder_start_tokens is not None:
             self._prompts = Prompts(*about, provider, self._threads)
 
-        def by_segment(fill: str, num_rows: int, capacity: int) -> OrtTokenSegments:
-            return OrtTokenSegments(sessions(), self.config, fill, num_rows, capacity)
+        def by_segment(missing_kv: str, num_rows: int, capacity: int) -> OrtTokenSegments:
+            return OrtTokenSegments(sessions(), self.config, missing_kv, num_rows, capacity)
 
         return by_segment, self._model.provider
 
     @property
     def engine(self) -> str:
         """Who computes."""
-        return "onnxruntime" if self._model else self._segments(self.fill, 1, 1).engine
+        return "onnxruntime" if self._model else self._segments(self.missing_kv, 1, 1).engine
 
     @property
     def by_segment(self) -> bool:
@@ -275,20 +275,20 @@ class TokenRuntime(Runtime):
         return f"segment_{self.exits[0]}" in self.config["graphs"]
 
     def segments(
-        self, num_rows: int, capacity: int, fill: str | None = None, rule: Rule | None = None
+        self, num_rows: int, capacity: int, missing_kv: str | None = None, rule: Rule | None = None
     ) -> DecoderSegments:
         """What `decode` drives under a rule, for one batch of texts: model.onnx, or graphs by segment for what it does
         not hold. Raises ValueError where those were not exported.
         """
-        fill, rule = fill or self.fill, rule or self.rule
+        missing_kv, rule = missing_kv or self.missing_kv, rule or self.rule
         if self._model is None:
-            return self._segments(fill, num_rows, capacity)
+            return self._segments(missing_kv, num_rows, capacity)
         held = self._held.feeds(rule, None) is not None
-        if held and fill == "propagate":
+        if held and missing_kv == "copy_state":
             return OrtTokenModel(self._model, self._held, self.config, num_rows, capacity, self._prompts)
         if not self.by_segment:
             raise self._held.another(rule) if not held else ValueError(f"{self.folder}: {RECOMPUTE}")
-        return self._segments(fill, num_rows, capacity)
+        return self._segments(missing_kv, num_rows, capacity)
 
     def encode(self, text: str, max_new_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. Raises ValueError where it is empty, or where the context has no room for both."""

@@ -46,7 +46,7 @@ class TokenGraphs(Segments):
         apart = {"begins_with": backbone.decoder_start_tokens([()])[0]} if backbone.is_encoder_decoder else {}
         return apart | {
             "unit": "tokens",
-            "fill": self.model.fill,
+            "missing_kv": self.model.missing_kv,
             "vocab_size": config.vocab_size,
             "max_tokens": self.model.backbone.max_written,
             "stop": config.stop_tokens,
@@ -90,7 +90,7 @@ class TokenGraphs(Segments):
     def filled(self, k: int, state: GraphTokens) -> list:
         """The caches of all layers above exit k, where all tokens exit."""
         block = state.block.unwritten()
-        self.model.backbone.propagate(state.hidden, block, self.exits[k], self.exits[-1])
+        self.model.backbone.copy_state(state.hidden, block, self.exits[k], self.exits[-1])
         return _caches(state.hidden.g, block)
 
     def prompt_graphs(self) -> dict[str, Callable]:
@@ -126,7 +126,7 @@ class TokenGraphs(Segments):
         start = self.exits[k - 1]
         with g.tracing():
             block = self.model.backbone.graph_block(g, start)
-            self.model.backbone.propagate(self._hidden(g, block), block, start, self.exits[k])
+            self.model.backbone.copy_state(self._hidden(g, block), block, start, self.exits[k])
         output_caches(g, _caches(g, block), block.written)
 
     def _hidden(self, g, block: GraphBlock) -> Tensor:

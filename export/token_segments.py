@@ -1,6 +1,6 @@
 """An exported folder of tokens through ONNX Runtime: what the loop of exits/decoding.py drives. No torch here.
 
-OrtTokenModel      model.onnx, the graph that stops by itself: one call a token; what a token did not run is propagated
+OrtTokenModel      model.onnx, the graph that stops by itself: one call a token; it copies states
 OrtTokenSegments   one graph a segment, to recompute instead, and for rules that model.onnx does not hold
 Prompts            what reads prompts apart, where the decoder reads what it writes alone (memory.onnx)
 
@@ -200,8 +200,8 @@ class Cached:
 class OrtTokenSegments(OrtTokens, CachedSegments):
     """Those of an exported folder, for one batch of texts."""
 
-    def __init__(self, sessions: Sessions, manifest: dict, fill: str, num_rows: int, capacity: int):
-        super().__init__(tuple(manifest["exits"]), fill, num_rows, capacity)
+    def __init__(self, sessions: Sessions, manifest: dict, missing_kv: str, num_rows: int, capacity: int):
+        super().__init__(tuple(manifest["exits"]), missing_kv, num_rows, capacity)
         self.prompts = sessions.prompts
         self.weights = Weights(**manifest["weights"])
         self._width = manifest["width"]
@@ -239,7 +239,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self._segments[k].run(hidden, block, out)
         return out
 
-    def propagate(self, k: int, hidden: np.ndarray, block: Block) -> None:
+    def copy_state(self, k: int, hidden: np.ndarray, block: Block) -> None:
         self._fills[k - 1].run(hidden, block)
 
     def run_all(self, hidden: np.ndarray, block: Block) -> None:

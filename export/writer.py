@@ -35,7 +35,7 @@ from mini_ee.data.tasks import toy_task
 from mini_ee.data.texts import CALIBRATION_PROMPTS
 from mini_ee.data.tokens import Inputs
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.decoding import FILLS, DecoderSegments, decode, gather, greedy
+from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
 from mini_ee.exits.generation import token_segments, token_weights
 from mini_ee.export.builder import OPSET, int8_maps, parameters_of
 from mini_ee.export.graph import Graph
@@ -101,7 +101,7 @@ def export(
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
     source = TokenGraphs(run.model) if tokens else run.segments()
     run.rule.check(len(run.exits))
-    segments = segments or tokens and run.model.fill == "recompute"
+    segments = segments or tokens and run.model.missing_kv == "recompute"
     if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
         raise WrongArguments(
             f"graphs by segment hand over no hidden states to take the {run.rule.measure} from: export without them or "
@@ -327,7 +327,7 @@ def _equal(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> dict:
-    """The same tokens through both engines, all prompts in one batch padded on the left, with each fill that is there.
+    """The same tokens through both engines, all prompts in one batch padded on the left, for each missing_kv.
 
     What exits say is compared where it is drawn who leaves; texts where the rule and greed decide.
     """
@@ -335,10 +335,10 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
     longest = max(map(len, ids))
     count = max(1, min(VERIFIED_TOKENS, served.config["max_tokens"] - longest))
     differences, equal = [], []
-    for fill in FILLS if served.by_segment else ("propagate",):
+    for missing_kv in MISSING_KV if served.by_segment else ("copy_state",):
         engines = [
-            partial(token_segments, run.model, fill, len(ids), longest + count),
-            partial(served.segments, len(ids), longest + count, fill),
+            partial(token_segments, run.model, missing_kv, len(ids), longest + count),
+            partial(served.segments, len(ids), longest + count, missing_kv),
         ]
         expected, tokens = drawn_text(engines[0](), ids, count, seed)
         found, _ = drawn_text(engines[1](), ids, count, seed, tokens)
@@ -346,7 +346,7 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
         with torch.inference_mode():
             texts = [gather(decode(engine(), ids, count, run.rule), len(ids)) for engine in engines]
         equal.append([np.array(mine) == np.array(theirs) for mine, theirs in zip(*texts)])
-    tokens, layers = np.array(equal).mean(axis=(0, 1, 3))  # of (fill, prompt, token or layer, step)
+    tokens, layers = np.array(equal).mean(axis=(0, 1, 3))  # of (way, prompt, token or layer, step)
     return {
         "prompts": len(ids),
         "tokens": count,

@@ -219,8 +219,8 @@ def decoder(shared: Path, work: Path) -> dict:
         graph = Runtime(Path(out) / "exported", threads=THREADS).generate
         ways = {
             "full": partial(generate, backbone, **limits),
-            "early": partial(model.generate, rule=rule, fill="propagate", **limits),
-            "recompute": partial(model.generate, rule=rule, fill="recompute", **limits),
+            "early": partial(model.generate, rule=rule, missing_kv="copy_state", **limits),
+            "recompute": partial(model.generate, rule=rule, missing_kv="recompute", **limits),
             "lossless": partial(generate_lossless, backbone, **limits, **draft),
             "graph full": partial(graph, rule=NeverExit(), max_new_tokens=NEW_TOKENS),
             "graph early": partial(graph, rule=rule, max_new_tokens=NEW_TOKENS),
@@ -352,8 +352,8 @@ def listed(values: list[str]) -> str:
 
 def decoder_words(said: dict) -> dict:
     *exits, deepest = said["exits"]
-    names = {"early": "torch, gaps filled by `propagate`", "recompute": "torch, gaps filled by `recompute`"}
-    names |= {"graph early": "the exported graph, `propagate`", "lossless": "torch, lossless"}
+    names = {"early": "torch, gaps filled by `copy_state`", "recompute": "torch, gaps filled by `recompute`"}
+    names |= {"graph early": "the exported graph, `copy_state`", "lossless": "torch, lossless"}
     rows = []
     for key, name in names.items():
         one = said[key]

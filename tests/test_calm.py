@@ -157,7 +157,7 @@ def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path
     folder.mkdir()
     manifest = write_graphs(model, TokenGraphs(model), rule, folder)
     graph = OrtTokenModel(Session(folder / "model.onnx", CPU, 1), HeldRule(folder, manifest), manifest, 3, 16, None)
-    for segments in (token_segments(model, "propagate", 3, 16), graph):
+    for segments in (token_segments(model, "copy_state", 3, 16), graph):
         with torch.inference_mode():
             written = gather(decode(segments, PROMPTS, 6, rule), 3)
         layers.append([each.layers_run for each in written])

@@ -133,10 +133,10 @@ def texts_of(run):
     return [Text(ids, 0) for ids in ids_of(run)]
 
 
-def decoded(run, rule, prompts=PROMPTS, fill="propagate", stop=()):
+def decoded(run, rule, prompts=PROMPTS, missing_kv="copy_state", stop=()):
     """(tokens, layers) that each prompt is continued with."""
     ids = ids_of(run, prompts)
-    written = gather(run.model.generate(ids, rule, max_new_tokens=8, fill=fill, stop=stop), len(ids))
+    written = gather(run.model.generate(ids, rule, max_new_tokens=8, missing_kv=missing_kv, stop=stop), len(ids))
     return [(each.tokens, each.layers_run) for each in written]
 
 
@@ -200,9 +200,9 @@ def test_tokens_that_never_leave_are_the_full_model_and_tokens_that_always_leave
 def test_a_batch_of_prompts_is_its_prompts_alone(house, method):
     run = house.run(method, "tokens")
     for rule in (run.rule, Threshold(0.1)):
-        for fill in ("propagate", "recompute"):
-            together = decoded(run, rule, fill=fill)
-            assert together == [decoded(run, rule, [prompt], fill=fill)[0] for prompt in PROMPTS]
+        for missing_kv in ("copy_state", "recompute"):
+            together = decoded(run, rule, missing_kv=missing_kv)
+            assert together == [decoded(run, rule, [prompt], missing_kv=missing_kv)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("method", TOKENS)

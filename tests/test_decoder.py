@@ -374,23 +374,23 @@ def test_a_rejected_draft_leaves_nothing_behind():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [None, [2, 0, 1]])
-def test_propagating_the_true_hidden_states_writes_the_true_keys_and_values(kind, rows):
+def test_copying_the_true_hidden_states_writes_the_true_keys_and_values(kind, rows):
     model, ids, mask, _ = golden(kind)
     states, positions = model.hidden_states(ids, mask), token_positions(mask)
     ran, copied = Cache(model, 3, 9), Cache(model, 3, 9)
     model.run_layers(states[0], model.block(positions, ran, rows), 0, len(model.layers))
     for depth, state in enumerate(states[:-1]):
-        model.propagate(state, model.block(positions, copied, rows), depth, depth + 1)
+        model.copy_state(state, model.block(positions, copied, rows), depth, depth + 1)
     assert_close(copied.keys[..., :-1, :], ran.keys[..., :-1, :])  # the last slot is padding's
     assert_close(copied.values[..., :-1, :], ran.values[..., :-1, :])
     assert copied.keys[..., :-1, :].any()
 
 
-def test_propagation_takes_one_state_through_each_layers_own_norm_and_projections():
+def test_copy_state_takes_one_state_through_each_layers_own_norm_and_projections():
     model = load_backbone(GOLDEN / "phi")
     state = torch.randn(1, 2, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     cache = Cache(model, 1, 4)
-    model.propagate(state, model.block(torch.tensor([[1, 2]]), cache), 1, 3)
+    model.copy_state(state, model.block(torch.tensor([[1, 2]]), cache), 1, 3)
     assert not cache.keys[0].any() and not cache.keys[1:, :, :, 0].any()
     for depth in (1, 2):
         layer = model.layers[depth]

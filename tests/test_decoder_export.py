@@ -31,7 +31,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.decoding import FILLS, decode, gather
+from mini_ee.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.exits.generation import generate
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.export.builder import Builder
@@ -51,7 +51,7 @@ from mini_ee.training.run import Run, load_run, save_run
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
 EXITS, V = (1, 2, 3), 64
-MODEL = "model"  # model.onnx, which propagates
+MODEL = "model"  # model.onnx, which copies states
 PROMPTS = [[5, 9, 33, 2, 60, 7, 7, 21], [11, 3], [40, 41, 42, 2, 17], [1]]
 TEXTS = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
 REAL_TEXTS = ["Once upon a time", "The dog", "Tom had a red ball and"]
@@ -114,18 +114,18 @@ class Case(NamedTuple):
     sessions: Sessions  # for both fills
     session: Session  # of model.onnx
 
-    def segments(self, fill, rows=B, capacity=40):
-        if fill == MODEL:
+    def segments(self, missing_kv, rows=B, capacity=40):
+        if missing_kv == MODEL:
             return OrtTokenModel(self.session, HeldRule(self.folder, self.manifest), self.manifest, rows, capacity)
-        return OrtTokenSegments(self.sessions, self.manifest, fill, rows, capacity)
+        return OrtTokenSegments(self.sessions, self.manifest, missing_kv, rows, capacity)
 
-    def write(self, prompts, rule=MIXED, fill="propagate", new=NEW):
-        return gather(decode(self.segments(fill, len(prompts)), prompts, new, rule), len(prompts))
+    def write(self, prompts, rule=MIXED, missing_kv="copy_state", new=NEW):
+        return gather(decode(self.segments(missing_kv, len(prompts)), prompts, new, rule), len(prompts))
 
-    def torch_writes(self, prompts, rule=MIXED, fill="propagate", new=NEW):
+    def torch_writes(self, prompts, rule=MIXED, missing_kv="copy_state", new=NEW):
         model = self.opened.model
-        fill = "propagate" if fill == MODEL else fill
-        settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
+        missing_kv = "copy_state" if missing_kv == MODEL else missing_kv
+        settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "missing_kv": missing_kv}
         return gather(generate(model.backbone, prompts, max_new_tokens=new, **settings), len(prompts))
 
 
@@ -150,8 +150,8 @@ def case_of(tmp_path_factory):
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_fill = pytest.mark.parametrize("fill", FILLS)  # of graphs by segment
-each_engine = pytest.mark.parametrize("fill", [MODEL, *FILLS])
+each_missing_kv = pytest.mark.parametrize("missing_kv", MISSING_KV)  # of graphs by segment
+each_engine = pytest.mark.parametrize("missing_kv", [MODEL, *MISSING_KV])
 
 
 # What is written
@@ -169,11 +169,11 @@ class Drawn(Rule):
         return self.random.integers(0, 3, len(inputs))
 
 
-def logits_by_definition(model, prompt, tokens, layers, fill):
+def logits_by_definition(model, prompt, tokens, layers, missing_kv):
     """(new, V): what is said before each token of a text whose tokens left at these layers. Nothing is cached.
 
     inputs[i][l] is what layer l + 1 computes the key and value of token i from: the token's own states, above its exit
-    those (recompute) or that at its exit (propagate).
+    those (recompute) or that at its exit (copy_state).
     """
     heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.backbone.lm_logits])}
     inputs, said, text = [], [], prompt + tokens[:-1]
@@ -187,13 +187,13 @@ def logits_by_definition(model, prompt, tokens, layers, fill):
         if step >= 0:
             layer = layers[step]
             said.append(heads[layer](states[layer][0, 0]))
-            if fill == "propagate":
+            if missing_kv == "copy_state":
                 states[layer:] = [states[layer]] * (4 - layer)
         inputs.append(states)
     return torch.stack(said).numpy()
 
 
-def assert_every_exit_says_what_its_definition_says(case, fill):
+def assert_every_exit_says_what_its_definition_says(case, missing_kv):
     said = [[] for _ in PROMPTS]
 
     def choose(logits, rows):
@@ -201,11 +201,11 @@ def assert_every_exit_says_what_its_definition_says(case, fill):
             said[row].append(values)
         return [(7 * len(said[row]) + row) % V for row in rows]
 
-    written = gather(decode(case.segments(fill), PROMPTS, NEW, Drawn(), choose), B)
+    written = gather(decode(case.segments(missing_kv), PROMPTS, NEW, Drawn(), choose), B)
     with torch.no_grad():
         for prompt, found, (tokens, layers) in zip(PROMPTS, said, written):
             expected = logits_by_definition(
-                case.opened.model, prompt, tokens, layers, "propagate" if fill == MODEL else fill
+                case.opened.model, prompt, tokens, layers, "copy_state" if missing_kv == MODEL else missing_kv
             )
             np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=ATOL)
     assert {layer for text in written for layer in text.layers_run} == set(EXITS)
@@ -213,24 +213,24 @@ def assert_every_exit_says_what_its_definition_says(case, fill):
 
 @each_kind
 @each_engine
-def test_every_exit_says_what_its_definition_says_in_a_padded_batch(case_of, kind, fill):
-    assert_every_exit_says_what_its_definition_says(case_of(kind), fill)
+def test_every_exit_says_what_its_definition_says_in_a_padded_batch(case_of, kind, missing_kv):
+    assert_every_exit_says_what_its_definition_says(case_of(kind), missing_kv)
 
 
 @each_kind
 @each_engine
-def test_greedy_text_and_its_exits_are_those_of_torch(case_of, kind, fill):
+def test_greedy_text_and_its_exits_are_those_of_torch(case_of, kind, missing_kv):
     case = case_of(kind)
-    for rule in (MIXED, NeverExit(), FixedExit(1), Threshold((0.2, 0.3, 0.0)) if fill == MODEL else Patience(1)):
-        assert case.write(PROMPTS, rule, fill) == case.torch_writes(PROMPTS, rule, fill)
-    assert {layers for text in case.write(PROMPTS, MIXED, fill) for layers in text.layers_run} == set(EXITS)
+    for rule in (MIXED, NeverExit(), FixedExit(1), Threshold((0.2, 0.3, 0.0)) if missing_kv == MODEL else Patience(1)):
+        assert case.write(PROMPTS, rule, missing_kv) == case.torch_writes(PROMPTS, rule, missing_kv)
+    assert {layers for text in case.write(PROMPTS, MIXED, missing_kv) for layers in text.layers_run} == set(EXITS)
 
 
 @each_kind
 @each_engine
-def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(case_of, kind, fill):
+def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(case_of, kind, missing_kv):
     case = case_of(kind)
-    assert case.write(PROMPTS, MIXED, fill) == [case.write([prompt], MIXED, fill)[0] for prompt in PROMPTS]
+    assert case.write(PROMPTS, MIXED, missing_kv) == [case.write([prompt], MIXED, missing_kv)[0] for prompt in PROMPTS]
 
 
 @each_kind
@@ -275,12 +275,18 @@ def test_policies_decide_as_in_torch(tmp_path, method):
     case = make_case(tmp_path / "exported", with_policies(method))
     model, rules = case.opened.model, [Policy(cut) for cut in (0.3, 0.5, 0.7)]
     found = []
-    for rule, fill in product(rules, FILLS):
-        settings = {"exits": EXITS, "heads": model.heads, "policies": model.policies, "rule": rule, "fill": fill}
+    for rule, missing_kv in product(rules, MISSING_KV):
+        settings = {
+            "exits": EXITS,
+            "heads": model.heads,
+            "policies": model.policies,
+            "rule": rule,
+            "missing_kv": missing_kv,
+        }
         expected = gather(generate(model.backbone, PROMPTS, max_new_tokens=NEW, **settings), B)
-        assert case.write(PROMPTS, rule, fill) == expected
-        assert gather(decode(torch_segments(case.folder)(fill, B, 40), PROMPTS, NEW, rule), B) == expected
-        if fill == "propagate":
+        assert case.write(PROMPTS, rule, missing_kv) == expected
+        assert gather(decode(torch_segments(case.folder)(missing_kv, B, 40), PROMPTS, NEW, rule), B) == expected
+        if missing_kv == "copy_state":
             assert case.write(PROMPTS, rule, MODEL) == expected
         found += expected
     assert {layers for text in found for layers in text.layers_run} == set(EXITS)
@@ -289,21 +295,21 @@ def test_policies_decide_as_in_torch(tmp_path, method):
 # What it costs
 
 
-@each_fill
-def test_a_graph_runs_only_where_a_token_needs_it(case_of, fill, monkeypatch):
+@each_missing_kv
+def test_a_graph_runs_only_where_a_token_needs_it(case_of, missing_kv, monkeypatch):
     case, ran = case_of("llama"), []
     for name in ("run", "run_bound"):
         right = getattr(Session, name)
         monkeypatch.setattr(Session, name, lambda self, *args, right=right: (ran.append(self), right(self, *args))[1])
     segments, _, heads, *_ = case.sessions
-    case.write(PROMPTS, FixedExit(0), fill)
+    case.write(PROMPTS, FixedExit(0), missing_kv)
     assert ran == [*segments, *[segments[0], heads[0]] * NEW]  # the prompts, and nothing reads above exit 1
 
 
-@each_fill
-def test_a_token_is_written_in_its_slot_of_its_own_row_and_nowhere_else(case_of, fill):
+@each_missing_kv
+def test_a_token_is_written_in_its_slot_of_its_own_row_and_nowhere_else(case_of, missing_kv):
     case = case_of("llama")
-    segments = case.segments(fill)
+    segments = case.segments(missing_kv)
     caches = segments._segments[0]._caches
     before = {name: cache.numpy() for name, cache in caches.items()}
     assert all((values == 0).all() for values in before.values())
@@ -393,7 +399,7 @@ GRAPH_BUGS = {
         "phi",
         *node("RotaryEmbedding", lambda g, inputs, attributes: (inputs, attributes | {"interleaved": 1})),
     ),
-    "keys of a fill do not rotate": ("llama", GraphBlock, "rotate", unturned_keys),
+    "keys of a copied state do not rotate": ("llama", GraphBlock, "rotate", unturned_keys),
     "keys are written for values": ("llama", GraphBlock, "write", keys_for_values),
     "a norm that forgets its weight": (
         "llama",
@@ -445,12 +451,14 @@ def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug,
     assert not list(tmp_path.iterdir())
 
 
-@each_fill
-def test_the_test_of_padded_batches_can_fail_where_the_gaps_are_filled_from_other_rows(monkeypatch, case_of, fill):
+@each_missing_kv
+def test_the_test_of_padded_batches_can_fail_where_the_gaps_are_filled_from_other_rows(
+    monkeypatch, case_of, missing_kv
+):
     case, right = case_of("llama"), OrtTokenSegments._slots
     monkeypatch.setattr(OrtTokenSegments, "_slots", lambda self, rows, positions: right(self, rows[::-1], positions))
     with pytest.raises(AssertionError):
-        assert_every_exit_says_what_its_definition_says(case, fill)
+        assert_every_exit_says_what_its_definition_says(case, missing_kv)
 
 
 # Served: without torch, by several threads at once, through torch, and in a damaged folder
@@ -461,12 +469,12 @@ def case(case_of):
     return case_of("llama")
 
 
-@each_fill
-def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, fill):
-    runtime = Runtime(case.folder, fill=fill, threads=1)
+@each_missing_kv
+def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, missing_kv):
+    runtime = Runtime(case.folder, missing_kv=missing_kv, threads=1)
     answers = runtime.run(TEXTS, max_new_tokens=NEW, batch_size=3)
     stop = set(runtime.config["stop"])
-    for expected, found in zip(case.torch_writes(PROMPTS, MIXED, fill), answers, strict=True):
+    for expected, found in zip(case.torch_writes(PROMPTS, MIXED, missing_kv), answers, strict=True):
         length = next((i + 1 for i, token in enumerate(expected.tokens) if token in stop), NEW)
         assert found.tokens == expected.tokens[:length] and found.layers == expected.layers_run[:length]
         assert found.text.split() == [f"w{token}" for token in found.tokens] and found.milliseconds > 0
@@ -477,12 +485,12 @@ def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, fill):
         runtime.run(TEXTS, max_new_tokens=0)
 
 
-@each_fill
-def test_the_torch_engine_writes_the_same(case, fill):
-    through = Runtime(case.folder, fill=fill, segments=torch_segments(case.folder))
+@each_missing_kv
+def test_the_torch_engine_writes_the_same(case, missing_kv):
+    through = Runtime(case.folder, missing_kv=missing_kv, segments=torch_segments(case.folder))
     assert (through.engine, through.provider) == ("torch", None)
     found = [answer._replace(milliseconds=0) for answer in through.run(TEXTS, max_new_tokens=NEW)]
-    onnx_answers = Runtime(case.folder, fill=fill, threads=1).run(TEXTS, max_new_tokens=NEW)
+    onnx_answers = Runtime(case.folder, missing_kv=missing_kv, threads=1).run(TEXTS, max_new_tokens=NEW)
     assert found == [answer._replace(milliseconds=0) for answer in onnx_answers]
 
 
@@ -558,6 +566,14 @@ def test_a_folder_of_another_kind_is_told(copied, change, message):
         Runtime(copied)
 
 
+@pytest.mark.parametrize("old, new", [("propagate", "copy_state"), ("recompute", "recompute")])
+def test_an_export_of_0_1_0_has_its_way_under_another_name(copied, old, new):
+    manifest = read_json(copied / "manifest.json")
+    del manifest["missing_kv"]
+    write_json(copied / "manifest.json", manifest | {"fill": old})
+    assert Runtime(copied, threads=1).missing_kv == new
+
+
 def test_one_class_opens_either_kind_of_folder(case):
     assert type(Runtime(case.folder, threads=1)) is TokenRuntime
     with pytest.raises(TypeError, match="providers_"):
@@ -567,7 +583,9 @@ def test_one_class_opens_either_kind_of_folder(case):
 def test_another_engine_may_be_any_callable(case):
     """Not only what functools.partial makes: the engine's name was read from its attribute `func`."""
     open_segments = torch_segments(case.folder)
-    through = Runtime(case.folder, segments=lambda fill, rows, capacity: open_segments(fill, rows, capacity))
+    through = Runtime(
+        case.folder, segments=lambda missing_kv, rows, capacity: open_segments(missing_kv, rows, capacity)
+    )
     assert through.engine == "torch" and through.run(TEXTS[:1], max_new_tokens=2)[0].tokens
 
 
@@ -598,8 +616,8 @@ def test_rules_that_the_graphs_do_not_serve_are_told(case):
 def test_a_provider_that_is_not_there_and_an_unknown_fill_are_told(case):
     with pytest.raises(ValueError, match="SomeProvider was asked for, there is"):
         Runtime(case.folder, ["SomeProvider"])
-    with pytest.raises(ValueError, match="fill must be one of propagate, recompute, got 'copy'"):
-        Runtime(case.folder, fill="copy")
+    with pytest.raises(ValueError, match="missing_kv must be one of copy_state, recompute, got 'copy'"):
+        Runtime(case.folder, missing_kv="copy")
 
 
 # Exporting
@@ -657,14 +675,14 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     lines = tmp_path / "prompts.txt"
     strange = b'\n\xff\n{"text": 7}\n{"text": "\\ud800"}\n'
     lines.write_bytes(b'w5 w9\n{"text": "w40 w41"}\n' + strange + b"w1 " * 60 + b"\n")
-    options = ["--max-new-tokens", "6", "--fill", "recompute", "--threads", "1"]
+    options = ["--max-new-tokens", "6", "--missing-kv", "recompute", "--threads", "1"]
     assert main(["run", str(out), str(lines), "--out", str(answers), "--json", *options]) == 1
     summary, told = json.loads((printed := capsys.readouterr()).out), printed.err.splitlines()
     assert (summary["rows"], summary["failed"], summary["engine"]) == (7, 5, "onnxruntime")
     assert [line.split(": ")[1] for line in told] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     opened = load_run(run_folder)
-    settings = {"exits": EXITS, "heads": opened.model.heads, "rule": MIXED, "fill": "recompute", "stop": [2]}
+    settings = {"exits": EXITS, "heads": opened.model.heads, "rule": MIXED, "missing_kv": "recompute", "stop": [2]}
     steps = generate(opened.model.backbone, [[5, 9], [40, 41]], max_new_tokens=6, **settings)
     for row, text in zip(rows, gather(steps, 2)):
         assert row.keys() == {"line", "text", "tokens", "layers", "mean_layers", "milliseconds"}
@@ -691,13 +709,15 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")
-    for fill in (MODEL, *FILLS):
-        found, expected = (writer.drawn_text(each.segments(fill), PROMPTS, NEW, 0, FORCED)[0] for each in (half, right))
+    for missing_kv in (MODEL, *MISSING_KV):
+        found, expected = (
+            writer.drawn_text(each.segments(missing_kv), PROMPTS, NEW, 0, FORCED)[0] for each in (half, right)
+        )
         difference = max(abs(mine - theirs).max() for mine, theirs in zip(found, expected, strict=True))
         assert 1e-5 < difference < 0.1
     weights = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "exported", right.folder)]
     assert weights[0] < 0.6 * weights[1]
-    through = functools.partial(torch_segments(tmp_path / "exported"), "propagate")
+    through = functools.partial(torch_segments(tmp_path / "exported"), "copy_state")
     assert len(gather(decode(through(B, 40), PROMPTS, NEW, MIXED), B)) == B
 
 
@@ -754,10 +774,10 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers_and_with_e
     prompts = [tokenizer.backend.encode(text).ids for text in REAL_TEXTS]
     model, rule = TokenExits(load_backbone(folder), (2, 4, 5), "copy"), Threshold((0.999, 0.7, 0.0))
     Made("self-supervised", model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS, segments=True)
-    for fill in FILLS:
-        runtime = Runtime(tmp_path / "exits", fill=fill, threads=1)
+    for missing_kv in MISSING_KV:
+        runtime = Runtime(tmp_path / "exits", missing_kv=missing_kv, threads=1)
         found = gather(runtime.generate(prompts, max_new_tokens=200), 3)
-        settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "fill": fill}
+        settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "missing_kv": missing_kv}
         steps = generate(model.backbone, prompts, max_new_tokens=200, stop=runtime.config["stop"], **settings)
         assert found == gather(steps, 3)
         assert {layers for text in found for layers in text.layers_run} == {2, 4, 5}

@@ -8,7 +8,7 @@ from test_conformance import CASES, answers, decoded, house  # noqa: F401
 
 import mini_ee
 from mini_ee.cli.main import main
-from mini_ee.exits.decoding import FILLS
+from mini_ee.exits.decoding import MISSING_KV
 
 
 def test_the_pretended_device_refuses_what_a_gpu_refuses():
@@ -41,7 +41,9 @@ def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method
             np.testing.assert_array_equal(left_there, left)
             command = ("evaluate", "--task", str(task_folder))
         else:
-            for fill in FILLS:
-                assert decoded(there, there.rule, fill=fill) == decoded(here, here.rule, fill=fill)
+            for missing_kv in MISSING_KV:
+                assert decoded(there, there.rule, missing_kv=missing_kv) == decoded(
+                    here, here.rule, missing_kv=missing_kv
+                )
             command = ("generate", "--prompt", "the film", "--max-new-tokens", "8")
         assert main([command[0], str(tmp_path / "run"), *command[1:], "--device", "cuda"]) == 0

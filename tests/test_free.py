@@ -30,7 +30,7 @@ from mini_ee.baselines.free import (
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import TOY
 from mini_ee.data.texts import Text
-from mini_ee.exits.decoding import FILLS, decode, gather
+from mini_ee.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.exits.rows import RowExits
 from mini_ee.exits.tokens import TextData
 from mini_ee.export.runtime import Runtime
@@ -237,7 +237,7 @@ PROMPTS = ([3, 4, 5], [7, 8], [9, 10, 11, 12])
 def test_without_leaving_the_text_is_the_full_models(model):
     full = gather(model.generate(PROMPTS, NeverExit(), max_new_tokens=8), 3)
     assert gather(model.generate(PROMPTS, Threshold(math.inf, "breaking_ties"), max_new_tokens=8), 3) == full
-    assert model.fill == "recompute"
+    assert model.missing_kv == "recompute"
 
 
 def test_what_deep_passes_tell_is_what_a_plain_forward_pass_says(model):
@@ -303,7 +303,7 @@ def test_a_run_holds_its_decoder_as_a_checkpoint(trained, decoder_checkpoint, ca
     plain = json.loads(capsys.readouterr().out)["tokens"]
     assert main(["generate", str(trained.folder), "--rule", "never", *asked]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["tokens"] == plain and told["fill"] == "recompute"
+    assert told["tokens"] == plain and told["missing_kv"] == "recompute"
 
 
 def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
@@ -311,12 +311,12 @@ def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
     ids = [trained.tokenizer.backend.encode(prompt).ids for prompt in ("the film was", "dull")]
     engine = torch_segments(tmp_path / "exported")
     for rule in (Threshold(0.02, "breaking_ties"), trained.rule):
-        for fill in FILLS:
-            expected = gather(trained.model.generate(ids, rule, max_new_tokens=8, fill=fill, stop=()), 2)
+        for missing_kv in MISSING_KV:
+            expected = gather(trained.model.generate(ids, rule, max_new_tokens=8, missing_kv=missing_kv, stop=()), 2)
             for segments in (None, engine):
-                runtime = Runtime(tmp_path / "exported", threads=1, fill=fill, segments=segments)
+                runtime = Runtime(tmp_path / "exported", threads=1, missing_kv=missing_kv, segments=segments)
                 assert gather(runtime.generate(ids, max_new_tokens=8, rule=rule), 2) == expected
-    assert Runtime(tmp_path / "exported").fill == "recompute"  # as the run does
+    assert Runtime(tmp_path / "exported").missing_kv == "recompute"  # as the run does
 
 
 def test_its_tokens_are_no_rows_for_a_datastore(trained, task_folder, tmp_path, capsys):

@@ -16,7 +16,7 @@ import mini_ee.exits.generation as generation
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
-from mini_ee.exits.decoding import FILLS, gather
+from mini_ee.exits.decoding import MISSING_KV, gather
 from mini_ee.exits.generation import GREEDY, Sampling, TokenSegments, generate, generate_lossless
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 
@@ -44,10 +44,17 @@ def drawn_heads(model):
     return [lambda hidden, weight=weight: F.layer_norm(hidden, hidden.shape[-1:]) @ weight.T for weight in weights]
 
 
-def with_exits(model, prompts, rule=MIXED, fill="propagate", new=12, **settings):
+def with_exits(model, prompts, rule=MIXED, missing_kv="copy_state", new=12, **settings):
     return gather(
         generate(
-            model, prompts, max_new_tokens=new, exits=EXITS, heads=drawn_heads(model), rule=rule, fill=fill, **settings
+            model,
+            prompts,
+            max_new_tokens=new,
+            exits=EXITS,
+            heads=drawn_heads(model),
+            rule=rule,
+            missing_kv=missing_kv,
+            **settings,
         ),
         len(prompts),
     )
@@ -110,12 +117,12 @@ def test_tokens_stream_one_step_at_a_time(monkeypatch):
     assert first.rows == [0, 1, 2] and first.layers_run == [3, 3, 3]
 
 
-@pytest.mark.parametrize("fill", FILLS)
-def test_a_row_ends_at_its_stop_token_and_the_others_go_on_unchanged(fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_a_row_ends_at_its_stop_token_and_the_others_go_on_unchanged(missing_kv):
     model, prompts, _ = golden("llama")
-    whole = with_exits(model, prompts, fill=fill)
+    whole = with_exits(model, prompts, missing_kv=missing_kv)
     stop = whole[0].tokens[3]
-    cut = with_exits(model, prompts, fill=fill, stop=[stop])
+    cut = with_exits(model, prompts, missing_kv=missing_kv, stop=[stop])
     lengths = [len(text.tokens) for text in cut]
     assert len(set(lengths)) > 1
     for text, full in zip(cut, whole):
@@ -229,39 +236,39 @@ def test_a_sampling_that_cannot_be_is_told(settings, message):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", FILLS)
-def test_exits_off_is_plain_decoding(kind, fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_exits_off_is_plain_decoding(kind, missing_kv):
     model, prompts, expected = golden(kind)
     for rule in (NeverExit(), Threshold(math.inf)):
-        found = with_exits(model, prompts, rule, fill, new=24)
+        found = with_exits(model, prompts, rule, missing_kv, new=24)
         assert [text.tokens for text in found] == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", FILLS)
-def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(kind, fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_a_batch_whose_rows_leave_at_different_layers_is_its_rows_alone(kind, missing_kv):
     model, prompts, _ = golden(kind)
-    together = with_exits(model, prompts, fill=fill)
+    together = with_exits(model, prompts, missing_kv=missing_kv)
     assert {layers for text in together for layers in text.layers_run} == {1, 2, 3}
-    assert together == [with_exits(model, [prompt], fill=fill)[0] for prompt in prompts]
+    assert together == [with_exits(model, [prompt], missing_kv=missing_kv)[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
-@pytest.mark.parametrize("fill", FILLS)
-def test_rows_that_stand_at_the_same_places_leave_gaps_of_their_own(kind, fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_rows_that_stand_at_the_same_places_leave_gaps_of_their_own(kind, missing_kv):
     """Their states are kept by slices, and fetched by indices where the gaps behind them differ."""
     model, prompts, _ = golden(kind)
     prompts = [prompt[: min(map(len, prompts))] for prompt in prompts]
-    together = with_exits(model, prompts, fill=fill)
+    together = with_exits(model, prompts, missing_kv=missing_kv)
     assert len({tuple(text.layers_run) for text in together}) > 1
-    assert together == [with_exits(model, [prompt], fill=fill)[0] for prompt in prompts]
+    assert together == [with_exits(model, [prompt], missing_kv=missing_kv)[0] for prompt in prompts]
 
 
-def defined(model, prompt, rule, fill, new):
+def defined(model, prompt, rule, missing_kv, new):
     """The definition: the whole text, from nothing, for every token.
 
     inputs[i][l] is what layer l + 1 computes the key and value of token i from.
-    propagate: the token's own hidden states to its exit, and that at its exit above. recompute: its own everywhere.
+    copy_state: the token's own hidden states to its exit, and that at its exit above. recompute: its own everywhere.
     """
     heads = [*drawn_heads(model), model.lm_logits]
     layers, text, depths, inputs = len(model.layers), [], [], []
@@ -284,7 +291,7 @@ def defined(model, prompt, rule, fill, new):
             logits = heads[k](states[layer][:, 0])
             if k == len(EXITS) - 1 or MEASURES[rule.measure][0](logits.numpy())[0] >= rule.threshold:
                 break
-        if fill == "propagate":
+        if missing_kv == "copy_state":
             states = states[: layer + 1] + [states[layer]] * (layers - layer)
         inputs.append(states)
         token = int(logits.argmax())
@@ -294,14 +301,14 @@ def defined(model, prompt, rule, fill, new):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
 @pytest.mark.parametrize("rule", [MIXED, Threshold(0.15, "breaking_ties")], ids=lambda rule: rule.measure)
-def test_propagate_and_recompute_are_what_their_definitions_say(kind, fill, rule):
+def test_copy_state_and_recompute_are_what_their_definitions_say(kind, missing_kv, rule):
     model, prompts, _ = golden(kind)
     depths = set()
     with torch.no_grad():
-        for prompt, found in zip(prompts, with_exits(model, prompts, rule, fill=fill)):
-            assert defined(model, prompt, rule, fill, 12) == (found.tokens, found.layers_run)
+        for prompt, found in zip(prompts, with_exits(model, prompts, rule, missing_kv=missing_kv)):
+            assert defined(model, prompt, rule, missing_kv, 12) == (found.tokens, found.layers_run)
             depths |= set(found.layers_run)
     assert len(depths) > 1
 
@@ -309,18 +316,18 @@ def test_propagate_and_recompute_are_what_their_definitions_say(kind, fill, rule
 def test_the_two_fills_differ():
     for kind in KINDS:
         model, prompts, _ = golden(kind)
-        if with_exits(model, prompts, fill="propagate") != with_exits(model, prompts, fill="recompute"):
+        if with_exits(model, prompts, missing_kv="copy_state") != with_exits(model, prompts, missing_kv="recompute"):
             return
     pytest.fail("a stand-in for a deeper state should be felt somewhere")
 
 
 def never_fill(patch):
-    patch.setattr(llama_module.Decoder, "propagate", lambda *args: None)
+    patch.setattr(llama_module.Decoder, "copy_state", lambda *args: None)
 
 
 def fill_from_zero(patch):
-    right = llama_module.Decoder.propagate
-    patch.setattr(llama_module.Decoder, "propagate", lambda self, hidden, *args: right(self, hidden * 0, *args))
+    right = llama_module.Decoder.copy_state
+    patch.setattr(llama_module.Decoder, "copy_state", lambda self, hidden, *args: right(self, hidden * 0, *args))
 
 
 def fill_one_position_off(patch):
@@ -333,30 +340,30 @@ def fill_one_position_off(patch):
 
 
 @pytest.mark.parametrize(
-    "fill, plant",
+    "missing_kv, plant",
     [
-        ("propagate", never_fill),
-        ("propagate", fill_from_zero),
-        ("propagate", fill_one_position_off),
+        ("copy_state", never_fill),
+        ("copy_state", fill_from_zero),
+        ("copy_state", fill_one_position_off),
         ("recompute", fill_one_position_off),
     ],
 )
-def test_the_test_of_the_definitions_can_fail(monkeypatch, fill, plant):
+def test_the_test_of_the_definitions_can_fail(monkeypatch, missing_kv, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_propagate_and_recompute_are_what_their_definitions_say("llama", fill, MIXED)
+        test_copy_state_and_recompute_are_what_their_definitions_say("llama", missing_kv, MIXED)
 
 
-@pytest.mark.parametrize("fill", FILLS)
-def test_what_no_token_asks_for_is_never_computed(monkeypatch, fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_what_no_token_asks_for_is_never_computed(monkeypatch, missing_kv):
     model, prompts, _ = golden("llama")
     ran = []
     right = model.run_layers
     monkeypatch.setattr(
         model, "run_layers", lambda h, block, start, *rest: (ran.append(start), right(h, block, start, *rest))[1]
     )
-    monkeypatch.setattr(model, "propagate", lambda *args: pytest.fail("nothing reads above exit 1"))
-    found = with_exits(model, prompts, FixedExit(0), fill)
+    monkeypatch.setattr(model, "copy_state", lambda *args: pytest.fail("nothing reads above exit 1"))
+    found = with_exits(model, prompts, FixedExit(0), missing_kv)
     assert all(text.layers_run == [1] * 12 for text in found)
     assert ran == [0] * 13  # the prompt through all layers, then the first alone
 
@@ -367,7 +374,7 @@ def test_a_tokens_operations_equal_what_torch_counts(kind):
     """A token that reads itself and those before it: its layers up to an exit, and the exit's head."""
     model, prompts, _ = golden(kind)
     exits = (1, 3)
-    segments = TokenSegments(model, exits, [model.lm_logits], "propagate", 1, len(prompts[0]))
+    segments = TokenSegments(model, exits, [model.lm_logits], "copy_state", 1, len(prompts[0]))
     inputs = segments.prefill(segments.begin(prompts[:1]))
     state, counted = segments.start(inputs), []
     for k in range(len(exits)):
@@ -380,12 +387,12 @@ def test_a_tokens_operations_equal_what_torch_counts(kind):
     np.testing.assert_array_equal(counted, expected)
 
 
-@pytest.mark.parametrize("fill", FILLS)
-def test_layers_run_do_not_grow_as_the_threshold_falls(fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_layers_run_do_not_grow_as_the_threshold_falls(missing_kv):
     model, prompts, _ = golden("llama")
     means = []
     for threshold in (math.inf, 0.5, 0.3, 0.2, -math.inf):
-        text = with_exits(model, prompts[:1], Threshold(threshold), fill)[0]
+        text = with_exits(model, prompts[:1], Threshold(threshold), missing_kv)[0]
         means.append(sum(text.layers_run[:1]))  # of the first token: later ones follow other texts
     assert means == sorted(means, reverse=True) and means[0] == 3 and means[-1] == 1
 
@@ -393,7 +400,9 @@ def test_layers_run_do_not_grow_as_the_threshold_falls(fill):
 def test_rules_with_a_memory_start_anew_at_each_token():
     model, prompts, _ = golden("llama")
     same = [model.lm_logits] * 2
-    steps = generate(model, prompts, max_new_tokens=6, exits=EXITS, heads=same, rule=Patience(1), fill="recompute")
+    steps = generate(
+        model, prompts, max_new_tokens=6, exits=EXITS, heads=same, rule=Patience(1), missing_kv="recompute"
+    )
     layers = {layers for text in gather(steps, 3) for layers in text.layers_run}
     assert layers <= {2, 3} and 2 in layers  # two exits must agree, within one token
 
@@ -496,7 +505,7 @@ def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the
         ([[1]], {"max_new_tokens": True}, "max_new_tokens must be a whole number of at least 1, got True"),
         ([[1]], {"exits": (1, 3)}, "expected a head for each of the 1 exits before the last, got 0"),
         ([[1]], {"exits": (1, 2), "heads": [None]}, "end at the last layer, 3, got 1,2"),
-        ([[1]], {"fill": "copy"}, "fill must be one of propagate, recompute, got 'copy'"),
+        ([[1]], {"missing_kv": "copy"}, "missing_kv must be one of copy_state, recompute, got 'copy'"),
         ([[1]], {"rule": FixedExit(1)}, "must be one of the 1 exits, got index 1"),
     ],
 )

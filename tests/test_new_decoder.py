@@ -19,7 +19,7 @@ from mini_ee import registry
 from mini_ee.backbones.backbone import Tensors, is_traced
 from mini_ee.backbones.hub import backbone_class, generates, load_backbone, save_backbone
 from mini_ee.cli.main import main
-from mini_ee.exits.decoding import FILLS, decode, gather
+from mini_ee.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.exits.generation import generate
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.export.runtime import Runtime
@@ -178,12 +178,12 @@ def test_cached_text_is_that_without_a_cache(folder):
             ids.append(token)
 
 
-@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
 @torch.no_grad()
-def test_text_with_early_exits_is_that_of_the_definition_without_a_cache(folder, fill):
+def test_text_with_early_exits_is_that_of_the_definition_without_a_cache(folder, missing_kv):
     """Of each token the layers above its exit read its own state there, or by state copying that of its exit."""
     model, rule = with_exits(folder), Threshold((0.3, 0.5, 0.0))
-    texts, depths = gather(model.generate(PROMPTS, rule, max_new_tokens=16, fill=fill), 3), set()
+    texts, depths = gather(model.generate(PROMPTS, rule, max_new_tokens=16, missing_kv=missing_kv), 3), set()
     layers, head = model.backbone.layers, model.classify
     for prompt, text in zip(PROMPTS, texts, strict=True):
         read = [torch.zeros(1, 0, 24) for _ in layers]  # what each layer read of every token so far
@@ -192,7 +192,7 @@ def test_text_with_early_exits_is_that_of_the_definition_without_a_cache(folder,
             context = model.backbone.context(Tensors(torch.tensor([ids[: at + 1]])))
             for depth, layer in enumerate(layers):
                 read[depth] = torch.cat((read[depth], hidden), dim=1)
-                if exit_layer is None or fill == "recompute":
+                if exit_layer is None or missing_kv == "recompute":
                     hidden = layer(read[depth], context, depth)[:, -1:]
                 if exit_layer is None and at >= len(prompt) - 1:
                     p = head(depth, hidden[0, 0]).softmax(-1)
@@ -251,9 +251,9 @@ def test_the_export_writes_what_the_run_writes(trained, runtime):
 
 def test_graphs_by_segment_write_what_the_run_writes_where_states_are_recomputed(trained, runtime):
     model, rule = load_run(trained).model, runtime.rule
-    segments = runtime.segments(3, 30, fill="recompute", rule=rule)
+    segments = runtime.segments(3, 30, missing_kv="recompute", rule=rule)
     written = gather(decode(segments, PROMPTS_OF_WORDS, 12, rule), 3)
-    assert written == gather(model.generate(PROMPTS_OF_WORDS, rule, max_new_tokens=12, fill="recompute"), 3)
+    assert written == gather(model.generate(PROMPTS_OF_WORDS, rule, max_new_tokens=12, missing_kv="recompute"), 3)
 
 
 def test_a_classifier_on_it_is_trained_and_exported(folder, task_folder, tmp_path):

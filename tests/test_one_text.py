@@ -106,7 +106,7 @@ ENGINES = {
     "shadow, one graph": lambda rows, decoder: RowEngine(rows, rebatch=False, promise=Promise(1.0)),
     "decoder": lambda rows, decoder: TextEngine(decoder, room=4),
     "decoder that recomputes": lambda rows, decoder: TextEngine(
-        Runtime(decoder.folder, threads=1, max_new_tokens=4, fill="recompute"), room=4
+        Runtime(decoder.folder, threads=1, max_new_tokens=4, missing_kv="recompute"), room=4
     ),
 }
 
@@ -159,9 +159,9 @@ def test_a_prompt_that_was_not_read_when_its_batch_failed_is_read_alone(decoder,
         assert str(bad.exception(30)) == "a batch that fails"
 
 
-@pytest.mark.parametrize("fill", ["propagate", "recompute"])
-def test_what_a_text_made_nan_is_wiped_before_the_next_takes_its_place(decoder, overflow, fill):
-    runtime = Runtime(decoder.folder, threads=1, max_new_tokens=4, fill=fill)
+@pytest.mark.parametrize("missing_kv", ["copy_state", "recompute"])
+def test_what_a_text_made_nan_is_wiped_before_the_next_takes_its_place(decoder, overflow, missing_kv):
+    runtime = Runtime(decoder.folder, threads=1, max_new_tokens=4, missing_kv=missing_kv)
     alone = [runtime.run([text])[0].tokens for text in GOOD]
     with Worker(TextEngine(runtime, room=1)) as worker:
         assert NOT_FINITE in str(worker.submit(f"{WITH_HUGE} and a very very good film").exception(30))

@@ -18,7 +18,7 @@ import pytest
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.exits.decoding import FILLS
+from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
@@ -260,10 +260,10 @@ def test_a_text_takes_the_place_of_one_that_ended(decoder):
     assert len(sizes) <= sum(sizes) / 2 + 7, "places stood empty while texts waited"
 
 
-@pytest.mark.parametrize("fill", FILLS)
-def test_what_a_text_left_behind_does_not_reach_the_next_in_its_place(decoder, fill):
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+def test_what_a_text_left_behind_does_not_reach_the_next_in_its_place(decoder, missing_kv):
     """All its tokens leave at the first exit, and wait for the layers above where the next has its prompt."""
-    engine = TextEngine(Runtime(decoder.folder, fill=fill, segments=torch_segments(decoder.folder)), room=1)
+    engine = TextEngine(Runtime(decoder.folder, missing_kv=missing_kv, segments=torch_segments(decoder.folder)), room=1)
     short, long = (engine.row(prompt, count) for prompt, count in (("the", 6), ("book and song and room", 8)))
     for row, engine.rule in ((short, FixedExit(0)), (long, NeverExit())):
         while row.answer is None:

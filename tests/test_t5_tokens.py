@@ -109,14 +109,14 @@ def test_with_recompute_tokens_are_those_of_their_exits_without_a_cache(kind):
     model = exits_of(kind)
     for rule in (FixedExit(0), FixedExit(1), NeverExit(), Threshold(MIXED[kind])):
         depths = set()
-        for prompt, (tokens, layers) in zip(PROMPTS, written(model, rule, fill="recompute")):
+        for prompt, (tokens, layers) in zip(PROMPTS, written(model, rule, missing_kv="recompute")):
             for count, (token, layer) in enumerate(zip(tokens, layers)):
                 assert token == int(said(model, layer - 1, prompt, tokens[:count]).argmax())
             depths |= set(layers)
         assert depths == {1, 2, 3} or isinstance(rule, FixedExit | NeverExit)
 
 
-def propagated(model, prompt, tokens, layers):
+def with_copied_states(model, prompt, tokens, layers):
     """Logits of each step by loops: a token that left after layer e stands in, with that state, above it."""
     backbone, states, answers = model.backbone, [], []
     for count in range(len(tokens)):
@@ -134,27 +134,27 @@ def propagated(model, prompt, tokens, layers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_propagate_a_state_stands_in_for_those_above_it(kind):
+def test_with_copy_state_a_state_stands_in_for_those_above_it(kind):
     model, seen = exits_of(kind), []
 
     def choose(logits, rows):
         seen.append(torch.from_numpy(logits))
         return greedy(logits, rows)
 
-    steps = decode(token_segments(model, "propagate", 3, 12), PROMPTS, NEW_TOKENS, Threshold(MIXED[kind]), choose)
+    steps = decode(token_segments(model, "copy_state", 3, 12), PROMPTS, NEW_TOKENS, Threshold(MIXED[kind]), choose)
     texts = gather(steps, 3)
     assert {layer for text in texts for layer in text.layers_run} == {1, 2, 3}
     for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
-        expected = propagated(model, prompt, *text)
+        expected = with_copied_states(model, prompt, *text)
         assert_close(torch.stack([logits[row] for logits in seen]), torch.stack(expected))
 
 
-@pytest.mark.parametrize("fill", ["propagate", "recompute"])
-def test_a_batch_of_prompts_is_its_prompts_alone(fill):
+@pytest.mark.parametrize("missing_kv", ["copy_state", "recompute"])
+def test_a_batch_of_prompts_is_its_prompts_alone(missing_kv):
     model = exits_of("t5")
     for rule in (NeverExit(), Threshold(0.1), Threshold(0.2)):
-        together = written(model, rule, fill=fill)
-        assert together == [written(model, rule, [prompt], fill=fill)[0] for prompt in PROMPTS]
+        together = written(model, rule, missing_kv=missing_kv)
+        assert together == [written(model, rule, [prompt], missing_kv=missing_kv)[0] for prompt in PROMPTS]
 
 
 def test_lossless_text_is_the_full_models():
@@ -191,7 +191,7 @@ def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_toke
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokens_operations_are_those_that_torch_counts_less_the_two_products_with_what_was_made_of_the_prompt(kind):
     model, prompt = exits_of(kind), PROMPTS[0]
-    segments, config = token_segments(model, "propagate", 1, 12), model.backbone.config
+    segments, config = token_segments(model, "copy_state", 1, 12), model.backbone.config
     early_exit(segments, NeverExit(), segments.begin([prompt]))  # the first token has keys and values made of it
     second = Tokens([[7]], [0], [[1]])
     state = segments.start(second)
@@ -308,7 +308,7 @@ def test_a_state_that_writes_keys_of_its_own_place_is_found(monkeypatch):
     right = Layer.write_keys
     monkeypatch.setattr(Layer, "write_keys", lambda self, hidden, *more: right(self, hidden * 2 + 1, *more))
     with pytest.raises(AssertionError):
-        test_with_propagate_a_state_stands_in_for_those_above_it("t5-v1.1")
+        test_with_copy_state_a_state_stands_in_for_those_above_it("t5-v1.1")
 
 
 # ---- From a checkpoint to a text ----
@@ -379,27 +379,27 @@ def test_texts_that_begin_with_nothing_are_refused_in_one_line(t5_folder, storie
 # ---- The export ----
 
 
-def opened(folder, model, manifest, fill):
-    """What decodes by segment, and with propagate the one graph."""
+def opened(folder, model, manifest, missing_kv):
+    """What decodes by segment, and with copy_state the one graph."""
     sessions = open_sessions(folder, manifest, threads=1)
-    yield OrtTokenSegments(sessions, manifest, fill, 3, 12)
-    if fill == "propagate":
+    yield OrtTokenSegments(sessions, manifest, missing_kv, 3, 12)
+    if missing_kv == "copy_state":
         held = HeldRule(folder, manifest)
         yield OrtTokenModel(Session(folder / "model.onnx", CPU, 1), held, manifest, 3, 12, sessions.prompts)
 
 
-@pytest.mark.parametrize("fill", ["propagate", "recompute"])
+@pytest.mark.parametrize("missing_kv", ["copy_state", "recompute"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave(kind, fill, tmp_path):
+def test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave(kind, missing_kv, tmp_path):
     model = exits_of(kind)
     manifest = write_graphs(model, TokenGraphs(model), Threshold(MIXED[kind]), tmp_path, segments=True)
-    expected, tokens = drawn_text(token_segments(model, fill, 3, 12), PROMPTS, NEW_TOKENS, 0)
-    for segments in opened(tmp_path, model, manifest, fill):
+    expected, tokens = drawn_text(token_segments(model, missing_kv, 3, 12), PROMPTS, NEW_TOKENS, 0)
+    for segments in opened(tmp_path, model, manifest, missing_kv):
         found, _ = drawn_text(segments, PROMPTS, NEW_TOKENS, 0, tokens)
         assert max(abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)) < ENGINES
-    for segments in opened(tmp_path, model, manifest, fill):
+    for segments in opened(tmp_path, model, manifest, missing_kv):
         texts = gather(decode(segments, PROMPTS, NEW_TOKENS, Threshold(MIXED[kind])), 3)
-        assert [tuple(each) for each in texts] == written(model, Threshold(MIXED[kind]), fill=fill)
+        assert [tuple(each) for each in texts] == written(model, Threshold(MIXED[kind]), missing_kv=missing_kv)
 
 
 def other_prompts(patch):
@@ -421,7 +421,7 @@ def no_biases(patch):
 def test_the_comparison_of_engines_can_fail(bug, tmp_path, monkeypatch):
     bug(monkeypatch)
     with pytest.raises(AssertionError):
-        test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave("t5-v1.1", "propagate", tmp_path)
+        test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave("t5-v1.1", "copy_state", tmp_path)
 
 
 def test_heads_from_scratch_are_drawn_as_t5_draws_its_own():

@@ -294,23 +294,23 @@ def test_speed_is_a_ratio_of_seconds_measured_here(swept):
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / answer["full_tokens_per_second"])
 
 
-def test_a_row_says_what_propagate_took_and_what_recompute_took_under_its_name(opened, monkeypatch):
+def test_a_row_says_what_copy_state_took_and_what_recompute_took_under_its_name(opened, monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(measure_texts, name, value)
     time = {"seconds": 1.0, "tokens_per_second": 1.0}
     monkeypatch.setattr(measure_texts, "timed_decoding", lambda ways, *_: [time | {"way": way} for way in ways])
     for row in sweep(opened, "breaking_ties")["rows"]:
-        rule, fill = row["way"]
-        assert list(rule.threshold[:-1]) == [float(tau) for tau in row["thresholds"]] and fill == "propagate"
+        rule, missing_kv = row["way"]
+        assert list(rule.threshold[:-1]) == [float(tau) for tau in row["thresholds"]] and missing_kv == "copy_state"
         assert row["recompute"]["way"] == (rule, "recompute")
 
 
 def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
-    ways, wrote, write = [(FixedExit(0), "recompute"), (NeverExit(), "propagate")], [], opened.model.write
+    ways, wrote, write = [(FixedExit(0), "recompute"), (NeverExit(), "copy_state")], [], opened.model.write
 
-    def written(texts, rule, fill, **how):
-        wrote.append((rule, fill))
-        return write(texts, rule, fill=fill, **how)
+    def written(texts, rule, missing_kv, **how):
+        wrote.append((rule, missing_kv))
+        return write(texts, rule, missing_kv=missing_kv, **how)
 
     monkeypatch.setattr(opened.model, "write", written)
     timed_decoding(ways, opened.model, [[0, 65]], 2)

@@ -293,15 +293,15 @@ def test_generate_writes_what_the_library_writes_with_the_runs_exits_heads_and_r
 
 
 def test_what_fills_skipped_layers_changes_what_is_written(capsys, trained, decoder_folder):
-    model, texts = load_run(trained).model, {"propagate": [], "recompute": []}
+    model, texts = load_run(trained).model, {"copy_state": [], "recompute": []}
     settings = {"exits": model.exits, "heads": model.heads, "rule": Threshold(0.05, "breaking_ties")}
-    for fill, prompt in itertools.product(texts, PROMPTS[:2]):
-        found = answer(capsys, "generate", trained, "--prompt", prompt, "--threshold", 0.05, "--fill", fill)
-        expected = greedy(decoder_folder, prompt, 48 - found["prompt_tokens"], **settings, fill=fill)
-        assert (found["tokens"], found["layers"]) == expected and found["fill"] == fill
+    for missing_kv, prompt in itertools.product(texts, PROMPTS[:2]):
+        found = answer(capsys, "generate", trained, "--prompt", prompt, "--threshold", 0.05, "--missing-kv", missing_kv)
+        expected = greedy(decoder_folder, prompt, 48 - found["prompt_tokens"], **settings, missing_kv=missing_kv)
+        assert (found["tokens"], found["layers"]) == expected and found["missing_kv"] == missing_kv
         assert len(set(found["layers"])) > 2
-        texts[fill].append(expected)
-    assert texts["propagate"] != texts["recompute"]
+        texts[missing_kv].append(expected)
+    assert texts["copy_state"] != texts["recompute"]
 
 
 @pytest.mark.parametrize(
@@ -531,9 +531,9 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
         (("--lossless", "--threshold", ".5"), "--lossless verifies every draft of --layer: leave out --threshold"),
         (("--lossless", "--q", ".5"), "leave out --q"),
         (("--lossless", "--tolerance", ".5"), "leave out --tolerance"),
-        (("--lossless", "--fill", "recompute"), "runs each token through all layers: leave out --fill"),
+        (("--lossless", "--missing-kv", "recompute"), "runs each token through all layers: leave out --missing-kv"),
         (("--lossless", "--temperature", "1"), "--lossless writes the full model's greedy text"),
-        (("--rule", "never", "--fill", "recompute"), "--fill is for tokens that exit early"),
+        (("--rule", "never", "--missing-kv", "recompute"), "--missing-kv is for tokens that exit early"),
         (("--draft", "3"), "--draft is for --lossless"),
         (("--prompt", "a" * 48), "expected at most 48 tokens, prompt and continuation together, got 49 and 1"),
         (("--prompt", "\udcff"), "--prompt: expected text in UTF-8"),
@@ -548,7 +548,7 @@ def test_a_plain_decoder_has_no_exits_to_draft_or_to_leave_at(capsys, decoder_fo
     generate = ("generate", decoder_folder, "--prompt", "a")
     assert "needs an exit that drafts" in refused(capsys, *generate, "--lossless")
     assert "one of the exits 4, got 2" in refused(capsys, *generate, "--layer", "2")
-    assert "--fill is for tokens that exit early" in refused(capsys, *generate, "--fill", "recompute")
+    assert "--missing-kv is for tokens that exit early" in refused(capsys, *generate, "--missing-kv", "recompute")
     assert "is none" in refused(capsys, *generate, "--model", decoder_folder)
     for setting in (("--threshold", ".5"), ("--patience", "1"), ("--cut", ".5")):
         assert "needs exits before the last layer; " in refused(capsys, *generate, *setting)

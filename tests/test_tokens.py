@@ -287,7 +287,7 @@ def test_a_rule_replayed_is_the_rule_while_decoding_where_skipped_layers_are_rec
     model = model_of(policy=PolicyNetworks)
     given = [Text(text.ids[: text.start + 1], text.start) for text in counting(8)]
     for rule in rules_of(record_texts(model, TEXTS)):
-        written = model.write(given, rule, max_new_tokens=6, fill="recompute")
+        written = model.write(given, rule, max_new_tokens=6, missing_kv="recompute")
         whole = [Text([*text.ids, *each.tokens], text.start) for text, each in zip(given, written)]
         found = record_texts(model, whole, last=False).replay(rule)
         assert found.layers_run.tolist() == [layers for each in written for layers in each.layers_run], rule

@@ -12,7 +12,7 @@ from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.exits.decoding import FILLS, Generated, gather
+from mini_ee.exits.decoding import MISSING_KV, Generated, gather
 from mini_ee.exits.generation import generate, generate_lossless
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench.common import forced_out, from_transformers, medians, row_of
@@ -40,7 +40,8 @@ LOSSLESS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts must be equa
 
 
 def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
-    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE propagate|recompute`, `llama-12x256 b1 lossless`.
+    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE copy_state|recompute`,
+    `llama-12x256 b1 lossless`.
 
     stories260k: the decoder in `model`, a random one of its shape where that is none.
     """
@@ -52,8 +53,8 @@ def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
     for name, decoder, new_tokens in (("stories260k", stories, 64), ("llama-12x768", llama, 12)):
         yield from _over_transformers(name, decoder, new_tokens, seed)
     for layer in (3, 6, 9):
-        for fill in FILLS:
-            yield _forced_decoding(f"llama-12x768 b1 e{layer} {fill}", llama, layer, fill, new_tokens=16)
+        for missing_kv in MISSING_KV:
+            yield _forced_decoding(f"llama-12x768 b1 e{layer} {missing_kv}", llama, layer, missing_kv, new_tokens=16)
     yield _lossless("llama-12x256 b1 lossless", load_backbone(BUILT_IN_DECODER), 64, seed)
 
 
@@ -102,7 +103,7 @@ class _LastGoesOn(Rule):
         return rule.stop(k, reading, memory)
 
 
-def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tokens: int) -> dict:
+def _forced_decoding(case: str, decoder: Decoder, layer: int, missing_kv: str, new_tokens: int) -> dict:
     """Tokens forced out at `layer`, the last of them not, so that the gaps behind all others are filled and paid for.
 
     Over the parts, called by hand: the layers up to the exit and its head for each token; the fill, which the last
@@ -117,7 +118,7 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
         hidden = decoder.embed(Tensors(torch.zeros(1, 1, dtype=torch.int64)))
         gaps = hidden.expand(1, len(behind), -1).contiguous()
     heads = [VocabularyHead(decoder, "copy") for _ in blocks]
-    fill_up = decoder.propagate if fill == "propagate" else decoder.run_layers
+    fill_up = decoder.copy_state if missing_kv == "copy_state" else decoder.run_layers
     parts = {
         "layers": lambda: [decoder.run_layers(hidden, block, 0, layer) for block in blocks],
         "head": lambda: [head(hidden[:, 0]) for head in heads],
@@ -127,7 +128,12 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, fill: str, new_tok
     }
 
     def forced_out():
-        settings = {"exits": (layer, depth), "heads": heads[:1], "rule": _LastGoesOn(new_tokens), "fill": fill}
+        settings = {
+            "exits": (layer, depth),
+            "heads": heads[:1],
+            "rule": _LastGoesOn(new_tokens),
+            "missing_kv": missing_kv,
+        }
         return _decoded(decoder, [[0]], new_tokens, **settings)
 
     runs = [forced_out, *(torch.inference_mode()(part) for part in parts.values())]

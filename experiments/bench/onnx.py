@@ -147,7 +147,7 @@ def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int) -> 
         graph = partial(
             OrtTokenModel, Session(folder / "model.onnx", CPU, threads), HeldRule(folder, manifest), manifest
         )
-        chain = partial(OrtTokenSegments, open_sessions(folder, manifest, CPU, threads), manifest, "propagate")
+        chain = partial(OrtTokenSegments, open_sessions(folder, manifest, CPU, threads), manifest, "copy_state")
         for batch in (1, 8):
             prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
             yield from _steps(f"{name} b{batch} step", model, (graph, chain), prompts)

@@ -137,7 +137,7 @@ class GenerativeBackbone(Backbone):
             hidden = self.layers[depth](hidden, context, depth, adapt and partial(adapt, depth))
         return hidden
 
-    def propagate(self, hidden: Tensor, context, start: int, stop: int) -> None:
+    def copy_state(self, hidden: Tensor, context, start: int, stop: int) -> None:
         """State copying (Elbayad et al. 2020): hidden (B, T, D) stands in for hidden[start] .. hidden[stop - 1].
 
         The layers start + 1 .. stop each write their keys and values, through their own input norm, and compute no

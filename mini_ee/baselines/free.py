@@ -10,8 +10,8 @@ Loss:      (S CE_S + L CE_L) / (S + L) + alpha KD, where KD is the mean over pai
            gradient. The teachers t are every L/S-th layer, or the last one. The students s: layer by layer (uniform),
            S of L (last), or, from the last teacher down, the nearest layer below the student before (dynamic).
 Inference: a token leaves at S where its gap is at least lambda. The others take all tokens that wait there with them
-           through the layers above, in one block: fill="recompute", whose texts are those of full caches.
-           An export recomputes too, by its graphs by segment; its model.onnx propagates.
+           through the layers above, in one block: missing_kv="recompute", whose texts are those of full caches.
+           An export recomputes too, by its graphs by segment; its model.onnx copies states.
 lambda:    each deep pass tells (gap, agrees) of the tokens in it. Before the next text all that was told so far is
            fitted by two Beta distributions, one of the tokens that agree; then lambda is the lowest of 10 points from
            .3 to .9 from which on P(agrees | gap) > .4. It begins at .9, and moves MOVES times at most.
@@ -233,7 +233,7 @@ def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
 class FreeTokens(SharedExits):
     """Both exits of a decoder, whose skipped layers catch up."""
 
-    fill = "recompute"
+    missing_kv = "recompute"
 
 
 def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mini_ee.cli.classify import add_where
 from mini_ee.cli.options import number, positive, refuse
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.decoding import FILLS, Step
+from mini_ee.exits.decoding import MISSING_KV, Step
 
 HELP = "text from a decoder, as it comes"
 EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
@@ -30,7 +30,11 @@ def add(sub) -> None:
     add_where(sub, schedules=False)
     add_rule(sub)
     early = sub.add_argument_group("a run with exits")
-    early.add_argument("--fill", choices=FILLS, help="skipped layers: a state stands in (propagate), or they catch up")
+    early.add_argument(
+        "--missing-kv",
+        choices=MISSING_KV,
+        help="keys and values of skipped layers: copy_state (from the exit's state) or recompute (default: as trained)",
+    )
     early.add_argument("--lossless", action="store_true", help="the full model's own text: an exit drafts, it verifies")
     early.add_argument("--draft", type=positive, metavar="N", help="tokens drafted at most before they are verified; 4")
     early.add_argument(
@@ -135,17 +139,19 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
     if not args.lossless:
         if args.draft:
             raise WrongArguments("--draft is for --lossless")
-        rule, fill = chosen_rule(args, opened), args.fill or opened.model.fill
-        if args.fill and isinstance(rule, NeverExit):
-            raise WrongArguments("--fill is for tokens that exit early, and here every token runs through all layers")
-        settings = {"sampling": sampling, "seed": args.seed, "fill": fill}
+        rule, missing_kv = chosen_rule(args, opened), args.missing_kv or opened.model.missing_kv
+        if args.missing_kv and isinstance(rule, NeverExit):
+            raise WrongArguments(
+                "--missing-kv is for tokens that exit early, and here every token runs through all layers"
+            )
+        settings = {"sampling": sampling, "seed": args.seed, "missing_kv": missing_kv}
         steps = opened.model.generate([ids], rule, max_new_tokens=count, **settings)
-        return steps, {"rule": rule.to_dict(), "fill": fill}
+        return steps, {"rule": rule.to_dict(), "missing_kv": missing_kv}
     if sampling != Sampling():
         raise WrongArguments("--lossless writes the full model's greedy text: leave out what changes it")
     refuse_settings(args, "--lossless verifies every draft of --layer", "exit")
-    if args.fill:
-        raise WrongArguments("--lossless runs each token through all layers: leave out --fill")
+    if args.missing_kv:
+        raise WrongArguments("--lossless runs each token through all layers: leave out --missing-kv")
     if len(opened.exits) == 1:
         raise WrongArguments("--lossless needs an exit that drafts: give a run of a decoder with exits")
     layer, draft = opened.exits[0] if args.exit is None else args.exit, args.draft or DRAFT

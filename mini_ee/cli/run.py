@@ -26,7 +26,7 @@ from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
 from mini_ee.data.progress import tqdm
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.decoding import FILLS
+from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
@@ -48,7 +48,7 @@ def add(sub) -> None:
         "--max-new-tokens", type=positive, metavar="N", help="after each prompt; 100, at most half of the context"
     )
     decoder.add_argument(
-        "--fill", choices=FILLS, help="caches of layers that tokens skipped; as it learned, most propagate"
+        "--missing-kv", choices=MISSING_KV, help="keys and values of layers that tokens skipped (default: as trained)"
     )
 
 
@@ -106,7 +106,9 @@ def _open(args) -> Runtime:
     """The exported folder, whichever unit it serves."""
     manifest = args.exported / MANIFEST
     decoder = manifest.is_file() and read_json(manifest).get("unit") == "tokens"
-    settings = {name: getattr(args, name) for name in ("max_new_tokens", "fill") if getattr(args, name) is not None}
+    settings = {
+        name: getattr(args, name) for name in ("max_new_tokens", "missing_kv") if getattr(args, name) is not None
+    }
     if settings and not decoder:
         option = next(iter(settings)).replace("_", "-")
         raise WrongArguments(f"--{option} is for decoders; {args.exported} holds a classifier")

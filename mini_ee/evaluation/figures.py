@@ -181,8 +181,11 @@ def _draw_score(axes, answer: dict, score: str) -> None:
 
 def _draw_speedup(axes, answer: dict, layers: list[str]) -> None:
     epsilons = [row["epsilon"] for row in answer["rows"]]
-    for fill, rows in (("propagate", answer["rows"]), ("recompute", [row["recompute"] for row in answer["rows"]])):
-        axes.plot(epsilons, [row["speedup"] for row in rows], "o-", label=fill)
+    for missing_kv, rows in (
+        ("copy_state", answer["rows"]),
+        ("recompute", [row["recompute"] for row in answer["rows"]]),
+    ):
+        axes.plot(epsilons, [row["speedup"] for row in rows], "o-", label=missing_kv)
     axes.axhline(1, color="0.6", linestyle=":", label="full model")
     axes.set(title="Fig. 3: speed-up", xlabel="epsilon", ylabel="tokens a second, over the full model's")
     axes.legend(frameon=False, fontsize=8)

@@ -147,7 +147,7 @@ def epsilon_table(answer: dict) -> str:
     said = (
         f"Full model: {', '.join(full)}. Thresholds on {answer['measure']} from {answer['tokens_calibration']} tokens "
         f"it wrote, agreement on {answer['tokens_fresh']} others. Decoded: the same in greedy text that fills gaps by "
-        f"propagate, and recomputed by recompute."
+        f"copy_state, and recomputed by recompute."
     )
     measures = {
         "measure": "measure",

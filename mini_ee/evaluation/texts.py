@@ -4,7 +4,7 @@ Sources: Valade 2024 (self-supervised exits), section 4.2; Zeng et al. 2024 (Con
 
 Scored is teacher-forced: one pass reads every exit at every position, and a position's distribution is then that of the
 exit at which the rule lets it leave. Each position has seen all layers of those before it, as a prompt has, and as
-decoding has when its fill is "recompute": so one pass serves every rule, exactly. Speed is measured on decoding.
+decoding has with missing_kv="recompute": so one pass serves every rule, exactly. Speed is measured on decoding.
 """
 
 import time
@@ -21,7 +21,7 @@ from mini_ee.data.metrics import rouge_l
 from mini_ee.data.multiple_choice import Asked, Benchmark, ask, standard_error
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text, cut_text
-from mini_ee.exits.decoding import FILLS, Generated
+from mini_ee.exits.decoding import MISSING_KV, Generated
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import BATCH, TokenExits, record_texts
 from mini_ee.recording import Record
@@ -140,7 +140,7 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
 
     held: what was recorded of a text, for perplexity; hearing: of a benchmark. Thresholds come from texts that the
     model writes from Table 1's prompts, the promise is checked on others; speed is measured on greedy text from the
-    prompts, with propagate in the row itself, with recompute under that name.
+    prompts, with copy_state in the row itself, with recompute under that name.
     """
     model = run.model
     prompts, calibration, fresh = written_texts(run, seed)
@@ -155,9 +155,9 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
         if hearing is not None:
             row |= hearing.accuracy(hearing.recorded.replay(rule).exit_index)
         rows.append(row)
-    ways = [(rule, fill) for fill in FILLS for rule in rules]
+    ways = [(rule, missing_kv) for missing_kv in MISSING_KV for rule in rules]
     new_tokens = min(DECODED, run.model.backbone.room(prompts))
-    full, *decoded = timed_decoding([(NeverExit(), FILLS[0]), *ways], model, prompts, new_tokens)
+    full, *decoded = timed_decoding([(NeverExit(), MISSING_KV[0]), *ways], model, prompts, new_tokens)
     decoded = [each | {"speedup": full["seconds"] / each["seconds"]} for each in decoded]
     for row, propagated, recomputed in zip(rows, decoded, decoded[len(rows) :]):
         row |= propagated | {"recompute": recomputed}
@@ -208,17 +208,17 @@ def at_equal_agreement(
 def timed_decoding(
     ways: Sequence[tuple[Rule, str]], model: TokenExits, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> list[dict]:
-    """Greedy text under each rule and fill, timed in turns in this process, warm, batch 1: median seconds of REPEATS.
+    """Greedy text under each (rule, missing_kv), timed in turns in this process, warm, batch 1: median of REPEATS.
 
     NeverExit is our own cached decoding, without heads. `decoded_agreement` is the share of written tokens that the
-    full model would have written there, given the same text before them: with whatever `fill` changes.
+    full model would have written there, given the same text before them: with whatever `missing_kv` changes.
     """
     texts, seconds = [], np.empty((REPEATS, len(prompts), len(ways)))
     for repeat, number in tqdm(list(np.ndindex(1 + REPEATS, len(prompts))), desc="decoding", unit="prompt", delay=2):
-        for at, (rule, fill) in enumerate(ways):
+        for at, (rule, missing_kv) in enumerate(ways):
             begin = time.perf_counter()
             given = [Text(list(prompts[number]), len(prompts[number]) - 1)]
-            (text,) = model.write(given, rule, max_new_tokens=new_tokens, fill=fill, stop=())
+            (text,) = model.write(given, rule, max_new_tokens=new_tokens, missing_kv=missing_kv, stop=())
             if repeat:
                 seconds[repeat - 1, number, at] = time.perf_counter() - begin
             else:

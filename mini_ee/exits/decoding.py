@@ -16,7 +16,7 @@ from mini_ee.errors import WrongArguments
 from mini_ee.rules import Rule
 from mini_ee.segments import Reading, Segments
 
-FILLS = ("propagate", "recompute")
+MISSING_KV = ("copy_state", "recompute")
 
 
 class Step(NamedTuple):
@@ -216,14 +216,14 @@ class CachedSegments(DecoderSegments):
     array(numbers)              lists of whole numbers as its array
     join(earlier, hidden)       (B, S, D), (B, T, D) -> (B, S + T, D)
     embed(ids, positions)       hidden[0], or what the first segment takes for it
-    block(rows, positions)      what run and propagate need to know of where tokens stand, None being no block
+    block(rows, positions)      what run and copy_state need to know of where tokens stand, None being no block
     run(k, hidden, block)       the layers of segment k: (B, T, D) -> (B, T, D), filling their caches
-    propagate(k, hidden, block) hidden stands in for the input of all these layers; their caches alone are filled
+    copy_state(k, hidden, block) hidden stands in for the input of all these layers; their caches alone are filled
     run_all(hidden, block)      all layers, filling their caches
     """
 
-    def __init__(self, exits: tuple[int, ...], fill: str, num_rows: int, capacity: int):
-        self.exits, self.fill = exits, fill
+    def __init__(self, exits: tuple[int, ...], missing_kv: str, num_rows: int, capacity: int):
+        self.exits, self.missing_kv = exits, missing_kv
         self.num_rows, self.capacity = num_rows, capacity
         self.waiting = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
 
@@ -247,8 +247,8 @@ class CachedSegments(DecoderSegments):
         else:
             padded = [[-1] * (width - len(some)) + some for some in behind]
             at = self._slots(rows, padded)
-            if self.fill == "propagate":
-                self.propagate(k, self.left[at], self.block(rows, padded))
+            if self.missing_kv == "copy_state":
+                self.copy_state(k, self.left[at], self.block(rows, padded))
                 hidden = self.run(k, hidden, block)
             else:
                 together = self.block(rows, [some + own for some, own in zip(padded, positions)])

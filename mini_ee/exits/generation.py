@@ -7,7 +7,7 @@
 
 A token that leaves at exit k has no keys and values in the layers above, and later tokens that go higher read them:
 
-    propagate   its hidden state at exit k stands in for the deeper ones (Elbayad et al. 2020; ConsistentEE)
+    copy_state  its hidden state at exit k stands in for the deeper ones (Elbayad et al. 2020; ConsistentEE)
     recompute   the deeper layers catch up on it: exact, as if every token had run to the end
 
 Both are done late, when a token first goes above exit k, for all tokens that wait there, in one block. What no token
@@ -29,7 +29,7 @@ from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import (
-    FILLS,
+    MISSING_KV,
     CachedSegments,
     Step,
     Tokens,
@@ -124,7 +124,7 @@ def generate(
     heads: Sequence[Head] = (),
     policies: Sequence[ExitPolicy] = (),
     rule: Rule = NeverExit(),
-    fill: str = "propagate",
+    missing_kv: str = "copy_state",
     sampling: Sampling = GREEDY,
     stop: Sequence[int] = (),
     seed: int = 0,
@@ -132,9 +132,9 @@ def generate(
     """Continue prompts, a step a token, until every row has max_new_tokens or a token of `stop`.
 
     prompts: token ids of each row, of any lengths. exits: in layers, the last is L, where the LM head is; heads: one
-    for each exit before it; policies: as many, for the rule policy. fill: "propagate" or "recompute". The prompt itself
-    runs through all layers. A row's text does not depend on the other rows, but for rounding; when sampled, not on when
-    they end.
+    for each exit before it; policies: as many, for the rule policy. missing_kv: "copy_state" or "recompute".
+    The prompt itself runs through all layers. A row's text does not depend on the other rows, but for rounding; when
+    sampled, not on when they end.
     Raises ValueError for a prompt that is empty, not of this vocabulary, or too long for the context.
     """
     exits = check_exits(exits or (decoder.config.num_hidden_layers,), decoder.config.num_hidden_layers)
@@ -142,11 +142,11 @@ def generate(
         raise ValueError(f"expected a head for each of the {len(exits) - 1} exits before the last, got {len(heads)}")
     if len(policies) not in (0, len(heads)):
         raise ValueError(f"expected a policy for each of the {len(heads)} heads, got {len(policies)}")
-    if fill not in FILLS:
-        raise ValueError(f"fill must be one of {', '.join(FILLS)}, got {fill!r}")
+    if missing_kv not in MISSING_KV:
+        raise ValueError(f"missing_kv must be one of {', '.join(MISSING_KV)}, got {missing_kv!r}")
     rule.check(len(exits))
     capacity = _check_prompts(decoder, prompts, max_new_tokens)
-    segments = TokenSegments(decoder, exits, heads, fill, len(prompts), capacity, policies)
+    segments = TokenSegments(decoder, exits, heads, missing_kv, len(prompts), capacity, policies)
     return _generate(segments, prompts, max_new_tokens, rule, sampling, frozenset(stop), seed)
 
 
@@ -201,12 +201,12 @@ class TokenSegments(CachedSegments):
         decoder: GenerativeBackbone,
         exits: tuple[int, ...],
         heads: Sequence[Head],
-        fill: str,
+        missing_kv: str,
         num_rows: int,
         capacity: int,
         policies: Sequence[ExitPolicy] = (),
     ):
-        super().__init__(exits, fill, num_rows, capacity)
+        super().__init__(exits, missing_kv, num_rows, capacity)
         self.decoder, self.heads, self.policies = decoder, heads, policies
         self.cache = Cache(decoder, num_rows, capacity)
         weight = decoder.embeddings.weight
@@ -235,8 +235,8 @@ class TokenSegments(CachedSegments):
     def run(self, k: int, hidden: Tensor, block: LayerContext) -> Tensor:
         return self.decoder.run_layers(hidden, block, *self._layers(k))
 
-    def propagate(self, k: int, hidden: Tensor, block: LayerContext) -> None:
-        self.decoder.propagate(hidden, block, *self._layers(k))
+    def copy_state(self, k: int, hidden: Tensor, block: LayerContext) -> None:
+        self.decoder.copy_state(hidden, block, *self._layers(k))
 
     def run_all(self, hidden: Tensor, block: LayerContext) -> None:
         self.decoder.run_layers(hidden, block, 0, self.exits[-1])
@@ -261,9 +261,11 @@ class TokenSegments(CachedSegments):
         return Reading(None, said, saturation=cosine.numpy(force=True))
 
 
-def token_segments(model, fill: str, num_rows: int, capacity: int) -> TokenSegments:
+def token_segments(model, missing_kv: str, num_rows: int, capacity: int) -> TokenSegments:
     """The segments of a decoder with exits, `heads` and it may be `policies`, for a batch of texts, under any rule."""
-    segments = TokenSegments(model.backbone, model.exits, model.heads, fill, num_rows, capacity, tuple(model.policies))
+    segments = TokenSegments(
+        model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, tuple(model.policies)
+    )
     segments.any_rule = True
     return segments
 

@@ -61,7 +61,7 @@ class TokenExits(ExitModel):
 
     unit = "tokens"
     holds_backbone = False  # a run on disk names it
-    fill = "propagate"  # what becomes of layers that a token did not run, unless another is asked for
+    missing_kv = "copy_state"  # default: keys and values of the layers that a token skipped
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TokenExits(ExitModel):
         policies = self.policies if rule.asks_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
-        usual = {"stop": self.backbone.config.stop_tokens, "fill": self.fill}
+        usual = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
         return generate(self.backbone, prompts, **exits, **usual | settings)
 
     def write(self, texts: Sequence[Text], rule: Rule, batch_size: int = BATCH, seed: int = 0, **settings):
@@ -253,7 +253,7 @@ def record_texts(
 ) -> Record:
     """Read every exit at the tokens of each text from its `start` on; a text is a group.
 
-    Each token has seen all layers of those before it, as a prompt has, and as decoding has where its fill is
+    Each token has seen all layers of those before it, as a prompt has, and as decoding has if its missing_kv is
     "recompute". The record's logits are (N, K, 2): ln p of the token that follows (nan where none does), and 1 where
     that token is the exit's likeliest. Its measures are all that a rule may ask for. Tokens stand in the order of the
     texts. last: the last token of a text, which none follows, is read too.

@@ -30,7 +30,7 @@ Deviations from the paper, and what it leaves open:
 
 Of tokens ("Experimental Settings", the part on generation): step 1 is LoRA on a decoder, which is frozen then, so that
 steps 2 to 5 run on states that are computed once. A text is written under the rule Policy (p > .5), with
-fill="propagate", the paper's state copying.
+missing_kv="copy_state", the paper's state copying.
 9. s_t is the state as the internal classifier reads it, behind that head's norm: raw states grow from layer to layer.
 10. The last exit keeps the LM head, which no step trains but through the adapters of step 1.
 11. While it learns, the policy sees states of tokens whose past ran through all layers; state copying is for inference.

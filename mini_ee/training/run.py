@@ -136,7 +136,7 @@ class Run(NamedTuple):
         self,
         prompts: Sequence[str],
         max_new_tokens: int = WRITTEN_TOKENS,
-        fill: str | None = None,
+        missing_kv: str | None = None,
         sampling: Sampling = Sampling(),
         seed: int = 0,
     ) -> list[str]:
@@ -148,7 +148,9 @@ class Run(NamedTuple):
             return []
         ids = [self.tokenizer.ids_of(prompt) for prompt in prompts]
         settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
-        written = gather(self.model.generate(ids, self.rule, fill=fill or self.model.fill, **settings), len(ids))
+        written = gather(
+            self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings), len(ids)
+        )
         decode = self.tokenizer.backend.decode
         return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
 
