@@ -43,7 +43,7 @@ class _ModelGraph:
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.compared = compared and self.decides
         self.beside = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
-        if self.decides and rule.asks_policy and not compared:
+        if self.decides and rule.needs_policy and not compared:
             self.beside = ["exit_logit"]
         self.classes = facts["vocab_size"] if self.tokens else facts["num_labels"]
         memory: dict = {}
@@ -55,7 +55,7 @@ class _ModelGraph:
         g, segments = self.g, self.segments
         with g.tracing():
             values = self._from_exit(0, segments.start(g.inputs()), self._plan(), {})
-        names = ["logits", "layers", *["spent"] * segments.tokens_leave, *self.beside]
+        names = ["logits", "layers", *["spent"] * segments.tokens_exit, *self.beside]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
         if self.tokens:
@@ -109,7 +109,7 @@ class _ModelGraph:
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
             read = segments.read_logits(k, state)
             said = self._said(k, read.logits.name, rows, [nothing] * len(self.beside))
-            if segments.tokens_leave:
+            if segments.tokens_exit:
                 said.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
             return said + written
         said, leaves = self._at_exit(k, state, g.array(exit_at, f"rows_{k}", dtype=np.int64), memory)

@@ -53,7 +53,7 @@ def check_page(run: Run) -> None:
         raise WrongArguments("--web: the page gives prompts to the decoder, here an encoder reads them; leave it out")
     if run.unit == "tokens":
         return
-    if run.segments().tokens_leave:
+    if run.segments().tokens_exit:
         raise WrongArguments("--web: the page shows where rows leave, here tokens leave within a row; leave it out")
     special = [run.tokenizer.backend.num_special_tokens_to_add(pair) for pair in (False, True)]
     if run.config["task"]["texts"] == 2 and special[0] == special[1]:

@@ -62,7 +62,7 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
     def reading() -> dict:
         read = segments.read(k, state)
         found = {"logits": g.value(read.logits.name, "batch", classes, dtype=np.float32)}
-        if segments.tokens_leave:
+        if segments.tokens_exit:
             found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
         if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
             found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)

@@ -201,7 +201,7 @@ def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable
         graphs[WEB] = partial(write_model_graph, segments=one, rule=rule, compared=True)
     if segments:
         graphs |= source.graphs() if tokens else segment_graphs(source)
-    if source.tokens_leave:
+    if source.tokens_exit:
         graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=NeverExit())
     return graphs | (source.prompt_graphs() if tokens else {})
 

@@ -69,7 +69,7 @@ def calibrate(
     measure: the one in which the confidence was observed. inf: that exit takes no row. The last exit takes all.
     Raises ValueError for an epsilon or delta outside its range, and where there are too few rows or texts for them.
     """
-    check_promise(epsilon, delta)
+    check_guarantee(epsilon, delta)
     if not np.isfinite(observed.confidence).all():
         raise ValueError("every confidence must be a finite number, found NaN or infinity: did the model diverge?")
     if not observed.confidence.size:
@@ -149,7 +149,7 @@ def tau_with_confidence(
     return float(confidence[cuts[passed - 1]]) if passed else math.inf
 
 
-def check_promise(epsilon: float, delta: float | None) -> None:
+def check_guarantee(epsilon: float, delta: float | None) -> None:
     """Raise ValueError where no thresholds can promise this, whatever the rows are."""
     if not 0 < epsilon <= 1:
         raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
@@ -309,7 +309,7 @@ def agreement(observed: Observed, rule: Threshold) -> list[float | None]:
     return shares
 
 
-def broken_promises(
+def broken_guarantees(
     observed: Observed,
     epsilon: float,
     delta: float | None = None,
@@ -358,7 +358,7 @@ def calibrate_record(
 
     A seeded half of the rows or texts gives the thresholds, the other half shows how often they agree.
     tau_intervals: how far chance moves the paper's thresholds; None with delta, whose thresholds allow for chance.
-    sets: how many for `broken_promises`. Raises ValueError if there are too few, with the number that would do.
+    sets: how many for `broken_guarantees`. Raises ValueError if there are too few, with the number that would do.
     """
     observed = observe(recorded, measure)
     names, drawn = _half(observed, seed)
@@ -377,7 +377,7 @@ def calibrate_record(
     answer |= {"agreement": agreement(fresh, rule), "end_to_end": end_to_end(fresh, rule)}
     answer |= _figures(recorded, rule, drawn)
     if sets:
-        answer["broken"] = broken_promises(observed, epsilon, delta, measure, sets, seed)
+        answer["broken"] = broken_guarantees(observed, epsilon, delta, measure, sets, seed)
     return rule, answer
 
 

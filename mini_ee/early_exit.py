@@ -31,7 +31,7 @@ class ExitedRows(NamedTuple):
     """The n rows that stop at one exit, of the N rows that reached it."""
 
     reading: Reading  # of the n rows
-    leaving: np.ndarray  # (n,), which of the N rows these are
+    exiting: np.ndarray  # (n,), which of the N rows these are
     staying: np.ndarray  # (N - n,), the other rows
 
 
@@ -67,12 +67,12 @@ def run_segments(segments: Segments, rule, inputs) -> BatchResult:
         state, exited, evaluated[k] = at_exit(segments, rule, k, state, memory, plan)
         if exited is None:
             continue
-        reading, leaving, staying = exited
-        if len(leaving) == len(inputs):  # all rows at once, as at batch 1
+        reading, exiting, staying = exited
+        if len(exiting) == len(inputs):  # all rows at once, as at batch 1
             exit_index.fill(k)
             return BatchResult(reading.logits, exit_index, evaluated, reading.token_cost)
-        exit_index[rows[leaving]] = k
-        readings.append((rows[leaving], reading))
+        exit_index[rows[exiting]] = k
+        readings.append((rows[exiting], reading))
         if not len(staying):
             break
         state, rows = state.keep(staying), rows[staying]
@@ -100,15 +100,15 @@ def at_exit(segments: Segments, rule, k: int, state, memory: dict, plan: np.ndar
         reading = segments.read_state(k, state) if rule.needs == "state" else segments.read_logits(k, state)
         exits = rule.stop(k, reading, memory)
         evaluated = "state" if reading.logits is None else "logits"
-    leaving = exits.nonzero()[0]
-    if not len(leaving):
+    exiting = exits.nonzero()[0]
+    if not len(exiting):
         return state, None, evaluated
     staying = (~exits).nonzero()[0]
     if evaluated != "logits":  # the head is read now, for the rows that stop
-        reading = segments.read_logits(k, state.keep(leaving) if len(staying) else state)
+        reading = segments.read_logits(k, state.keep(exiting) if len(staying) else state)
     elif len(staying):
-        reading = reading.keep(leaving)
-    return state, ExitedRows(reading, leaving, staying), evaluated
+        reading = reading.keep(exiting)
+    return state, ExitedRows(reading, exiting, staying), evaluated
 
 
 def select_heads(segments: Segments, rule, plan: np.ndarray | None, state):

@@ -28,7 +28,7 @@ from mini_ee.confidence import MEASURES
 from mini_ee.data.options import option
 from mini_ee.data.values import is_whole
 from mini_ee.errors import WrongArguments
-from mini_ee.registry import RULES as OF_METHODS
+from mini_ee.registry import RULES as METHOD_RULES
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 """Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
@@ -48,7 +48,7 @@ class Rule:
 
     name = ""
     needs: str | None = "logits"
-    asks_policy = False  # True where `stop` looks at the exit_logit
+    needs_policy = False  # True where `stop` looks at the exit_logit
     plans_from_texts = False  # True where `plan` looks at the units themselves, not only at how many they are
     embed: Callable | None = None  # what such a rule plans by: Inputs -> (N, D), with a name
 
@@ -354,7 +354,7 @@ class Policy(Rule):
     cut: float = option(0.5, "leave where the probability of leaving is above", least=0, most=1)
     name = "policy"
     needs = "state"
-    asks_policy = True
+    needs_policy = True
 
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
@@ -394,7 +394,7 @@ class QExit(Rule):
     q: float = option(0.5, "leave where the probability of having left by now is above", least=0, most=1)
     name = "q-exit"
     needs = "state"
-    asks_policy = True
+    needs_policy = True
 
     def __post_init__(self):
         if not 0 <= self.q <= 1:
@@ -424,8 +424,8 @@ RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience,
 
 def rule_class(name: str) -> type[Rule]:
     """The class of a name, of these here or of one that a method brings. Raises ValueError for another name."""
-    if name not in RULES and name in OF_METHODS:
-        import_module(OF_METHODS[name])
+    if name not in RULES and name in METHOD_RULES:
+        import_module(METHOD_RULES[name])
     if name not in RULES:
         raise ValueError(f"the rule must be one of {', '.join(RULES)}, found {name!r}")
     return RULES[name]

@@ -50,7 +50,7 @@ class Segments:
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
     engine = "numpy"  # whose threads compute
-    tokens_leave = False  # whether tokens exit within a row: then Reading.token_cost tells what each row has cost
+    tokens_exit = False  # whether tokens exit within a row: then Reading.token_cost tells what each row has cost
 
     def running(self) -> AbstractContextManager:
         """Entered while a batch runs, for engines that have a mode for it."""

@@ -23,7 +23,7 @@ from repeated_trainings import every_method
 from tqdm import tqdm
 from wrapped import wrapped
 
-from mini_ee.calibration import COMPARED, agreement_by_sets, broken_promises, observe
+from mini_ee.calibration import COMPARED, agreement_by_sets, broken_guarantees, observe
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
@@ -127,7 +127,7 @@ def calibrated(name: str, logits: np.ndarray) -> list[dict]:
     observed, found = observe(rows_of(logits), MEASURE), []
     for epsilon in EPSILONS:
         kept = agreement_by_sets(observed, epsilon, SETS, SEED)
-        broken = broken_promises(observed, epsilon, COMPARED, MEASURE, SETS, SEED)
+        broken = broken_guarantees(observed, epsilon, COMPARED, MEASURE, SETS, SEED)
         found.append({"task": name, "epsilon": epsilon, "rows": kept.pop("groups_a_set"), "kept": kept})
         found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
     return found

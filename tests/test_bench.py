@@ -153,7 +153,7 @@ def test_a_methods_rule_is_asked_at_each_exit_on_the_way_and_its_answer_is_passe
     model = build_model(load_method(method), "rows", backbone, about).eval()
     rule, asked = encoders.OWN_HEADS[method], []
     judged = encoders._JudgedBy(
-        SimpleNamespace(stop=None, needs=rule.needs, asks_policy=rule.asks_policy), [1] * len(padded_inputs)
+        SimpleNamespace(stop=None, needs=rule.needs, needs_policy=rule.needs_policy), [1] * len(padded_inputs)
     )
     judged.rule.stop = lambda k, reading, memory: asked.append(k) or rule.stop(k, reading, memory)
     result = early_exit(model.segments(), judged, padded_inputs)

@@ -12,7 +12,7 @@ import mini_ee.calibration as calibration
 from mini_ee.calibration import (
     Observed,
     agreement,
-    broken_promises,
+    broken_guarantees,
     calibrate,
     calibrate_record,
     end_to_end,
@@ -340,13 +340,13 @@ def test_a_promise_is_broken_where_the_texts_left_over_agree_too_rarely_at_any_e
             left = [agree for sure, agree in rows if sure >= rule.threshold[k]]
             below |= bool(left) and sum(left) < 0.8 * len(left)
         broken += below
-    found = broken_promises(observed, 0.8, delta, sets=12, seed=3)
+    found = broken_guarantees(observed, 0.8, delta, sets=12, seed=3)
     assert found["paper" if delta is None else "delta"] == broken / 12
     assert (found["sets"], found["groups_a_set"]) == (12, len(names) // 4)
     assert 0 < broken < 12
 
 
-@pytest.mark.parametrize("said", [broken_promises, calibration.agreement_by_sets])
+@pytest.mark.parametrize("said", [broken_guarantees, calibration.agreement_by_sets])
 def test_quarters_are_drawn_of_four_groups_at_least(said):
     three = Observed(np.full((6, 1), 0.5), np.ones((6, 1), bool), np.array([0, 0, 1, 1, 2, 2]))
     with pytest.raises(ValueError, match="a quarter of the rows or texts: expected at least 4, found 3"):
@@ -354,15 +354,15 @@ def test_quarters_are_drawn_of_four_groups_at_least(said):
 
 
 def test_of_sets_drawn_by_text_the_papers_rule_breaks_many_and_delta_few():
-    found = broken_promises(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
+    found = broken_guarantees(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
     assert found["paper"] > 0.3 and found["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 100) ** 0.5
-    assert "delta" not in broken_promises(pool(rows_alone, 2), EPSILON, sets=2)
+    assert "delta" not in broken_guarantees(pool(rows_alone, 2), EPSILON, sets=2)
 
 
 def test_a_quarter_that_is_too_few_says_how_many_would_do():
     with pytest.raises(calibration.TooFew, match="a calibration set is a quarter of the rows") as refused:
-        broken_promises(pool(rows_alone, 1).take(np.arange(80)), 0.9, DELTA, sets=1)
-    assert broken_promises(pool(rows_alone, 1).take(np.arange(refused.value.needed)), 0.9, DELTA, sets=1)["sets"] == 1
+        broken_guarantees(pool(rows_alone, 1).take(np.arange(80)), 0.9, DELTA, sets=1)
+    assert broken_guarantees(pool(rows_alone, 1).take(np.arange(refused.value.needed)), 0.9, DELTA, sets=1)["sets"] == 1
 
 
 # ---- How many are needed ----
@@ -415,7 +415,7 @@ def test_a_delta_outside_its_range_is_an_error(delta):
 def test_epsilon_one_can_be_kept_on_the_calibration_set_but_not_promised():
     observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
     assert calibrate(observed, 1.0).threshold[0] == 1.0
-    assert broken_promises(observed.take(np.arange(12) % 3)._replace(groups=np.arange(12)), 1.0, sets=2)["paper"] == 0
+    assert broken_guarantees(observed.take(np.arange(12) % 3)._replace(groups=np.arange(12)), 1.0, sets=2)["paper"] == 0
     for epsilon in (1.0, 1 - 1e-16):
         with pytest.raises(ValueError, match="cannot be promised for fresh rows"):
             calibrate(observed, epsilon, DELTA)

@@ -687,12 +687,12 @@ LOOP_BUGS = [
         test_the_last_exit_takes_whoever_is_left_and_is_not_asked,
     ),
     (
-        "reading = reading.keep(leaving)",
-        "reading = reading.keep(np.arange(len(leaving)))",
+        "reading = reading.keep(exiting)",
+        "reading = reading.keep(np.arange(len(exiting)))",
         lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
     ),
     (
-        "state.keep(leaving) if len(staying) else state",
+        "state.keep(exiting) if len(staying) else state",
         "state",
         lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(),
     ),

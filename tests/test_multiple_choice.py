@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from mini_ee.data.files import read_text
-from mini_ee.data.multiple_choice import Benchmark, Question, ask, held_out_stories, load_benchmark, standard_error
+from mini_ee.data.multiple_choice import (
+    Benchmark,
+    Question,
+    held_out_stories,
+    load_benchmark,
+    make_requests,
+    standard_error,
+)
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 END = "<|endoftext|>"
@@ -167,7 +174,7 @@ def test_only_a_line_feed_ends_a_line_of_json(tmp_path):
 
 
 def test_an_options_tokens_are_those_behind_its_context():
-    asked = ask(Question(("ab", "abc"), (" x", " yz"), 0, 0), characters, 99)
+    asked = make_requests(Question(("ab", "abc"), (" x", " yz"), 0, 0), characters, 99)
     assert [request.ids[request.start :] for request in asked.requests] == [[32, 120], [32, 121, 122]]
     assert (asked.shots, asked.cut) == (0, False)
 
@@ -176,17 +183,19 @@ def test_where_a_merge_crosses_the_border_the_option_begins_with_the_merged_toke
     def merging(text):
         return [0, *(ord(letter) for letter in text.replace("b x", "\1"))]
 
-    (request,) = ask(Question(("ab",), (" xy",), 0, 0), merging, 99).requests
+    (request,) = make_requests(Question(("ab",), (" xy",), 0, 0), merging, 99).requests
     assert request.ids == [0, ord("a"), 1, ord("y")] and request.start == 2
 
 
 def test_a_text_without_a_bos_token_scores_from_its_second_token():
-    (request,) = ask(Question(("a",), ("b",), 0, 0), lambda text: [] if text == "a" else [7, 8], 99).requests
+    (request,) = make_requests(Question(("a",), ("b",), 0, 0), lambda text: [] if text == "a" else [7, 8], 99).requests
     assert request == ([7, 8], 1)
 
 
 def test_an_option_always_has_a_token(tmp_path):
-    (request,) = ask(Question(("a",), ("?",), 0, 0), lambda text: [0, 7], 99).requests  # 7 is the unknown token
+    (request,) = make_requests(
+        Question(("a",), ("?",), 0, 0), lambda text: [0, 7], 99
+    ).requests  # 7 is the unknown token
     assert request == ([0, 7], 1)
 
 
@@ -194,7 +203,7 @@ def test_an_option_always_has_a_token(tmp_path):
 def test_so_many_shots_as_fit_and_no_more(room):
     question = Question(("q:",) * 2, (" A", " BB"), 0, 0, "in\n", ("shot1\n", "shot2\n", "shot3\n"))
     longest = [1 + len("in\n" + "".join(question.shots[:n]) + "q: BB") for n in range(4)]
-    asked = ask(question, characters, room)
+    asked = make_requests(question, characters, room)
     fits = [n for n in range(4) if longest[n] <= room]
     assert asked.shots == max(fits, default=0) and asked.cut == (not fits)
     assert all(len(request.ids) <= room for request in asked.requests)
@@ -204,7 +213,7 @@ def test_so_many_shots_as_fit_and_no_more(room):
 
 
 def test_a_long_context_is_cut_behind_the_bos_token():
-    asked = ask(Question(("abcdefgh",), (" x",), 0, 0), characters, 6)
+    asked = make_requests(Question(("abcdefgh",), (" x",), 0, 0), characters, 6)
     assert asked.cut and asked.requests == [([0, *map(ord, "fgh x")], 4)]
 
 
@@ -212,13 +221,13 @@ def test_a_tokenizer_that_ends_texts_puts_nothing_before_a_cut_context():
     def ended(text):
         return [*map(ord, text), 1]
 
-    asked = ask(Question(("abcdefgh",), (" x",), 0, 0), ended, 6)
+    asked = make_requests(Question(("abcdefgh",), (" x",), 0, 0), ended, 6)
     assert asked.cut and asked.requests == [([*map(ord, "fgh x"), 1], 3)]
 
 
 def test_an_option_that_leaves_no_room_for_a_context_is_an_error():
     with pytest.raises(ValueError, match="an option of 4 tokens leaves no room for its context in a model of 5"):
-        ask(Question(("abc",), (" xyz",), 0, 0), characters, 5)
+        make_requests(Question(("abc",), (" xyz",), 0, 0), characters, 5)
 
 
 # ---- Which option is the answer ----

@@ -18,7 +18,7 @@ from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import agreement, calibrate, end_to_end, observe, replay
 from mini_ee.cli.main import main
-from mini_ee.data.multiple_choice import Asked, Benchmark, Question, Request
+from mini_ee.data.multiple_choice import Benchmark, Question, QuestionRequests, Request
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.evaluation.figures import draw_decoder, new_figure, save_figure
@@ -237,7 +237,7 @@ def test_a_cloze_is_right_where_every_token_is_that_of_greedy_decoding(opened):
         (text,) = gather(generate(opened.model.backbone, [context], max_new_tokens=2), 1)
         first, second = text.tokens
         for option in ([first, second], [first, second ^ 1], [first ^ 1, second], [first], [first ^ 1]):
-            asked.append(Asked([Request([*context, *option], len(context))], 0, False))
+            asked.append(QuestionRequests([Request([*context, *option], len(context))], 0, False))
             right.append(option == text.tokens[: len(option)])
     benchmark = Benchmark("cloze", "test", (Question(("",), ("",), 0, 0),) * len(asked), "greedy")
     texts = [Text(one.requests[0].ids, one.requests[0].start - 1) for one in asked]

@@ -137,7 +137,7 @@ class _JudgedBy(Rule):
 
     def __init__(self, rule: Rule, exit_of_row: Sequence[int]):
         self.rule, self.exit_of_row = rule, np.asarray(exit_of_row)
-        self.needs, self.asks_policy = rule.needs, rule.asks_policy
+        self.needs, self.needs_policy = rule.needs, rule.needs_policy
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
         self.rule.stop(k, reading, memory)

@@ -117,15 +117,15 @@ class RowEngine:
             state = select_heads(segments, rule, plan, state)
             memory = _memory([row.memory for row in rows]) if k else {}
             state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
-        leaving, said = (), []
+        exiting, said = (), []
         if exited is not None:  # before any row changes: where this fails, each runs alone from the state that it has
-            reading, leaving = exited.reading, exited.leaving
-            count, token_cost = len(leaving), reading.token_cost
+            reading, exiting = exited.reading, exited.exiting
+            count, token_cost = len(exiting), reading.token_cost
             depth = [self.runtime.exits[k]] * count if token_cost is None else token_cost[:, 0].tolist()
             said = self.runtime.answers(reading.logits, [k] * count, depth, [0.0] * count)
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
-        self._answer([rows[at] for at in leaving], said, rule)
+        self._answer([rows[at] for at in exiting], said, rule)
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self.rule

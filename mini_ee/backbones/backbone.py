@@ -241,14 +241,14 @@ class Backbone(nn.Module):
 
     def first_layers(self, count: int) -> Self:
         """A copy of the embeddings and the layers 1 .. count."""
-        kept = deepcopy(self.layers[:count])
-        small = deepcopy(self, {id(self.layers): kept}).without_heads()  # the other layers are not copied
+        first = deepcopy(self.layers[:count])
+        small = deepcopy(self, {id(self.layers): first}).without_heads()  # the other layers are not copied
         small.config = self.config_of(range(count))
         return small
 
-    def config_of(self, kept: Sequence[int]):
-        """The config of a backbone with these of the layers alone, from 0."""
-        return replace(self.config, num_hidden_layers=len(kept))
+    def config_of(self, layers: Sequence[int]):
+        """The config of a backbone that has only these layers, counted from 0."""
+        return replace(self.config, num_hidden_layers=len(layers))
 
     def layer_weights(self) -> dict[str, int]:
         """What `layer_flops` below asks of one layer."""

@@ -190,22 +190,23 @@ class GraphBlock:
         self.width = config.key_value_heads * config.head_width
         self.padding: Tensor | None = None  # (B, 1, 1, T), true at tokens, where tokens read each other
         self.written: dict[str, str] = {}  # cache -> what it has become
-        self._gone = None
+        self._exited = None
 
-    def of_rows(self, here: Tensor, left: Tensor, gone: Tensor) -> "GraphBlock":
-        """The block of the rows `here` (B',) alone, while those that have `left` (M,) leave keys and values as well.
+    def of_rows(self, running: Tensor, exited: Tensor, states: Tensor) -> "GraphBlock":
+        """The block of the rows `running` (B',), whose layers also write keys and values for the rows `exited` (M,).
 
-        gone (M, T, D): what stands in for the input of all their layers.
+        states (M, T, D): the hidden states at their exits, which stand in for the input of all deeper layers. Only the
+        running rows read (`readable`, `rows`); both kinds are rotated and written (`_turn`, `index`), running first.
         """
-        block, every, g = copy(self), torch.cat((here, left)), here.g
-        block.dims, block.every_dims = ((rows.shape[0], self.dims[1]) for rows in (here, every))
-        here, every = here.name, every.name
-        block.readable, block.written = g.op("Gather", self.readable, here), {}
-        block.near = self.near and g.op("Gather", self.near, here)
-        block._turn = [g.op("Gather", each, every) for each in self._turn]
-        index, rows = g.op("Gather", self._cache.index, every), g.op("Gather", self._cache.rows, here)
+        block, every, g = copy(self), torch.cat((running, exited)), running.g
+        block.dims, block.every_dims = ((rows.shape[0], self.dims[1]) for rows in (running, every))
+        read, write = running.name, every.name
+        block.readable, block.written = g.op("Gather", self.readable, read), {}
+        block.near = self.near and g.op("Gather", self.near, read)
+        block._turn = [g.op("Gather", each, write) for each in self._turn]
+        index, rows = g.op("Gather", self._cache.index, write), g.op("Gather", self._cache.rows, read)
         block._cache = GraphCache(index, rows, self._cache.prompts)
-        block._gone = gone.flat
+        block._exited = states.flat
         return block
 
     def keep(self, rows: Tensor) -> "GraphBlock":
@@ -234,14 +235,14 @@ class GraphBlock:
         return block
 
     def every(self, hidden: Tensor) -> Tensor:
-        """As in LayerContext: behind the tokens that run stand those that have left."""
-        if self._gone is None:
+        """As in LayerContext: the states of exited tokens follow those of the tokens that run."""
+        if self._exited is None:
             return hidden
-        both = hidden.g.op("Concat", hidden.flat, self._gone, axis=0)
+        both = hidden.g.op("Concat", hidden.flat, self._exited, axis=0)
         return hidden.flat_like(both, (*self.every_dims, hidden.shape[-1]))
 
     def here(self, x: Tensor) -> Tensor:
-        return x if self._gone is None else x[: self.dims[0]]
+        return x if self._exited is None else x[: self.dims[0]]
 
     def rotate(self, x: Tensor, count: int) -> Tensor:
         config = self.config

@@ -11,6 +11,7 @@ longest row of a batch chooses for all. So in a batch of long and short rows eac
 for that row alone, and a short row differs from what transformers computes in that batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -127,12 +128,12 @@ class Decoder(CausalDecoder):
             hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
         return hidden
 
-    def config_of(self, kept):
+    def config_of(self, layers: Sequence[int]) -> DecoderConfig:
         """As `Backbone.config_of` says; each layer keeps its window."""
-        config, windows = super().config_of(kept), list(map(self.config.window, range(self.config.num_hidden_layers)))
+        config, windows = super().config_of(layers), list(map(self.config.window, range(self.config.num_hidden_layers)))
         if len(set(windows)) == 1:
             return config
-        return replace(config, layer_types=tuple(LAYER_TYPES[windows[layer] is not None] for layer in kept))
+        return replace(config, layer_types=tuple(LAYER_TYPES[windows[layer] is not None] for layer in layers))
 
 
 BACKBONE = Decoder

@@ -368,8 +368,8 @@ class DecoderConfig(GenerativeConfig):
             return 1.0 / (factors * slowness)
         factor, low, high, original = (scaling[key] for key in LLAMA3_SCALING)
         turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequency * (unscaled + (1 - unscaled) / factor)
 
     @property
     def rope_scale(self) -> float:

@@ -257,7 +257,7 @@ class T5Block(GraphBlock):
     def attend_memory(self, depth: int, layer, query: Tensor, adapt=None, dropout: float = 0.0) -> Tensor:
         """(B, T, H d) -> (B, T, H d): what the tokens read of their prompts."""
         g, queries = query.g, query.name
-        kept = [
+        memory = [
             g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
             for kind in ("keys", "values")
         ]
@@ -269,8 +269,8 @@ class T5Block(GraphBlock):
             return [g.value(read, "some", "tokens", self.width)]
 
         everyone = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
-        of_some = lambda: attended(*(g.op("Gather", each, self._cache.rows) for each in (*kept, mask)))  # noqa: E731
-        return query.like(g.either(everyone, lambda: attended(*kept, mask), of_some)[0].name)
+        of_some = lambda: attended(*(g.op("Gather", each, self._cache.rows) for each in (*memory, mask)))  # noqa: E731
+        return query.like(g.either(everyone, lambda: attended(*memory, mask), of_some)[0].name)
 
 
 def write_memory(backbone, g) -> None:

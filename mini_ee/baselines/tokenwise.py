@@ -48,18 +48,18 @@ class TokenwiseExits(RowExits):
 class TokenwiseSegments(RowSegments):
     """The one segment of a TokenwiseExits in eval mode. Its state is the inputs, then the remaining tokens.
 
-    tokens_leave: False computes the same with all tokens; a speed-up is measured against that.
+    tokens_exit: False computes the same with all tokens; a speed-up is measured against that.
     """
 
-    def __init__(self, model: TokenwiseExits, tokens_leave: bool = True):
+    def __init__(self, model: TokenwiseExits, tokens_exit: bool = True):
         super().__init__(model)
-        self.tokens_leave = tokens_leave
+        self.tokens_exit = tokens_exit
 
     def start(self, inputs):
         return inputs
 
     def advance(self, k: int, state) -> RemainingTokens:
-        return self.model.run_reduced(state) if self.tokens_leave else self.model.run_all(state)
+        return self.model.run_reduced(state) if self.tokens_exit else self.model.run_all(state)
 
     def read_logits(self, k: int, state: RemainingTokens) -> Reading:
         logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.mask))
@@ -67,7 +67,7 @@ class TokenwiseSegments(RowSegments):
         return Reading(logits.float().numpy(force=True), token_cost=token_cost)
 
     def whole(self) -> "TokenwiseSegments":
-        return TokenwiseSegments(self.model, tokens_leave=False)
+        return TokenwiseSegments(self.model, tokens_exit=False)
 
     def full(self) -> RowSegments:
         """The same backbone and head without token exits: what the model predicts then."""

@@ -83,10 +83,10 @@ def run(args, say) -> dict:
 
 def _check(args) -> None:
     """Raise WrongArguments for a promise that nothing could keep."""
-    from mini_ee.calibration import POLICY, check_promise
+    from mini_ee.calibration import POLICY, check_guarantee
 
     try:
-        check_promise(args.epsilon, args.delta)
+        check_guarantee(args.epsilon, args.delta)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     if args.promise == "conformal" and (args.delta is not None or args.epsilon == 1):

@@ -78,7 +78,7 @@ def chosen_rule(args, run) -> Rule:
             rule = _made(name, given, run)
             if rule.needs is not None and len(run.exits) == 1:
                 raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
-            if rule.asks_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
+            if rule.needs_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
                 raise ValueError(NO_POLICY.format(name))
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:

@@ -67,7 +67,7 @@ class Request(NamedTuple):
     start: int
 
 
-class Asked(NamedTuple):
+class QuestionRequests(NamedTuple):
     """The requests of one question, an option each; with how many shots, and whether the context had to be cut."""
 
     requests: list[Request]
@@ -102,7 +102,7 @@ class Benchmark:
         return int(np.argmax(log_p)) == question.answer
 
 
-def ask(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: int) -> Asked:
+def make_requests(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: int) -> QuestionRequests:
     """Token ids of a question for a model that reads max_tokens: with as many shots as fit.
 
     encode: a text's tokens, with what the tokenizer puts before a text (the bos token) or behind it (T5's end). An
@@ -115,7 +115,7 @@ def ask(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: 
         fits = all(len(encode(whole)) <= max_tokens for _, whole in pairs)
         if fits or not shots:
             requests = [_request(encode(context), encode(whole)) for context, whole in pairs]
-            return Asked(
+            return QuestionRequests(
                 [_cut(request, _begins(request, encode("")), max_tokens) for request in requests], shots, not fits
             )
 
@@ -288,8 +288,8 @@ def _lambada(paths: list[Path]) -> Benchmark:
     """A passage in each line."""
     path = _only(paths)
     rows = read_text(path).rstrip("\r\n").split("\n")
-    asked = [_last_word(f"{path}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
-    questions = tuple(Question(*asking, source) for source, asking in enumerate(asked))
+    passages = [_last_word(f"{path}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
+    questions = tuple(Question(*passage, source) for source, passage in enumerate(passages))
     split = "validation" if set(VALIDATION) & set(_words_of(path)) else "test"
     return Benchmark(LAMBADA.name, split, questions, LAMBADA.choice)
 
@@ -301,10 +301,10 @@ def _mmlu(paths: list[Path]) -> Benchmark:
         subject = name.replace("_", " ")
         introduction = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
         answered = path.parent.parent / "dev" / f"{name}_dev.csv"
-        shots = tuple(f"{asked} {LETTERS[answer]}\n\n" for asked, answer in _mmlu_rows(answered))
-        for asked, answer in _mmlu_rows(path):
+        shots = tuple(f"{question} {LETTERS[answer]}\n\n" for question, answer in _mmlu_rows(answered))
+        for question, answer in _mmlu_rows(path):
             options = tuple(f" {letter}" for letter in LETTERS)
-            questions.append(Question((asked,) * 4, options, answer, len(questions), introduction, shots))
+            questions.append(Question((question,) * 4, options, answer, len(questions), introduction, shots))
     return Benchmark("MMLU", "test", tuple(questions))
 
 

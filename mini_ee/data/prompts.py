@@ -216,8 +216,8 @@ class PromptTokenizer(Tokenizer):
             if len(row) != self.prompt.texts:
                 raise ValueError(f"row {number}: the template takes {self.prompt.texts} texts, found {len(row)}")
         cut = [self._cut(row) for row in rows]
-        ids = [kept for kept, _ in cut]
-        types = [np.zeros_like(kept) for kept in ids]
+        ids = [row for row, _ in cut]
+        types = [np.zeros_like(row) for row in ids]
         return Encoded(ids, types, rows, sum(truncated for _, truncated in cut), self.pad_token_id)
 
     def _tokens(self, row: tuple[str, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -236,7 +236,7 @@ class PromptTokenizer(Tokenizer):
         for tokens in texts if self.mask else ():  # a mask that a text writes out would be a second one
             keep[tokens[ids[tokens] == self.mask_token_id]] = False
         surplus = int(keep.sum()) - self.max_length
-        left = [list(tokens[keep[tokens]]) for tokens in texts]
+        remaining = [list(tokens[keep[tokens]]) for tokens in texts]
         for _ in range(surplus):
-            keep[max(left, key=len).pop()] = False
+            keep[max(remaining, key=len).pop()] = False
         return ids[keep], surplus > 0

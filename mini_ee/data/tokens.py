@@ -259,8 +259,8 @@ class Tokenizer:
         room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # for the end of the line
         first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
         sizes = first, min(len(parts[1]), room - first)
-        kept = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
-        return "\n".join(kept)
+        fitting = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
+        return "\n".join(fitting)
 
     def _encode_batch(self, sequences: list, special: bool = True) -> list[tokenizers.Encoding]:
         """Other threads run meanwhile, as they do not in the backend's `encode`."""
@@ -337,7 +337,7 @@ def _errors_of_tokenizers() -> Iterator[None]:
 def _without_panic_messages() -> Iterator[None]:
     """Drop what is written to file descriptor 2: before the library raises a PanicException it prints a backtrace."""
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:  # standard error is closed
         yield
         return
@@ -346,8 +346,8 @@ def _without_panic_messages() -> Iterator[None]:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _bert_wordpiece(vocab: str) -> tokenizers.Tokenizer:

@@ -162,7 +162,7 @@ def evaluate(
         "rule": rule.to_dict(),
         "always": _one_answer(predictions(main.logits), task),
     }
-    if segments.tokens_leave and segments.engine == "torch":
+    if segments.tokens_exit and segments.engine == "torch":
         answer["all_tokens_score"] = exit_scores(record(segments.full(), encoded, batch_size), task, labels)[-1]
     if rules is not None:
         answer["rows"] = [

@@ -18,7 +18,7 @@ from mini_ee.calibration import Observed, agreement, calibrate, end_to_end, obse
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import read_text
 from mini_ee.data.metrics import rouge_l
-from mini_ee.data.multiple_choice import Asked, Benchmark, ask, standard_error
+from mini_ee.data.multiple_choice import Benchmark, QuestionRequests, make_requests, standard_error
 from mini_ee.data.progress import tqdm
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text, cut_text
 from mini_ee.exits.decoding import MISSING_KV, Generated
@@ -47,7 +47,7 @@ class Hearing(NamedTuple):
     """A benchmark's questions as token ids, and what every exit said of their options."""
 
     benchmark: Benchmark
-    asked: list[Asked]
+    asked: list[QuestionRequests]
     recorded: Record
     whole: Record | None = None  # of the full model, where it is another
 
@@ -77,7 +77,7 @@ def hear(run: Run, benchmark: Benchmark, batch_size: int = BATCH) -> Hearing:
     """Read every exit at every token of every option."""
     most = run.model.backbone.config.max_tokens
     questions = tqdm(benchmark.questions, desc="tokenizing", delay=2)
-    asked = [ask(question, run.tokenizer.ids_of, most) for question in questions]
+    asked = [make_requests(question, run.tokenizer.ids_of, most) for question in questions]
     texts = [Text(request.ids, request.start - 1) for one in asked for request in one.requests]
     recorded = record_texts(run.model, texts, batch_size, "scoring", last=False)
     whole = run.model.whole

@@ -131,7 +131,7 @@ class TokenExits(ExitModel):
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
         """Continue prompts (token ids), a step a token, each leaving where the rule says. settings: of `generate`."""
-        policies = self.policies if rule.asks_policy else ()
+        policies = self.policies if rule.needs_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits = {} if isinstance(rule, NeverExit) else exits
         usual = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
