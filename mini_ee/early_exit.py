@@ -1,25 +1,29 @@
-"""The loop: segments and a rule give a result. All that exits early runs this loop, or one turn of it at a time
-(export/serving/engines.py), except model.onnx, which holds the loop as nested Ifs (export/model_graph.py), and lossless
-decoding, where an exit drafts tokens and the full model verifies them (exits/generation.py).
+"""The loop of early exit: it runs segments until the rule stops every row.
 
-A model with exits e_1 < ... < e_K = L is K segments: the layers between two exits, and the head of the second one. The
-loop runs a segment, asks the rule which rows stop at its exit, and goes on with the other rows alone. A row is an
-example or a token. segments.py says what segments offer, rules.py what a rule offers. No torch here: the ONNX runtime
-and the server run this same file.
+A model with exits e_1 < ... < e_K = L consists of K segments: the layers between two exits, and the head of the second
+one. The loop runs a segment, lets the rule decide which rows stop at its exit, and runs the next segment on the other
+rows alone. A row is an example or a token. segments.py defines segments, rules.py defines rules.
+
+Everything that exits early uses this loop, with two exceptions: model.onnx contains the loop as nested Ifs
+(export/model_graph.py); in lossless decoding an exit drafts tokens and the full model verifies them
+(exits/generation.py). The server calls one turn of the loop at a time (export/serving/engines.py). No torch here: the
+ONNX runtime and the server import this file.
 """
 
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Sized
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mini_ee import CallableModule
+from mini_ee.rules import Rule
 from mini_ee.segments import BatchResult, Cost, Reading, Segments
 
 
 class ExitResult(NamedTuple):
-    """At which exit each of N rows stopped, and the logits of that exit."""
+    """The exit at which each of N rows stopped, and the logits of that exit."""
 
     logits: np.ndarray  # (N, C)
     exit_index: np.ndarray  # (N,) int64, index into segments.exits, from 0
@@ -28,21 +32,21 @@ class ExitResult(NamedTuple):
 
 
 class ExitedRows(NamedTuple):
-    """The n rows that stop at one exit, of the N rows that reached it."""
+    """The n rows that stop at one exit, of the N rows that reached it. Row numbers count within these N rows."""
 
     reading: Reading  # of the n rows
-    exiting: np.ndarray  # (n,), which of the N rows these are
+    exiting: np.ndarray  # (n,), the rows that stop
     staying: np.ndarray  # (N - n,), the other rows
 
 
 NO_ROWS = np.empty(0, np.int64)
 
 
-def early_exit(segments: Segments, rule, inputs) -> ExitResult:
-    """Run a batch; at each exit ask the rule which rows stop, and go on with the others alone.
+def early_exit(segments: Segments, rule: Rule, inputs: Sized) -> ExitResult:
+    """Run a batch of N rows; at each exit the rule decides which rows stop, and only the others continue.
 
-    inputs: what segments.start and rule.plan take; len(inputs) is N. The last exit takes all rows that are left.
-    Raises ValueError if the rule does not fit the number of exits, and for a batch without rows.
+    inputs: the argument of segments.start and rule.plan; len(inputs) is N. All remaining rows stop at the last exit.
+    Raises ValueError if the rule does not fit the number of exits, or if the batch has no rows.
     """
     rule.check(len(segments.exits))
     if not len(inputs):
@@ -57,20 +61,23 @@ def early_exit(segments: Segments, rule, inputs) -> ExitResult:
     return ExitResult(batch.logits, batch.exit_index, layers_run, Cost(seconds, segments, rule, inputs, batch))
 
 
-def run_segments(segments: Segments, rule, inputs) -> BatchResult:
-    """The loop itself."""
+def run_segments(segments: Segments, rule: Rule, inputs: Sized) -> BatchResult:
+    """The loop itself. `state`, `plan` and `memory` hold only the rows that have not stopped yet."""
     plan, state = rule.plan(inputs), segments.start(inputs)
     state = select_heads(segments, rule, plan, state)
-    rows, memory = np.arange(len(inputs)), {}  # rows: which rows of the batch are still in the model
-    exit_index, readings, evaluated = np.empty(len(inputs), np.int64), [], [None] * len(segments.exits)
+    rows = np.arange(len(inputs))  # of each row that has not stopped: its number in the batch
+    memory: dict[str, np.ndarray] = {}
+    exit_index = np.empty(len(inputs), np.int64)
+    readings: list[tuple[np.ndarray, Reading]] = []
+    evaluated: list[str | None] = [None] * len(segments.exits)
     for k in range(len(segments.exits)):
         state, exited, evaluated[k] = at_exit(segments, rule, k, state, memory, plan)
         if exited is None:
             continue
         reading, exiting, staying = exited
-        if len(exiting) == len(inputs):  # all rows at once, as at batch 1
+        if len(exiting) == len(inputs):  # all rows at once, as with one row: nothing to put in order
             exit_index.fill(k)
-            return BatchResult(reading.logits, exit_index, evaluated, reading.token_cost)
+            return BatchResult(known_logits(reading), exit_index, evaluated, reading.token_cost)
         exit_index[rows[exiting]] = k
         readings.append((rows[exiting], reading))
         if not len(staying):
@@ -82,16 +89,19 @@ def run_segments(segments: Segments, rule, inputs) -> BatchResult:
     return BatchResult(logits, exit_index, evaluated, token_cost)
 
 
-def at_exit(segments: Segments, rule, k: int, state, memory: dict, plan: np.ndarray | None) -> tuple:
-    """One turn of the loop, for the N rows that reach exit k: their state there; ExitedRows, or None if no row stops;
-    and what the rule read of all N rows: "logits", "state" or None.
+def at_exit(
+    segments: Segments, rule: Rule, k: int, state: Any, memory: dict[str, np.ndarray], plan: np.ndarray | None
+) -> tuple[Any, ExitedRows | None, str | None]:
+    """One turn of the loop, for the N rows that reach exit k.
 
-    memory: what the rule remembers of these rows. plan (N,): the exit index of each, if the rule knows it beforehand.
+    Returns their state there; ExitedRows, or None if no row stops; and what the rule read of all N rows: "logits",
+    "state" or None. memory: arrays by row that the rule keeps from exit to exit. plan (N,): the exit index of each row
+    if the rule knows it beforehand.
     """
-    state, evaluated, reading = segments.advance(k, state), None, None
+    state, evaluated = segments.advance(k, state), None
     if k == len(segments.exits) - 1:
         reading = segments.read_logits(k, state)
-        return state, ExitedRows(reading, np.arange(len(reading.logits)), NO_ROWS), None
+        return state, ExitedRows(reading, np.arange(len(known_logits(reading))), NO_ROWS), None
     if plan is not None:
         exits = plan <= k
     elif rule.needs is None:
@@ -104,15 +114,15 @@ def at_exit(segments: Segments, rule, k: int, state, memory: dict, plan: np.ndar
     if not len(exiting):
         return state, None, evaluated
     staying = (~exits).nonzero()[0]
-    if evaluated != "logits":  # the head is read now, for the rows that stop
+    if evaluated != "logits":  # the rule needed no logits: the head is computed now, for the rows that stop
         reading = segments.read_logits(k, state.keep(exiting) if len(staying) else state)
     elif len(staying):
         reading = reading.keep(exiting)
     return state, ExitedRows(reading, exiting, staying), evaluated
 
 
-def select_heads(segments: Segments, rule, plan: np.ndarray | None, state):
-    """The state at the start, told which heads will be read, if the rule knows it before the model runs."""
+def select_heads(segments: Segments, rule: Rule, plan: np.ndarray | None, state: Any) -> Any:
+    """The state at the start, with only the heads that will be read, if the rule knows them before the model runs."""
     if plan is not None:
         return segments.select_heads(set(plan.tolist()), state)
     if rule.needs is None:
@@ -121,17 +131,25 @@ def select_heads(segments: Segments, rule, plan: np.ndarray | None, state):
 
 
 def in_batch_order(readings: list[tuple[np.ndarray, Reading]], size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Logits (size, C) of a batch from the readings of several exits, each with its rows; and token cost (size, 2), or
-    None if the readings have none.
+    """Logits (size, C) in the order of the batch, and token cost (size, 2), or None if the readings have none.
+
+    readings: of several exits, each with the batch rows that stopped there.
     """
     _, first = readings[0]
-    logits = np.empty((size, first.logits.shape[1]), first.logits.dtype)
+    some = known_logits(first)
+    logits = np.empty((size, some.shape[1]), some.dtype)
     token_cost = None if first.token_cost is None else np.empty((size, 2))
     for rows, reading in readings:
         logits[rows] = reading.logits
         if token_cost is not None:
             token_cost[rows] = reading.token_cost
     return logits, token_cost
+
+
+def known_logits(reading: Reading) -> np.ndarray:
+    """The logits (N, C) of a head that was computed."""
+    assert reading.logits is not None
+    return reading.logits
 
 
 sys.modules[__name__].__class__ = CallableModule

@@ -1,109 +1,126 @@
-"""Segments: what the loop of early_exit.py drives. An engine offers them, and says what they cost.
+"""Segments: the parts of a model that the loop of early_exit.py runs one after the other, and what they cost.
 
-Segment k holds the layers between exit k - 1 and exit k, and the head of exit k; k counts from 0 along exits. Hidden
-states stay inside the segments. A Reading is numpy, because the rule decides on the host anyway. No torch here.
+Segment k contains the layers between exit k - 1 and exit k, and the head of exit k; k counts from 0 along exits. Each
+engine (torch, ONNX Runtime, recorded logits) implements Segments. Hidden states stay inside the engine; a Reading holds
+numpy arrays, because the rule decides on the CPU. No torch here.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from mini_ee.rules import Rule
+
 
 class Reading(NamedTuple):
-    """What exit k reads of the N rows (examples or tokens) that reached it.
+    """The outputs of exit k for the N rows (examples or tokens) that reached it.
 
-    Besides the logits: what an engine has computed already, or what cannot be computed from logits.
+    The fields besides the logits are None, unless the engine has computed them or they cannot be computed from logits.
     """
 
     logits: np.ndarray | None  # (N, C); None if the rule needs the state alone
     exit_logit: np.ndarray | None = None  # (N,), if the model has a policy
     max_probability: np.ndarray | None = None  # (N,), one field for each measure of confidence.py
     breaking_ties: np.ndarray | None = None
-    saturation: np.ndarray | None = None  # (N,), cosine of the state with that of the exit before
+    saturation: np.ndarray | None = None  # (N,), cosine of the state and the state at the exit before
     entropy: np.ndarray | None = None
     normalised_entropy: np.ndarray | None = None
     breaking_ties_logits: np.ndarray | None = None
-    prediction: np.ndarray | None = None  # (N,), index of the largest logit; of a regression the number
+    prediction: np.ndarray | None = None  # (N,), index of the largest logit; for regression the number
     token_cost: np.ndarray | None = None  # (N, 2), if tokens exit within a row: mean layers per token, and FLOPs
 
     def keep(self, rows: np.ndarray) -> "Reading":
-        """Of some of the rows; what the rule alone reads is left out."""
+        """The logits and costs of some rows. The other fields are for the rule, which has read them."""
+        assert self.logits is not None
         token_cost = None if self.token_cost is None else self.token_cost[rows]
         return Reading(self.logits[rows], token_cost=token_cost)
 
 
 class Segments:
-    """What the loop drives. An engine offers these methods; k counts from 0 along exits.
+    """The parts of a model. An engine implements start, advance, read and flops; the other methods have defaults.
 
-    start(inputs) -> state            the embeddings; a state holds tensors whose first axis is the row
-    advance(k, state) -> state        the layers between exit k - 1 and exit k
-    read(k, state) -> Reading         all that exit k predicts
-    state.keep(rows) -> state         the rows that go on
-    read_logits(k, state) -> Reading  the head of exit k alone, for callers that need no policy
-    read_state(k, state) -> Reading   without logits, for rules that need the state alone, such as policies
-    select_heads(heads, state) -> state  told which heads will be read, for engines that compute a head with its layers
-    flops(k, inputs)                  floating-point operations (FLOPs) of a row in advance(k), and in read_logits(k): a
-                                      pair of numbers, or of arrays (N,); as if none of its tokens exits
+    k counts from 0 along exits. A `state` belongs to the engine: it holds tensors whose first axis is the row, and
+    state.keep(rows) returns the state of some rows.
     """
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
-    engine = "numpy"  # whose threads compute
-    tokens_exit = False  # whether tokens exit within a row: then Reading.token_cost tells what each row has cost
+    engine = "numpy"  # the library that computes
+    tokens_exit = False  # whether tokens exit within a row: then Reading.token_cost is the cost of each row
+
+    def start(self, inputs: Any) -> Any:
+        """The state after the embeddings."""
+        raise NotImplementedError
+
+    def advance(self, k: int, state: Any) -> Any:
+        """Run the layers between exit k - 1 and exit k."""
+        raise NotImplementedError
+
+    def read(self, k: int, state: Any) -> Reading:
+        """All outputs of exit k: logits, and what rules need besides."""
+        raise NotImplementedError
+
+    def flops(self, k: int, inputs: Any) -> tuple:
+        """Floating-point operations (FLOPs) of one row in advance(k), and in read_logits(k), if no token exits early.
+
+        Two numbers, or two arrays (N,) if rows differ.
+        """
+        raise NotImplementedError
 
     def running(self) -> AbstractContextManager:
-        """Entered while a batch runs, for engines that have a mode for it."""
+        """Context in which a batch runs, for engines that have a mode for it."""
         return nullcontext()
 
-    def run_batch(self, rule, inputs) -> "BatchResult | None":
-        """The whole batch, by an engine whose graph holds the loop; None: the loop of early_exit.py runs it."""
+    def run_batch(self, rule: "Rule", inputs: Any) -> "BatchResult | None":
+        """The whole batch, for an engine whose graph contains the loop; None: the loop of early_exit.py runs it."""
         return None
 
     def whole(self) -> "Segments":
-        """The model without early exits, for rules that never exit: what a speed-up is compared with."""
+        """The model without early exits. A speed-up is measured against it."""
         return self
 
-    def select_heads(self, heads: Container[int], state):
-        """The same state, for most engines."""
+    def select_heads(self, heads: Container[int], state: Any) -> Any:
+        """The state if only these heads will be read, for engines that compute a head together with its layers."""
         return state
 
-    def read_state(self, k: int, state) -> Reading:
-        """For rules that need no logits; the whole reading, for engines that cannot leave the logits out."""
+    def read_state(self, k: int, state: Any) -> Reading:
+        """A reading for rules that need no logits. An engine that can omit the logits overrides this."""
         return self.read(k, state)
 
-    def read_logits(self, k: int, state) -> Reading:
-        """As read, for engines without a policy, or that compute it in any case."""
+    def read_logits(self, k: int, state: Any) -> Reading:
+        """The logits of exit k. An engine whose `read` computes more, such as a policy, overrides this."""
         return self.read(k, state)
 
     def state_flops(self, k: int) -> float:
-        """FLOPs of a row in read_state(k)."""
+        """FLOPs of one row in read_state(k)."""
         return 0.0
 
     def layer_passes(self, k: int) -> int:
         """Layers that are run for one row in advance(k)."""
         return self.exits[k] - (self.exits[k - 1] if k else 0)
 
-    # ---- The same methods write a graph that stops by itself, on values of it; see export/model_graph.py ----
+    # ---- With graph values as inputs the same methods write model.onnx; see export/model_graph.py ----
     def in_one_graph(self) -> "Segments":
-        """What such a graph computes: these segments, for most."""
+        """The segments that model.onnx computes."""
         return self
 
 
 class BatchResult(NamedTuple):
-    """A batch of N rows that has run."""
+    """The result of a batch of N rows."""
 
     logits: np.ndarray  # (N, C), of the exit where each row stopped
     exit_index: np.ndarray  # (N,)
-    evaluated: list[str | None]  # (K,), what the rule read of all rows that reached the exit: "logits", "state" or None
+    evaluated: list[str | None]  # (K,), what the rule read at each exit, of all rows that reached it: see at_exit
     token_cost: np.ndarray | None = None  # (N, 2), see Reading
-    segments: Segments | None = None  # whose layers and FLOPs count, if an engine passed the batch on to others
+    segments: Segments | None = None  # the segments whose layers and FLOPs count, if an engine delegated the batch
 
 
 class Cost:
-    """What a batch cost. Layers and FLOPs are counted when they are asked for: the run does not wait for it."""
+    """The cost of a batch. Layers and FLOPs are counted when they are read, not while the batch runs."""
 
-    def __init__(self, seconds: float, segments: Segments, rule, inputs, batch: BatchResult):
+    def __init__(self, seconds: float, segments: Segments, rule: "Rule", inputs: Sized, batch: BatchResult):
         self.seconds = seconds  # wall-clock time of the whole batch, heads and rule included
         self._segments, self._rule, self._inputs, self._batch = batch.segments or segments, rule, inputs, batch
 
@@ -123,9 +140,9 @@ class Cost:
 
     @property
     def flops(self) -> np.ndarray:
-        """(N,): floating-point operations, a multiply-add as two.
+        """(N,): floating-point operations; a multiply-add counts as two.
 
-        The segments up to each row's exit, the heads that were read on the way, and the rule's decisions.
+        The sum over the segments up to each row's exit, the heads that were read on the way, and the rule's decisions.
         """
         segments, batch = self._segments, self._batch
         total = np.full(len(batch.exit_index), self._rule.plan_flops(self._inputs))
@@ -134,6 +151,7 @@ class Cost:
             advance, read = segments.flops(k, self._inputs)
             reached, exited = batch.exit_index >= k, batch.exit_index == k
             total += reached * advance if batch.token_cost is None else exited * batch.token_cost[:, 1]
+            # A head that the rule reads is computed for every row that reaches it, else only for rows that stop there.
             if batch.evaluated[k] == "logits":
                 total += reached * (read + decision)
             else:
