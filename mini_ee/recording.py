@@ -1,11 +1,12 @@
-"""Every exit of some rows, recorded once, so that many rules can be replayed without the model. No torch here.
+"""Record all exits of a data set once; then any number of rules can be evaluated without the model. No torch here.
 
-read_every_exit, read_and_measure   one batch through all exits
-Recorded                            segments that play back what was recorded
-Record, record                      the same of a data set, batch by batch, and what the full model costs
-exit_scores, summary                the score of every exit; score, layers and FLOPs of a replay
+read_every_exit, read_and_measure   run one batch through all exits
+Recorded                            segments that return the recorded outputs
+record -> Record                    all exits of a data set, batch by batch, and the cost of the full model
+exit_scores, summary                the score of every exit; score, layers and FLOPs under a rule
 """
 
+from collections.abc import Sized
 from typing import NamedTuple
 
 import numpy as np
@@ -14,28 +15,30 @@ from mini_ee.confidence import MEASURES
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
-from mini_ee.early_exit import ExitResult, early_exit
+from mini_ee.early_exit import ExitResult, early_exit, known_logits
 from mini_ee.rules import Planned, Rule
 from mini_ee.segments import Reading, Segments
 
 
-def read_every_exit(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Every exit of N rows: logits (N, K, C); FLOPs to advance to each exit and to read it (N, K, 2); exit_logits
-    (N, K - 1) if the model has a policy, else None.
+def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """All exits of N rows: logits (N, K, C); FLOPs (N, K, 2); the policy's exit_logits (N, K - 1), or None.
+
+    FLOPs of exit k: of the segment that ends there, and of its head.
     """
     logits, flops, measures = read_and_measure(segments, inputs)
     return logits, flops, measures.get("exit_logit")
 
 
-def read_and_measure(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """The same, but at the end the measures that Recorded takes: name of a field of Reading -> its values."""
-    logits, measures, flops = [], {}, np.zeros((len(inputs), len(segments.exits), 2))
+def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Logits and FLOPs as above, and the `measures` of Recorded: field of a Reading -> its values (N, K - 1 or K)."""
+    logits, flops = [], np.zeros((len(inputs), len(segments.exits), 2))
+    measures: dict[str, list[np.ndarray]] = {}
     with segments.running():
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
             reading = segments.read(k, state)
-            logits.append(reading.logits)
+            logits.append(known_logits(reading))
             for name, value in (("exit_logit", reading.exit_logit), ("token_cost", reading.token_cost)):
                 if value is not None:
                     measures.setdefault(name, []).append(value)
@@ -44,11 +47,11 @@ def read_and_measure(segments: Segments, inputs) -> tuple[np.ndarray, np.ndarray
 
 
 class Recorded(Segments):
-    """Segments that play back every exit of N rows (examples or tokens), so that a sweep of rules runs the model once.
+    """Segments that return the recorded outputs of N rows (examples or tokens): a sweep of rules runs the model once.
 
     logits (N, K, C), or any C numbers that are wanted of the exit where a row stops. measures: fields of a Reading by
-    name, (N, K - 1) or (N, K), which a rule cannot or need not compute from the logits. flops (N, K, 2).
-    state_flops: of each exit, if the segments need not read logits for a rule that needs the state alone.
+    name, (N, K - 1) or (N, K), that are not computed from the logits. flops (N, K, 2): of each segment and its head.
+    layer_passes (K,). state_flops (K,): FLOPs of read_state, if the recorded segments can omit the logits.
     """
 
     def __init__(
@@ -71,11 +74,11 @@ class Recorded(Segments):
 
     @property
     def exit_logits(self) -> np.ndarray | None:
-        """(N, K - 1), the policy's; None if the model has no policy."""
+        """(N, K - 1), the outputs of the policy; None if the model has no policy."""
         return self.measures.get("exit_logit")
 
-    def start(self, inputs) -> "RecordedRows":
-        """inputs: anything whose length is the number of recorded rows. Raises ValueError for another length."""
+    def start(self, inputs: Sized) -> "RecordedRows":
+        """inputs: any object whose length is the number of recorded rows. Raises ValueError for another length."""
         if len(inputs) != len(self.logits):
             raise ValueError(f"expected {len(self.logits)} rows, as were recorded, got {len(inputs)}")
         return RecordedRows(np.arange(len(inputs)))
@@ -84,6 +87,7 @@ class Recorded(Segments):
         return state
 
     def read(self, k: int, state: "RecordedRows") -> Reading:
+        # Measures of K - 1 columns have no value at the last exit, where no rule decides.
         measures = {name: values[state.rows, k] for name, values in self.measures.items() if k < values.shape[1]}
         return Reading(self.logits[state.rows, k], **measures)
 
@@ -92,17 +96,17 @@ class Recorded(Segments):
         return reading if self._state_flops is None else reading._replace(logits=None)
 
     def state_flops(self, k: int) -> float:
-        return self._state_flops[k]
+        return 0.0 if self._state_flops is None else self._state_flops[k]
 
     def layer_passes(self, k: int) -> int:
         return self._layer_passes[k]
 
-    def flops(self, k: int, inputs) -> tuple[np.ndarray, np.ndarray]:
+    def flops(self, k: int, inputs: Sized) -> tuple[np.ndarray, ...]:
         return tuple(self._flops[:, k].T)
 
 
 class RecordedRows(NamedTuple):
-    """The state of recorded segments: which rows are still in the model."""
+    """The state of recorded segments: the numbers of the rows that have not stopped."""
 
     rows: np.ndarray
 
@@ -111,13 +115,13 @@ class RecordedRows(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Every exit of N rows (examples or tokens), and what the full model costs."""
+    """All exits of N rows (examples or tokens), and the cost of the full model."""
 
     segments: Recorded
-    logits: np.ndarray  # (N, K, C); of recorded texts see units.tokens.record_texts
+    logits: np.ndarray  # (N, K, C); for recorded texts see exits/tokens.py, record_texts
     full_flops: float  # mean over rows: all layers, last head only
-    groups: np.ndarray | None = None  # (N,), which text a token belongs to; None: each row is drawn on its own
-    labels: np.ndarray | None = None  # (N,), if rules may be fitted to them
+    groups: np.ndarray | None = None  # (N,), the text of each token; None: every row is a sample of its own
+    labels: np.ndarray | None = None  # (N,), if rules may be fitted to labels
 
     def take(self, rows: np.ndarray) -> "Record":
         """Some of the rows: an index or a mask (N,)."""
@@ -127,14 +131,14 @@ class Record(NamedTuple):
 
     @property
     def predictions(self) -> np.ndarray:
-        """(N, K), the class or token that each exit predicts; of a regression its number."""
+        """(N, K), the class or token that each exit predicts; for regression the number."""
         found = self.segments.measures.get("prediction")
         if found is not None:
             return found
         return self.logits[:, :, 0] if self.logits.shape[2] == 1 else self.logits.argmax(axis=2)
 
     def confidence(self, measure: str) -> np.ndarray:
-        """(N, K - 1), a measure at every exit but the last."""
+        """(N, K - 1), a confidence measure at every exit but the last."""
         found = self.segments.measures.get(measure)
         if found is not None:
             return found
@@ -142,7 +146,7 @@ class Record(NamedTuple):
         return np.stack([MEASURES[measure][0](self.logits[:, k]) for k in before_last], axis=1)
 
     def replay(self, rule: Rule) -> ExitResult:
-        """The loop on the record. Its cost holds layers and FLOPs; its seconds mean nothing."""
+        """The result of a rule on the record. Its cost has layers and FLOPs; its seconds are meaningless."""
         return early_exit(self.segments, rule, range(len(self.logits)))
 
 
@@ -153,9 +157,9 @@ def record(
     progress: str | None = None,
     whole: Segments | None = None,
 ) -> Record:
-    """Read every exit for every row. `progress` names the bar that is shown if this takes long.
+    """Record all exits of all rows. progress: label of a progress bar, which appears after two seconds.
 
-    whole: the model without early exits, if it is not these segments run to the end.
+    whole: the model without early exits, if it differs from these segments run to the end.
     """
     whole, order = whole or segments, list(batches(encoded, batch_size))
     parts, full = [], []
@@ -164,39 +168,43 @@ def record(
         parts.append(read_and_measure(segments, inputs))
         costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
         full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
+    # The batches hold the rows by length. Row i of the data set is row back[i] of the concatenated batches: the argsort
+    # of a permutation is its inverse.
     back = np.argsort(np.concatenate(order))
     *both, measured = zip(*parts)
     logits, flops = (np.concatenate(part)[back] for part in both)
     measures = {name: np.concatenate([each[name] for each in measured])[back] for name in measured[0]}
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    alone = type(segments).read_state is not Segments.read_state
-    state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if alone else None
+    omits_logits = type(segments).read_state is not Segments.read_state
+    state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if omits_logits else None
     recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
     return Record(recorded, logits, sum(full) / len(encoded))
 
 
 def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
-    """The plan of all rows, by a rule that plans from texts: a record, which holds no texts, is replayed under it."""
+    """The plan of all rows by a rule that plans from texts. A record has no texts; it is replayed under this plan."""
     exit_index, flops = np.empty(len(encoded), np.int64), 0.0
     for rows in batches(encoded, batch_size):
         inputs = encoded.batch(rows)
-        exit_index[rows] = rule.plan(inputs)
+        plan = rule.plan(inputs)
+        assert plan is not None
+        exit_index[rows] = plan
         flops += len(rows) * rule.plan_flops(inputs)
-    return Planned(exit_index, flops / len(encoded))
+    return Planned(tuple(exit_index), flops / len(encoded))
 
 
 def predictions(logits: np.ndarray) -> np.ndarray:
-    """(N, C) logits -> (N,): the class index, or the value itself for regression (C = 1)."""
+    """(N, C) logits -> (N,): the class index, or for regression (C = 1) the number."""
     return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(axis=1)
 
 
 def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
-    """One of the task's metrics at every exit, over all rows."""
+    """A metric of the task at every exit, over all rows."""
     return [task.score(found, labels)[metric] for found in recorded.predictions.T]
 
 
 def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
-    """Score, depth and FLOPs of one result, under the keys of the JSON answers."""
+    """Score, depth and FLOPs of a result, under the keys of the JSON output."""
     num_layers = recorded.segments.exits[-1]
     mean_layers = float(result.cost.depth.mean())
     return task.score(predictions(result.logits), labels) | {
