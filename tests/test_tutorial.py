@@ -77,8 +77,8 @@ def test_the_tutorial_runs_and_prints_what_it_says(tmp_path, monkeypatch):
 
 
 def test_every_section_has_an_exercise_with_a_solution_that_runs():
-    first, *sections = re.split(r"^## ", TUTORIAL.read_text(), flags=re.M)
-    assert len(sections) == 8
+    first, *sections, glossary = re.split(r"^## ", TUTORIAL.read_text(), flags=re.M)
+    assert len(sections) == 8 and glossary.startswith("Glossary\n")
     for section in sections:
         blocks = [block[2] for block in FENCE.finditer(section) if block[1] == "python"]
         assert sum("FILL ME IN" in block for block in blocks) == 1, section[:40]
