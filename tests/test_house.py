@@ -230,7 +230,9 @@ def test_readme_is_one_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", ["README.md", "tutorial.md", "weights/README.md", "export/serving/README.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "tutorial.md", "CONTRIBUTING.md", "weights/README.md", "export/serving/README.md"]
+)
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"`((?:mini_ee|tests|weights|export|experiments|results)/[\w./-]+)`", text):
