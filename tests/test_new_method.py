@@ -25,7 +25,7 @@ from mini_ee.training.run import load_run
 
 ROOT = Path(__file__).parent.parent
 METHOD = '''\
-"""Doubt: a unit leaves where a small module, which learns from its own mistakes, does not doubt the exit."""
+"""Doubt: an example stops at an exit if a small module predicts that the exit is correct."""
 
 from dataclasses import dataclass
 
@@ -33,16 +33,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from mini_ee.data.options import Settings, option
-from mini_ee.training.method import Method
-from mini_ee.training.stages import Stage, joint_stage
 from mini_ee.rules import Policy
 from mini_ee.training.default_rule import sweep
+from mini_ee.training.method import Method
 from mini_ee.training.stages import Stage, joint_stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    caution: float = option(2.0, "how much worse it is to trust a wrong exit than to doubt a right one", least=1)
+    caution: float = option(2.0, "weight of wrong exits in the loss", least=1)
 
 
 class Trust(nn.Module):
@@ -57,11 +56,12 @@ class Trust(nn.Module):
 
 def recipe(model, config):
     def loss(model, batch):
-        said = [model.classify(k, state).argmax(-1) for k, state in enumerate(batch.states[:-1])]
-        each = zip(model.exit_logits(batch.states).unbind(1), said)
-        right = [(logit, (guess == batch.labels).float()) for logit, guess in each]
-        losses = (F.binary_cross_entropy_with_logits(logit, truth, reduction="none") for logit, truth in right)
-        return sum((one * (1 + (config.caution - 1) * (1 - truth))).mean() for one, (_, truth) in zip(losses, right))
+        total = 0.0
+        for k, logit in enumerate(model.exit_logits(batch.states).unbind(1)):
+            correct = (model.classify(k, batch.states[k]).argmax(-1) == batch.labels).float()
+            weight = 1 + (config.caution - 1) * (1 - correct)
+            total = total + F.binary_cross_entropy_with_logits(logit, correct, weight)
+        return total
 
     heads = joint_stage(model, trainable=lambda name: not name.startswith("policy."))
     last = Stage("trust", lambda name: name.startswith("policy."), loss, score=lambda scores: 0.0, on_states=True)
