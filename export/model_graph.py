@@ -38,14 +38,15 @@ def write_model_graph(g, segments, rule: Rule, compared: bool = False) -> None:
 class _ModelGraph:
     def __init__(self, g, segments, rule: Rule, compared: bool):
         self.g, self.segments, self.rule = g, segments, rule
-        facts, self.last = segments.facts(), len(segments.exits) - 1
-        self.tokens = facts["unit"] == "tokens"
+        self.last = len(segments.exits) - 1
+        self.starts_anew = self.last > 0 and all(k in segments.from_embeddings for k in range(self.last + 1))
+        self.tokens = segments.model.unit == "tokens"
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.compared = compared and self.decides
         self.beside = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
         if self.decides and rule.needs_policy and not compared:
             self.beside = ["exit_logit"]
-        self.classes = facts["vocab_size"] if self.tokens else facts["num_labels"]
+        self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
         memory: dict = {}
         if self.decides and rule.needs == "logits":
             rule.stop(0, Reading(np.zeros((1, self.classes), np.float32)), memory)
@@ -103,11 +104,11 @@ class _ModelGraph:
         them what the layers from here on leave behind.
         """
         g, segments = self.g, self.segments
-        state = segments.advance(k, state)
+        state = state if self.starts_anew else segments.advance(k, state)
         written, rows = segments.written(state) if self.tokens else [], g.shape(exit_at, 0, 1)
         if k == self.last:
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
-            read = segments.read_logits(k, state)
+            read = self._read_logits(k, state)
             said = self._said(k, read.logits.name, rows, [nothing] * len(self.beside))
             if segments.tokens_exit:
                 said.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
@@ -165,12 +166,17 @@ class _ModelGraph:
         said = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
         return said + [g.value(name, axis, dtype=np.float32) for name in beside]
 
+    def _read_logits(self, k: int, state) -> Reading:
+        """If all exits start from the embeddings, the layers of one run together with its head."""
+        state = self.segments.advance(k, state) if self.starts_anew else state
+        return self.segments.read_logits(k, state)
+
     def _where_asked(self, condition: str, k: int, state, rows: str) -> str:
         """What the head says (B, C), where the condition () holds; else zeros, which nobody looks at."""
         g = self.g
 
         def read() -> list:
-            logits = self.segments.read_logits(k, state).logits.name
+            logits = self._read_logits(k, state).logits.name
             return [g.value(logits, "rows_read", self.classes, dtype=np.float32)]
 
         def nothing() -> list:

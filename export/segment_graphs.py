@@ -2,17 +2,24 @@
 together again after each exit.
 
     input_ids, ...  (B, T), of the rows that go on
-    hidden          what the segment before has handed on, of all rows that it had; `carried` the same of a method's own
-    rows            (B,) int64: which of those go on
-    read            () bool: whether the head is read; of the last segment it always is
- -> hidden_out, carried_out for the next; logits (B, C), max_probability (B,) of classes, exit_logit (B,) of a policy,
-    in float32, without rows where nobody reads
+    hidden, carried hidden_out and carried_out of the segment before, for all rows that it computed
+    rows            (B,) int64: which of those rows go on
+    read            () bool: whether the head is evaluated; the head of the last segment always is
+ -> hidden_out      (B, T, D), the hidden states; with LoRA streams (n, B, T, D); with T5 (B, 1 + S, D): behind the one
+                    token of the decoder stands the output of the encoder, so that no later segment runs the encoder
+    carried_out     a further field of the state, if the segments name one in `carried`
+    logits (B, C), max_probability (B,) for classes, exit_logit (B,) of a policy: float32, with no rows if `read` is
+                    false
+
+A segment that starts from the embeddings takes nothing from the one before (Segments.from_embeddings).
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mini_ee.confidence import max_probability
 from mini_ee.segments import Segments
@@ -28,14 +35,13 @@ def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
     """handed: name -> axes of what the segment before has handed on; then of what this one does."""
     with g.tracing():
         inputs = g.inputs()
+        state = segments.start(inputs)
         if handed:
             rows = g.tensor(g.input("rows", "batch"), "batch", dtype=np.int64)
             taken = {name: _rows_of(g, name, axes, rows) for name, axes in handed.items()}
-            state = segments.taken_up(k, inputs, taken)
-        else:
-            state = segments.start(inputs)
+            state = _resumed(segments, state, **taken)
         state, last = segments.advance(k, state), k == len(segments.exits) - 1
-        given = {} if last else segments.handed_on(k, state)
+        given = {} if last or k + 1 in segments.from_embeddings else _handed_on(segments, state)
         handed.clear()
         for name, value in given.items():
             streams = value.shape[: value.ndim - 3] if name == "hidden" else ()
@@ -43,6 +49,26 @@ def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
             g.output(f"{name}_out", value.name, *axes)
             handed[name] = axes
         _write_reading(segments, k, state, g, optional=not last)
+
+
+def _handed_on(segments: Segments, state) -> dict[str, Tensor]:
+    """What the graph of a segment hands on to the next, by name."""
+    hidden, made_once = state.hidden, segments.model.backbone.made_once
+    if made_once:
+        made = getattr(state.context, made_once)
+        hidden = torch.cat((hidden, made.expand(*hidden.shape[:-2], *made.shape[-2:])), dim=-2)
+    carried = segments.carried and getattr(state, segments.carried)
+    return {"hidden": hidden} if carried is None else {"hidden": hidden, "carried": carried}
+
+
+def _resumed(segments: Segments, state, hidden: Tensor, carried: Tensor | None = None):
+    """The state before a segment: a fresh one, in which stand the values that the segment before has handed on."""
+    context, made_once = state.context, segments.model.backbone.made_once
+    if made_once:  # in every stream the same
+        context = context._replace(**{made_once: hidden[(0,) * (hidden.ndim - 3)][:, 1:]})
+        hidden = hidden[..., :1, :]
+    fields = {} if carried is None else {segments.carried: carried}
+    return state._replace(hidden=hidden, context=context, **fields)
 
 
 def _rows_of(g, name: str, axes: tuple, rows):
@@ -57,7 +83,7 @@ def _named(sizes) -> list:
 
 def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None:
     """The head is in the graph of its segment, since a graph of its own costs more to call than to compute."""
-    classes = segments.facts()["num_labels"]
+    classes = segments.model.num_labels
 
     def reading() -> dict:
         read = segments.read(k, state)

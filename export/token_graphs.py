@@ -39,25 +39,22 @@ class TokenGraphs(Segments):
 
     def __init__(self, model: TokenExits):
         self.model, self.exits = model, model.exits
-
-    def facts(self) -> dict:
-        """What an exported folder says of the model beside its graphs."""
-        backbone, config = self.model.backbone, self.model.backbone.config
+        backbone, config = model.backbone, model.backbone.config
         apart = {"begins_with": backbone.decoder_start_tokens([()])[0]} if backbone.is_encoder_decoder else {}
-        return apart | {
+        self.metadata = apart | {
             "unit": "tokens",
-            "missing_kv": self.model.missing_kv,
+            "missing_kv": model.missing_kv,
             "vocab_size": config.vocab_size,
-            "max_tokens": self.model.backbone.max_written,
+            "max_tokens": backbone.max_written,
             "stop": config.stop_tokens,
             "width": config.hidden_size,
             "cache_width": config.key_value_heads * config.head_width,
-            "decides": self.model.policy is not None,
+            "decides": model.policy is not None,
         }
 
     # ---- One graph ----
     def start(self, inputs) -> GraphTokens:
-        backbone, block = self.model.backbone, self.model.backbone.graph_block(inputs.g, 0)
+        backbone, block = self.model.backbone, self._block(inputs.g, 0)
         hidden = backbone.embed_written(inputs.input_ids, block.at)
         return GraphTokens(hidden, hidden, block, block)
 
@@ -94,8 +91,9 @@ class TokenGraphs(Segments):
         return _caches(state.hidden.g, block)
 
     def prompt_graphs(self) -> dict[str, Callable]:
-        """What stands beside the one graph, where prompts are read apart."""
-        return self.model.backbone.prompt_graphs()
+        """The graph that reads the prompts, if an encoder does: name -> what writes it, given a Graph."""
+        backbone = self.model.backbone
+        return {"memory": partial(backbone.graph_context.write_memory, backbone)} if backbone.is_encoder_decoder else {}
 
     # ---- By segment ----
     def graphs(self) -> dict[str, Callable]:
@@ -114,7 +112,7 @@ class TokenGraphs(Segments):
         """input_ids or hidden, positions, rows, caches -> hidden_out, caches: the layers between two exits."""
         backbone, start = self.model.backbone, self.exits[k - 1] if k else 0
         with g.tracing():
-            block = backbone.graph_block(g, start)
+            block = self._block(g, start)
             hidden = self._hidden(g, block) if k else backbone.embed_written(g.inputs().input_ids, block.at)
             hidden = backbone.run_layers(hidden, block, start, self.exits[k])
         g.output("hidden_out", hidden.name, "batch", "tokens", backbone.config.hidden_size)
@@ -125,9 +123,12 @@ class TokenGraphs(Segments):
         of all these layers. To recompute needs no graph of its own: it is the segment on those tokens."""
         start = self.exits[k - 1]
         with g.tracing():
-            block = self.model.backbone.graph_block(g, start)
+            block = self._block(g, start)
             self.model.backbone.copy_state(self._hidden(g, block), block, start, self.exits[k])
         output_caches(g, _caches(g, block), block.written)
+
+    def _block(self, g, first: int) -> GraphBlock:
+        return self.model.backbone.graph_context.over_caches(g, self.model.backbone, first)
 
     def _hidden(self, g, block: GraphBlock) -> Tensor:
         width = self.model.backbone.config.hidden_size

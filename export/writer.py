@@ -57,6 +57,9 @@ PRECISIONS = ("float32", "float16", "int8")
 OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
 """What the manifest keeps of config.json."""
 
+OF_ROWS = ("unit", "pool", "head", "num_labels")
+"""What it says of a model of rows."""
+
 OF_ITS_RULE = ("promise", "exit_counts")
 """What it keeps too where the rule is the run's own."""
 
@@ -153,8 +156,9 @@ def write_graphs(
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     rounded = int8_maps(model) if precision == "int8" else ()
     settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": rounded}
-    own, made, facts = parameters_of(model), {}, source.facts()
-    tokens = facts["unit"] == "tokens"
+    own, made, tokens = parameters_of(model), {}, model.unit == "tokens"
+    metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
+    metadata |= source.metadata
     for name, write in _graphs(source, rule, segments, web).items():
         fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
         made[name] = fresh()
@@ -163,7 +167,7 @@ def write_graphs(
         except NotTraceable:
             if name not in ("model", WEB) or not segments:
                 raise
-            facts["rule_in_graph"] = False  # it decides between graphs by segment
+            metadata["rule_in_graph"] = False  # it decides between graphs by segment
             made[name] = fresh()
             write_model_graph(made[name], source.in_one_graph(), NeverExit())
     encoder = rule.embed and rule.embed.states  # the queries are averaged from its states
@@ -172,7 +176,7 @@ def write_graphs(
         if own.keys().isdisjoint(others):
             own, settings = others, settings | {"dtype": np.float32}
         made["encoder"] = Graph(own, **settings)
-        encoder.graph(made["encoder"])
+        _write_encoder(encoder, made["encoder"])
     write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
     tensors, graphs = layout(folder / WEIGHTS), {}
     for name, builder in made.items():
@@ -186,7 +190,7 @@ def write_graphs(
         "backbone": model.backbone.config.to_dict(),
         "exits": list(model.exits),
         "rule": rule.to_dict(),
-        **facts,
+        **metadata,
         **(_costs(source, segments) if not tokens else {"weights": token_weights(model.backbone)._asdict()}),
         "graphs": graphs,
         "tensors": tensors,
@@ -195,7 +199,7 @@ def write_graphs(
 
 def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable]:
     """Name of a graph -> what writes it, given a Graph."""
-    tokens, one = source.facts()["unit"] == "tokens", source.in_one_graph()
+    tokens, one = source.model.unit == "tokens", source.in_one_graph()
     graphs = {"model": partial(write_model_graph, segments=one, rule=rule)}
     if web:
         graphs[WEB] = partial(write_model_graph, segments=one, rule=rule, compared=True)
@@ -245,6 +249,13 @@ def _quadratic(of: Callable[[int], np.ndarray]) -> list[list[float]]:
     square = (three - 2 * two + one) / 2
     slope = two - one - 3 * square
     return np.stack((one - slope - square, slope, square), axis=-1).tolist()
+
+
+def _write_encoder(encoder, g: Graph) -> None:
+    """input_ids, attention_mask -> embedding (B, D), by which a rule retrieves."""
+    with g.tracing():
+        embedding = encoder.mean(g.inputs())
+    g.output("embedding", embedding.name, "batch", encoder.backbone.config.hidden_size, dtype=np.float32)
 
 
 def _write_embedder(rule: Rule, folder: Path) -> dict:

@@ -49,6 +49,8 @@ class Segments:
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
     engine = "numpy"  # the library that computes
     tokens_exit = False  # whether tokens exit within a row: then Reading.token_cost is the cost of each row
+    from_embeddings: Container[int] = (0,)  # each k whose segment starts from the embeddings, not from segment k - 1
+    metadata: dict = {}  # entries of their own in the manifest of an exported folder
 
     def start(self, inputs: Any) -> Any:
         """The state after the embeddings."""
@@ -99,11 +101,10 @@ class Segments:
 
     def layer_passes(self, k: int) -> int:
         """Layers that are run for one row in advance(k)."""
-        return self.exits[k] - (self.exits[k - 1] if k else 0)
+        return self.exits[k] - (0 if k in self.from_embeddings else self.exits[k - 1])
 
-    # ---- With graph values as inputs the same methods write model.onnx; see export/model_graph.py ----
     def in_one_graph(self) -> "Segments":
-        """The segments that model.onnx computes."""
+        """What the ONNX graph that stops by itself computes (export/model_graph.py): these segments, for most."""
         return self
 
 

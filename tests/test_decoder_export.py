@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
+import mini_ee.backbones.cache
 import mini_ee.export.writer as writer
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.cache import GraphBlock
@@ -424,9 +425,9 @@ GRAPH_BUGS = {
     "no window": ("mistral", GraphBlock, "attend", forgotten_window),
     "LongRoPE's heads are not widened": (
         "phi3",
-        Decoder,
+        mini_ee.backbones.cache,
         "graph_turn",
-        lambda right, self, *where: [each / self.config.rope_scale for each in right(self, *where)],
+        lambda right, config, *at, **how: [each / config.rope_scale for each in right(config, *at, **how)],
     ),
     "another activation in the policy": ("policies", LOWERINGS, F.gelu, lambda right, x, **how: -right(x, **how)),
     "the next head": (

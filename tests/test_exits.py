@@ -373,7 +373,7 @@ def test_linear_heads_are_trained_kept_exported_and_read_by_both_engines(
     texts = ["a charming film", "a dull song that never ends"]
     mini_ee.export(again, tmp_path / "exported")
     served = Runtime(tmp_path / "exported", threads=1)
-    assert again.segments().facts()["head"] == served.config["head"] == "linear"
+    assert again.model.head == served.config["head"] == "linear"
     in_torch = Runtime(tmp_path / "exported", segments=torch_segments(tmp_path / "exported"))
     for one, other, ours in zip(served.run(texts), in_torch.run(texts), again.classify(texts), strict=True):
         assert (one.label, one.layers) == (other.label, other.layers) == (ours.label, ours.layers)

@@ -410,9 +410,9 @@ def other_prompts(patch):
 def no_biases(patch):
     right = t5.T5Block.__init__
 
-    def init(self, g, backbone, first):
-        right(self, g, backbone, first)
-        self.readable = g.op("Mul", self.readable, g.held(np.array(1.5, np.float32)))
+    def init(self, config, at, masks, **settings):
+        right(self, config, at, masks, **settings)
+        self.readable = at.g.op("Mul", self.readable, at.g.held(np.array(1.5, np.float32)))
 
     patch.setattr(t5.T5Block, "__init__", init)
 

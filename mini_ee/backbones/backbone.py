@@ -138,6 +138,7 @@ class Backbone(nn.Module):
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # of a row's tokens, that make sense
     generates: ClassVar[bool] = False  # it writes text, token by token: a GenerativeBackbone
     is_encoder_decoder: ClassVar[bool] = False  # an encoder reads what is given; a decoder reads what it writes alone
+    made_once: ClassVar[str | None] = None  # a field (B, S, D) of its contexts that costs too much to compute again
     reads_prompt_at: ClassVar[str] = "mask"  # or "last", "first": the token through which the head to words is read
     head_architecture: ClassVar[str] = "ForMaskedLM"  # how Hugging Face ends the name of a model with the head to words
 
@@ -200,14 +201,6 @@ class Backbone(nn.Module):
         Raises ValueError where the checkpoint has no such head.
         """
         raise NotImplementedError
-
-    def packed(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """What a graph of one segment gives to the next: hidden states, and what `context` could not make again."""
-        return hidden
-
-    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, LayerContext]:
-        """Hidden states and their `context`, from what was packed."""
-        return packed, self.context(inputs)
 
     @property
     def vocabulary(self) -> dict[str, str]:

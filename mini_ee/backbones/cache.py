@@ -155,10 +155,11 @@ class GraphCache(NamedTuple):
     prompts: str  # (1,): how many rows the caches have
 
 
-def graph_cache(g, first: int, width: int) -> tuple[Tensor, Tensor, GraphCache]:
+def cache_inputs(g, config, first: int) -> tuple[Tensor, Tensor, GraphCache]:
     """Where tokens are, (B, T) from 0, all slots (S,), and the cache. Declares the inputs positions (B, T), -1 for
-    padding, rows (B,), which prompts the tokens belong to, and the keys of layer `first`, (prompts, slots, width)."""
+    padding, rows (B,), which prompts the tokens belong to, and the keys of layer `first`, (prompts, slots, KV d)."""
     positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
+    width = config.key_value_heads * config.head_width
     keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
     row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
     index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
@@ -166,6 +167,19 @@ def graph_cache(g, first: int, width: int) -> tuple[Tensor, Tensor, GraphCache]:
     slots = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
     at = g.tensor(g.op("Max", positions, g.integers(0)), "batch", "tokens", dtype=np.int64)
     return at, g.tensor(slots, "slots", dtype=np.int64), GraphCache(index, rows, g.shape(keys, 0, 1))
+
+
+def graph_turn(config, at: Tensor, cached: bool) -> list[Tensor]:
+    """cos and sin (B, T, R/2) of positions (B, T); a table of all positions would make the file large."""
+    if not config.rotary_width:
+        return []
+    frequencies = config.rope_frequencies()
+    if not cached and config.short_tokens is not None:
+        is_long = at.amax(1)[:, None, None] >= config.short_tokens
+        frequencies = torch.where(is_long, config.rope_frequencies(long=True), frequencies)
+    angle = at.float()[..., None] * frequencies
+    turn = [angle.cos(), angle.sin()]
+    return turn if config.rope_scale == 1 else [each * config.rope_scale for each in turn]
 
 
 class GraphBlock:
@@ -191,6 +205,21 @@ class GraphBlock:
         self.padding: Tensor | None = None  # (B, 1, 1, T), true at tokens, where tokens read each other
         self.written: dict[str, str] = {}  # cache -> what it has become
         self._exited = None
+
+    @classmethod
+    def of_texts(cls, decoder, mask: Tensor) -> "GraphBlock":
+        """Of whole texts, whose tokens read each other and no padding, on either side. mask (B, T): true at tokens."""
+        at, padding = token_positions(mask).clamp(min=0), mask[:, None, None, :]
+        block = cls(decoder.config, at, decoder.masks(at, at, padding), graph_turn(decoder.config, at, cached=False))
+        block.padding = padding
+        return block
+
+    @classmethod
+    def over_caches(cls, g, decoder, first: int) -> "GraphBlock":
+        """Of tokens whose past is in caches, in a graph whose first layer is this, from 0. Declares what it takes."""
+        config = decoder.config
+        at, slots, cache = cache_inputs(g, config, first)
+        return cls(config, at, decoder.masks(at, slots[None]), graph_turn(config, at, cached=True), cache)
 
     def of_rows(self, running: Tensor, exited: Tensor, states: Tensor) -> "GraphBlock":
         """The block of the rows `running` (B',), whose layers also write keys and values for the rows `exited` (M,).

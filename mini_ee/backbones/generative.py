@@ -19,10 +19,10 @@ a layer calls of its context, `context`, is in cache.py: every, here, rotate, at
 The final norm belongs to the head: hidden[L] comes before it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from mini_ee.backbones.backbone import (
     tensor_on,
     token_places,
 )
-from mini_ee.backbones.cache import Cache, GraphBlock, GraphCache, LayerContext, graph_cache, readable, token_positions
+from mini_ee.backbones.cache import Cache, GraphBlock, LayerContext, readable, token_positions
 from mini_ee.backbones.hub import hugging_face_names
 from mini_ee.backbones.shapes import check
 
@@ -102,6 +102,7 @@ class GenerativeBackbone(Backbone):
     """
 
     generates = True
+    graph_context: ClassVar[type[GraphBlock]] = GraphBlock  # of its layers in ONNX graphs
     norm: nn.Module | None
 
     @classmethod
@@ -177,14 +178,6 @@ class GenerativeBackbone(Backbone):
     def aligned_block(self, low: int, tokens: int, cache: Cache):
         """`block` where all rows of the cache are at low .. low + tokens - 1."""
         raise NotImplementedError
-
-    def graph_block(self, g, first: int) -> GraphBlock:
-        """`block` with a cache, for a graph whose first layer is this, from 0. Declares the inputs that it takes."""
-        raise NotImplementedError
-
-    def prompt_graphs(self) -> dict[str, Callable]:
-        """Graphs that read prompts apart: name -> what writes one, given a Builder."""
-        return {}
 
     def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Any, Tensor]:
         """Inputs for whole texts (B, T), and where in their hidden states the tokens stand that count.
@@ -281,7 +274,7 @@ class CausalDecoder(GenerativeBackbone):
         Raises ValueError where there are more tokens than the model has positions.
         """
         if is_traced(inputs.attention_mask):
-            return self._graph_context(inputs)
+            return GraphBlock.of_texts(self, inputs.attention_mask.bool())
         tokens, attention_mask = check(inputs.input_ids, "B T")["T"], inputs.attention_mask
         padding, limit = padding_mask(attention_mask, self.device), self.config.max_tokens
         some_long = self.max_written < tokens and self.max_written < limit
@@ -319,11 +312,11 @@ class CausalDecoder(GenerativeBackbone):
         if cache is None:
             real = positions >= 0
             seen = (real[:, None, :] | ~real[:, :, None])[:, None]  # no token reads padding
-            mask, near = self._masks(positions, positions, seen)
+            mask, near = self.masks(positions, positions, seen)
             return LayerContext(self.config, *turn, mask, False, end, near=near)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
-        mask, near = self._masks(at, self._places(end), end=end)
+        mask, near = self.masks(at, self._places(end), end=end)
         return LayerContext(self.config, *turn, mask, False, end, cache=cache, rows=rows, slots=write, near=near)
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> LayerContext:
@@ -335,7 +328,7 @@ class CausalDecoder(GenerativeBackbone):
         if tokens == 1 or low == 0:
             return self._causal(turn, tokens, low)._replace(cache=cache, slots=write)
         slots = self._places(end)
-        mask, near = self._masks(slots[:, low:], slots, end=end)
+        mask, near = self.masks(slots[:, low:], slots, end=end)
         return LayerContext(self.config, *turn, mask, False, end, cache=cache, slots=write, near=near)
 
     def _causal(self, turn: tuple, tokens: int, low: int = 0) -> LayerContext:
@@ -347,11 +340,11 @@ class CausalDecoder(GenerativeBackbone):
             near = readable(at, slots, self.config.sliding_window)
         if bias is None:
             return LayerContext(self.config, *turn, None, tokens > 1, end, near=near)
-        mask, near = self._masks(at, slots, end=end)
+        mask, near = self.masks(at, slots, end=end)
         return LayerContext(self.config, *turn, mask, False, end, near=near)
 
-    def _masks(self, at: Tensor, reads: Tensor, seen: Tensor | None = None, end: int | None = None) -> list:
-        """What tokens at `at` read of those at `reads`: masks for layers without and with a window, see `LayerContext`.
+    def masks(self, at: Tensor, reads: Tensor, seen: Tensor | None = None, end: int | None = None) -> list:
+        """What tokens at `at` read of those at `reads`, of layers without and with a window, see `LayerContext`.
 
         seen: which of them may be read besides. end: of what is read; where all windows reach back to the first token,
         the second is None.
@@ -380,32 +373,6 @@ class CausalDecoder(GenerativeBackbone):
         if isinstance(at, slice):
             return self.cos[None, at, None], self.sin[None, at, None]
         return self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)
-
-    # ---- In graphs ----
-    def _graph_context(self, inputs) -> GraphBlock:
-        """`context` in a graph; no token reads padding, on either side."""
-        mask = inputs.attention_mask.bool()
-        at, padding = token_positions(mask).clamp(min=0), mask[:, None, None, :]
-        block = GraphBlock(self.config, at, self._masks(at, at, padding), self.graph_turn(at))
-        block.padding = padding
-        return block
-
-    def graph_block(self, g, first: int) -> GraphBlock:
-        at, slots, cache = graph_cache(g, first, self.config.key_value_heads * self.config.head_width)
-        return GraphBlock(self.config, at, self._masks(at, slots[None]), self.graph_turn(at, cache), cache)
-
-    def graph_turn(self, at: Tensor, cache: GraphCache | None = None) -> list[Tensor]:
-        """cos and sin (B, T, R/2) of positions (B, T); a table of all positions would make the file large."""
-        config = self.config
-        if not config.rotary_width:
-            return []
-        frequencies = config.rope_frequencies()
-        if cache is None and config.short_tokens is not None:
-            is_long = at.amax(1)[:, None, None] >= config.short_tokens
-            frequencies = torch.where(is_long, config.rope_frequencies(long=True), frequencies)
-        angle = at.float()[..., None] * frequencies
-        turn = [angle.cos(), angle.sin()]
-        return turn if config.rope_scale == 1 else [each * config.rope_scale for each in turn]
 
 
 def _padded_on_the_right(attention_mask: Tensor | np.ndarray) -> bool:

@@ -17,21 +17,19 @@ Keys and values of the encoder's output are made by the layer that reads them, f
 run costs nothing. Text is written over caches as by any decoder; a token that has left leaves its own keys above, those
 of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
 
-ONNX graphs by segment hand hidden states and the encoder's output on as one value, (B, 1 + S, D): see `packed`. Graphs
-of tokens have the keys and values of all layers from a graph of their own, which runs once: see T5Block.
+In ONNX graphs of tokens the keys and values of all layers come from a graph of their own, which runs once: see T5Block.
 Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Layout, Tensors, layer_flops, padding_mask, tensor_on, token_places
-from mini_ee.backbones.cache import Cache, GraphBlock, graph_cache
+from mini_ee.backbones.cache import Cache, GraphBlock, cache_inputs
 from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_layers import (
@@ -46,6 +44,57 @@ from mini_ee.backbones.t5_layers import (
     norm_of,
 )
 
+# ---- In graphs ----
+MEMORY = "memory"  # what names of inputs begin with that hold what was made of the prompts
+
+
+class T5Block(GraphBlock):
+    """Tokens whose past stands in caches, as GraphBlock has them, and whose prompts an encoder has read.
+
+    What it made of them is fixed: `memory_keys_3` and `memory_values_3` of the decoder's layer 3 (from 0), (prompts,
+    memory, H d), and memory_mask (prompts, memory), 1 at tokens.
+    """
+
+    scale = 1.0
+
+    @classmethod
+    def over_caches(cls, g, decoder, first: int) -> "T5Block":
+        at, slots, cache = cache_inputs(g, decoder.config, first)
+        distances = slots - at[..., None]
+        biases = decoder.biases.of_distances(distances).masked_fill((distances > 0)[:, None], -torch.inf)
+        return cls(decoder.config, at, (biases, None), cache=cache)
+
+    def attend_memory(self, depth: int, layer, query: Tensor, adapt=None, dropout: float = 0.0) -> Tensor:
+        """(B, T, H d) -> (B, T, H d): what the tokens read of their prompts."""
+        g, queries = query.g, query.name
+        kept = [
+            g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
+            for kind in ("keys", "values")
+        ]
+        mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
+
+        def attended(keys: str, values: str, mask: str) -> list:
+            seen = g.readable(g.cast(mask, bool), queries)
+            read = g.attention(queries, keys, values, seen, heads, heads, self.scale)
+            return [g.value(read, "some", "tokens", self.width)]
+
+        everyone = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
+        of_some = lambda: attended(*(g.op("Gather", each, self._cache.rows) for each in (*kept, mask)))  # noqa: E731
+        return query.like(g.either(everyone, lambda: attended(*kept, mask), of_some)[0].name)
+
+    @staticmethod
+    def write_memory(decoder, g) -> None:
+        """The graph memory.onnx: input_ids and attention_mask (prompts, memory) -> what this takes of the prompts."""
+        names, axes = ("input_ids", "attention_mask"), ("prompts", "memory")
+        ids, mask = (g.tensor(g.input(name, *axes), *axes, dtype=np.int64) for name in names)
+        with g.tracing():
+            states = decoder.encoder_norm(decoder.encode(Tensors(ids, mask), decoder.text_layers)[0])
+            for depth, layer in enumerate(decoder.layers):
+                heads = layer.linear("cross_key_value", states, None).chunk(2, dim=-1)
+                for kind, each in zip(("keys", "values"), heads):
+                    g.output(f"{MEMORY}_{kind}_{depth}", each.name, *axes, each.shape[-1])
+        g.output(f"{MEMORY}_mask", g.op("Identity", mask.name), *axes, dtype=np.int64)
+
 
 # ---- The backbone ----
 class T5(GenerativeBackbone):
@@ -54,6 +103,8 @@ class T5(GenerativeBackbone):
     Config = T5Config
     poolings = ("first",)  # there is one
     is_encoder_decoder = True
+    made_once = "memory"
+    graph_context = T5Block
     reads_prompt_at = "first"
     head_architecture = "ForConditionalGeneration"
 
@@ -97,16 +148,6 @@ class T5(GenerativeBackbone):
             start = self.embeddings.weight[self.config.decoder_start_token_id]
             return self.dropout(start.expand(inputs.input_ids.shape[0], 1, -1))
         return self.dropout(self.embeddings(tensor_on(device, written)))
-
-    def packed(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """(B, 1 + S, D): the one token of each row, and the encoder's output."""
-        return torch.cat((hidden, context.memory), dim=1)
-
-    def unpacked(self, packed: Tensor, inputs) -> tuple[Tensor, LayerContext]:
-        readable, one = padding_mask(inputs.attention_mask, packed.device), packed[:, :1]
-        first = torch.zeros(1, 1, 1, dtype=torch.int64, device=packed.device)
-        heads, bias = self.config.num_attention_heads, self.biases.of_distances(first)
-        return one, LayerContext(heads, packed[:, 1:], readable, bias)
 
     def encode(self, inputs, stop: int) -> tuple[Tensor, Tensor | None]:
         """What the encoder makes of the texts in its first `stop` layers, (B, S, D), unnormed; and their padding."""
@@ -181,13 +222,6 @@ class T5(GenerativeBackbone):
         """Keys and values of the encoder's output are made once, as those of a prompt are."""
         return super().token_weights - self.layers[0].cross_key_value.weight.numel()
 
-    def graph_block(self, g, first: int) -> GraphBlock:
-        return T5Block(g, self, first)
-
-    def prompt_graphs(self) -> dict[str, Callable]:
-        """The encoder, with the keys and values of all layers of what it makes."""
-        return {MEMORY: partial(write_memory, self)}
-
     # ---- What texts are compared by ----
     @property
     def text_layers(self) -> int:
@@ -231,58 +265,6 @@ class T5(GenerativeBackbone):
             if isinstance(module, EncoderLayer) and hasattr(module, name):
                 with torch.no_grad():
                     getattr(module, name).weight[: self.layers[0].attention_output.in_features] *= config.head_dim**-0.5
-
-
-# ---- In graphs ----
-MEMORY = "memory"  # what names of inputs begin with that hold what was made of the prompts
-
-
-class T5Block(GraphBlock):
-    """Tokens whose past stands in caches, as GraphBlock has them, and whose prompts an encoder has read.
-
-    What it made of them is fixed: `memory_keys_3` and `memory_values_3` of the decoder's layer 3 (from 0), (prompts,
-    memory, H d), and memory_mask (prompts, memory), 1 at tokens.
-    """
-
-    scale = 1.0
-
-    def __init__(self, g, backbone, first: int):
-        """Declares the inputs positions (B, T), -1 for padding, rows (B,), and the cache of the first layer."""
-        config = backbone.config
-        at, slots, cache = graph_cache(g, first, config.key_value_heads * config.head_width)
-        distances = slots - at[..., None]
-        biases = backbone.biases.of_distances(distances).masked_fill((distances > 0)[:, None], -torch.inf)
-        super().__init__(config, at, (biases, None), cache=cache)
-
-    def attend_memory(self, depth: int, layer, query: Tensor, adapt=None, dropout: float = 0.0) -> Tensor:
-        """(B, T, H d) -> (B, T, H d): what the tokens read of their prompts."""
-        g, queries = query.g, query.name
-        memory = [
-            g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
-            for kind in ("keys", "values")
-        ]
-        mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
-
-        def attended(keys: str, values: str, mask: str) -> list:
-            seen = g.readable(g.cast(mask, bool), queries)
-            read = g.attention(queries, keys, values, seen, heads, heads, self.scale)
-            return [g.value(read, "some", "tokens", self.width)]
-
-        everyone = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
-        of_some = lambda: attended(*(g.op("Gather", each, self._cache.rows) for each in (*memory, mask)))  # noqa: E731
-        return query.like(g.either(everyone, lambda: attended(*memory, mask), of_some)[0].name)
-
-
-def write_memory(backbone, g) -> None:
-    """The graph memory.onnx: input_ids and attention_mask (prompts, memory) -> what a T5Block takes of them."""
-    names = ("input_ids", "attention_mask")
-    ids, mask = (g.tensor(g.input(name, "prompts", "memory"), "prompts", "memory", dtype=np.int64) for name in names)
-    with g.tracing():
-        states = backbone.encoder_norm(backbone.encode(Tensors(ids, mask), backbone.text_layers)[0])
-        for depth, layer in enumerate(backbone.layers):
-            for kind, heads in zip(("keys", "values"), layer.linear("cross_key_value", states, None).chunk(2, dim=-1)):
-                g.output(f"{MEMORY}_{kind}_{depth}", heads.name, "prompts", "memory", heads.shape[-1])
-    g.output(f"{MEMORY}_mask", g.op("Identity", mask.name), "prompts", "memory", dtype=np.int64)
 
 
 # ---- Hugging Face's names ----

@@ -5,13 +5,12 @@ the pretrained backbone with a head of its own, fine-tuned alone. A row that a m
 one: in layer passes the cost of LoRAExit's restart schedule, in memory K models.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
-from mini_ee.exits.rows import ExitModel, RowExits, RowSegments, RowState, check_exits
+from mini_ee.exits.rows import ExitModel, RowExits, RowState, check_exits
 from mini_ee.segments import Reading, Segments
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.stages import Stage, task_loss
@@ -38,7 +37,7 @@ class MultiModel(ExitModel):
         return [model(input_ids, attention_mask, token_type_ids)[0] for model in self.models]
 
     def segments(self) -> "CascadeSegments":
-        return CascadeSegments([each.segments() for each in self.models])
+        return CascadeSegments(self)
 
 
 def recipe(model: MultiModel, config: NoConfig) -> list[Stage]:
@@ -70,9 +69,10 @@ class CascadeSegments(Segments):
 
     engine = "torch"
 
-    def __init__(self, models: Sequence[RowSegments]):
-        self.exits = tuple(each.exits[-1] for each in models)
-        self._models = models
+    def __init__(self, model: MultiModel):
+        self.model, self.exits = model, model.exits
+        self.from_embeddings = range(len(model.exits))
+        self._models = [each.segments() for each in model.models]
 
     def running(self):
         return self._models[0].running()
@@ -87,36 +87,12 @@ class CascadeSegments(Segments):
     def read(self, k: int, state: CascadeState) -> Reading:
         return self._models[k].read(0, state.running)
 
-    def layer_passes(self, k: int) -> int:
-        return self.exits[k]
-
     def flops(self, k: int, inputs) -> tuple[float, float]:
         return self._models[k].flops(0, inputs)
 
     def whole(self) -> Segments:
         """The deepest model alone."""
         return self._models[-1]
-
-    def facts(self) -> dict:
-        """As of a model with exits."""
-        return self._models[-1].facts()
-
-    def handed_on(self, k: int, state: CascadeState) -> dict:
-        """Nothing: each model begins with the embeddings."""
-        return {}
-
-    def in_one_graph(self) -> "LazyCascade":
-        return LazyCascade(self._models)
-
-
-class LazyCascade(CascadeSegments):
-    """The same in one graph: a model runs if somebody asks its head."""
-
-    def advance(self, k: int, state: CascadeState) -> CascadeState:
-        return state
-
-    def read(self, k: int, state: CascadeState) -> Reading:
-        return super().read(k, super().advance(k, state))
 
 
 METHOD = Method(recipe=recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))

@@ -161,7 +161,7 @@ class RowSegments(Segments):
     """The segments of a RowExits in eval mode. Inputs are data.tokens.Inputs."""
 
     engine = "torch"
-    carried: str | None = None  # a field of the state that later exits read, besides hidden
+    carried: str | None = None  # the field of a state, besides `hidden`, that the next segment needs
 
     def __init__(self, model: RowExits):
         self.model = model.eval()
@@ -206,24 +206,6 @@ class RowSegments(Segments):
 
     def state_flops(self, k: int) -> float:
         return self.model.policy.flops if self._decides(k) else 0.0
-
-    # ---- ONNX ----
-
-    def facts(self) -> dict:
-        """What an exported folder says of the model beside its graphs."""
-        return {key: getattr(self.model, key) for key in ("unit", "pool", "head", "num_labels")}
-
-    def handed_on(self, k: int, state) -> dict[str, Tensor]:
-        """What a graph of segment k gives to the next, by name: `hidden`, and `carried` if there is such a field."""
-        handed = {"hidden": self.model.backbone.packed(state.hidden, state.context)}
-        carried = self.carried and getattr(state, self.carried)
-        return handed if carried is None else handed | {"carried": carried}
-
-    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]):
-        """The state before segment k, from what the one before has handed on of the rows that go on."""
-        hidden, context = self.model.backbone.unpacked(handed["hidden"], inputs)
-        carried = {self.carried: handed["carried"]} if "carried" in handed else {}
-        return self.start(inputs)._replace(hidden=hidden, context=context, **carried)
 
 
 # ---- What training takes ----

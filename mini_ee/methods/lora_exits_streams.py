@@ -104,6 +104,9 @@ class LoRASegments(RowSegments):
         super().__init__(model)
         self.schedule = schedule
         self._group = {k: group for group in schedule for k in group}
+        self.from_embeddings = [group[0] for group in schedule]
+        shape = {"rank": model.rank, "alpha": model.alpha, "targets": list(model.targets)}
+        self.metadata = {"lora": shape, "schedule": [list(group) for group in schedule]}
         with torch.no_grad():
             self._streams = {group[0]: model.streams(group[0], group[-1] + 1) for group in schedule}
 
@@ -138,9 +141,7 @@ class LoRASegments(RowSegments):
         return Reading(self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:
-        group = self._group[k]
-        start = 0 if k == group[0] else self.exits[k - 1]
-        return (self.exits[k] - start) * (group[-1] - k + 1)
+        return super().layer_passes(k) * (self._group[k][-1] - k + 1)
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
@@ -150,33 +151,6 @@ class LoRASegments(RowSegments):
         start = 0.0 if k else backbone.start_flops(tokens)
         return start + self.layer_passes(k) * layer, self.model.heads[k].flops(tokens)
 
-    def facts(self) -> dict:
-        shape = {"rank": self.model.rank, "alpha": self.model.alpha, "targets": list(self.model.targets)}
-        return super().facts() | {"lora": shape, "schedule": [list(group) for group in self.schedule]}
-
-    def in_one_graph(self) -> "LazyStreams":
-        return LazyStreams(self.model, restart(len(self.exits)))
-
-    def handed_on(self, k: int, state: LoRAState) -> dict[str, Tensor]:
-        """The running streams (n, B, T, D), first that of exit k; nothing if the next exit starts a new group."""
-        if k == self._group[k][-1]:
-            return {}
-        count, backbone = len(state.hidden), self.model.backbone
-        packed = backbone.packed(state.hidden.flatten(0, 1), state.context.repeat(count))
-        return {"hidden": packed.unflatten(0, (count, -1))}
-
-    def taken_up(self, k: int, inputs, handed: dict[str, Tensor]) -> LoRAState:
-        packed, backbone = handed["hidden"], self.model.backbone
-        hidden, _ = backbone.unpacked(packed.flatten(0, 1), inputs)
-        _, context = backbone.unpacked(packed[0], inputs)
-        return LoRAState(None, hidden.unflatten(0, (len(packed), -1)), context)
-
-
-class LazyStreams(LoRASegments):
-    """The same in one graph, which restarts. Layers run when a head is read, so an unread exit costs nothing."""
-
-    def advance(self, k: int, state: LoRAState) -> LoRAState:
-        return state
-
-    def read_logits(self, k: int, state: LoRAState) -> Reading:
-        return super().read_logits(k, super().advance(k, state))
+    def in_one_graph(self) -> "LoRASegments":
+        """One stream at a time: the graph runs a stream only if its head is read."""
+        return LoRASegments(self.model, restart(len(self.exits)))
