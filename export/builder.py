@@ -165,7 +165,7 @@ class Builder:
             raise ValueError(f"{name} is {self._constants[name]} already, not {values}")
         return name
 
-    def held(self, values: np.ndarray) -> str:
+    def constant_of(self, values: np.ndarray) -> str:
         """A constant by what it holds."""
         digest = hashlib.sha1(values.tobytes() + repr(values.shape).encode()).hexdigest()[:12]
         text = f"scalar_{values.item()}" if values.ndim == 0 else f"{'x'.join(map(str, values.shape))}_{digest}"

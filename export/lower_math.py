@@ -137,7 +137,7 @@ def _ones_like(x: Value, dtype=None) -> Value:
 
 def _filled(x: Value, value: float, dtype) -> Value:
     kind = x.kind if dtype is None else np.dtype(TORCH_DTYPES[dtype])
-    number = x.like(x.g.held(np.array(value, kind)), (), kind)
+    number = x.like(x.g.constant_of(np.array(value, kind)), (), kind)
     return number.like(x.g.op("Expand", number.name, sizes_value(x.g, x.shape)), x.shape)
 
 
@@ -265,7 +265,7 @@ def _argmax(x: Value, dim=None, axis=None, **_) -> Value:
 @lowers(torch.cumsum, Tensor.cumsum, np.cumsum)
 def _cumsum(x: Value, dim=None, axis=None, **_) -> Value:
     x = cast(x, np.int64) if x.kind.kind == "b" else x
-    return x.op("CumSum", x.g.held(np.array(dim if axis is None else axis)))
+    return x.op("CumSum", x.g.constant_of(np.array(dim if axis is None else axis)))
 
 
 @lowers(F.softmax, torch.softmax, Tensor.softmax)
@@ -283,7 +283,7 @@ def partition(x: Value, kth: int, axis: int = -1) -> Value:
     """Of the whole order the last entries alone, from the kth on, sorted: for `[:, kth:]`. kth is negative."""
     axis %= x.ndim
     largest, _ = x.g.several(2, "TopK", x.name, x.g.integers(-kth), axis=axis)
-    rising = x.g.held(np.arange(-kth)[::-1].copy())
+    rising = x.g.constant_of(np.arange(-kth)[::-1].copy())
     shape = [*x.shape[:axis], -kth, *x.shape[axis + 1 :]]
     return x.like(x.g.op("Gather", largest, rising, axis=axis), shape)
 

@@ -235,7 +235,7 @@ LOWERINGS[Tensor.__getitem__] = index
 def constant(like: Value, tensor: Tensor) -> Value:
     """A tensor as a value beside another."""
     array = tensor.numpy(force=True)
-    return like.like(like.g.held(array), array.shape, array.dtype)
+    return like.like(like.g.constant_of(array), array.shape, array.dtype)
 
 
 def take(x: Value, at, axis: int) -> Value:
@@ -243,7 +243,7 @@ def take(x: Value, at, axis: int) -> Value:
     if isinstance(at, int):
         if isinstance(x.shape[axis], int) and at < 0:
             at += x.shape[axis]
-        return x.op("Gather", x.g.held(np.array(at)), axis=axis, shape=without(x.shape, axis))
+        return x.op("Gather", x.g.constant_of(np.array(at)), axis=axis, shape=without(x.shape, axis))
     if isinstance(at, Tensor) and getattr(x, "parameter", None) is not None and not axis:
         return x.like(x.g.rows_of(x.parameter, at), [*at.shape, *x.shape[1:]])
     return x.op("Gather", name_of(at, x), axis=axis, shape=[*x.shape[:axis], *shape_of(at), *x.shape[axis + 1 :]])
@@ -283,7 +283,7 @@ def nonzero(x: Value) -> Value:
 @lowers(token_places)
 def _range_of(ids: Value) -> Value:
     size, g = ids.shape[1], ids.g
-    start, stop, step = g.held(np.array(0)), g.op("Squeeze", size.read()), g.held(np.array(1))
+    start, stop, step = g.constant_of(np.array(0)), g.op("Squeeze", size.read()), g.constant_of(np.array(1))
     return ids.like(g.op("Range", start, stop, step), [size], np.int64)
 
 

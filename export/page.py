@@ -29,7 +29,7 @@ from mini_ee.early_exit import ExitResult
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.tokens import record_texts
-from mini_ee.export.sessions import HeldRule
+from mini_ee.export.sessions import GraphRule
 from mini_ee.rules import Rule, rule_from_dict
 from mini_ee.training.default_rule import curve
 from mini_ee.training.run import Run
@@ -66,7 +66,7 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
         shutil.copyfile(path, folder / path.name)
     if (SOURCES / VENDOR).is_dir():
         shutil.copytree(SOURCES / VENDOR, folder / VENDOR)
-    inputs = HeldRule(folder, manifest).own
+    inputs = GraphRule(folder, manifest).own
     about = {
         "unit": run.unit,
         "method": run.config["method"],
@@ -169,13 +169,13 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
     count = min(WRITTEN, backbone.max_written - max(map(len, prompts)))
     settings = {"greedy": True, "stop": backbone.config.stop_tokens}
     recorded = record_texts(run.model, generated_texts(backbone, prompts, len(prompts), count, **settings))
-    said = recorded.predictions
+    predictions = recorded.predictions
 
     def agreement(result: ExitResult) -> float:
-        return float((said[np.arange(len(said)), result.exit_index] == said[:, -1]).mean())
+        return float((predictions[np.arange(len(predictions)), result.exit_index] == predictions[:, -1]).mean())
 
     result = recorded.replay(run.rule)
-    about = {"score": "agreement with the full model", "of": f"{len(said)} tokens that the full model wrote"}
+    about = {"score": "agreement with the full model", "of": f"{len(predictions)} tokens that the full model wrote"}
     about |= {"own": [agreement(result), float(result.layers_run.mean())]}
     return about | _moved(run.rule, curve(recorded, run.rule, agreement))
 

@@ -14,7 +14,7 @@ from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokens import Inputs, Tokenizer
 from mini_ee.early_exit import run_segments
 from mini_ee.export.manifest import MANIFEST
-from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, HeldRule, Session
+from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
 from mini_ee.rules import Rule
 from mini_ee.segments import BatchResult, Reading, Segments
 
@@ -65,27 +65,29 @@ class OrtModel(OrtRows):
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         super().__init__(folder, manifest, ["model"], provider, threads)
         self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
-        self._held, self._by_segment = HeldRule(folder, manifest), None
+        self._graph_rule, self._by_segment = GraphRule(folder, manifest), None
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
         """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
         plan = rule.plan(inputs)
-        feeds = self._held.feeds(rule, plan)
+        feeds = self._graph_rule.feeds(rule, plan)
         if feeds is None:
             segments = self.by_segment(rule)
             batch = run_segments(segments, rule, inputs)
             check_finite(batch.logits)
             return batch._replace(segments=segments)
-        said = self._run(inputs, feeds)
+        outputs = self._run(inputs, feeds)
         return BatchResult(
-            check_finite(said["logits"]), *self._held.left(rule, plan, said["layers"]), said.get("spent")
+            check_finite(outputs["logits"]),
+            *self._graph_rule.exits_of(rule, plan, outputs["layers"]),
+            outputs.get("spent"),
         )
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
         """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
         folder, manifest, *settings = self._settings
         if f"segment_{self.exits[0]}" not in manifest["graphs"]:
-            raise self._held.another(rule)
+            raise self._graph_rule.unsupported(rule)
         self._by_segment = self._by_segment or OrtSegments(folder, manifest, *settings)
         return self._by_segment
 
@@ -96,9 +98,9 @@ class OrtModel(OrtRows):
         return state
 
     def read(self, k: int, state: AtExit) -> Reading:
-        said = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
-        decides = "exit_logit" in said and k < len(self.exits) - 1
-        return Reading(said["logits"], said["exit_logit"] if decides else None, token_cost=said.get("spent"))
+        outputs = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
+        decides = "exit_logit" in outputs and k < len(self.exits) - 1
+        return Reading(outputs["logits"], outputs["exit_logit"] if decides else None, token_cost=outputs.get("spent"))
 
     def read_state(self, k: int, state: AtExit) -> Reading:
         return self.read(k, state)._replace(logits=None)
@@ -139,7 +141,7 @@ class OrtState(NamedTuple):
     """The rows still in the model."""
 
     ids: dict[str, np.ndarray]  # of these rows: what graphs take of the inputs, (B, T) int64 each
-    said: dict  # what the last graph said of B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
+    outputs: dict  # of the last graph, for B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
     rows: np.ndarray  # (B,) int64: those of the B' that go on
     every: np.ndarray  # (B,) int64: 0, 1, 2, ..., which are all rows of what the next graph says
     heads: Container[int] | None = None  # those that will be read; None: any
@@ -174,13 +176,13 @@ class OrtSegments(OrtRows):
         first = parts[0][0]
         if all(state is first for state, _ in parts):
             return first.keep(np.array([row for _, row in parts]))
-        state, said, width = self.start(inputs), {}, next(iter(first.ids.values())).shape[1]
-        for name in [name for name in FOR_THE_NEXT if name in first.said]:
-            whole = {id(some): some.said[name] for some, _ in parts}
+        state, outputs, width = self.start(inputs), {}, next(iter(first.ids.values())).shape[1]
+        for name in [name for name in FOR_THE_NEXT if name in first.outputs]:
+            whole = {id(some): some.outputs[name] for some, _ in parts}
             whole = {key: some if isinstance(some, np.ndarray) else some.numpy() for key, some in whole.items()}
             rows = [whole[id(some)][some.rows[row]] for some, row in parts]
-            said[name] = _padded(rows, inputs, len(rows[0]) - width) if name == HIDDEN else np.stack(rows)
-        return state._replace(said=said)
+            outputs[name] = _padded(rows, inputs, len(rows[0]) - width) if name == HIDDEN else np.stack(rows)
+        return state._replace(outputs=outputs)
 
     def select_heads(self, heads: Container[int], state: OrtState) -> OrtState:
         return state._replace(heads=heads)
@@ -189,9 +191,9 @@ class OrtSegments(OrtRows):
         session = self.sessions[k]
         inputs = {name: state.ids[name] for name in session.ids}
         if "hidden" in session.inputs:
-            inputs |= {"hidden": state.said[HIDDEN], "rows": state.rows}
+            inputs |= {"hidden": state.outputs[HIDDEN], "rows": state.rows}
         if "carried" in session.inputs:
-            inputs["carried"] = state.said[CARRIED]
+            inputs["carried"] = state.outputs[CARRIED]
         read = state.heads is None or k in state.heads
         if "read" in session.inputs:
             inputs["read"] = READ[read]
@@ -204,9 +206,9 @@ class OrtSegments(OrtRows):
         return advance, read + self.state_flops(k)
 
     def read(self, k: int, state: OrtState) -> Reading:
-        said = state.said
-        others = said.get("exit_logit"), said.get("max_probability")
-        reading = Reading(said["logits"], *others, token_cost=said.get("spent"))
+        outputs = state.outputs
+        others = outputs.get("exit_logit"), outputs.get("max_probability")
+        reading = Reading(outputs["logits"], *others, token_cost=outputs.get("spent"))
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))

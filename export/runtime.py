@@ -25,7 +25,7 @@ from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 from mini_ee.export.manifest import blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
-from mini_ee.export.sessions import CPU, HeldRule, Session, wanted_provider
+from mini_ee.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.rules import Planned, Rule, rule_from_dict
 from mini_ee.segments import Segments
@@ -198,10 +198,10 @@ class Runtime:
         for rows, (inputs, planned) in zip(order, rule.of_batches(map(encoded.batch, order))):
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
-            said = self.answers(
+            found = self.answers(
                 result.logits, result.exit_index.tolist(), result.cost.depth.tolist(), [milliseconds] * len(rows)
             )
-            for row, answer in zip(rows, said):
+            for row, answer in zip(rows, found):
                 answers[row] = answer
             begin = time.perf_counter()
         return answers
@@ -254,7 +254,7 @@ class TokenRuntime(Runtime):
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
         about = self.folder, self.config
-        self._model, self._held = Session(self.folder / "model.onnx", provider, self._threads), HeldRule(*about)
+        self._model, self._graph_rule = Session(self.folder / "model.onnx", provider, self._threads), GraphRule(*about)
         sessions = cache(partial(open_sessions, *about, provider, self._threads))
         if self.decoder_start_tokens is not None:
             self._prompts = Prompts(*about, provider, self._threads)
@@ -283,11 +283,11 @@ class TokenRuntime(Runtime):
         missing_kv, rule = missing_kv or self.missing_kv, rule or self.rule
         if self._model is None:
             return self._segments(missing_kv, num_rows, capacity)
-        held = self._held.feeds(rule, None) is not None
-        if held and missing_kv == "copy_state":
-            return OrtTokenModel(self._model, self._held, self.config, num_rows, capacity, self._prompts)
+        in_graph = self._graph_rule.feeds(rule, None) is not None
+        if in_graph and missing_kv == "copy_state":
+            return OrtTokenModel(self._model, self._graph_rule, self.config, num_rows, capacity, self._prompts)
         if not self.by_segment:
-            raise self._held.another(rule) if not held else ValueError(f"{self.folder}: {RECOMPUTE}")
+            raise self._graph_rule.unsupported(rule) if not in_graph else ValueError(f"{self.folder}: {RECOMPUTE}")
         return self._segments(missing_kv, num_rows, capacity)
 
     def encode(self, text: str, max_new_tokens: int | None = None) -> list[int]:

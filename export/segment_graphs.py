@@ -98,11 +98,11 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
 
     names: list[str] = []
 
-    def said() -> list:
+    def written() -> list:
         found = reading()
         names[:] = found
         return list(found.values())
 
-    values = g.only_if(g.input("read", dtype=bool), said) if optional else said()
+    values = g.only_if(g.input("read", dtype=bool), written) if optional else written()
     for name, value in zip(names, values):
         g.output(name, value.name, *value.axes, dtype=value.dtype)

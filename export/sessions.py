@@ -121,16 +121,16 @@ def _plain_folder(weights: Path) -> str:
     )
 
 
-class HeldRule:
+class GraphRule:
     """The rule that stands in model.onnx, and how the graph is fed to stop by another."""
 
     def __init__(self, folder: Path, manifest: dict):
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
         self._index_of_depth = np.full(manifest["exits"][-1] + 1, -1)
         self._index_of_depth[list(manifest["exits"])] = np.arange(self._last + 1)
-        held = "encoder" not in manifest and manifest.get("rule_in_graph", True)
-        self._rule = rule_from_dict(manifest["rule"]) if held else NeverExit()
-        self._fed: tuple = (None, None)
+        in_graph = "encoder" not in manifest and manifest.get("rule_in_graph", True)
+        self._rule = rule_from_dict(manifest["rule"]) if in_graph else NeverExit()
+        self._latest: tuple = (None, None)
         plan = self._rule.plan(range(1))
         if plan is None:
             plan = np.array([self._last if self._rule.needs is None or not self._last else -1])
@@ -142,10 +142,10 @@ class HeldRule:
         """Inputs that make it stop by a rule, whose plan (B,) is known; None where nothing does."""
         if plan is not None:
             return {"exit_at": plan}
-        fed = self._fed
-        if fed[0] is not rule:  # one rule most often serves many batches; another thread may set it meanwhile
-            fed = self._fed = rule, self._settings(rule)
-        return fed[1]
+        latest = self._latest
+        if latest[0] is not rule:  # one rule most often serves many batches; another thread may set it meanwhile
+            latest = self._latest = rule, self._settings(rule)
+        return latest[1]
 
     def _settings(self, rule: Rule) -> dict[str, np.ndarray] | None:
         if rule.needs is None:
@@ -154,7 +154,7 @@ class HeldRule:
             return None
         return rule.runtime_values(self._last) if self._last else {}
 
-    def left(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
+    def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
         """Exit index (B,) of each depth (B,) that the graph says, and what the rule was shown at each exit."""
         try:
             index = self._index_of_depth[layers]
@@ -165,7 +165,7 @@ class HeldRule:
             raise ValueError(f"{self._folder}: {says}; export the run again")
         return index, [*[rule.needs if plan is None else None] * self._last, None]
 
-    def another(self, rule: Rule) -> ValueError:
+    def unsupported(self, rule: Rule) -> ValueError:
         """The error where a graph cannot stop by a rule, and there are no segments that could."""
         return ValueError(
             f"{self._folder}: model.onnx stops by the rule {self._name}, asked for {rule.to_dict()}; "

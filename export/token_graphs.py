@@ -25,8 +25,8 @@ class GraphTokens(NamedTuple):
     block: GraphBlock  # of these tokens
     whole: GraphBlock  # of all
     here: Tensor | None = None  # (B',): which of the B rows they are; None: all
-    left: Tensor | None = None  # (M,): which have left
-    gone: Tensor | None = None  # (M, T, D): with what
+    exited: Tensor | None = None  # (M,): the rows that have exited
+    states: Tensor | None = None  # (M, T, D): their hidden states at their exits
 
     @property
     def newest(self) -> Tensor:
@@ -74,11 +74,11 @@ class TokenGraphs(Segments):
     def keep_in_graph(self, state: GraphTokens, rows: Tensor, leaves: Tensor) -> GraphTokens:
         """The tokens of these rows; the others, of which `leaves` (N,) is true, leave their states for the caches."""
         out = leaves.nonzero()[:, 0]
-        hidden, gone, here, left = state.hidden[rows], state.hidden[out], rows, out
+        hidden, states, here, exited = state.hidden[rows], state.hidden[out], rows, out
         if state.here is not None:
-            here, left = state.here[rows], torch.cat((state.here[out], state.left))
-            gone = torch.cat((gone, state.gone))
-        return GraphTokens(hidden, hidden, state.whole.of_rows(here, left, gone), state.whole, here, left, gone)
+            here, exited = state.here[rows], torch.cat((state.here[out], state.exited))
+            states = torch.cat((states, state.states))
+        return GraphTokens(hidden, hidden, state.whole.of_rows(here, exited, states), state.whole, here, exited, states)
 
     def written(self, state: GraphTokens) -> list:
         """The caches with what these tokens have left in them, for later calls."""

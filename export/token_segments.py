@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 
 from mini_ee.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
-from mini_ee.export.sessions import CPU, HIDDEN, HeldRule, Session
+from mini_ee.export.sessions import CPU, HIDDEN, GraphRule, Session
 from mini_ee.rules import Rule
 from mini_ee.segments import BatchResult, Reading
 
@@ -70,7 +70,7 @@ class OrtTokenModel(OrtTokens):
     def __init__(
         self,
         session: Session,
-        held: HeldRule,
+        graph_rule: GraphRule,
         manifest: dict,
         num_rows: int,
         capacity: int,
@@ -78,7 +78,7 @@ class OrtTokenModel(OrtTokens):
     ):
         self.prompts, self._memory = prompts, {}
         self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
-        self._session, self._held, self._vocabulary = session, held, manifest["vocab_size"]
+        self._session, self._graph_rule, self._vocabulary = session, graph_rule, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
@@ -90,16 +90,16 @@ class OrtTokenModel(OrtTokens):
     def run_batch(self, rule: Rule, inputs: Tokens) -> BatchResult:
         """One call. Raises ValueError for a rule that the graph does not hold."""
         plan = rule.plan(inputs)
-        feeds = self._held.feeds(rule, plan)
+        feeds = self._graph_rule.feeds(rule, plan)
         if feeds is None:
-            raise self._held.another(rule)
+            raise self._graph_rule.unsupported(rule)
         logits, layers = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
-        return BatchResult(logits.copy(), *self._held.left(rule, plan, layers))
+        return BatchResult(logits.copy(), *self._graph_rule.exits_of(rule, plan, layers))
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Logits (B, V) and layers (B,); the memory of the logits is used again by the next call."""
         given = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
-        given |= {"rows": np.array(rows, np.int64)} | self._held.own | feeds
+        given |= {"rows": np.array(rows, np.int64)} | self._graph_rule.own | feeds
         shapes = tuple((name, value.shape) for name, value in given.items())
         if shapes not in self._bound:  # most often the shapes are those of the call before
             self._bound = {shapes: self._binding(given)}
@@ -247,8 +247,8 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
             hidden = self.run(k, hidden, block)
 
     def read_logits(self, k: int, state: TokenState) -> Reading:
-        said = self._heads[k].run(_newest(state))
-        return judged(said["logits"], said["largest"]) if "largest" in said else Reading(said["logits"])
+        found = self._heads[k].run(_newest(state))
+        return judged(found["logits"], found["largest"]) if "largest" in found else Reading(found["logits"])
 
     def read_state(self, k: int, state: TokenState) -> Reading:
         """What the policy says, where there is one; a rule that asks for more is told so by itself."""

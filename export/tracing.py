@@ -397,7 +397,7 @@ def name_of(x, like: Value) -> str:
         array = array.astype(like.kind if like.kind.kind == "f" else np.float32)
     elif not isinstance(x, Tensor | np.ndarray | np.generic):
         array = array.astype(like.kind)  # a number of Python's is of the value's type
-    return like.g.held(array)
+    return like.g.constant_of(array)
 
 
 def sizes_value(g: Builder, shape: Sequence[Size]) -> str:

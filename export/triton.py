@@ -48,13 +48,13 @@ def _texts_config(run: Run) -> str:
     """Of the Python backend: one text a request, so no axis of batches."""
     if run.unit == "tokens":
         inputs = [_tensor("text", "TYPE_STRING", [1]), _tensor("max_new_tokens", "TYPE_UINT32", [1], "optional: true")]
-        said = {"text": ("TYPE_STRING", 1), "tokens": ("TYPE_INT64", -1), "layers": ("TYPE_INT64", -1)}
+        fields = {"text": ("TYPE_STRING", 1), "tokens": ("TYPE_INT64", -1), "layers": ("TYPE_INT64", -1)}
     else:
         inputs = [_tensor(name, "TYPE_STRING", [1]) for name in TEXTS[run.config["task"]["texts"]]]
         label = {"label": ("TYPE_STRING", 1), "confidence": ("TYPE_FP32", 1)}
-        said = label if run.label_names else {"label": ("TYPE_FP32", 1)}
-        said |= {"exit": ("TYPE_INT64", 1), "layers": ("TYPE_FP32", 1)}
-    outputs = [_tensor(name, kind, [size]) for name, (kind, size) in said.items()]
+        fields = label if run.label_names else {"label": ("TYPE_FP32", 1)}
+        fields |= {"exit": ("TYPE_INT64", 1), "layers": ("TYPE_FP32", 1)}
+    outputs = [_tensor(name, kind, [size]) for name, (kind, size) in fields.items()]
     begin = "# one text in, an answer out: 1/model.py", 'backend: "python"', "max_batch_size: 0"
     worker = "# one worker for all requests; where there is a GPU, it runs its graphs there"
     return _config(begin, inputs, outputs, (worker, "instance_group [ { kind: KIND_CPU, count: 1 } ]"))

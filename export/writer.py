@@ -113,14 +113,14 @@ def export(
     if web:
         check_page(run)
     own = run.rule.to_dict() == run.config.get("rule")
-    kept = (*OF_THE_RUN, *OF_ITS_RULE) if own else OF_THE_RUN
+    keys = (*OF_THE_RUN, *OF_ITS_RULE) if own else OF_THE_RUN
     if line := run.tokenizer.beyond(run.model.backbone.config.vocab_size):
         log.warning("%s: %s", run.folder, line)
     with atomic_folder(out) as partial_folder:
         manifest = {
             "format_version": FORMAT_VERSION,
             "method": run.config["method"],
-            **{key: run.config[key] for key in kept if key in run.config},
+            **{key: run.config[key] for key in keys if key in run.config},
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web),
             "versions": versions() | {"onnx": onnx.__version__},
@@ -321,12 +321,12 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
         chained = record(segments.by_segment(NeverExit()), encoded, 8)
         differences.append(abs(expected.logits - chained.logits).max())
     rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
-    left = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
+    results = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": _equal(*(each.logits for each in left)),
-        "exit_agreement": float((left[0].exit_index == left[1].exit_index).mean()),
+        "prediction_agreement": _equal(*(each.logits for each in results)),
+        "exit_agreement": float((results[0].exit_index == results[1].exit_index).mean()),
     }
 
 
@@ -388,10 +388,10 @@ def drawn_text(
     forced: list[list[int]] | None = None,
 ) -> tuple[list[np.ndarray], list[list[int]]]:
     """The logits of each token, and the tokens that are taken: the likeliest, or those of another run."""
-    rule, said = _Drawn(len(segments.exits), seed), []
+    rule, logits_of_steps = _Drawn(len(segments.exits), seed), []
 
     def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
-        said.append(logits)
-        return greedy(logits, rows) if forced is None else forced[len(said) - 1]
+        logits_of_steps.append(logits)
+        return greedy(logits, rows) if forced is None else forced[len(logits_of_steps) - 1]
 
-    return said, [step.tokens for step in decode(segments, prompts, count, rule, choose)]
+    return logits_of_steps, [step.tokens for step in decode(segments, prompts, count, rule, choose)]

@@ -19,7 +19,7 @@ from mini_ee.exits.generation import generate, token_segments
 from mini_ee.exits.rows import RowExits, States
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.export.row_segments import CPU
-from mini_ee.export.sessions import HeldRule, Session
+from mini_ee.export.sessions import GraphRule, Session
 from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel
 from mini_ee.export.writer import write_graphs
@@ -156,7 +156,7 @@ def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path
     folder = tmp_path / "exported"
     folder.mkdir()
     manifest = write_graphs(model, TokenGraphs(model), rule, folder)
-    graph = OrtTokenModel(Session(folder / "model.onnx", CPU, 1), HeldRule(folder, manifest), manifest, 3, 16, None)
+    graph = OrtTokenModel(Session(folder / "model.onnx", CPU, 1), GraphRule(folder, manifest), manifest, 3, 16, None)
     for segments in (token_segments(model, "copy_state", 3, 16), graph):
         with torch.inference_mode():
             written = gather(decode(segments, PROMPTS, 6, rule), 3)

@@ -38,7 +38,7 @@ from mini_ee.exits.tokens import TokenExits
 from mini_ee.export.builder import Builder
 from mini_ee.export.manifest import read_manifest
 from mini_ee.export.runtime import Runtime, TokenRuntime
-from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.sessions import CPU, GraphRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Sessions, open_sessions
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.tracing import LOWERINGS
@@ -117,7 +117,7 @@ class Case(NamedTuple):
 
     def segments(self, missing_kv, rows=B, capacity=40):
         if missing_kv == MODEL:
-            return OrtTokenModel(self.session, HeldRule(self.folder, self.manifest), self.manifest, rows, capacity)
+            return OrtTokenModel(self.session, GraphRule(self.folder, self.manifest), self.manifest, rows, capacity)
         return OrtTokenSegments(self.sessions, self.manifest, missing_kv, rows, capacity)
 
     def write(self, prompts, rule=MIXED, missing_kv="copy_state", new=NEW):

@@ -861,8 +861,8 @@ def test_a_graph_passes_over_a_head_that_nobody_reads(by_segment, run, rule, rea
 def test_a_head_that_nobody_reads_is_not_asked_what_it_says(by_segment, run):
     segments = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1)
     state = segments.start(run.encode(TEXTS[:3]).batch(slice(None)))
-    assert set(segments.advance(0, segments.select_heads({1}, state)).said) == {"hidden_out"}
-    assert set(segments.advance(0, segments.select_heads({0}, state)).said) > {"hidden_out"}
+    assert set(segments.advance(0, segments.select_heads({1}, state)).outputs) == {"hidden_out"}
+    assert set(segments.advance(0, segments.select_heads({0}, state)).outputs) > {"hidden_out"}
 
 
 def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(by_segment):

@@ -19,7 +19,7 @@ from mini_ee.baselines.free import (
     Config,
     FreeTokens,
     Mixture,
-    ToldSegments,
+    OnlineCalibrationSegments,
     build,
     distillation,
     dynamic_match,
@@ -242,7 +242,7 @@ def test_without_leaving_the_text_is_the_full_models(model):
 
 def test_what_deep_passes_tell_is_what_a_plain_forward_pass_says(model):
     ids = [list(prompt) for prompt in PROMPTS]
-    segments = ToldSegments(model, 3, 20)
+    segments = OnlineCalibrationSegments(model, 3, 20)
     with torch.inference_mode():
         written = gather(decode(segments, ids, 12, Threshold(0.05, "breaking_ties")), 3)
         layers = [layer for text in written for layer in text.layers_run]
@@ -269,7 +269,7 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
     found = moved(model, texts, 10)
     mixture, level, levels, gaps, agrees = Mixture(), free.FIRST, [free.FIRST], [], []
     for text, written in zip(texts, found.written):
-        segments = ToldSegments(model, 1, 20)
+        segments = OnlineCalibrationSegments(model, 1, 20)
         with torch.inference_mode():
             steps = decode(segments, [text.ids], 10, Threshold(level, "breaking_ties"))
             assert gather(steps, 1) == [written]

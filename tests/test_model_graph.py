@@ -25,7 +25,7 @@ from mini_ee.exits.prompts import PromptModel
 from mini_ee.exits.rows import RowExits, RowState
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.sessions import HeldRule
+from mini_ee.export.sessions import GraphRule
 from mini_ee.export.tracing import ArrayValue
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
@@ -390,10 +390,10 @@ def test_threads_with_rules_of_their_own_feed_their_own(written_bert):
     """What was fed last is kept for the next batch; here another thread changes it right after it was set."""
     case, other = written_bert, Threshold(0.9)
 
-    class Raced(HeldRule):
+    class Raced(GraphRule):
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
-            if name == "_fed" and value[0] not in (None, other):
+            if name == "_latest" and value[0] not in (None, other):
                 self.feeds(other, None)
 
     manifest = {"rule": case.rule.to_dict(), "exits": EXITS}

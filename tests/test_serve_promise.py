@@ -35,7 +35,7 @@ def covered(hours, interval=share_interval):
     for _ in range(hours):
         agreement, promise, rule = random.uniform(0.85, 0.995), Promise(1.0), Threshold(0.8)
         for agrees in random.random(random.integers(50, 1000)) < agreement:
-            promise.told(bool(agrees), rule)
+            promise.observe(bool(agrees), rule)
         low, high = interval(sum(promise.seen), len(promise.seen))
         found += low <= agreement <= high
     return found
@@ -71,7 +71,7 @@ def served(world, promise, threshold, requests):
     rule = Threshold(threshold)
     for _ in range(requests):
         if world.random.random() < promise.share:
-            rule = promise.told(bool(world.agrees(rule.threshold)), rule)
+            rule = promise.observe(bool(world.agrees(rule.threshold)), rule)
     return rule.threshold
 
 
@@ -101,7 +101,7 @@ def test_over_many_looks_a_promise_that_is_just_kept_is_taken_for_broken_in_one_
     for _ in range(40):
         promise = Promise(1.0, 0.95, tighten=True)
         for agrees in random.random(2000) < 0.95:
-            promise.told(bool(agrees), Threshold(0.5))
+            promise.observe(bool(agrees), Threshold(0.5))
         tightened += promise.tightened > 0
     assert tightened / 40 <= LEVEL + 2 * (LEVEL * (1 - LEVEL) / 40) ** 0.5
 
@@ -110,7 +110,7 @@ def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
     promise, rule = Promise(1.0, 0.95, tighten=True), Threshold((0.6, 0.8, 0.0))
     with caplog.at_level(logging.WARNING, "mini_ee.serve"):
         for at in range(20):
-            rule = promise.told(at % 2 == 0, rule)
+            rule = promise.observe(at % 2 == 0, rule)
     assert rule == Threshold((0.8, 0.9, 0.5)) and promise.tightened == 1 and not promise.seen
     (line,) = caplog.messages
     assert line.startswith("10 of 20 rows agree with full depth, promised are 0.95: the rule is now {'name': 'thresh")
@@ -183,7 +183,7 @@ def test_the_page_counts_requests_exits_and_seconds():
 
 def test_every_value_has_a_help_and_a_type_before_it():
     watch, promise = Watch((2, 4), Promise(0.5, 0.9), (3, 1)), None
-    watch.promise.told(True, promise)
+    watch.promise.observe(True, promise)
     watch.answered(2, 0.1)
     named = Counter()
     for line in watch.page({"2": 1}).splitlines():
@@ -197,7 +197,7 @@ def test_every_value_has_a_help_and_a_type_before_it():
 def test_agreement_is_shown_with_its_interval_and_what_is_promised():
     watch = Watch((2, 4), Promise(0.5, 0.9), None)
     for at in range(100):
-        watch.promise.told(at < 95, None)
+        watch.promise.observe(at < 95, None)
     found = values(watch.page({}))
     low, high = share_interval(95, 100)
     ends = [found[f'mini_ee_agreement{{end="{end}"}}'] for end in ("low", "mean", "high")]

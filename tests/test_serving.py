@@ -70,9 +70,9 @@ def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(
     assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
     np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=1e-5)
     assert watch.requests["answered"] == len(texts)
-    assert watch.left.total() == len(texts)
+    assert watch.exit_counts.total() == len(texts)
     last = str(runtime.exits[-1])
-    assert watch.rows[last] == (watch.left[runtime.exits[-1]] if rebatch else 0)
+    assert watch.rows[last] == (watch.exit_counts[runtime.exits[-1]] if rebatch else 0)
 
 
 def test_a_rule_for_other_exits_is_refused(runtime):
@@ -85,7 +85,7 @@ def test_rows_of_different_requests_stand_in_one_batch_after_an_exit(runtime):
     engine, texts = RowEngine(runtime, RULES["threshold"]), SENTENCES * 8
     _, watch = all_at_once(engine, texts, batch=8, max_wait=10)
     assert watch.rows["2"] < len(texts)
-    assert watch.rows["2"] / watch.batches["2"] > 0.8 * 8 * (1 - watch.left[1] / len(texts))
+    assert watch.rows["2"] / watch.batches["2"] > 0.8 * 8 * (1 - watch.exit_counts[1] / len(texts))
     assert watch.batches["2"] < watch.batches["1"]
 
 
@@ -178,7 +178,7 @@ def test_looks_at_a_stricter_rule_are_counted_anew():
     promise, rule = Promise(1.0, 0.9, tighten=True), Threshold(0.5)
     assert LEVEL / 6 < binomial_cdf(15, LOOK, 0.9) < LEVEL / 2
     for agrees in [False] * LOOK + [True] * 15 + [False] * 5:
-        rule = promise.told(agrees, rule)
+        rule = promise.observe(agrees, rule)
     assert promise.tightened == 2 and rule.threshold == 0.875
 
 
@@ -186,7 +186,7 @@ def test_looks_at_a_stricter_rule_are_counted_anew():
 def test_rows_that_left_by_a_rule_say_nothing_of_the_stricter_one(runtime, threshold, exit):
     """The first of them to be told brings another rule into force, while the others are still to be told."""
     promise, told = Promise(1.0, 0.95, tighten=True), []
-    promise.told = lambda agrees, rule: told.append(agrees) or Threshold(0.9)
+    promise.observe = lambda agrees, rule: told.append(agrees) or Threshold(0.9)
     engine = RowEngine(runtime, Threshold(threshold), promise=promise)
     rows = [engine.row(text) for text in SENTENCES[:3]]
     for at in range(len(engine.queues)):
@@ -276,7 +276,7 @@ def test_what_a_text_left_behind_does_not_reach_the_next_in_its_place(decoder, m
 def test_pieces_of_a_text_are_told_as_they_are_written(decoder):
     pieces = []
     with Worker(TextEngine(decoder)) as worker:
-        told = worker.submit("the film", told=lambda text, layers: pieces.append((text, layers)))
+        told = worker.submit("the film", on_piece=lambda text, layers: pieces.append((text, layers)))
         answer = told.result(10)
     assert "".join(text for text, _ in pieces) == answer.text
     assert len(pieces) == len(answer.tokens) and [layers for _, layers in pieces] == answer.layers
@@ -312,7 +312,7 @@ def test_a_text_that_nobody_waits_for_gives_its_place_back(decoder):
     engine = TextEngine(decoder, room=1)
     with Worker(engine) as worker:
         begun = threading.Event()
-        first = worker.submit("the film", max_new_tokens=30, told=lambda *_: (begun.set(), time.sleep(0.01)))
+        first = worker.submit("the film", max_new_tokens=30, on_piece=lambda *_: (begun.set(), time.sleep(0.01)))
         begun.wait(10)
         first.cancel()
         assert len(worker.submit("a meal", max_new_tokens=2).result(10).tokens) == 2

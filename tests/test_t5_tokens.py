@@ -30,7 +30,7 @@ from mini_ee.exits.tokens import TextData, TokenExits, record_texts
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
-from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.sessions import CPU, GraphRule, Session
 from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.export.writer import drawn_text, write_graphs
@@ -384,8 +384,8 @@ def opened(folder, model, manifest, missing_kv):
     sessions = open_sessions(folder, manifest, threads=1)
     yield OrtTokenSegments(sessions, manifest, missing_kv, 3, 12)
     if missing_kv == "copy_state":
-        held = HeldRule(folder, manifest)
-        yield OrtTokenModel(Session(folder / "model.onnx", CPU, 1), held, manifest, 3, 12, sessions.prompts)
+        graph_rule = GraphRule(folder, manifest)
+        yield OrtTokenModel(Session(folder / "model.onnx", CPU, 1), graph_rule, manifest, 3, 12, sessions.prompts)
 
 
 @pytest.mark.parametrize("missing_kv", ["copy_state", "recompute"])
@@ -412,7 +412,7 @@ def no_biases(patch):
 
     def init(self, config, at, masks, **settings):
         right(self, config, at, masks, **settings)
-        self.readable = at.g.op("Mul", self.readable, at.g.held(np.array(1.5, np.float32)))
+        self.readable = at.g.op("Mul", self.readable, at.g.constant_of(np.array(1.5, np.float32)))
 
     patch.setattr(t5.T5Block, "__init__", init)
 

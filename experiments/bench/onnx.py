@@ -30,7 +30,7 @@ from mini_ee.experiments.bench.common import (
 )
 from mini_ee.experiments.bench.decoders import STORIES, generate_of_transformers, random_decoder
 from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.sessions import CPU, HeldRule, Session
+from mini_ee.export.sessions import CPU, GraphRule, Session
 from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.export.writer import write_graphs
@@ -145,7 +145,7 @@ def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int) -> 
         folder, threads = Path(folder), torch.get_num_threads()
         manifest = write_graphs(model, TokenGraphs(model), Threshold(REACHED_BY_NONE), folder, segments=True)
         graph = partial(
-            OrtTokenModel, Session(folder / "model.onnx", CPU, threads), HeldRule(folder, manifest), manifest
+            OrtTokenModel, Session(folder / "model.onnx", CPU, threads), GraphRule(folder, manifest), manifest
         )
         chain = partial(OrtTokenSegments, open_sessions(folder, manifest, CPU, threads), manifest, "copy_state")
         for batch in (1, 8):

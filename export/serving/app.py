@@ -40,7 +40,7 @@ log = logging.getLogger("mini_ee.serve")
 FAILED = "the model failed on this request; the server's log says why"
 
 
-class Told(Exception):
+class HTTPError(Exception):
     """A request that ends with a status and a reason. headers: more of the response."""
 
     def __init__(self, status: int, reason: str, *headers: tuple[bytes, bytes]):
@@ -72,8 +72,8 @@ class App:
             return
         try:
             await self._handler(scope)(scope, receive, send)
-        except Told as told:
-            await self._send(send, told.status, {"error": one_line(told)}, JSON, *told.headers)
+        except HTTPError as error:
+            await self._send(send, error.status, {"error": one_line(error)}, JSON, *error.headers)
         except HungUp:
             self.worker.watch.responses["hung up"] += 1
         except asyncio.CancelledError:  # the server ends, and waits no longer
@@ -83,24 +83,24 @@ class App:
             await self._send(send, 500, {"error": FAILED})
 
     def _handler(self, scope: dict) -> Callable:
-        """What a request's head asks for. Raises Told where it is wrong."""
+        """What a request's head asks for. Raises HTTPError where it is wrong."""
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may go by the other of them
             reason = "expected Content-Length or Transfer-Encoding, found both; the connection is closed"
-            raise Told(400, reason, (b"connection", b"close"))
+            raise HTTPError(400, reason, (b"connection", b"close"))
         for name, value in scope["headers"]:
             if name == b"host" and not self._hosts.allow(value):
                 found, names = value[:80].decode("latin-1"), ", ".join(sorted(self._hosts.names))
-                raise Told(421, f"expected a Host of this server ({names}), found {found}; see --allow-host")
+                raise HTTPError(421, f"expected a Host of this server ({names}), found {found}; see --allow-host")
         method, handler = self._routes.get(scope["path"], (None, None))
         if method is None:
-            raise Told(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
+            raise HTTPError(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
         if scope["method"] != method:
             reason = f"{scope['path']} takes {method}, found {scope['method'][:20]}"
-            raise Told(405, reason, (b"allow", method.encode()))
+            raise HTTPError(405, reason, (b"allow", method.encode()))
         kind = headers.get(b"content-type", b"no Content-Type")
         if method == "POST" and not is_json(kind):
-            raise Told(415, f"expected Content-Type: application/json, found {kind[:80].decode('latin-1')}")
+            raise HTTPError(415, f"expected Content-Type: application/json, found {kind[:80].decode('latin-1')}")
         return handler
 
     # ---- What it offers ----
@@ -126,15 +126,15 @@ class App:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        def told(text: str, layers: int) -> None:
+        def on_piece(text: str, layers: int) -> None:
             put({"text": text, "layers": layers})
 
         stream, count = fields.get("stream", False), fields.get("max_new_tokens")
         if not (count is None or type(count) is int and count > 0) or type(stream) is not bool:
-            raise Told(400, "expected max_new_tokens as a whole number above 0, and stream as true or false")
+            raise HTTPError(400, "expected max_new_tokens as a whole number above 0, and stream as true or false")
         if stream and "texts" in fields:
-            raise Told(400, "expected one text to stream, found texts; ask for each of them")
-        futures = self._submit(fields, 1, due, max_new_tokens=count, told=told if stream else None)
+            raise HTTPError(400, "expected one text to stream, found texts; ask for each of them")
+        futures = self._submit(fields, 1, due, max_new_tokens=count, on_piece=on_piece if stream else None)
         if not stream:
             return await self._answer(fields, futures, due, receive, send)
         futures[0].add_done_callback(lambda _: put(None))
@@ -151,9 +151,9 @@ class App:
     async def _body(self, scope: dict, receive: Callable) -> bytes:
         """A request's body. A large one has to have a place in the queue while it comes, or is read and dropped."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        told = Told(413, f"expected a body of at most {MAX_BODY} bytes, found more; send fewer texts at once")
+        too_large = HTTPError(413, f"expected a body of at most {MAX_BODY} bytes, found more; send fewer texts at once")
         if length.isdigit() and len(length) < 20 and int(length) > MAX_BODY:
-            raise told
+            raise too_large
         body, size, refused, large, more = bytearray(), 0, None, False, True
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -164,7 +164,7 @@ class App:
                     some, more = message.get("body", b""), message.get("more_body", False)
                     size += len(some)
                     if size > MAX_BODY:
-                        raise told
+                        raise too_large
                     if size > LARGE and not large and not refused:
                         try:
                             self.worker.check_room(self._large + 1)
@@ -175,11 +175,11 @@ class App:
                     if not refused:
                         body += some
         except TimeoutError:
-            raise Told(408, f"expected the body within {BODY_SECONDS:.0f} s, found {size} bytes of it") from None
+            raise HTTPError(408, f"expected the body within {BODY_SECONDS:.0f} s, found {size} bytes of it") from None
         finally:
             self._large -= large
         if refused:
-            raise Told(503, str(refused))
+            raise HTTPError(503, str(refused))
         return bytes(body)
 
     def _submit(self, fields: dict, num_texts: int, due: float, **settings) -> list[Future]:
@@ -200,7 +200,7 @@ class App:
             timeout = None if due == inf else max(0.0, due - time.perf_counter())
             await asyncio.wait({answers, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
-                raise HungUp if gone.done() else Told(503, LATE)
+                raise HungUp if gone.done() else HTTPError(503, LATE)
         finally:
             gone.cancel()
             answers.cancel()
@@ -284,26 +284,26 @@ def one_line(error: Exception) -> str:
 
 
 def _outcome(future: Future) -> dict:
-    """The answer of a future that is done. Raises Told where there is none."""
+    """The answer of a future that is done. Raises HTTPError where there is none."""
     try:
         return future.result().to_dict()
     except Refused as error:
-        raise Told(503, str(error)) from None
+        raise HTTPError(503, str(error)) from None
     except WrongRow as error:
-        raise Told(400, str(error)) from None
+        raise HTTPError(400, str(error)) from None
     except ValueError as error:  # of our own code, which says what is wrong
         log.error("a request failed: %s", one_line(error))
-        raise Told(500, str(error)) from None
+        raise HTTPError(500, str(error)) from None
     except Exception as error:
         log.error("a request failed", exc_info=error)
-        raise Told(500, FAILED) from None
+        raise HTTPError(500, FAILED) from None
 
 
 def _outcome_or_error(future: Future) -> dict:
     try:
         return _outcome(future)
-    except Told as told:
-        return {"error": one_line(told)}
+    except HTTPError as error:
+        return {"error": one_line(error)}
 
 
 @contextmanager
@@ -312,6 +312,6 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except Refused as error:
-        raise Told(503, str(error)) from None
+        raise HTTPError(503, str(error)) from None
     except ValueError as error:
-        raise Told(400, str(error)) from None
+        raise HTTPError(400, str(error)) from None

@@ -117,15 +117,15 @@ class RowEngine:
             state = select_heads(segments, rule, plan, state)
             memory = _memory([row.memory for row in rows]) if k else {}
             state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
-        exiting, said = (), []
+        exiting, answers = (), []
         if exited is not None:  # before any row changes: where this fails, each runs alone from the state that it has
             reading, exiting = exited.reading, exited.exiting
             count, token_cost = len(exiting), reading.token_cost
             depth = [self.runtime.exits[k]] * count if token_cost is None else token_cost[:, 0].tolist()
-            said = self.runtime.answers(reading.logits, [k] * count, depth, [0.0] * count)
+            answers = self.runtime.answers(reading.logits, [k] * count, depth, [0.0] * count)
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
-        self._answer([rows[at] for at in exiting], said, rule)
+        self._answer([rows[at] for at in exiting], answers, rule)
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self.rule
@@ -135,21 +135,21 @@ class RowEngine:
             rule = Planned([row.plan for row in rows])
         result = early_exit(self.runtime.segments(), rule, inputs)
         depth = result.cost.depth.tolist()
-        said = self.runtime.answers(result.logits, result.exit_index.tolist(), depth, [0.0] * len(rows))
+        answers = self.runtime.answers(result.logits, result.exit_index.tolist(), depth, [0.0] * len(rows))
         for row in rows:
             row.queue = self._plans + 1
-        self._answer(rows, said, self.rule)
+        self._answer(rows, answers, self.rule)
 
-    def _answer(self, rows: list[TextRow], said: list[Answer], rule: Rule) -> None:
+    def _answer(self, rows: list[TextRow], answers: list[Answer], rule: Rule) -> None:
         """Of rows that leave: their answers; or of those in the shadow, at the last exit, whether they agree."""
         now = time.perf_counter()
-        for row, answer in zip(rows, said):
+        for row, answer in zip(rows, answers):
             if row.answer is None:
                 row.answer, row.rule = answer._replace(milliseconds=(now - row.begun) * 1e3), rule
             if answer.exit == self._last:
                 row.queue = None
                 if row.shadowed and row.rule is self.rule:  # told of the rule that is in force
-                    self.rule = self.promise.told(answer.label == row.answer.label, self.rule)
+                    self.rule = self.promise.observe(answer.label == row.answer.label, self.rule)
             elif not row.shadowed:
                 row.queue = None
             elif row.plan is not None:
@@ -164,18 +164,18 @@ def _inputs(rows: list[TextRow]) -> Inputs:
     return Encoded(ids, type_ids, texts, 0, first.pad_token_id).batch(slice(None))
 
 
-def _memory(kept: list[tuple[dict, int]]) -> dict[str, np.ndarray]:
+def _memory(parts: list[tuple[dict, int]]) -> dict[str, np.ndarray]:
     """What a rule keeps of rows that stood in several batches."""
-    return {name: np.array([memory[name][at] for memory, at in kept]) for name in kept[0][0]}
+    return {name: np.array([memory[name][at] for memory, at in parts]) for name in parts[0][0]}
 
 
 class PromptRow(Row):
     """A prompt, and what has been written after it."""
 
-    def __init__(self, prompt: list[int], before: list[int], count: int, told):
+    def __init__(self, prompt: list[int], before: list[int], count: int, on_piece):
         super().__init__(len(prompt))
         self.prompt, self.before = prompt, before  # what stands before the text in the caches: the prompt, most often
-        self.count, self.told = count, told
+        self.count, self.on_piece = count, on_piece
         self.place: int | None = None  # of the caches
         self.tokens, self.layers, self.text = [], [], ""
 
@@ -197,8 +197,8 @@ class TextEngine:
         self._segments = runtime.segments(room, self.capacity, rule=self.rule)
         self._free = list(range(room))
 
-    def row(self, text: str | Sequence[str], max_new_tokens: int | None = None, told=None) -> PromptRow:
-        """One request. told: called with each piece of text and the layers of its last token, by the worker's thread.
+    def row(self, text: str | Sequence[str], max_new_tokens: int | None = None, on_piece=None) -> PromptRow:
+        """One request. on_piece: the worker calls it with each piece of text and the layers of its last token.
 
         Raises ValueError for a prompt that cannot be continued by so many tokens.
         """
@@ -210,7 +210,7 @@ class TextEngine:
         before = self.runtime.decoder_start_tokens or prompt
         if len(before) + count > self.capacity:
             raise ValueError(f"expected at most {self.capacity} tokens, found {len(before)} and {count} to write")
-        return PromptRow(prompt, before, count, told)
+        return PromptRow(prompt, before, count, on_piece)
 
     def release(self, row: PromptRow) -> None:
         """Its place is free."""
@@ -250,10 +250,10 @@ class TextEngine:
         row.tokens.append(token)
         row.layers.append(layers)
         ended = token in self.runtime.config["stop"] or len(row.tokens) == row.count
-        if ended or row.told:
+        if ended or row.on_piece:
             text = self.runtime.text_after(row.prompt, row.tokens)
-            if row.told and (ended or not text.endswith(PIECE)):
-                row.told(text[len(row.text) :], layers)
+            if row.on_piece and (ended or not text.endswith(PIECE)):
+                row.on_piece(text[len(row.text) :], layers)
                 row.text = text
         if ended:
             milliseconds = (time.perf_counter() - row.begun) * 1e3

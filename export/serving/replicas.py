@@ -82,9 +82,9 @@ class Replica:
         return self.worker.watch.requests
 
     async def _pages(self) -> str:
-        asked = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
+        replies = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
         try:
-            found = await asked.results_async(timeout_s=PAGES, return_exceptions=True)
+            found = await replies.results_async(timeout_s=PAGES, return_exceptions=True)
         except TimeoutError:  # of one of them: Ray gives nothing of the others either
             found = [await self.page()]
         return together(dict(each for each in found if isinstance(each, tuple)))
@@ -99,9 +99,9 @@ class Front:
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        clock, body, due, said = asyncio.get_running_loop().time, b"", inf, None
+        clock, body, due, sent = asyncio.get_running_loop().time, b"", inf, None
 
-        async def heard() -> dict:
+        async def receive_in_time() -> dict:
             """To the proxy, a client whose deadline has passed has hung up."""
             nonlocal body, due
             try:
@@ -116,23 +116,23 @@ class Front:
                         due = clock() + deadline_of(json_object(decoded(body))) + MARGIN
             return message
 
-        async def say(message: dict) -> None:
-            nonlocal said
+        async def send_ours(message: dict) -> None:
+            nonlocal sent
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
                 ours = headers.get(b"content-type") == JSON
                 if ours or message["status"] != 404:  # else the proxy's: there is no model
-                    said = "all" if b"content-length" in headers else "a part"
-            elif said and not message.get("more_body"):
-                said = "all"
-            if said:
+                    sent = "all" if b"content-length" in headers else "a part"
+            elif sent and not message.get("more_body"):
+                sent = "all"
+            if sent:
                 await send(message)
 
-        await self.app(scope, heard, say)
+        await self.app(scope, receive_in_time, send_ours)
         last = line({"error": LATE if clock() >= due else GONE})
-        if said is None:
+        if sent is None:
             await send(head(503, JSON, len(last["body"])))
-        if said != "all":
+        if sent != "all":
             await send(last)
 
 
@@ -216,8 +216,8 @@ def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
 def _drained() -> Counter:
     requests, about = Counter(), ray_serve.status().applications.get(NAME)
     if about and about.deployments[NAME].replica_states.get("RUNNING"):
-        asked = ray_serve.get_app_handle(NAME).broadcast("drain")
-        for each in asked.results(timeout_s=DRAIN + PAGES, return_exceptions=True):
+        replies = ray_serve.get_app_handle(NAME).broadcast("drain")
+        for each in replies.results(timeout_s=DRAIN + PAGES, return_exceptions=True):
             requests.update(each if isinstance(each, Counter) else {})
         ray_serve.delete(NAME)
     return requests

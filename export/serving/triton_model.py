@@ -63,8 +63,8 @@ class TritonPythonModel:
 
     def _send(self, sender, future: Future) -> None:
         try:
-            said = future.result()._asdict()
-            tensors = [triton.Tensor(name, _vector(said[name], dtype)) for name, dtype in self.outputs.items()]
+            fields = future.result()._asdict()
+            tensors = [triton.Tensor(name, _vector(fields[name], dtype)) for name, dtype in self.outputs.items()]
             response = triton.InferenceResponse(tensors)
         except Exception as error:
             codes = {Refused: triton.TritonError.UNAVAILABLE, WrongRow: triton.TritonError.INVALID_ARG}

@@ -48,7 +48,7 @@ class Promise:
         self.seen: deque[bool] = deque(maxlen=WINDOW)
         self.rows = self.tightened = self._looks = 0
 
-    def told(self, agrees: bool, rule: Rule) -> Rule:
+    def observe(self, agrees: bool, rule: Rule) -> Rule:
         """A row in the shadow has come to full depth. Returns the rule that is in force from now on."""
         self.seen.append(agrees)
         self.rows += 1
@@ -100,7 +100,7 @@ class Watch:
         self.exits, self.promise = exits, promise
         self.requests = Counter(dict.fromkeys(("answered", "refused", "late", "cancelled", "failed"), 0))
         self.responses = Counter()  # of a server, by status
-        self.left, self.batches, self.rows = Counter(), Counter(), Counter()
+        self.exit_counts, self.batches, self.rows = Counter(), Counter(), Counter()
         self._seconds, self._total = [0] * (len(SECONDS) + 1), 0.0
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._expected = dict(zip(exits, expected)) if expected else None
@@ -118,7 +118,7 @@ class Watch:
         for depth in layers if isinstance(layers, list) else (layers,):
             # where tokens leave, the mean is no exit; rounded up it may lie above the last
             depth = self.exits[min(bisect_left(self.exits, depth), len(self.exits) - 1)]
-            self.left[depth] += 1
+            self.exit_counts[depth] += 1
             self._recent.append(depth)
         if self._expected is None and len(self._recent) == RECENT:
             self._expected = Counter(self._recent)
@@ -145,7 +145,7 @@ class Watch:
         add("requests_total", "counter", "requests by what became of them", self.requests, "outcome")
         add("http_responses_total", "counter", "responses by status", self.responses, "status")
         made.append(self._histogram())
-        exits = {depth: self.left[depth] for depth in self.exits}
+        exits = {depth: self.exit_counts[depth] for depth in self.exits}
         add("exits_total", "counter", "answers, or tokens, by the layers that they ran", exits, "layers")
         add("queue_rows", "gauge", "rows that wait, by queue", lengths, "queue")
         add("batches_total", "counter", "batches that ran, by queue", self.batches, "queue")

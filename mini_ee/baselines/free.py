@@ -173,7 +173,7 @@ class Mixture(NamedTuple):
         return float(GRID[min(len(GRID) - 1, len(GRID) - int(likely[::-1].cumprod().sum()))])
 
 
-class ToldSegments(TokenSegments):
+class OnlineCalibrationSegments(TokenSegments):
     """Those of a model with two exits, that note what each deep pass tells: `gaps`, and `agrees` of the same tokens."""
 
     def __init__(self, model: SharedExits, num_rows: int, capacity: int):
@@ -220,7 +220,7 @@ def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
     for text in texts:
         prompt = text.ids[: text.start + 1]
         (begin,) = model.backbone.decoder_start_tokens([prompt])
-        segments = ToldSegments(model, 1, len(begin) + new_tokens)
+        segments = OnlineCalibrationSegments(model, 1, len(begin) + new_tokens)
         written += gather(decode(segments, [prompt], new_tokens, Threshold(levels[-1], MEASURE), stop=stop), 1)
         gaps, agrees = gaps + segments.gaps, agrees + segments.agrees
         if gaps and len(levels) <= MOVES:
