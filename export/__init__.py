@@ -1,10 +1,10 @@
-"""ONNX: writer.py makes a verified folder of graphs; runtime.py serves it.
+"""ONNX export: writer.py writes a verified folder of graphs, runtime.py runs it.
 
-A graph is what the project's own torch and numpy code computes, run once on values of the graph: tracing.py has the
-values, lower_shapes.py and lower_math.py say which nodes a function becomes, builder.py writes them. model_graph.py is
-the graph that stops by itself, segment_graphs.py the graphs by segment, token_graphs.py what both take of a decoder.
-Without torch: manifest.py, sessions.py, row_segments.py, token_segments.py and runtime.py. torch_engine.py runs the
-same folder through torch.
+A graph is written by running the project's torch and numpy code once on values of the graph. tracing.py has the values,
+lower_shapes.py and lower_math.py map functions to nodes, builder.py writes the nodes. model_graph.py writes the graph
+that stops by itself, segment_graphs.py one graph per segment, token_graphs.py the graphs of a decoder. manifest.py,
+sessions.py, row_segments.py, token_segments.py and runtime.py need no torch. torch_engine.py runs the same folder in
+torch.
 """
 
 import sys

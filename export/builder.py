@@ -1,8 +1,8 @@
-"""A graph in ONNX's own operators (opset 23), written node by node; graph.py runs the project's own code on its values.
+"""Write an ONNX graph node by node, in the standard operators of opset 23. graph.py runs torch code on its values.
 
-Values are names. A parameter is known by its identity and keeps the name that it has in the model, in torch's layout:
-a graph is readable, and two graphs share a weight by its name. Weights stand in the innermost branch that alone uses
-them: outside of it ONNX Runtime does not prepack them for its nodes.
+A value is a name. A parameter is recognised by its identity. It keeps its name in the model and torch's layout, so that
+the graph is readable and all graphs of an export share one file of weights. A weight that a single branch uses is
+declared in that branch: ONNX Runtime prepacks a weight only for nodes of the same graph or branch.
 """
 
 import hashlib
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 OPSET, IR_VERSION = 23, 11
 
-INT8_LARGEST = np.float32(63)  # of a weight in int8
+INT8_LARGEST = np.float32(63)  # largest absolute value of an int8 weight, see linear_int8
 
 Parameters = dict[int, tuple[str, Tensor]]
-"""id of a parameter -> its name, and the parameter itself, kept alive."""
+"""id of a parameter -> its name, and the parameter itself: while it is referenced, no other object has its id."""
 
 
 def int8_maps(model: nn.Module) -> set[int]:
-    """The ids of all weights of linear maps that can bear int8: modules say so in `int8_maps`."""
+    """The ids of the weights that can be rounded to int8: of the linear maps that a module names in `int8_maps`."""
     modules = ((module, getattr(module, "int8_maps", ())) for module in model.modules())
     return {id(getattr(module, name).weight) for module, names in modules for name in names}
 
 
 def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
-    """What a Builder knows the parameters of a model by."""
+    """The named parameters of a model, as a Builder takes them."""
     return {id(value): (prefix + name, value) for name, value in model.named_parameters()}
 
 
 class Value(NamedTuple):
-    """What a branch gives: its name, its type and the name or size of each axis."""
+    """An output of a branch: its name, its type, and the name or size of each axis."""
 
     name: str
     dtype: type
@@ -44,11 +44,11 @@ class Value(NamedTuple):
 
 
 class Builder:
-    """One graph. dtype: of all weights and hidden states; int8: ids of the weights that become int8, see `int8_maps`.
+    """One graph.
 
-    plain: inputs with values of their own become inputs like others, for callers that cannot feed those: JavaScript,
-    and whoever binds memory. flat: weights stay outside of all branches, since onnxruntime-web looks for the file of
-    those inside on a disk.
+    dtype: of all weights and hidden states. int8: ids of the weights to round to int8, see `int8_maps`. plain: inputs
+    with a default become required inputs, for callers that cannot override a default: JavaScript, and I/O binding.
+    flat: all weights are declared in the main graph, because onnxruntime-web cannot load external data of a branch.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Builder:
         flat: bool = False,
     ):
         self.dtype, self.int8, self.plain, self.flat = np.dtype(dtype), int8, plain, flat
-        self.weights: dict[str, np.ndarray] = {}  # those taken up so far
+        self.weights: dict[str, np.ndarray] = {}  # those that the graph uses so far
         self._parameters, self._constants = parameters, {}
-        self._nodes: list[NodeProto] = []  # of the graph or branch that is being written
+        self._nodes: list[NodeProto] = []  # of the graph or branch being written
         self._inputs, self._outputs, self._defaults, self._made = {}, {}, {}, 0
-        self._written = {}  # node -> its outputs, where they are visible
+        self._written = {}  # node -> its outputs, for all nodes that are visible here
 
     # ---- Nodes ----
     def op(self, kind: str, *inputs: str, **attributes) -> str:
@@ -72,7 +72,7 @@ class Builder:
         return self.several(1, kind, *inputs, **attributes)[0]
 
     def several(self, outputs: int, kind: str, *inputs: str, **attributes) -> list[str]:
-        """Append a node with several outputs; returns their names. An equal node that is visible serves again."""
+        """Append a node with several outputs; returns their names. An equal visible node is used again."""
         node = outputs, kind, inputs, repr(sorted(attributes.items()))
         if kind != "If" and node in self._written:
             return self._written[node]
@@ -83,44 +83,44 @@ class Builder:
         return names
 
     def input(self, name: str, *axes: str | int, dtype: type = np.int64) -> str:
-        """Declare an input with its axes, or ask for it again."""
+        """Declare an input with its axes, unless it is declared already; returns its name."""
         self._inputs.setdefault(name, _info(name, dtype, axes))
         return name
 
     def default(self, name: str, values: np.ndarray, *axes: str | int) -> str:
-        """Declare an input that has these values where nobody feeds it others: an overridable initialiser."""
+        """Declare an input with these default values: an initialiser that a caller may override."""
         if not self.plain:
             self._defaults[name] = values
         self._inputs[name] = _info(name, values.dtype, axes)
         return name
 
     def output(self, name: str, value: str, *axes: str | int, dtype: type | None = None) -> None:
-        """Declare a value of the graph as an output under this name; of the graph's dtype unless it says another."""
+        """Declare a value as an output of the graph under this name. dtype: by default the graph's."""
         if value in self._outputs or value in self._inputs:
             value = self.op("Identity", value)
         self._outputs[value] = _info(name, dtype or self.dtype, axes)
 
     def value(self, name: str, *axes: str | int, dtype: type | None = None) -> Value:
-        """What a branch gives; of the graph's dtype unless it says another."""
+        """An output of a branch. dtype: by default the graph's."""
         return Value(name, dtype or self.dtype, axes)
 
     def either(
         self, condition: str, then: Callable[[], Sequence[Value]], otherwise: Callable[[], Sequence[Value]]
     ) -> list[Value]:
-        """An If on a condition (): each branch is what its function writes and gives. Returns what it gives."""
+        """An If on a condition (): each function writes a branch and returns its outputs. Returns those of the If."""
         branches, values = zip(*map(self._branch, (then, otherwise)))
         names = self.several(len(values[0]), "If", condition, then_branch=branches[0], else_branch=branches[1])
         return [value._replace(name=name) for value, name in zip(values[0], names)]
 
     def only_if(self, condition: str, then: Callable[[], Sequence[Value]]) -> list[Value]:
-        """What the function writes, where the condition () is true; elsewhere the same values without rows."""
+        """The outputs of what the function writes if the condition () is true, else the same values with no rows."""
         branch, values = self._branch(then)
         nothing, _ = self._branch(lambda: [self._without_rows(value) for value in values])
         names = self.several(len(values), "If", condition, then_branch=branch, else_branch=nothing)
         return [value._replace(name=name) for value, name in zip(values, names)]
 
     def any(self, x: str) -> str:
-        """Whether one of (N,) bool is true: ()."""
+        """Whether any of (N,) bool is true: ()."""
         return self.op("ReduceMax", x, keepdims=0)
 
     def _without_rows(self, value: Value) -> Value:
@@ -133,7 +133,9 @@ class Builder:
         outputs, values = [], write()
         for value in values:
             made_here = any(value.name in node.output for node in self._nodes)
-            name = value.name if made_here else self.op("Identity", value.name)  # a branch gives what it made
+            name = (
+                value.name if made_here else self.op("Identity", value.name)
+            )  # ONNX: an output of a branch is the output of one of its nodes
             outputs.append(_info(name, value.dtype, value.axes))
         self._made += 1
         graph = helper.make_graph(self._nodes, f"branch_{self._made}", [], outputs)
@@ -142,7 +144,7 @@ class Builder:
 
     # ---- Constants and weights ----
     def parameter(self, parameter: Tensor) -> str:
-        """A parameter of the model as an initialiser, under its own name."""
+        """A parameter of the model as an initialiser under its name in the model."""
         name, value = self._named(parameter)
         if name not in self.weights:
             self.weights[name] = self._array(value)
@@ -159,14 +161,14 @@ class Builder:
         return self.constant("_".join(map(str, values)), np.array(values, np.int64))
 
     def constant(self, name: str, values: np.ndarray) -> str:
-        """A constant by name, held in the graph itself. Raises ValueError where the name has other values already."""
+        """A constant in the graph itself, by name. Raises ValueError if the name already has other values."""
         name = f"constant_{name}_{values.dtype}"
         if not np.array_equal(self._constants.setdefault(name, values), values):
             raise ValueError(f"{name} is {self._constants[name]} already, not {values}")
         return name
 
     def constant_of(self, values: np.ndarray) -> str:
-        """A constant by what it holds."""
+        """A constant, named by a digest of its values, so that equal constants are stored once."""
         digest = hashlib.sha1(values.tobytes() + repr(values.shape).encode()).hexdigest()[:12]
         text = f"scalar_{values.item()}" if values.ndim == 0 else f"{'x'.join(map(str, values.shape))}_{digest}"
         return self.constant(text, values)
@@ -177,11 +179,11 @@ class Builder:
 
     def _named(self, parameter: Tensor) -> tuple[str, Tensor]:
         if id(parameter) not in self._parameters:
-            raise ValueError(f"a graph asks for a parameter {tuple(parameter.shape)} that is none of the model's own")
+            raise ValueError(f"expected a parameter of the model, found another one of shape {tuple(parameter.shape)}")
         return self._parameters[id(parameter)]
 
     def _array(self, value: Tensor) -> np.ndarray:
-        with torch._C.DisableTorchFunction():  # of the weight itself, while what is made of it is traced
+        with torch._C.DisableTorchFunction():  # else _Parameters of tracing.py would trace these calls
             array = value.detach().float().cpu().numpy()
         largest = np.finfo(self.dtype).max
         if np.isfinite(array).all() and (abs(array) > largest).any():
@@ -195,10 +197,10 @@ class Builder:
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
     def linear_int8(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
-        """Weights in int8 with a scale for each output, x in uint8 as it comes; the form that ONNX Runtime fuses.
+        """A linear map with int8 weights and a scale per output; x is quantised to uint8 when the graph runs.
 
-        Weights are rounded to -63 .. 63: a processor without VNNI adds two products in 16 bits, which 255 * 127 twice
-        overflows.
+        ONNX Runtime fuses these nodes. Weights are rounded to -63 .. 63: a processor without VNNI adds two products in
+        16 bits, and 2 * 255 * 127 overflows.
         """
         name, weight = self._named(weight)
         whole, scale = f"{name}_int8", f"{name}_scale"
@@ -213,7 +215,7 @@ class Builder:
 
     # ---- Parts ----
     def cast(self, x: str, dtype: type) -> str:
-        """x in another type."""
+        """Cast x to another type."""
         return self.op("Cast", x, to=_kind(dtype))
 
     def shape(self, x: str, start: int, stop: int) -> str:
@@ -232,19 +234,19 @@ class Builder:
     ) -> str:
         """Scaled dot products: (B, T, H d), (B, S, KV d) twice -> (B, T, H d). readable: (B, 1, T, S) bool, or added.
 
-        scale: of the products; None: one over the root of d.
+        scale: what the products are multiplied by; None: 1 / sqrt(d).
         """
         counts = {"q_num_heads": heads, "kv_num_heads": key_value_heads} | ({} if scale is None else {"scale": scale})
         return self.op("Attention", query, key, value, readable, softmax_precision=TensorProto.FLOAT, **counts)
 
     def readable(self, mask: str, queries: str) -> str:
-        """mask (B, S), true where a token may be read -> the same for each of the queries (B, T, ...): (B, 1, T, S)."""
+        """mask (B, S), true where a token may be read -> (B, 1, T, S), the same for all queries (B, T, ...)."""
         ends = self.shape(queries, 0, 1), self.integers(1), self.shape(queries, 1, 2), self.shape(mask, 1, 2)
         return self.op("Expand", self.op("Unsqueeze", mask, self.integers(1, 2)), self.op("Concat", *ends, axis=0))
 
     # ---- The end ----
     def model(self, name: str, weights_file: str, tensors: dict[str, list]) -> onnx.ModelProto:
-        """The finished graph. tensors: weight -> dtype, shape and offset in weights_file, beside the graph."""
+        """The finished graph. tensors: weight -> dtype, shape and offset in weights_file, next to the graph."""
         renamed = {value: info.name for value, info in self._outputs.items()}
         outputs = list(self._outputs.values())
         graph = helper.make_graph(self._nodes, name, [], outputs)
@@ -254,8 +256,8 @@ class Builder:
         graph.input.extend(info for info in self._inputs.values() if info.name in used)
         values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
         for weight, array in self.weights.items():
-            kept = {"name": weight, "data_type": _kind(array.dtype), "dims": array.shape}
-            values[weight] = TensorProto(**kept, data_location=TensorProto.EXTERNAL)
+            about = {"name": weight, "data_type": _kind(array.dtype), "dims": array.shape}
+            values[weight] = TensorProto(**about, data_location=TensorProto.EXTERNAL)
             place = {"location": weights_file, "offset": tensors[weight][2], "length": array.nbytes}
             for key, value in place.items():
                 values[weight].external_data.add(key=key, value=str(value))
@@ -282,7 +284,7 @@ def branches_of(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def _rename(graph: GraphProto, names: dict[str, str]) -> None:
-    """Give values other names, in the graph and in its branches."""
+    """Rename values in the graph and its branches."""
     for node in graph.node:
         for wires in (node.input, node.output):
             wires[:] = [names.get(name, name) for name in wires]
@@ -291,31 +293,32 @@ def _rename(graph: GraphProto, names: dict[str, str]) -> None:
 
 
 def _prune(graph: GraphProto) -> None:
-    """Take out nodes that nothing needs: what was asked of a value that the trace had no use for in the end."""
-    needed, kept = {output.name for output in graph.output}, []
+    """Remove nodes whose outputs nothing uses: the trace writes some before it is known whether they are needed."""
+    needed, nodes = {output.name for output in graph.output}, []
     for node in reversed(graph.node):
         if needed.isdisjoint(node.output):
             continue
-        kept.append(node)
+        nodes.append(node)
         needed.update(node.input)
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 _prune(attribute.g)
                 needed |= _used(attribute.g) | {output.name for output in attribute.g.output}
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(nodes)]
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(nodes)
 
 
 def _used(graph: GraphProto) -> set[str]:
-    """All values that a graph or a branch of it takes."""
+    """All names that nodes of a graph or of its branches take."""
     own = {name for node in graph.node for name in node.input}
     return own.union(*map(_used, branches_of(graph)))
 
 
 def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collection[str] = ()) -> None:
-    """Put initialisers into the graph where its own nodes or several branches use them, else into that branch; those
-    that are to stay outside into the graph in any case.
+    """Declare an initialiser in the graph if its own nodes or several branches use it, else in the branch that does.
+
+    Those in `outside` are declared in the graph in any case.
     """
     own = {name for node in graph.node for name in node.input}
     branches = list(branches_of(graph))

@@ -1,4 +1,4 @@
-"""A graph that the project's own torch and numpy code is run on. See tracing.py."""
+"""An ONNX graph whose values torch and numpy code can run on. See tracing.py."""
 
 from contextlib import AbstractContextManager
 
@@ -11,18 +11,18 @@ from mini_ee.export.tracing import ArrayValue, TensorValue, tracing
 
 
 class Graph(Builder):
-    """A Builder that hands out values for torch code to run on."""
+    """A Builder whose inputs and values are TensorValues and ArrayValues."""
 
     def tracing(self) -> AbstractContextManager:
-        """Within, torch functions of values and of the model's parameters write nodes of this graph."""
+        """In this context, torch functions of values and of the model's parameters write nodes of this graph."""
         return tracing(self)
 
     def tensor(self, name: str, *axes: str | int, dtype: type | None = None) -> TensorValue:
-        """A value by its name as a tensor; of the graph's dtype unless it says another. Named axes are Dims."""
+        """The value of this name as a tensor. Named axes are Dims. dtype: by default the graph's."""
         return TensorValue(self, axes, dtype or self.dtype, lambda: name)
 
     def inputs(self) -> "GraphInputs":
-        """The inputs of a batch, as embed and context take them."""
+        """The inputs of a batch, for Backbone.embed and its context."""
         return GraphInputs(self)
 
     def array(self, name: str, *axes: str | int, dtype: type = np.float32) -> ArrayValue:
@@ -31,7 +31,7 @@ class Graph(Builder):
 
 
 class GraphInputs:
-    """Inputs of a graph, (B, T) int64 each, declared when they are asked for; or those rows of them."""
+    """Inputs of a graph, (B, T) int64 each, or some rows of them. An input is declared at its first use."""
 
     def __init__(self, g: Graph, rows: TensorValue | None = None):
         self.g, self.rows = g, rows

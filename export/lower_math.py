@@ -1,4 +1,4 @@
-"""Lowerings of what computes: element by element, along an axis, maps, norms and attention. See tracing.py."""
+"""Lowerings of arithmetic, reductions, linear maps, norms and attention. See tracing.py."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from mini_ee.export.tracing import (
 
 # ---- Element by element ----
 def _binary(node: str, kind: type | None = None) -> Callable:
-    """Of two values, or of a value and a constant. Numbers of Python's take the value's type; others are promoted."""
+    """Of two values, or a value and a constant. A Python number takes the value's type; others promote."""
 
     def write(a, b, *_, **__) -> Value:
         a, b = (x.value() if isinstance(x, Dim) else x for x in (a, b))
@@ -35,7 +35,7 @@ def _binary(node: str, kind: type | None = None) -> Callable:
             if getattr(one, "compared", None) is not None:
                 one.compared.append(other)
         like = a if isinstance(a, Value) else b
-        if node == "Div":  # of whole numbers, as torch and numpy divide
+        if node == "Div":  # integers are divided as floats, as torch and numpy do
             a, b = (cast(x, np.float32) if isinstance(x, Value) and x.kind.kind in "iub" else x for x in (a, b))
             like = a if isinstance(a, Value) else b
         kinds = [x.kind for x in (a, b) if isinstance(x, Value)]
@@ -119,7 +119,7 @@ for _node, *_functions in [
     lowers(*_functions)(_unary(_node))
 
 
-lowers(Tensor.float, Tensor.double)(lambda x: cast(x, np.float32))  # graphs count in float32 as well
+lowers(Tensor.float, Tensor.double)(lambda x: cast(x, np.float32))  # a graph has no float64
 lowers(Tensor.detach, torch.detach)(lambda x: x)
 lowers(Tensor.byte)(lambda x: cast(x, np.int64))
 lowers(Tensor.new_tensor)(lambda x, data, **_: torch.tensor(data))
@@ -143,7 +143,7 @@ def _filled(x: Value, value: float, dtype) -> Value:
 
 @lowers(F.pad)
 def pad(x: Value, ends: Sequence[int], mode: str = "constant", value: float = 0.0) -> Value:
-    """Of the last axis."""
+    """Pads the last axis."""
     before, after = ends
     pads = x.g.integers(*[0] * (x.ndim - 1), before, *[0] * (x.ndim - 1), after)
     return x.op("Pad", pads, shape=[*x.shape[:-1], before + x.shape[-1] + after])
@@ -187,7 +187,7 @@ def _gelu(x: Value, approximate: str = "none") -> Value:
 
 @lowers(np.logaddexp)
 def logaddexp(a, b, **_) -> Value:
-    """Softplus, where the first is 0; rounding is that of float32 either way."""
+    """Softplus if the first is 0; else the larger one plus softplus of minus the distance, which cannot overflow."""
     if not isinstance(a, Value) and np.all(np.asarray(a) == 0):
         return b.each("Softplus")
     larger = LOWERINGS[np.maximum](a, b)
@@ -204,9 +204,9 @@ def _clamp(x: Value, min=None, max=None, **_) -> Value:
 def _where(condition, a, b) -> Value:
     like = next(x for x in (condition, a, b) if isinstance(x, Value))
     kinds = [x.kind for x in (a, b) if isinstance(x, Value)]
-    # Numbers alone are of the types that torch and numpy give them, floats in float32.
+    # Two numbers have the types that torch and numpy give them; floats are float32.
     kind = kinds[0] if kinds else np.float32 if _is_float(a) or _is_float(b) else np.int64
-    if np.dtype(kind) == bool:  # which ONNX Runtime's Where does not take
+    if np.dtype(kind) == bool:  # ONNX Runtime's Where takes no bool
         return (condition & a) | (~condition & b)
     typed = like.like(like.name, kind=kind)
     names = [name_of(x, typed) for x in (a, b)]
@@ -280,7 +280,7 @@ def _log_softmax(x: Value, dim: int = -1, dtype=None, **_) -> Value:
 
 @lowers(np.partition)
 def partition(x: Value, kth: int, axis: int = -1) -> Value:
-    """Of the whole order the last entries alone, from the kth on, sorted: for `[:, kth:]`. kth is negative."""
+    """Only the entries from the kth on, sorted, as `[:, kth:]` needs them. kth is negative."""
     axis %= x.ndim
     largest, _ = x.g.several(2, "TopK", x.name, x.g.integers(-kth), axis=axis)
     rising = x.g.constant_of(np.arange(-kth)[::-1].copy())
@@ -301,7 +301,7 @@ def _asarray(x: Value, *_, **__) -> Value:
 # ---- Maps, norms, attention ----
 @lowers(F.linear)
 def linear(x: Value, weight, bias=None) -> Value:
-    """On (N, I), where a bias is added in the same call. In int8 where the Builder says so of the weight."""
+    """A Gemm on the flat value, which adds the bias too; in int8 if the Builder has chosen the weight for it."""
     shape = [*x.shape[:-1], weight.shape[0]]
     if id(weight) in x.g.int8:
         return x.flat_like(x.g.linear_int8(x.flat, weight, bias), shape)
@@ -356,7 +356,7 @@ def _normalize(x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out=N
 def attention(
     query: Value, key: Value, value: Value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_
 ) -> Value:
-    """(B, H, T, d), (B, KV, S, d) twice -> (B, H, T, d). The mask, bool or added, is written out once for all heads."""
+    """(B, H, T, d), (B, KV, S, d) twice -> (B, H, T, d). The mask, bool or added, is expanded to (B, 1, T, S) once."""
     g, masks, settings = query.g, [], {"softmax_precision": 1}
     if attn_mask is not None:
         sizes = [query.shape[0], 1, query.shape[2], key.shape[2]]

@@ -1,4 +1,4 @@
-"""Lowerings of what moves entries about: axes, parts, joins, orders. See tracing.py."""
+"""Lowerings of functions that move entries: reshape, split, join, index, sort. See tracing.py."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,11 +28,15 @@ from mini_ee.export.tracing import (
 # ---- Shapes ----
 @lowers(torch.reshape, Tensor.reshape, Tensor.view, np.reshape)
 def reshape(x: Value, *shape) -> Value:
-    """x with other axes, one of which may be -1."""
+    """x with other axes, one of which may be -1.
+
+    A Reshape node takes ints: 0 copies the size of the axis at the same place, and one -1 stands for the rest. So a Dim
+    costs no Shape node if it stays where it is, or if it is the only one that moves.
+    """
     shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple | torch.Size) else list(shape)
     if -1 in shape:
         shape[shape.index(-1)] = _left_over(x, shape)
-    if any(size is None for size in shape):  # a product of sizes: written as -1, and read from what comes out
+    if any(size is None for size in shape):  # -1 is a product of Dims: a new Dim, read from the result
         spec = [-1 if size is None else 0 if _same_at(x, at, size) else size for at, size in enumerate(shape)]
         if any(isinstance(size, Dim) for size in spec):
             spec = sizes_value(x.g, [size if size is not None else -1 for size in shape])
@@ -41,7 +45,7 @@ def reshape(x: Value, *shape) -> Value:
         return x.like(name, [f"{x.shape}->{at}" if size is None else size for at, size in enumerate(shape)])
     if list(shape) == list(x.shape):
         return x
-    x, last = x if x.root is None else x.root, shape[-1]
+    x, last = x if x.root is None else x.root, shape[-1]  # two reshapes in a row are one, or none
     if list(shape) == list(x.shape):
         return x
 
@@ -56,7 +60,7 @@ def reshape(x: Value, *shape) -> Value:
 
     flat = None
     if len(shape) > 2 and isinstance(last, int) and not isinstance(x.shape[-1], Dim):
-        # Whoever needs (N, last axis) gets it by one Reshape, not by two.
+        # A use as (N, last axis) skips `make`: no Reshape if x is flat with the same last axis, else one, not two.
         source = x.flat if x.is_flat and x.shape[-1] == last else None
         flat = (lambda: source) if source else lambda: x.g.op("Reshape", x.name, x.g.integers(-1, last))
     made = type(x)(x.g, shape, x.kind, make, flat)
@@ -65,12 +69,15 @@ def reshape(x: Value, *shape) -> Value:
 
 
 def _same_at(x: Value, at: int, size: Size) -> bool:
-    """Whether the axis stays where it is, so that ONNX may copy its size."""
+    """Whether a Dim stays at its place, so that 0 in a Reshape copies it. A flat value has its axes elsewhere."""
     return isinstance(size, Dim) and at < x.ndim and x.shape[at] == size and not x.is_flat
 
 
 def _left_over(x: Value, shape: Sequence[Size]) -> Size | None:
-    """What -1 stands for: an int, a Dim, or None for a product."""
+    """What -1 stands for: an int, a Dim, or None for a product of several.
+
+    Divides the sizes of x by those of the new shape: the Dims that are left over, and the ints multiplied in `whole`.
+    """
     dims, whole = [size for size in x.shape if isinstance(size, Dim)], 1
     for size in x.shape:
         whole *= size if isinstance(size, int) else 1
@@ -111,7 +118,7 @@ def _permute(x: Value, *axes) -> Value:
     if order == sorted(order):
         return source
     made = type(x)(x.g, shape, x.kind, lambda: x.g.op("Transpose", source.name, perm=order))
-    made.permuted = source, order  # two in a row are one
+    made.permuted = source, order  # two permutations in a row are one
     return made
 
 
@@ -124,7 +131,7 @@ def _transpose(x: Value, one: int, other: int) -> Value:
 
 @lowers(torch.unsqueeze, Tensor.unsqueeze, np.expand_dims)
 def unsqueeze(x: Value, axis: int) -> Value:
-    """With a new axis of one."""
+    """x with a new axis of size 1."""
     axis %= x.ndim + 1
     return x.op("Unsqueeze", x.g.integers(axis), shape=[*x.shape[:axis], 1, *x.shape[axis:]])
 
@@ -158,7 +165,7 @@ def _split(x: Value, sizes: int | Sequence[int], dim: int = 0) -> list[Value]:
     def part(at: int, name: Callable[[], str], axis: int) -> Callable[[], str]:
         return lambda: g.several(len(sizes), "Split", name(), g.integers(*sizes), axis=axis)[at]
 
-    if x.is_flat and axis == x.ndim - 1:  # each part as whoever takes it needs it
+    if x.is_flat and axis == x.ndim - 1:  # split on the last axis: each part can be read with its axes or flat
         makes = [(part(at, lambda: x.name, axis), part(at, lambda: x.flat, 1)) for at in range(len(sizes))]
     else:
         makes = [(part(at, lambda: x.name, axis), None) for at in range(len(sizes))]
@@ -183,11 +190,11 @@ def _stack(parts: Sequence, dim: int = 0, axis: int | None = None) -> Value:
 
 @lowers(Tensor.expand, torch.broadcast_to, np.broadcast_to)
 def expand(x: Value, *sizes) -> Value:
-    """With axes of one at other sizes; -1 keeps a size."""
+    """x with axes of size 1 repeated to other sizes; -1 keeps a size."""
     sizes = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int | Dim) else list(sizes)
     before = [1] * (len(sizes) - x.ndim) + list(x.shape)
     shape = [old if size == -1 else size for old, size in zip(before, sizes)]
-    if shape == before:  # ones before it alone
+    if shape == before:  # only new axes of size 1 in front
         return reshape(x, shape)
     return x.op("Expand", sizes_value(x.g, shape), shape=shape)
 
@@ -206,7 +213,11 @@ def _repeat(x: Value, *counts: int) -> Value:
 
 # ---- Parts ----
 def index(x: Value, key) -> Value:
-    """x[key] of ints, slices, None, ..., and one-dimensional indices or masks. x may be a tensor, the key a value."""
+    """x[key], where the key has ints, slices, None, ..., indices, and one-dimensional masks.
+
+    x may be a tensor if the key has a value. `axis` counts the axes of the result: an int removes an axis, None adds
+    one, and an index of n axes puts n in the place of one.
+    """
     if not isinstance(x, Value):
         known = lifted(key.g, x)
         return (known if isinstance(known, Value) else constant(key, x))[key]
@@ -233,13 +244,13 @@ LOWERINGS[Tensor.__getitem__] = index
 
 
 def constant(like: Value, tensor: Tensor) -> Value:
-    """A tensor as a value beside another."""
+    """A tensor as a constant of the graph of another value."""
     array = tensor.numpy(force=True)
     return like.like(like.g.constant_of(array), array.shape, array.dtype)
 
 
 def take(x: Value, at, axis: int) -> Value:
-    """The entries at an int, or at an index, of an axis."""
+    """The entries of an axis at an int or an index. Of a parameter only the rows at a constant index are stored."""
     if isinstance(at, int):
         if isinstance(x.shape[axis], int) and at < 0:
             at += x.shape[axis]
@@ -275,7 +286,7 @@ def _sliced(x: Value, part: slice, axis: int) -> Value:
 
 @lowers(torch.nonzero, Tensor.nonzero)
 def nonzero(x: Value) -> Value:
-    """(n, axes) int64: the places of what is true."""
+    """(n, axes) int64: the indices of true entries. n is a Dim of its own."""
     name = x.g.op("Transpose", x.g.op("NonZero", x.name), perm=[1, 0])
     return x.like(name, [f"true {name}", x.ndim], np.int64)
 
@@ -308,7 +319,7 @@ def topk(x: Value, k: int | Dim, dim: int = -1, **_) -> "Sorted":
 
 
 class Sorted(NamedTuple):
-    """What torch gives of a sort."""
+    """What torch.sort and torch.topk return."""
 
     values: Value
     indices: Value
@@ -317,7 +328,7 @@ class Sorted(NamedTuple):
 @lowers(torch.sort, Tensor.sort)
 def _sort(x: Value, dim: int = -1, descending: bool = False, stable: bool = True) -> Sorted:
     if not descending:
-        raise NotTraceable("a sort that rises has no lowering")
+        raise NotTraceable("an ascending sort has no lowering")
     return topk(x, x.shape[dim], dim)
 
 

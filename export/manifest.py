@@ -1,4 +1,4 @@
-"""What an exported folder says of itself: manifest.json, checked when it is read. No torch here."""
+"""manifest.json, which describes an exported folder, and its checks. No torch here."""
 
 import json
 import math
@@ -15,9 +15,9 @@ FORMAT_VERSION = 4  # since model.onnx
 
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
-DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights: as safetensors calls them
+DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights, by their names in safetensors
 EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}
-PART = 2**20  # numbers that are looked at at once
+PART = 2**20  # numbers that are checked at a time
 
 BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict, "tensors": dict}
 
@@ -31,10 +31,10 @@ ROWS = BOTH | {
     "state_flops": [float],
     "whole_flops": [[float]],
 }
-"""What a manifest must hold, and of which types, for a folder of rows: [int] has at least one number, (int,) any."""
+"""Required keys and types for a folder of rows. [int]: a list of at least one number, (int,): of any length."""
 
 BY_SEGMENT = {"by_segment": {"layer_passes": [int], "flops": [[[float]]]}}
-"""The same of one with graphs by segment."""
+"""The same for graphs by segment."""
 
 TOKENS = BOTH | {
     "vocab_size": int,
@@ -51,7 +51,7 @@ FORMS = {"rows": ROWS, "prompts": ROWS, "tokens": TOKENS}
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of an exported folder, every file of which is the one that was exported."""
+    """The manifest of an exported folder. Checks that all files are those that were exported."""
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` wrote")
     manifest = read_json(folder / MANIFEST, signed="format_version")
@@ -75,9 +75,9 @@ def read_manifest(folder: Path) -> dict:
 
 
 def layout(path: Path) -> dict[str, list]:
-    """Where the tensors of a safetensors file stand: name -> [dtype, shape, offset in the file].
+    """The places of tensors in a safetensors file: name -> [dtype, shape, offset in the file].
 
-    Raises ValueError for a file that is none, or that holds other types than a graph has.
+    Raises ValueError for a damaged file, and for types that no graph has.
     """
     size = path.stat().st_size
     try:
@@ -101,14 +101,14 @@ def layout(path: Path) -> dict[str, list]:
 
 
 def _check_weights(path: Path, expected: dict) -> None:
-    """Raise ValueError where the weights are not laid out as the graphs take them, or a number is NaN or infinite.
+    """Raises ValueError if the weights are not where the graphs read them, or if one is NaN or infinite.
 
-    The graphs read bytes at an offset: from a file that was written anew they would take other numbers.
+    Graphs read bytes at an offset: if the file was written again in another order, they would read other numbers.
     """
     found = layout(path)
     expected = {name: place for name, place in expected.items() if isinstance(place, list)}
     differ = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
-    if differ:  # one of another offset alone says least
+    if differ:  # prefer one with another dtype or shape: other offsets may only follow from it
         name = min(differ, key=lambda name: found.get(name, [])[:2] == expected.get(name, [])[:2])
         both = f"{name} as {expected.get(name)} (dtype, shape, offset), found {found.get(name)}"
         raise ValueError(f"{path}: {MANIFEST} has {both}; export the run again")
@@ -118,14 +118,14 @@ def _check_weights(path: Path, expected: dict) -> None:
 
 
 def _finite(values: np.ndarray, dtype: str) -> bool:
-    """Whether all of (N,) are: NaN and infinity have all bits of the exponent set. np.isfinite is slow in float16."""
+    """Whether all of (N,) are finite: NaN and infinity have all exponent bits set. np.isfinite is slow in float16."""
     mask = EXPONENTS[dtype]
     parts = (values[at : at + PART].view(mask.dtype) for at in range(0, len(values), PART))
     return all((part & mask).max() != mask for part in parts)
 
 
 def _check_values(manifest: dict, folder: Path) -> None:
-    """Raise ValueError where what the runtime takes from a manifest is missing, of a wrong type, or does not fit."""
+    """Raises ValueError if a value that the runtime needs is missing, has a wrong type, or contradicts another."""
     _check(manifest, {"unit": str, "files": dict}, folder)
     unit = manifest["unit"]
     if unit not in FORMS:
@@ -159,7 +159,7 @@ def _check_values(manifest: dict, folder: Path) -> None:
 
 
 def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:
-    """Raise ValueError where a manifest misses a key of the form, or holds a value of another type. See ROWS."""
+    """Raises ValueError if a key of the form is missing, or has a value of another type. See ROWS."""
     for key, kind in form.items():
         if key not in manifest:
             raise ValueError(f"{folder}: {MANIFEST} has no key {where + key!r}; export the run again")
@@ -174,7 +174,7 @@ def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:
 
 
 def _is(value, kind) -> bool:
-    """Whether a JSON value is of a type, as ROWS has them; whole numbers are at least 0, others finite."""
+    """Whether a JSON value has a type as in ROWS. Ints are at least 0, floats finite."""
     if isinstance(kind, list | tuple):
         enough = isinstance(value, list) and len(value) >= isinstance(kind, list)
         return enough and all(_is(each, kind[0]) for each in value)
@@ -187,7 +187,7 @@ def _is(value, kind) -> bool:
 
 @contextmanager
 def blaming_manifest(folder: Path) -> Iterator[None]:
-    """ValueError that names the folder where what is opened here misses a setting, or cannot use one."""
+    """Turns errors about a missing or wrong setting into a ValueError that names the folder."""
     try:
         yield
     except KeyError as error:

@@ -1,17 +1,17 @@
-"""A page in the browser for an exported folder of rows or of a decoder: `mini-ee export RUN --out DIR --web`.
+"""A page that runs an exported classifier or decoder in the browser: `mini-ee export RUN --out DIR --web`.
 
-exported/index.html, page.css, *.js  the page; `python -m http.server` in the folder is enough for it
-exported/vendor/                     onnxruntime-web and a tokenizers library, as web/vendor.sh fetches them, which the
-                                     command runs if npm is installed
-exported/model_web.onnx              model.onnx as onnxruntime-web takes it: `threshold` and other settings are plain
-                                     inputs, as it refuses values for inputs that have a default; its weights stand
-                                     outside of all branches, as it looks for the file of those inside on a disk. It
-                                     also gives what the rule compares with each of these inputs, see model_graph.py
-exported/web.json                    what the page shows: exits, the rule with its settings in the words of its class,
-                                     what each setting keeps, texts to try with their tokens; labels, or of a decoder
-                                     tokens to stop at
+exported/index.html, page.css, *.js  the page; serve the folder with `python -m http.server`
+exported/vendor/                     onnxruntime-web and a tokenizers library. web/vendor.sh downloads them; the command
+                                     runs it if npm is installed
+exported/model_web.onnx              model.onnx for onnxruntime-web, which cannot override the default of an input: here
+                                     `threshold` and other settings have no default. It cannot load external weights of
+                                     a branch either: here all weights are in the main graph. The graph also returns
+                                     what the rule compares with each of these inputs, see model_graph.py
+exported/web.json                    data of the page: exits, the rule with its settings and a sentence about it, the
+                                     curve of score and depth, example texts with their tokens; labels, or for a
+                                     decoder the tokens at which it stops
 
-The page computes no rule: it runs the graph, with other values of the rule's inputs where the slider is moved.
+The page does not compute the rule. It runs the graph, with other values of the rule's inputs when the slider moves.
 """
 
 import inspect
@@ -39,11 +39,11 @@ PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 EXAMPLES, CANDIDATES = 4, 64
-WRITTEN = 64  # tokens behind each prompt, on which a decoder's curve is
+WRITTEN = 64  # tokens after each prompt, for the curve of a decoder
 
 
 def check_page(run: Run) -> None:
-    """Raise WrongArguments where the page cannot show the run."""
+    """Raises WrongArguments if the page cannot show the run."""
     if run.unit == "prompts":
         what = f"{run.folder} holds a model that is read through a prompt"
         raise WrongArguments(f"--web: the page is for classifiers of sentences and for decoders; {what}; leave it out")
@@ -61,7 +61,7 @@ def check_page(run: Run) -> None:
 
 
 def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ...]] | list[str]) -> None:
-    """Add the page to an exported folder that has its graph, model_web.onnx. texts: some to try, as rows or prompts."""
+    """Add the page to an exported folder that has model_web.onnx. texts: examples to choose from, rows or prompts."""
     for path in (path for pattern in PAGE for path in SOURCES.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
     if (SOURCES / VENDOR).is_dir():
@@ -79,8 +79,8 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
 
 
 def _about(rule: Rule) -> dict:
-    """What the rule's class says of it: words, in a sentence; fixed, the settings that are no input of the graph;
-    compares, which attribute each input of the graph is; and of the knob its help.
+    """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
+    graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
     words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
@@ -89,7 +89,7 @@ def _about(rule: Rule) -> dict:
 
 
 def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
-    """What web.json says of a classifier alone."""
+    """Entries of web.json that only a classifier has."""
     encoded = run.encode(_examples(run, texts[:CANDIDATES]))
     return {
         "task": run.config["task"]["name"],
@@ -102,7 +102,7 @@ def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
 
 
 def _of_tokens(run: Run, prompts: list[str]) -> dict:
-    """What web.json says of a decoder alone."""
+    """Entries of web.json that only a decoder has."""
     config, prompts = run.model.backbone.config, prompts[:EXAMPLES]
     ids = [run.tokenizer.ids_of(prompt) for prompt in prompts]
     return {
@@ -114,41 +114,41 @@ def _of_tokens(run: Run, prompts: list[str]) -> dict:
 
 
 def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """EXAMPLES of the texts, those first that leave after as many layers as none before them."""
+    """EXAMPLES of the texts, first one of each exit layer."""
     layers = [answer.layers for answer in run.classify(texts)]
     order = sorted(range(len(texts)), key=lambda row: layers[row] in layers[:row])
     return [texts[row] for row in order[:EXAMPLES]]
 
 
 def vendor_command(folder: Path) -> str | None:
-    """What puts the libraries beside the page of this folder; None where they are there."""
+    """The command that downloads the libraries of the page into this folder; None if it has them."""
     return None if (folder / VENDOR).is_dir() else shlex.join(("sh", str(SOURCES / "vendor.sh"), str(folder / VENDOR)))
 
 
 def fetch_libraries(folder: Path, say: Callable[[str], None]) -> str | None:
-    """Put the libraries beside the page of this folder, which has none. Returns in one line why that failed, else None.
+    """Download the libraries of the page into this folder. Returns one line with the reason if that failed, else None.
 
-    say: is told that it begins. npm checks what it fetches against the checksums of package-lock.json.
+    say: called with a line when the download starts. npm verifies the checksums of package-lock.json.
     """
     if not all(map(shutil.which, ("npm", "sh"))):
         return "npm is not installed"
     say("Fetching the page's libraries with npm.")
-    environment = os.environ | {"npm_config_fetch_retries": "0"}  # without a network: no minute of waiting
+    environment = os.environ | {"npm_config_fetch_retries": "0"}  # without a network, fail at once
     done = subprocess.run(shlex.split(vendor_command(folder)), capture_output=True, text=True, env=environment)
     lines = done.stderr.strip().splitlines() or [f"the script ended with status {done.returncode}"]
     return lines[0].strip() if done.returncode else None
 
 
 def _numbers(values: np.ndarray) -> list:
-    """As JSON holds them: infinities as strings."""
+    """Numbers for JSON: infinities as strings."""
     return [value if np.isfinite(value) else str(value) for value in values.tolist()]
 
 
 def _curve(run: Run) -> dict | None:
-    """What the setting that moves keeps on the held-out rows, as metrics.json has it of such a rule; None: it has not.
+    """The curve of the rule on the held-out rows, from metrics.json; None if it has no curve of such a rule.
 
-    score: the task's metric, of several their mean; of: the rows; setting: the graph's input; points: its value, the
-    score, and the mean layers, the value ascending.
+    score: the task's metric, or the mean of several; of: the rows; setting: the input of the graph; points: its value,
+    the score and the mean layers, ascending in the value.
     """
     metrics = read_json(run.folder / "metrics.json")
     for each in metrics.get("curves", []):
@@ -159,9 +159,9 @@ def _curve(run: Run) -> dict | None:
 
 
 def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
-    """The same of a decoder: how often its tokens are the full model's, on what that writes behind prompts.
+    """The curve of a decoder: agreement of its tokens with the full model, on texts that the full model generates.
 
-    own: score and mean layers of the run's own rule, whose thresholds most often differ from exit to exit.
+    own: agreement and mean layers of the run's own rule, which most often has a threshold per exit.
     """
     if run.rule.knob is None or len(run.exits) < 2:
         return None
@@ -181,7 +181,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
 
 def _moved(rule: Rule, points: list[list]) -> dict:
-    """The graph's input that the rule's knob is, and points with its values."""
+    """The input of the graph for the setting that moves, and the points with the values of that input."""
     name = dict(zip(rule.runtime_settings, rule.runtime_inputs))[rule.knob]
     values = [rule_from_dict(rule.to_dict() | {rule.knob: value}).runtime_values(1)[name] for value, *_ in points]
     return {"setting": name, "points": [(*_numbers(value), *rest) for value, (_, *rest) in zip(values, points)]}

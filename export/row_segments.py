@@ -1,7 +1,7 @@
-"""An exported folder of rows through ONNX Runtime, and the encoder that a rule retrieves with. No torch here.
+"""Run an exported folder of rows in ONNX Runtime, and the encoder with which a rule retrieves. No torch here.
 
-OrtModel      model.onnx, the graph that stops by itself: one call a batch
-OrtSegments   one graph a segment, which the loop of early_exit.py drives, for rules that model.onnx does not hold
+OrtModel      model.onnx, the graph that stops by itself: one call per batch
+OrtSegments   one graph per segment, run by the loop of early_exit.py, for rules that model.onnx does not contain
 """
 
 from collections.abc import Container, Sequence
@@ -22,7 +22,7 @@ READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
 
 class OrtRows(Segments):
-    """What both have in common: what the manifest says they cost."""
+    """The base of both: sessions, and costs from the manifest."""
 
     engine = "onnxruntime"
 
@@ -34,8 +34,8 @@ class OrtRows(Segments):
         for name, session in zip(graphs, self.sessions):
             wanted, (found,) = manifest["num_labels"], session.widths["logits"]
             if found != wanted:
-                says = f"{name}.onnx gives {found} logits, {MANIFEST} says {wanted}"
-                raise ValueError(f"{folder}: {says}; export the run again")
+                line = f"{name}.onnx returns {found} logits, expected {wanted} as in {MANIFEST}"
+                raise ValueError(f"{folder}: {line}; export the run again")
 
     def layer_passes(self, k: int) -> int:
         return self._manifest["layer_passes"][k]
@@ -50,17 +50,17 @@ class OrtRows(Segments):
 
 
 class AtExit(NamedTuple):
-    """Rows that are to leave at one exit: the state of an OrtModel whose exits are read one by one."""
+    """The state of an OrtModel whose exits are read one by one: the inputs and the rows that are kept."""
 
     inputs: Inputs
-    rows: np.ndarray  # (B,) int64: those that are left
+    rows: np.ndarray  # (B,) int64
 
     def keep(self, rows: np.ndarray) -> "AtExit":
         return AtExit(self.inputs, self.rows[rows])
 
 
 class OrtModel(OrtRows):
-    """model.onnx. Inputs are data.tokens.Inputs. To read each exit is to run up to each, from the embeddings on."""
+    """model.onnx. Inputs are data.tokens.Inputs. Reading exit k runs the graph from the embeddings to exit k."""
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         super().__init__(folder, manifest, ["model"], provider, threads)
@@ -68,7 +68,7 @@ class OrtModel(OrtRows):
         self._graph_rule, self._by_segment = GraphRule(folder, manifest), None
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
-        """One call. Raises ValueError for a rule that the graph does not hold, where there are no segments either."""
+        """One call. A rule that the graph does not contain runs on graphs by segment; ValueError if there are none."""
         plan = rule.plan(inputs)
         feeds = self._graph_rule.feeds(rule, plan)
         if feeds is None:
@@ -84,7 +84,7 @@ class OrtModel(OrtRows):
         )
 
     def by_segment(self, rule: Rule) -> "OrtSegments":
-        """The same model, for a rule that model.onnx does not hold. Raises ValueError where it was not exported."""
+        """The graphs by segment, for a rule that model.onnx does not contain. Raises ValueError if there are none."""
         folder, manifest, *settings = self._settings
         if f"segment_{self.exits[0]}" not in manifest["graphs"]:
             raise self._graph_rule.unsupported(rule)
@@ -106,7 +106,7 @@ class OrtModel(OrtRows):
         return self.read(k, state)._replace(logits=None)
 
     def whole(self) -> "WholeModel":
-        """The same without early exits."""
+        """The model without early exits."""
         return WholeModel(self, *self._settings)
 
     def _run(self, inputs: Inputs, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -114,8 +114,9 @@ class OrtModel(OrtRows):
 
 
 class WholeModel(Segments):
-    """What a speed-up is measured against: model.onnx run to its end, no head read on the way; or whole.onnx, where
-    tokens leave model.onnx before.
+    """The model without early exits, with which a speed-up is compared.
+
+    It is model.onnx, run to its last exit without the heads below; or whole.onnx, if tokens exit within model.onnx.
     """
 
     engine = "onnxruntime"
@@ -140,11 +141,11 @@ class WholeModel(Segments):
 class OrtState(NamedTuple):
     """The rows still in the model."""
 
-    ids: dict[str, np.ndarray]  # of these rows: what graphs take of the inputs, (B, T) int64 each
+    ids: dict[str, np.ndarray]  # the inputs of the graphs for these rows, (B, T) int64 each
     outputs: dict  # of the last graph, for B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
     rows: np.ndarray  # (B,) int64: those of the B' that go on
-    every: np.ndarray  # (B,) int64: 0, 1, 2, ..., which are all rows of what the next graph says
-    heads: Container[int] | None = None  # those that will be read; None: any
+    every: np.ndarray  # (B,) int64: 0, 1, 2, ..., all rows of the next graph's outputs
+    heads: Container[int] | None = None  # those that may be evaluated; None: any
 
     def keep(self, rows: np.ndarray) -> "OrtState":
         ids = {name: value[rows] for name, value in self.ids.items()}
@@ -164,14 +165,15 @@ class OrtSegments(OrtRows):
         return OrtState(ids, {}, every, every)
 
     def can_join(self) -> bool:
-        """Whether rows of several batches can go on as one: not where hidden states hold streams side by side."""
+        """Whether rows of several batches can be joined to one: not if hidden states have an axis of LoRA streams."""
         graphs = self._manifest["graphs"]
         taken = [graphs[f"segment_{layer}"]["inputs"].get("hidden", {"axes": "BTD"}) for layer in self.exits]
         return all(len(each["axes"]) == 3 for each in taken)
 
     def joined(self, inputs: Inputs, parts: Sequence[tuple[OrtState, int]]) -> OrtState:
-        """One state of rows that stand in several, each after the same exit: the rows are inputs, padded anew; parts
-        say in which state each is, and which of its rows.
+        """One state from rows of several states, all after the same exit.
+
+        inputs: of these rows, padded together. parts: for each row its state and its index there.
         """
         first = parts[0][0]
         if all(state is first for state, _ in parts):
@@ -201,7 +203,7 @@ class OrtSegments(OrtRows):
         return OrtState(state.ids, session.run(inputs, read), state.every, state.every, state.heads)
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
-        """A graph that reads asks the policy too."""
+        """A graph that evaluates its head evaluates the policy too."""
         advance, read = super().flops(k, inputs)
         return advance, read + self.state_flops(k)
 
@@ -215,7 +217,7 @@ class OrtSegments(OrtRows):
 
 
 def _padded(rows: list[np.ndarray], inputs: Inputs, before: int) -> np.ndarray:
-    """States (T', D) of each row -> (B, T, D), zeros behind its tokens. before: states that are of no token."""
+    """States (T', D) of each row -> (B, T, D), with zeros behind its tokens. before: states in front of the tokens."""
     batch, longest = inputs.attention_mask.shape
     out = np.zeros((batch, before + longest, rows[0].shape[1]), rows[0].dtype)
     for at, (row, tokens) in enumerate(zip(rows, (before + inputs.attention_mask.sum(axis=1)).tolist())):
@@ -224,17 +226,17 @@ def _padded(rows: list[np.ndarray], inputs: Inputs, before: int) -> np.ndarray:
 
 
 def _polynomial(coefficients: list[float], tokens: int) -> float:
-    """Operations on one row of so many tokens."""
+    """FLOPs of one row with this number of tokens."""
     return sum(coefficient * tokens**power for power, coefficient in enumerate(coefficients))
 
 
 class OrtEncoder:
-    """encoder.onnx: the embeddings that a rule retrieves with, by the name of the encoder that it was exported from."""
+    """encoder.onnx: the embeddings with which a rule retrieves. `name` is that of the exported encoder."""
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         self.name, self._config = manifest["encoder"]["name"], manifest["encoder"]
         self._session = Session(folder / "encoder.onnx", provider, threads)
-        own = folder / "encoder"  # its tokenizer, where it is not the model's
+        own = folder / "encoder"  # its tokenizer, if it is not the model's
         self._tokenizer = Tokenizer.from_folder(own, self._config["max_length"]) if own.is_dir() else None
 
     def __call__(self, inputs: Inputs) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Serve an exported folder without torch: numpy, ONNX Runtime and tokenizers, and hnswlib for a rule that retrieves.
+"""Run an exported folder without torch: with numpy, ONNX Runtime, tokenizers, and hnswlib for a rule that retrieves.
 
     Runtime(folder).run(["A warm and funny film."])
     [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
@@ -6,7 +6,7 @@
     Runtime(decoder_folder).run(["Once upon a time"], max_new_tokens=50)
     [Continuation(text=" there was a little girl ...", tokens=[...], layers=[...], milliseconds=61.0)]
 
-A batch of rows, or a token of a batch of texts, is one call of model.onnx, which stops by itself.
+A batch of rows is one call of model.onnx, which stops by itself. So is one token for each text of a batch.
 """
 
 import time
@@ -32,11 +32,11 @@ from mini_ee.segments import Segments
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed
-RECOMPUTE = "to recompute caches takes graphs by segment; export the run with --segments, or leave out --missing-kv"
+RECOMPUTE = "--missing-kv recompute needs graphs by segment; export the run with --segments, or leave out --missing-kv"
 
 
 def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
-    """The tokenizer of an exported folder, which puts texts into the prompt that the model is read through, if one."""
+    """The tokenizer of an exported folder. It inserts texts into the prompt if the model reads them through one."""
     tokenizer = Tokenizer.from_folder(folder, None if manifest["unit"] == "tokens" else manifest["max_length"])
     if "prompt" not in manifest:
         return tokenizer
@@ -44,25 +44,25 @@ def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
 
 
 def vocabulary_sizes(manifest: dict) -> tuple[int, int | None]:
-    """How many tokens and token types the model of a manifest has; None where it reads no types."""
+    """The number of tokens and of token types of the model; None if it reads no token types."""
     backbone = manifest["backbone"]
     reads_types = "token_type_ids" in manifest["graphs"]["model"]["inputs"]
     return backbone["vocab_size"], backbone.get("type_vocab_size") if reads_types else None
 
 
 def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 0) -> Rule:
-    """The rule of an exported folder, with the graph and the files that it plans by, where it does."""
+    """The rule of an exported folder; if it retrieves, with the encoder and its files."""
     rule = rule_from_dict(manifest["rule"])
     return rule.served(folder, OrtEncoder(folder, manifest, provider, threads)) if "encoder" in manifest else rule
 
 
 class Answer(NamedTuple):
-    """What the runtime says of one row."""
+    """The result for one row."""
 
-    label: str | float  # a number for regression
-    confidence: float | None  # the largest probability; None for regression
+    label: str | float  # a number in a regression
+    confidence: float | None  # the largest probability; None in a regression
     exit: int  # index into exits, from 0
-    layers: int | float  # depth of that exit; where tokens leave, of a mean token
+    layers: int | float  # depth of that exit; if tokens exit within the row, their mean depth
     milliseconds: float  # of its batch, over the rows of that batch
     logits: np.ndarray  # (C,)
 
@@ -74,11 +74,11 @@ class Answer(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What a decoder wrote after a prompt."""
+    """The text that a decoder generated after a prompt."""
 
     text: str
     tokens: list[int]
-    layers: list[int]  # that each token ran
+    layers: list[int]  # depth of each token
     milliseconds: float  # of its batch, over the rows of that batch
 
     def to_dict(self) -> dict:
@@ -91,19 +91,19 @@ class Continuation(NamedTuple):
 class Runtime:
     """An exported folder, checked and ready to run.
 
-    providers: ONNX Runtime's names, the wanted one first; CUDA where it is there by default, else the CPU, and
-    `provider` says which it became. A provider that was asked for and is not there is an error, unless allow_fallback.
-    threads: of the processor, for one row or batch; ONNX Runtime's choice by default. See also share_threads.
-    segments: another engine for the same folder (torch_engine.torch_segments) instead of ONNX Runtime.
+    providers: ONNX Runtime's names, the first one is used (default: CUDA if available, else the CPU). `provider` is the
+    one in use. A given provider that is not available is an error, unless allow_fallback. threads: CPU threads for a
+    batch (default: ONNX Runtime's choice); see also share_threads. segments: another engine for the same folder
+    (torch_engine.torch_segments) instead of ONNX Runtime.
 
-    Raises FileNotFoundError where the folder or one of its files is missing; ValueError where a file is not the one
-    that was exported, or a provider cannot be had. `run` may be called from several threads.
+    Raises FileNotFoundError if the folder or one of its files is missing; ValueError if a file is not the exported one,
+    or if a provider is not available. Several threads may call `run`.
     """
 
     is_exported = True  # False of a training.run.Run
 
     def __new__(cls, folder: str | Path, *arguments, **settings) -> "Runtime":
-        """A TokenRuntime of a decoder's folder."""
+        """The folder of a decoder gives a TokenRuntime."""
         config = read_manifest(Path(folder))
         if config["unit"] == "tokens":
             cls = TokenRuntime
@@ -135,18 +135,18 @@ class Runtime:
             self.rule.check(len(self.exits))
 
     def _open(self, provider: str) -> tuple[Segments, str]:
-        """ONNX Runtime's engine, and the provider that it got."""
+        """The engine of ONNX Runtime, and its provider."""
         segments = OrtModel(self.folder, self.config, provider, self._threads)
         return segments, segments.provider
 
     @property
     def label_names(self) -> list[str]:
-        """Empty for regression."""
+        """Empty in a regression."""
         return self.config["task"]["label_names"]
 
     @property
     def num_texts(self) -> int:
-        """Of one row."""
+        """Texts per row, 1 or 2."""
         return self.config["task"]["texts"]
 
     @property
@@ -156,7 +156,7 @@ class Runtime:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the graphs and the weights that they share, as they are on disk."""
+        """Bytes on disk of the graphs and the weights that they share."""
         files = [self.folder / name for name in self.config["files"] if name.endswith((".onnx", ".safetensors"))]
         return sum(path.stat().st_size for path in files if path.parent == self.folder)
 
@@ -165,36 +165,36 @@ class Runtime:
         return self._segments
 
     def whole_model(self) -> Segments:
-        """What a speed-up is measured against: the same model without early exits, on the same device."""
+        """The same model without early exits, on the same device, with which a speed-up is compared."""
         return self._segments.whole()
 
     def encode(self, texts) -> Encoded:
-        """Tokenize texts of one sentence or two. Raises ValueError for a text with a token that the model does not
-        have, and as `run` does.
+        """Tokenize rows of one or two texts. Raises ValueError for a token that the model does not have, and as `run`
+        does.
         """
         return self.tokenizer.encode_for(texts, *self._sizes)
 
     def check(self, row: str | Sequence[str]) -> bool:
-        """Whether a row is cut to max_length. Raises ValueError for one that cannot be answered."""
+        """Whether a row is cut to max_length. Raises ValueError for a row that cannot be classified."""
         return self.encode([row]).truncated > 0
 
     def warm_up(self) -> None:
-        """Run a sentence to each exit: the first run of a graph is slower."""
+        """Run a sentence to each exit, because the first run of a graph is slower."""
         inputs = self.encode([("warm up",) * self.num_texts]).batch(slice(None))
         for k in range(len(self.exits)):
             early_exit(self._segments, Planned([k]), inputs)
 
     def run(self, texts: Sequence, batch_size: int = 32, rule: Rule | None = None) -> list[Answer]:
-        """Answers in the order of the texts; rows of two sentences are tuples. Memory is bounded by the batch.
+        """Answers in the order of the texts; rows of two texts are tuples. The batch bounds the memory.
 
-        Raises ValueError for a text that is empty or no string, and for rows of another number of sentences.
+        Raises ValueError for a text that is empty or not a string, and for a row with another number of texts.
         """
         rule = rule or self.rule
         check_rows(texts, self.num_texts)
         answers: list[Answer | None] = [None] * len(texts)
         encoded = self.encode(texts)
         order = list(batches(encoded, batch_size))
-        begin = time.perf_counter()  # what a batch waits for its plan is its own time
+        begin = time.perf_counter()  # the time of a batch includes its plan
         for rows, (inputs, planned) in zip(order, rule.of_batches(map(encoded.batch, order))):
             result = early_exit(self._segments, planned, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
@@ -209,7 +209,7 @@ class Runtime:
     def answers(
         self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
     ) -> list[Answer]:
-        """Of rows that left with these logits (N, C)."""
+        """Answers of rows that exited with these logits (N, C)."""
         names = self.label_names
         check_finite(logits)
         confidences = max_probability(logits).tolist() if names else [None] * len(logits)
@@ -218,16 +218,16 @@ class Runtime:
 
 
 def _prompt(row: str | Sequence[str]) -> str:
-    """The text of a row of one."""
+    """The prompt of a row, which may be a tuple with one text."""
     return row[0] if isinstance(row, tuple | list) and len(row) == 1 else row
 
 
 class TokenRuntime(Runtime):
-    """An exported decoder, checked and ready to write; Runtime(folder) makes it.
+    """An exported decoder, checked and ready to generate; Runtime(folder) makes it.
 
-    missing_kv: "copy_state" or "recompute", see generation.py; default: as the model was trained. max_new_tokens: the
-    default of `run`; NEW_TOKENS by default, at most half of the context. segments: (missing_kv, number of rows,
-    capacity in tokens) -> the segments of another engine than ONNX Runtime. Other arguments and errors: see Runtime.
+    missing_kv: "copy_state" or "recompute", see generation.py (default: as in training). max_new_tokens: the default of `run`
+    (default NEW_TOKENS, at most half of the context). segments: another engine instead of ONNX Runtime, as a function
+    (missing_kv, rows, capacity in tokens) -> DecoderSegments. Other arguments and errors as of Runtime.
     """
 
     num_texts = 1
@@ -271,14 +271,14 @@ class TokenRuntime(Runtime):
 
     @property
     def by_segment(self) -> bool:
-        """Whether graphs by segment were exported as well."""
+        """Whether graphs by segment were exported too."""
         return f"segment_{self.exits[0]}" in self.config["graphs"]
 
     def segments(
         self, num_rows: int, capacity: int, missing_kv: str | None = None, rule: Rule | None = None
     ) -> DecoderSegments:
-        """What `decode` drives under a rule, for one batch of texts: model.onnx, or graphs by segment for what it does
-        not hold. Raises ValueError where those were not exported.
+        """The engine of one batch of texts, for `decode`: model.onnx, or graphs by segment if it does not contain the
+        rule or `missing_kv`. Raises ValueError if those were not exported.
         """
         missing_kv, rule = missing_kv or self.missing_kv, rule or self.rule
         if self._model is None:
@@ -291,7 +291,7 @@ class TokenRuntime(Runtime):
         return self._segments(missing_kv, num_rows, capacity)
 
     def encode(self, text: str, max_new_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt. Raises ValueError where it is empty, or where the context has no room for both."""
+        """Token ids of a prompt. Raises ValueError if it is empty, or too long for the context with max_new_tokens."""
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"expected a prompt, found {'no text' if isinstance(text, str) else repr(text)}")
         try:
@@ -304,18 +304,18 @@ class TokenRuntime(Runtime):
         return ids
 
     def check(self, row: str | Sequence[str]) -> bool:
-        """False: a prompt is never cut. Raises ValueError for one that cannot be continued."""
+        """False: a prompt is never cut. Raises ValueError for a prompt that cannot be continued."""
         self.encode(_prompt(row))
         return False
 
     def warm_up(self) -> None:
-        """Write two tokens: the first run of a session is slower."""
+        """Generate two tokens, because the first run of a session is slower."""
         gather(self.generate([[0]], max_new_tokens=2), 1)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, rule: Rule | None = None
     ) -> Iterator[Step]:
-        """Greedy continuations of token ids, a step a token, as generation.generate. Raises ValueError as it does."""
+        """Greedy continuations of token ids, one step per token. Raises ValueError as generation.generate does."""
         rule = rule or self.rule
         rule.check(len(self.exits))
         segments = self.segments(len(prompts), self._check(prompts, max_new_tokens), rule=rule)
@@ -328,7 +328,7 @@ class TokenRuntime(Runtime):
         rule: Rule | None = None,
         max_new_tokens: int | None = None,
     ) -> list[Continuation]:
-        """What the model writes after each text, in their order. Raises ValueError as `encode` does."""
+        """The continuation of each text, in their order. Raises ValueError as `encode` does."""
         count = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_rows(texts, self.num_texts)
         prompts = [self.encode(_prompt(row), count) for row in texts]
@@ -343,13 +343,13 @@ class TokenRuntime(Runtime):
         return answers
 
     def text_after(self, prompt: list[int], tokens: list[int]) -> str:
-        """What was written, as it stands after the prompt."""
+        """The text of the tokens after the prompt. Both are decoded together, as spaces depend on the token before."""
         decoded = self.tokenizer.backend.decode
         return decoded(prompt + tokens)[len(decoded(prompt)) :]
 
     @property
     def decoder_start_tokens(self) -> list[int] | None:
-        """The tokens that stand before what is written, where prompts are read apart; else None."""
+        """The tokens with which the decoder starts if an encoder reads the prompt, else None."""
         return self.config.get("begins_with")
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""One graph on one device, through ONNX Runtime, and the threads and the memory that all share. No torch here."""
+"""One graph in ONNX Runtime, and the threads and memory that all graphs share. No torch here."""
 
 import ctypes
 import sys
@@ -16,11 +16,11 @@ from mini_ee.export.manifest import MANIFEST, WEIGHTS
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-PROVIDERS = {None: None, "cpu": [CPU], "cuda": [CUDA]}  # of --device
+PROVIDERS = {None: None, "cpu": [CPU], "cuda": [CUDA]}  # by the value of --device
 
 HIDDEN = "hidden_out"
 CARRIED = "carried_out"
-FOR_THE_NEXT = (HIDDEN, CARRIED)  # what the next segment takes: hidden states, and what else a method hands on
+FOR_THE_NEXT = (HIDDEN, CARRIED)  # outputs that the next segment takes
 
 
 class Session:
@@ -33,15 +33,15 @@ class Session:
         options.use_per_session_threads = not Session.shares_threads
         if not Session.shares_threads:
             options.intra_op_num_threads = threads
-            # A worker that spins on after its graph has ended holds the core that the next graph's worker needs.
+            # After a graph, its threads would spin for a while and take the cores from the threads of the next graph.
             options.add_session_config_entry("session.force_spinning_stop", "1")
-        # One arena for all graphs: the memory that one has just used is warm for the next, and is not held K times.
+        # One arena for all graphs: the next graph reuses memory that is warm, and it is not allocated K times.
         _shared_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         self._session = _opened(path, options, provider)
         self.widths = {each.name: each.shape[-1:] for each in self._session.get_outputs()}
-        # Past the method in Python, which looks at all names and values anew: after a graph that takes 15 us.
+        # The Python method checks all names and values at each call, which takes 15 us; call the C++ one directly.
         self._run = getattr(self._session, "_sess", self._session).run
         self.provider = self._session.get_providers()[0]
         self.inputs = {each.name for each in self._session.get_inputs()}
@@ -50,16 +50,16 @@ class Session:
         self._unread = [name for name in FOR_THE_NEXT if name in self._outputs] or self._outputs
 
     def of_rows(self, inputs: Inputs) -> dict[str, np.ndarray]:
-        """What the graph takes of the rows, (B, T) each: a decoder knows no token types."""
+        """The inputs of the graph for these rows, (B, T) each: a decoder has no token types."""
         return {name: getattr(inputs, name) for name in self.ids}
 
     def run(self, inputs: dict, read: bool = True) -> dict:
-        """Outputs by name: hidden states as the next graph takes them, on the device; if read, the others in numpy.
+        """Outputs by name: hidden states on the device, as the next graph takes them; if read, the others in numpy.
 
-        Raises ValueError where ONNX Runtime cannot run it on these.
+        Raises ValueError if ONNX Runtime fails on these inputs.
         """
         outputs = self._outputs if read else self._unread
-        if self.provider == CPU:  # shares memory, and is quicker than a binding
+        if self.provider == CPU:  # arrays are shared, which is faster than a binding
             try:
                 return dict(zip(outputs, self._run(outputs, inputs, None)))
             except Exception as error:  # the types that onnxruntime raises
@@ -75,11 +75,11 @@ class Session:
         return {name: value if name in FOR_THE_NEXT else value.numpy() for name, value in values}
 
     def io_binding(self) -> ort.IOBinding:
-        """For inputs and outputs whose memory the caller holds."""
+        """For inputs and outputs in memory of the caller."""
         return self._session.io_binding()
 
     def run_bound(self, binding: ort.IOBinding) -> None:
-        """Run with what is bound. Raises ValueError as `run` does."""
+        """Run with a binding. Raises ValueError as `run` does."""
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # the types that onnxruntime raises
@@ -90,13 +90,13 @@ class Session:
 
 
 def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.InferenceSession:
-    """The graph on the provider; where that fails, on the processor, and standard error has the reason."""
+    """The graph on the provider. If that fails: on the CPU, with the reason on standard error."""
     graph, weights = path, path.with_name(WEIGHTS)
     if weights.exists() and (weights.is_symlink() or weights.stat().st_nlink > 1):
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", _plain_folder(weights))
         graph = path.read_bytes()
     try:
-        # Of itself onnxruntime falls back too, and prints why among the answers.
+        # enable_fallback=0: ONNX Runtime's own fallback prints the reason to standard output, among the answers.
         return ort.InferenceSession(graph, options, providers=list(dict.fromkeys((provider, CPU))), enable_fallback=0)
     except Exception as error:  # the types that onnxruntime raises
         reason = f"{path}: ONNX Runtime cannot load this graph on {provider} ({' '.join(str(error).split())})"
@@ -107,9 +107,9 @@ def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.Infer
 
 
 def _plain_folder(weights: Path) -> str:
-    """The folder in which the weights stand as a file that is no link: ONNX Runtime reads no other, for safety.
+    """The folder that has the weights as a regular file: for safety ONNX Runtime follows no link.
 
-    Raises ValueError where there is none, as for hard links and for the cache of Hugging Face's hub.
+    Raises ValueError if there is none, as with hard links and in the cache of Hugging Face's hub.
     """
     plain = weights.resolve()
     if plain.name == WEIGHTS and plain.stat().st_nlink == 1:
@@ -122,7 +122,7 @@ def _plain_folder(weights: Path) -> str:
 
 
 class GraphRule:
-    """The rule that stands in model.onnx, and how the graph is fed to stop by another."""
+    """The rule in model.onnx, and the inputs that make the graph stop by another rule."""
 
     def __init__(self, folder: Path, manifest: dict):
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
@@ -134,16 +134,16 @@ class GraphRule:
         plan = self._rule.plan(range(1))
         if plan is None:
             plan = np.array([self._last if self._rule.needs is None or not self._last else -1])
-        self.own = {"exit_at": plan}  # what the graph is fed by itself, where its inputs have values of their own
+        self.own = {"exit_at": plan}  # the defaults of the graph's inputs
         if plan[0] < 0:
             self.own |= self._rule.runtime_values(self._last)
 
     def feeds(self, rule: Rule, plan: np.ndarray | None) -> dict[str, np.ndarray] | None:
-        """Inputs that make it stop by a rule, whose plan (B,) is known; None where nothing does."""
+        """Inputs that make the graph stop by a rule with this plan (B,) or None; None if no inputs can."""
         if plan is not None:
             return {"exit_at": plan}
         latest = self._latest
-        if latest[0] is not rule:  # one rule most often serves many batches; another thread may set it meanwhile
+        if latest[0] is not rule:  # one rule serves many batches; read it once, another thread may set it
             latest = self._latest = rule, self._settings(rule)
         return latest[1]
 
@@ -155,47 +155,47 @@ class GraphRule:
         return rule.runtime_values(self._last) if self._last else {}
 
     def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
-        """Exit index (B,) of each depth (B,) that the graph says, and what the rule was shown at each exit."""
+        """Exit index (B,) of each depth (B,) that the graph returned, and what the rule read at each exit."""
         try:
             index = self._index_of_depth[layers]
         except IndexError:
             index = np.array([-1])
         if index.min() < 0:
-            says = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
-            raise ValueError(f"{self._folder}: {says}; export the run again")
+            found = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
+            raise ValueError(f"{self._folder}: {found}; export the run again")
         return index, [*[rule.needs if plan is None else None] * self._last, None]
 
     def unsupported(self, rule: Rule) -> ValueError:
-        """The error where a graph cannot stop by a rule, and there are no segments that could."""
+        """The error for a rule that the graph cannot stop by, if there are no graphs by segment."""
         return ValueError(
-            f"{self._folder}: model.onnx stops by the rule {self._name}, asked for {rule.to_dict()}; "
-            f"export the run with that rule (--rule), or with --segments for any"
+            f"{self._folder}: expected the rule of model.onnx, {self._name}, found {rule.to_dict()}; "
+            f"export the run with that rule (--rule), or with --segments for any rule"
         )
 
 
 def share_threads(threads: int = 0) -> None:
-    """Let all sessions of this process compute on one pool of threads, instead of one a graph; 0: as many as cores.
+    """Let all sessions of this process share one thread pool, instead of one pool per graph; 0: a thread per core.
 
-    Then no graph waits for its own threads to wake: on MiniLM at batch 1 three graphs take 2 to 3 % less. For a program
-    that alone decides what runs in its process, as `mini-ee` is, before its first session. A library must not: ONNX
-    Runtime then refuses every session that does not ask for the pool (use_per_session_threads = False), and the pool's
-    threads spin for some 35 ms after each run. A pool that is there already is joined as it is; `threads` of a Runtime
-    is passed over then.
+    Then no graph waits for its own threads to wake up: with MiniLM at batch 1, three graphs take 2 to 3 % less time.
+    Call this before the first session, and only in a program that owns its process, such as `mini-ee`. A library must
+    not: ONNX Runtime then refuses all sessions with their own threads (use_per_session_threads = True), and the threads
+    of the pool spin for about 35 ms after each run. An existing pool is used as it is. The `threads` of a Runtime then
+    have no effect.
     """
-    with suppress(Fail):  # there is one
+    with suppress(Fail):  # a pool exists
         ort.set_global_thread_pool_sizes(threads, 1)
     Session.shares_threads = True
 
 
 @cache
 def _shared_arena() -> None:
-    """Register an arena with ONNX Runtime's environment; only sessions that ask for it use it."""
+    """Register an arena in ONNX Runtime's environment, for sessions that use environment allocators."""
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(memory, None)
 
 
 def wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> str:
-    """The provider to ask ONNX Runtime for. CUDA counts as there only where there is a driver."""
+    """The provider to open sessions on. CUDA counts as available only if there is a driver."""
     known = [CUDA, CPU] if CUDA in ort.get_available_providers() and _has_cuda_driver() else [CPU]
     wanted = providers[0] if providers else CUDA if CUDA in known else CPU
     if wanted not in known:
@@ -208,7 +208,7 @@ def wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> st
 
 
 def _has_cuda_driver() -> bool:
-    """onnxruntime-gpu lists CUDA on machines without a GPU too, and then falls back with a page of warnings."""
+    """Whether there is a driver: onnxruntime-gpu lists CUDA without a GPU too, and falls back with many warnings."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             ctypes.CDLL(name)

@@ -1,7 +1,7 @@
-"""The ONNX graphs of a TokenExits: one that stops by itself, for a step of decoding, and graphs by segment.
+"""The ONNX graphs of a TokenExits: one that stops by itself, for a step of decoding, and one graph per segment.
 
-Every graph takes positions (B, T) int64, -1 for padding, rows (B,) int64, which prompts the tokens belong to, and
-caches: see backbones/cache.py. The head is read at the last of the T tokens.
+Every graph takes positions (B, T) int64, -1 for padding; rows (B,) int64, the prompt of each row; and the caches, see
+backbones/cache.py. The head reads the last of the T tokens.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from mini_ee.segments import Reading, Segments
 
 
 class GraphTokens(NamedTuple):
-    """The tokens still in the model, as values of a graph."""
+    """The tokens that have not exited, as values of a graph."""
 
     hidden: Tensor  # (B', T, D)
-    before: Tensor  # (B', T, D), at the exit before, at first the embeddings
-    block: GraphBlock  # of these tokens
-    whole: GraphBlock  # of all
+    before: Tensor  # (B', T, D), at the previous exit; at first the embeddings
+    block: GraphBlock  # the context of these tokens
+    whole: GraphBlock  # the context of all B rows
     here: Tensor | None = None  # (B',): which of the B rows they are; None: all
     exited: Tensor | None = None  # (M,): the rows that have exited
     states: Tensor | None = None  # (M, T, D): their hidden states at their exits
@@ -35,7 +35,7 @@ class GraphTokens(NamedTuple):
 
 
 class TokenGraphs(Segments):
-    """What export writes of a model: the segments of one graph (model_graph.py), and `graphs()` by segment."""
+    """The segments of the one graph (model_graph.py), and `graphs()`: one graph per segment."""
 
     def __init__(self, model: TokenExits):
         self.model, self.exits = model, model.exits
@@ -72,7 +72,10 @@ class TokenGraphs(Segments):
         return Reading(None, exit_logit, saturation=cosine.numpy())
 
     def keep_in_graph(self, state: GraphTokens, rows: Tensor, leaves: Tensor) -> GraphTokens:
-        """The tokens of these rows; the others, of which `leaves` (N,) is true, leave their states for the caches."""
+        """The tokens of these rows. The others exit here, where `leaves` (N,) is true.
+
+        Their states go on with the rest: every layer above writes keys and values of them into its cache.
+        """
         out = leaves.nonzero()[:, 0]
         hidden, states, here, exited = state.hidden[rows], state.hidden[out], rows, out
         if state.here is not None:
@@ -81,23 +84,23 @@ class TokenGraphs(Segments):
         return GraphTokens(hidden, hidden, state.whole.of_rows(here, exited, states), state.whole, here, exited, states)
 
     def written(self, state: GraphTokens) -> list:
-        """The caches with what these tokens have left in them, for later calls."""
+        """The caches after the layers of this segment, for later calls."""
         return _caches(state.hidden.g, state.block)
 
     def filled(self, k: int, state: GraphTokens) -> list:
-        """The caches of all layers above exit k, where all tokens exit."""
+        """The caches of all layers above exit k, if all tokens exit there."""
         block = state.block.unwritten()
         self.model.backbone.copy_state(state.hidden, block, self.exits[k], self.exits[-1])
         return _caches(state.hidden.g, block)
 
     def prompt_graphs(self) -> dict[str, Callable]:
-        """The graph that reads the prompts, if an encoder does: name -> what writes it, given a Graph."""
+        """As `graphs`: the graph of the encoder, if an encoder reads the prompts."""
         backbone = self.model.backbone
         return {"memory": partial(backbone.graph_context.write_memory, backbone)} if backbone.is_encoder_decoder else {}
 
     # ---- By segment ----
     def graphs(self) -> dict[str, Callable]:
-        """Name -> what writes the graph."""
+        """Name of a graph -> the function that writes it, given a Graph."""
         made = {}
         for k, layer in enumerate(self.exits):
             made[f"segment_{layer}"] = partial(self._graph_segment, k)
@@ -119,8 +122,10 @@ class TokenGraphs(Segments):
         output_caches(g, _caches(g, block), block.written)
 
     def _graph_fill(self, k: int, g) -> None:
-        """hidden, positions, rows, caches -> caches: keys and values alone, from a state that stands in for the input
-        of all these layers. To recompute needs no graph of its own: it is the segment on those tokens."""
+        """hidden, positions, rows, caches -> caches: copies the state of an exited token to all layers of the segment.
+
+        Only keys and values are computed. With "recompute" the segment itself runs on those tokens.
+        """
         start = self.exits[k - 1]
         with g.tracing():
             block = self._block(g, start)

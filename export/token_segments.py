@@ -1,12 +1,13 @@
-"""An exported folder of tokens through ONNX Runtime: what the loop of exits/decoding.py drives. No torch here.
+"""Run an exported folder of tokens in ONNX Runtime, for the loop of exits/decoding.py. No torch here.
 
-OrtTokenModel      model.onnx, the graph that stops by itself: one call a token; it copies states
-OrtTokenSegments   one graph a segment, to recompute instead, and for rules that model.onnx does not hold
-Prompts            what reads prompts apart, where the decoder reads what it writes alone (memory.onnx)
+OrtTokenModel      model.onnx, the graph that stops by itself: one call per token; layers that a token did not run get
+                   keys and values from a copy of its state
+OrtTokenSegments   one graph per segment, to recompute them instead, and for rules that model.onnx does not contain
+Prompts            memory.onnx, the encoder of an encoder-decoder, which reads the prompts
 
-The caches stay where they are for the life of a batch, on the device: every graph has them as inputs and, in the same
-memory, as outputs, and writes the new tokens into their slots. Hidden states cross the host between graphs, a row of D
-numbers a token: the loop keeps those of tokens that wait for their upper layers. CUDA is written, and untested.
+The caches stay in the same memory of the device while a batch runs. For each graph a cache is input and output in one
+place, and only the slots of the new tokens are written. Hidden states go through the host between graphs, D numbers per
+token: the loop keeps the states of tokens whose upper layers are still missing. CUDA is supported but untested.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from mini_ee.segments import BatchResult, Reading
 
 
 class Prompts:
-    """memory.onnx, and what stands before what is written."""
+    """memory.onnx, and the token with which the decoder starts."""
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         self.session = Session(folder / "memory.onnx", provider, threads)
@@ -31,7 +32,7 @@ class Prompts:
         self._device = "cpu" if self.session.provider == CPU else "cuda"
 
     def read(self, prompts: Sequence[Sequence[int]]) -> dict[str, ort.OrtValue]:
-        """What the other graphs take of these prompts."""
+        """The inputs of the other graphs that depend on these prompts."""
         mask = np.arange(max(map(len, prompts))) < np.array([[len(prompt)] for prompt in prompts])
         ids = np.zeros(mask.shape, np.int64)
         ids[mask] = np.concatenate(prompts)
@@ -40,7 +41,7 @@ class Prompts:
 
 
 class OrtTokens(DecoderSegments):
-    """What both have in common: prompts may be read apart, before the first step."""
+    """The base of both: an encoder may read the prompts before the first step."""
 
     engine = "onnxruntime"
     prompts: Prompts | None
@@ -54,18 +55,18 @@ class OrtTokens(DecoderSegments):
 
     def wipe(self, row: int) -> None:
         for cache in self._caches.values():
-            values = cache.numpy()  # on the host the same memory
+            values = cache.numpy()  # on the CPU this is the same memory
             values[row] = 0
             if cache.device_name() != "cpu":
                 cache.update_inplace(values)
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
-        """Give all graphs what was made of the prompts."""
+        """Bind the output of the encoder to the inputs of all graphs."""
         raise NotImplementedError
 
 
 class OrtTokenModel(OrtTokens):
-    """model.onnx with the caches of one batch of texts laid under it."""
+    """model.onnx, bound to the caches of one batch of texts."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class OrtTokenModel(OrtTokens):
         self._run(ids, rows, positions, {"exit_at": np.array([len(self.exits) - 1])})
 
     def run_batch(self, rule: Rule, inputs: Tokens) -> BatchResult:
-        """One call. Raises ValueError for a rule that the graph does not hold."""
+        """One call. Raises ValueError for a rule that the graph does not contain."""
         plan = rule.plan(inputs)
         feeds = self._graph_rule.feeds(rule, plan)
         if feeds is None:
@@ -97,11 +98,11 @@ class OrtTokenModel(OrtTokens):
         return BatchResult(logits.copy(), *self._graph_rule.exits_of(rule, plan, layers))
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Logits (B, V) and layers (B,); the memory of the logits is used again by the next call."""
+        """Logits (B, V) and layers (B,). The next call overwrites the logits."""
         given = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
         given |= {"rows": np.array(rows, np.int64)} | self._graph_rule.own | feeds
         shapes = tuple((name, value.shape) for name, value in given.items())
-        if shapes not in self._bound:  # most often the shapes are those of the call before
+        if shapes not in self._bound:  # the next token most often has the shapes of this one
             self._bound = {shapes: self._binding(given)}
         binding, inputs, *outputs = self._bound[shapes]
         for name, value in given.items():
@@ -132,32 +133,32 @@ def new_caches(manifest: dict, provider: str, num_rows: int, capacity: int) -> d
 
 
 def bind_caches(binding: ort.IOBinding, caches: dict[str, ort.OrtValue]) -> None:
-    """Each is input and output in the same memory."""
+    """Bind each cache as input and output, in the same memory."""
     for name, cache in caches.items():
         binding.bind_ortvalue_input(name, cache)
         binding.bind_ortvalue_output(f"{name}_out", cache)
 
 
 def bind_inputs(binding: ort.IOBinding, values: dict[str, ort.OrtValue]) -> None:
-    """Inputs that stay as they are."""
+    """Bind inputs that do not change."""
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
 
 
 class Block(NamedTuple):
-    """Where tokens stand."""
+    """The places of tokens."""
 
     rows: np.ndarray  # (B,) int64, index of the prompt
     positions: np.ndarray  # (B, T) int64, -1 for padding
 
 
 class Sessions(NamedTuple):
-    """The graphs of an exported decoder, each opened once. Several batches may use them at a time."""
+    """The graphs of an exported decoder, each opened once. Several batches may use them at the same time."""
 
     segments: list[Session]
     fills: list[Session]  # of all segments but the first
     heads: list[Session]
-    policies: list[Session]  # of all exits but the last; empty where the model has none
+    policies: list[Session]  # of all exits but the last; empty if the model has no policy
     prompts: Prompts | None = None
 
 
@@ -175,19 +176,21 @@ def open_sessions(folder: Path, manifest: dict, provider: str = CPU, threads: in
 
 
 class Cached:
-    """A graph with the caches of one batch laid under it."""
+    """A graph, bound to the caches of one batch."""
 
     def __init__(self, session: Session, caches: dict[str, ort.OrtValue]):
         self._session, self._binding = session, session.io_binding()
-        self._caches = {name: cache for name, cache in caches.items() if name in session.inputs}  # kept alive
+        self._caches = {
+            name: cache for name, cache in caches.items() if name in session.inputs
+        }  # a binding holds no reference
         bind_caches(self._binding, self._caches)
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
-        """What was made of the prompts, where this graph takes it."""
+        """Bind the output of the encoder, as far as this graph takes it."""
         bind_inputs(self._binding, {name: value for name, value in memory.items() if name in self._session.inputs})
 
     def run(self, hidden: np.ndarray, block: Block, out: np.ndarray | None = None) -> None:
-        """Fill the caches, and `out` (B, T, D) with what the graph says. hidden: (B, T, D), or token ids (B, T)."""
+        """Write the caches, and the hidden states to `out` (B, T, D). hidden: (B, T, D), or token ids (B, T)."""
         first = "input_ids" if hidden.ndim == 2 else "hidden"
         inputs = {first: np.ascontiguousarray(hidden)} | block._asdict()
         for name, value in inputs.items():
@@ -198,7 +201,7 @@ class Cached:
 
 
 class OrtTokenSegments(OrtTokens, CachedSegments):
-    """Those of an exported folder, for one batch of texts."""
+    """The graphs by segment of an exported folder, for one batch of texts."""
 
     def __init__(self, sessions: Sessions, manifest: dict, missing_kv: str, num_rows: int, capacity: int):
         super().__init__(tuple(manifest["exits"]), missing_kv, num_rows, capacity)
@@ -217,7 +220,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self.left[row] = 0
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
-        self._memory = memory  # kept alive: a binding does not hold what is bound
+        self._memory = memory  # a binding holds no reference to what is bound
         for graph in (*self._segments, *self._fills):
             graph.bind_encoder_memory(memory)
 
@@ -228,7 +231,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         return np.concatenate((earlier, hidden), axis=1)
 
     def embed(self, ids: np.ndarray, positions: list[list[int]]) -> np.ndarray:
-        """The ids: their embeddings are in the first graph."""
+        """The ids themselves: the first graph has the embeddings."""
         return ids
 
     def block(self, rows: list[int], positions: list[list[int]]) -> Block:
@@ -251,7 +254,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         return judged(found["logits"], found["largest"]) if "largest" in found else Reading(found["logits"])
 
     def read_state(self, k: int, state: TokenState) -> Reading:
-        """What the policy says, where there is one; a rule that asks for more is told so by itself."""
+        """The exit_logit of the policy, if there is one. A rule that needs more raises an error itself."""
         return Reading(None, self._policies[k].run(_newest(state))["exit_logit"] if self._policies else None)
 
 

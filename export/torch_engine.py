@@ -1,4 +1,4 @@
-"""An exported folder through torch, for machines on which ONNX Runtime does not run: Runtime(folder, segments=...)."""
+"""Run an exported folder in torch, for machines without ONNX Runtime: Runtime(folder, segments=...)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,17 +20,16 @@ from mini_ee.training.run import build_model
 
 
 def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callable[[str, int, int], Segments]:
-    """What Runtime takes as `segments`.
+    """The engine, for the argument `segments` of Runtime.
 
-    Raises ValueError for an int8 folder, whose weights are whole numbers that only ONNX Runtime knows to use, and what
-    read_manifest raises.
+    Raises ValueError for an int8 folder, whose weights only ONNX Runtime can use, and what read_manifest raises.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     with blaming_manifest(folder):
         if manifest["precision"] == "int8":
             raise ValueError(
-                f"{folder}: holds int8 weights, which torch does not run; export float32 for --engine torch"
+                f"{folder}: expected float weights for --engine torch, found int8; export the run in float32"
             )
         model = _empty_model(folder, manifest)
         tensors = _whole(read_tensors(folder / WEIGHTS), model)
@@ -42,11 +41,11 @@ def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callab
 
 
 def _empty_model(folder: Path, manifest: dict) -> nn.Module:
-    """The model that was exported, with weights yet to come; adapters of a decoder are folded into its weights."""
+    """The exported model, without weights. Adapters of a decoder are already folded into its weights."""
     config = manifest | manifest.get("base", {}) | {"rank": None}
     with without_memory():
         backbone = empty_backbone(manifest["backbone"], lm_head=manifest["unit"] != "rows")
-        if manifest["unit"] == "tokens" and len(manifest["exits"]) == 1:  # plain, or what a method has made of one
+        if manifest["unit"] == "tokens" and len(manifest["exits"]) == 1:  # plain, or changed by a method
             return TokenExits(backbone, tuple(manifest["exits"]))
         if manifest["unit"] != "prompts":
             return build_model(load_method(config["method"]), manifest["unit"], backbone, config)
@@ -54,7 +53,7 @@ def _empty_model(folder: Path, manifest: dict) -> nn.Module:
 
 
 def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own parameters; in a head that was stored for the label words alone, the others are zero, unread."""
+    """The model's parameters. A head to words may be stored for the label words alone: its other rows are zero."""
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
     for name in [name for name in own if name.endswith(SOME_ROWS)]:
         rows, whole = own.pop(name), name.removesuffix(SOME_ROWS)

@@ -1,21 +1,24 @@
-"""Torch and numpy code that runs on values of an ONNX graph, so that no computation is written twice.
+"""Run torch and numpy code on values of an ONNX graph, so that no computation is written twice.
 
-A TensorValue looks like a tensor and an ArrayValue like an array. torch hands its functions over through
-`__torch_function__`, numpy through `__array_ufunc__` and `__array_function__`; LOWERINGS says which nodes compute the
-same. So layers, heads, policies and rules are run once with values, and what they would compute is written down.
+A TensorValue stands in for a tensor, an ArrayValue for an array. torch passes each function that it calls on a
+TensorValue to `__torch_function__`; numpy passes its functions to `__array_ufunc__` and `__array_function__`. LOWERINGS
+maps a function to the code that writes its nodes (a lowering). So a layer, head, policy or rule runs once on values,
+and the nodes of the same computation are written to the graph.
 
     graph = Graph(parameters_of(model))
     with graph.tracing():
-        hidden = model.embed(graph.inputs())       the project's own code
+        hidden = model.embed(graph.inputs())       ordinary torch code of the model
 
-Three things differ from tensors:
-1. A size that is known only when the graph runs is a Dim. It compares and multiplies; as an int it is refused.
-2. A value that was made as (N, D), by a linear map on (B, T, D), stays so until its axes are needed: ONNX Runtime
-   adds a bias within Gemm on two axes alone. Additions, activations and norms keep it flat.
-3. Whether something is true is known only when the graph runs. `torch.is_nonzero` is answered with False, so that the
-   general case is written; `bool()` is refused.
+Values differ from tensors in three ways:
+1. A size may be known only when the graph runs: then it is a Dim. A Dim can be compared and used in arithmetic, but not
+   as an int.
+2. Values may be flat. Gemm, which adds the bias in the same node, takes two axes only. So a linear map on (B, T, D)
+   writes Reshape to (B T, D) and Gemm. Its result stays (B T, D) through additions, activations, norms and further
+   linear maps. The Reshape back to (B, T, D) is written only when an operation needs the three axes.
+3. A condition is known only when the graph runs. `torch.is_nonzero` returns False, so that the general case is
+   traced; `bool()` raises NotTraceable.
 
-An operation without a lowering is refused in one line with the place of the call.
+A function without a lowering raises NotTraceable, whose one line names the file and the line of the call.
 """
 
 import sys
@@ -34,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from mini_ee.export.builder import Builder
 
 LOWERINGS: dict[Callable, Callable] = {}
-"""A function of torch or numpy -> what writes its nodes; called with the same arguments."""
+"""A function of torch or numpy -> its lowering, which is called with the same arguments and returns a Value."""
 
 TORCH_DTYPES = {
     torch.float32: np.float32,
@@ -47,22 +50,23 @@ TORCH_DTYPES = {
 
 
 class Dim:
-    """A size that is known when the graph runs: that of an axis of a value, or a value (1,) itself where axis is None.
+    """A size that is known only when the graph runs.
 
-    Dims of one name are equal. In arithmetic a Dim is a value.
+    It is the size of an axis of `source`, or the number in `source` (1,) if axis is None. Dims of the same name are
+    equal. In arithmetic a Dim becomes a value.
     """
 
     def __init__(self, name: str, source: "Value", axis: int | None):
         self.name, self.source, self.axis = name, source, axis
 
     def read(self) -> str:
-        """The size, (1,) int64."""
+        """The name of the size as a value (1,) int64."""
         if self.axis is None:
             return self.source.name
         return self.source.g.op("Shape", self.source.name, start=self.axis, end=self.axis + 1)
 
     def value(self) -> "Value":
-        """The size, () int64."""
+        """The size as a value () int64."""
         return self.source.like(self.source.g.op("Squeeze", self.read()), (), np.int64)
 
     def __eq__(self, other) -> bool:
@@ -72,7 +76,7 @@ class Dim:
         return hash(self.name)
 
     def __gt__(self, other) -> bool:
-        return False  # whoever feeds the graph checks the largest size
+        return False  # the caller of the graph checks the largest size
 
     def __index__(self, *_) -> int:
         raise NotTraceable(f"the size {self.name} is known only when the graph runs")
@@ -98,7 +102,7 @@ Size = int | Dim
 
 
 def lowers(*functions: Callable) -> Callable:
-    """Decorator: this writes the nodes of these functions."""
+    """Decorator that registers the lowering of these functions."""
 
     def register(lowering: Callable) -> Callable:
         LOWERINGS.update(dict.fromkeys(functions, lowering))
@@ -107,11 +111,11 @@ def lowers(*functions: Callable) -> Callable:
     return register
 
 
-LOWERS = tuple(f"{__package__}.{name}" for name in ("lower_shapes", "lower_math"))  # what registers lowerings
+LOWERS = tuple(f"{__package__}.{name}" for name in ("lower_shapes", "lower_math"))  # the modules with lowerings
 
 
 class NotTraceable(ValueError):
-    """Code that a graph cannot hold. The message names the place."""
+    """Code that cannot be exported. The message names the file and the line."""
 
     def __init__(self, what: str, frame: FrameType | None = None):
         frame = frame or sys._getframe(1)
@@ -131,18 +135,18 @@ def _lowered(function: Callable, args: tuple, kwargs: dict | None):
 class Value:
     """A value of the graph. Subclasses have the methods of tensors or of arrays.
 
-    make(): writes the value with all its axes, and returns its name. flat(): the same as (N, last axis), where it was
-    made so. Both are called anew for each use, since a name is known only in the branch where it was made and in those
-    within; the Builder writes equal nodes once.
+    make(): writes the value with all its axes, and returns its name. flat(): the same as (N, last axis), if the value
+    was computed so. Both run again at each use, because a name exists only in the branch where its node was written and
+    in the branches within that one. The Builder writes equal nodes of a branch once.
     """
 
     __array_priority__ = 1000
-    root: "Value | None" = None  # what it has other axes of
-    permuted: "tuple[Value, list[int]] | None" = None  # what its axes are in another order of, and in which
-    compared: "list[Value] | None" = None  # a list takes down what comparisons compare this value with
+    root: "Value | None" = None  # the value that this is a reshape of
+    permuted: "tuple[Value, list[int]] | None" = None  # the value that this is a permutation of, and the order
+    compared: "list[Value] | None" = None  # if a list: comparisons append what they compare this value with
 
     def __init__(self, g: Builder, shape: Sequence[Size], kind: type, make: Callable[[], str] | None, flat=None):
-        """An axis that is a string becomes a Dim of that name, whose size is this value's."""
+        """An axis that is a string becomes a Dim of that name: the size of this axis."""
         dims = (Dim(size, self, axis) if isinstance(size, str) else size for axis, size in enumerate(shape))
         self.g, self.shape, self.kind, self._make, self._flat = g, tuple(dims), np.dtype(kind), make, flat
 
@@ -152,23 +156,23 @@ class Value:
 
     @property
     def flat(self) -> str:
-        """The name of the value as (N, last axis)."""
+        """The name of the value as (N, last axis): one Reshape if it was not computed so."""
         if self._flat:
             return self._flat()
         return self.name if self.ndim == 2 else self.g.op("Reshape", self.name, self.g.integers(-1, self.shape[-1]))
 
     @property
     def is_flat(self) -> bool:
-        """Whether it was made as (N, last axis), and has other axes."""
+        """Whether it was computed as (N, last axis), but has other axes."""
         return self._flat is not None and self.ndim != 2
 
     def like(self, name: str, shape: Sequence[Size] | None = None, kind: type | None = None) -> "Value":
-        """Another value of the same sort, by the name of its node's output."""
+        """A value of the same class, by the name of a node's output."""
         shape = self.shape if shape is None else shape
         return type(self)(self.g, shape, self.kind if kind is None else kind, lambda: name)
 
     def flat_like(self, name: str, shape: Sequence[Size], kind: type | None = None) -> "Value":
-        """The same by the name of (N, last axis)."""
+        """The same, if the output of the node is (N, last axis)."""
         if len(shape) == 2:
             return self.like(name, shape, kind)
         return type(self)(self.g, shape, self.kind if kind is None else kind, None, lambda: name)
@@ -179,7 +183,7 @@ class Value:
         return self.like(self.g.op(node, self.name, *names, **attributes), shape, kind)
 
     def each(self, node: str, *inputs, kind=None, **attributes) -> "Value":
-        """One node that keeps the shape, and sees no other axis than the last: flat values stay flat."""
+        """One node that works element by element or along the last axis: a flat value stays flat."""
         if not self.is_flat:
             return self.op(node, *inputs, kind=kind, **attributes)
         names = [name_of(each, self) for each in inputs]
@@ -216,18 +220,18 @@ class Value:
 
 
 class TensorValue(Value):
-    """What torch code takes for a tensor."""
+    """A value with the methods of a tensor."""
 
     device = torch.device("cpu")
     requires_grad = False
-    parameter: torch.nn.Parameter | None = None  # which it is, as a whole
+    parameter: torch.nn.Parameter | None = None  # the parameter that this is, unchanged
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return _lowered(function, args, kwargs)
 
     def __getattr__(self, name: str):
-        """A method of tensors: its lowering, with this value."""
+        """The lowering of a method of tensors."""
         if not callable(method := getattr(Tensor, name, None)):
             raise AttributeError(f"a value of a graph has no {name}")
         return lambda *args, **kwargs: _lowered(method, (self, *args), kwargs)
@@ -262,7 +266,7 @@ class TensorValue(Value):
     contiguous = cpu = detach
 
     def to(self, *places, dtype: torch.dtype | None = None) -> "TensorValue":
-        """Another dtype; devices are the graph's own matter."""
+        """Cast to another dtype; devices have no meaning in a graph."""
         for place in (*places, dtype):
             if isinstance(place, torch.dtype):
                 return cast(self, TORCH_DTYPES[place])
@@ -287,7 +291,7 @@ class TensorValue(Value):
 
 
 class ArrayValue(Value):
-    """What numpy code takes for an array."""
+    """A value with the methods of an array."""
 
     def tensor(self) -> TensorValue:
         return TensorValue(self.g, self.shape, self.kind, self._make, self._flat)
@@ -316,7 +320,7 @@ class ArrayValue(Value):
         return cast(self, dtype)
 
     def log_softmax(self, axis: int) -> "ArrayValue":
-        """What numpy has no function for."""
+        """Numpy has no such function; confidence.py calls this method."""
         return LOWERINGS[torch.log_softmax](self, axis)
 
     def argmax(self, axis: int) -> "ArrayValue":
@@ -334,7 +338,7 @@ class ArrayValue(Value):
 
 # ---- The trace ----
 class _Parameters(TorchFunctionMode):
-    """While a graph is traced, a function of a parameter of the model, say 1 + weight, becomes nodes too."""
+    """Traces functions of the model's parameters alone, such as 1 + weight, which no TensorValue sees."""
 
     def __init__(self, g: Builder):
         self.g = g
@@ -344,7 +348,7 @@ class _Parameters(TorchFunctionMode):
         if any(isinstance(each, TensorValue | Dim) for each in _leaves((args, kwargs))):
             return _lowered(function, args, kwargs)
         known = any(isinstance(each, torch.nn.Parameter) and self.g.knows(each) for each in _leaves(args))
-        if not known or function not in LOWERINGS:  # its shape, its device, ...
+        if not known or function not in LOWERINGS:  # such as its shape or its device
             return function(*args, **kwargs)
         return _lowered(function, lifted(self.g, args), kwargs)
 
@@ -360,7 +364,7 @@ def _leaves(tree) -> Iterator:
 
 
 def lifted(g: Builder, each):
-    """A parameter of the model as a value of the graph; all else as it is."""
+    """A parameter of the model as a value of the graph, also within lists; anything else unchanged."""
     if isinstance(each, list | tuple):
         return type(each)(lifted(g, one) for one in each)
     if isinstance(each, torch.nn.Parameter) and g.knows(each):
@@ -372,11 +376,11 @@ def lifted(g: Builder, each):
 
 @contextmanager
 def tracing(g: Builder) -> Iterator[None]:
-    """Within, torch functions of values, and of parameters that the Builder knows, write nodes of its graph."""
+    """In this context, torch functions of values and of the model's parameters write nodes of the graph."""
     try:
         with torch.no_grad(), _Parameters(g):
             yield
-    except TypeError as error:  # of a function of torch's that is not handed over, as torch.arange of a Dim
+    except TypeError as error:  # from a function that torch does not pass on, such as torch.arange of a Dim
         if "Dim" not in str(error):
             raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -385,7 +389,7 @@ def tracing(g: Builder) -> Iterator[None]:
 
 
 def name_of(x, like: Value) -> str:
-    """The name of whatever stands beside a value: another value, a parameter, a tensor, an array, a number."""
+    """The name of the other operand of a value: a value, parameter, tensor, array or number."""
     if isinstance(x, Value):
         return x.name
     if isinstance(x, str):
@@ -393,18 +397,18 @@ def name_of(x, like: Value) -> str:
     if isinstance(x, torch.nn.Parameter) and like.g.knows(x):
         return like.g.parameter(x)
     array = x.numpy(force=True) if isinstance(x, Tensor) else np.asarray(x)
-    if array.dtype.kind == "f":  # float constants follow the graph's precision, in float32 they stay so
+    if array.dtype.kind == "f":  # a float constant takes the precision of the value
         array = array.astype(like.kind if like.kind.kind == "f" else np.float32)
     elif not isinstance(x, Tensor | np.ndarray | np.generic):
-        array = array.astype(like.kind)  # a number of Python's is of the value's type
+        array = array.astype(like.kind)  # so does a number of Python
     return like.g.constant_of(array)
 
 
 def sizes_value(g: Builder, shape: Sequence[Size]) -> str:
-    """A shape as a value (len(shape),) int64. Neighbouring axes of one value are read by one node."""
+    """A shape as a value (len(shape),) int64. One Shape node reads neighbouring axes of a value."""
     if all(isinstance(size, int) for size in shape):
         return g.integers(*shape)
-    parts: list = []  # names, and runs of axes of one value: [source, first, behind the last]
+    parts: list = []  # names, and neighbouring axes of one value: [source, start, end]
     for size in shape:
         if isinstance(size, int):
             parts.append(g.integers(size))
@@ -421,25 +425,25 @@ def sizes_value(g: Builder, shape: Sequence[Size]) -> str:
 
 
 def cast(x: Value, kind: type) -> Value:
-    """In another type."""
+    """Cast to another type."""
     return (
         x if np.dtype(kind) == x.kind else x.each("Cast", to=helper.np_dtype_to_tensor_dtype(np.dtype(kind)), kind=kind)
     )
 
 
 def without(shape: Sequence[Size], axis: int) -> list[Size]:
-    """A shape less one axis."""
+    """A shape without one axis."""
     axis %= len(shape)
     return [*shape[:axis], *shape[axis + 1 :]]
 
 
 def broadcast(*shapes: Sequence[Size]) -> list[Size]:
-    """The shape that values of these shapes have together."""
+    """The shape to which values of these shapes broadcast."""
     length = max(map(len, shapes))
     padded = [(1,) * (length - len(shape)) + tuple(shape) for shape in shapes]
     return [next((size for size in sizes if size != 1), 1) for sizes in zip(*padded)]
 
 
 def shape_of(x) -> tuple[Size, ...]:
-    """That of a value, tensor or array; () of a number."""
+    """The shape of a value, tensor or array; () for a number."""
     return tuple(getattr(x, "shape", ()))

@@ -1,13 +1,13 @@
 """A model repository for NVIDIA Triton Inference Server: `mini-ee export RUN --triton DIR`.
 
-DIR/classify/config.pbtxt          text in, an answer out, by Triton's Python backend; of a decoder DIR/generate/
-DIR/classify/configs/graph.pbtxt   token ids in, logits out, by its onnxruntime backend, which batches requests of one
-                                   length: `tritonserver --model-config-name graph`. Only where model.onnx itself stops
-                                   as the run does: not for decoders, nor for rules that look texts up
+DIR/classify/config.pbtxt          text in, answer out, with Triton's Python backend; for a decoder DIR/generate/
+DIR/classify/configs/graph.pbtxt   token ids in, logits out, with its onnxruntime backend, which batches requests of the
+                                   same length: `tritonserver --model-config-name graph`. Only if model.onnx contains
+                                   the rule: not for decoders, nor for rules that retrieve texts
 DIR/classify/1/                    the exported folder, see writer.py, with graphs by segment for rows
 DIR/classify/1/model.py            serving/triton_model.py, which the Python backend runs
 
-A configuration names no model: the folder's name is the model's, and may be changed.
+The configuration contains no name of a model: Triton takes the name of the folder, which may be changed.
 """
 
 import shutil
@@ -23,13 +23,13 @@ from mini_ee.export.serving.worker import BATCH
 from mini_ee.training.run import Run
 
 TEXTS = {1: ("text",), 2: ("text", "text_b")}
-"""Number of texts in a row -> inputs, by the names that `mini-ee serve` knows them by."""
+"""Number of texts in a row -> names of the inputs, as in requests to `mini-ee serve`."""
 
 TYPES = {TensorProto.INT64: "TYPE_INT64", TensorProto.FLOAT: "TYPE_FP32"}
 
 
 def write_repository(run: Run, out: str | Path, segments: bool = False, **options) -> dict:
-    """Write the repository and return the manifest of its exported folder. options, errors: as of writer.export."""
+    """Write the repository; returns the manifest of the exported folder. Options and errors as of writer.export."""
     rows = run.unit != "tokens"
     with atomic_folder(out) as repository:
         model = repository / ("classify" if rows else "generate")
@@ -45,7 +45,7 @@ def write_repository(run: Run, out: str | Path, segments: bool = False, **option
 
 
 def _texts_config(run: Run) -> str:
-    """Of the Python backend: one text a request, so no axis of batches."""
+    """The configuration for the Python backend: one text per request, so no batch axis."""
     if run.unit == "tokens":
         inputs = [_tensor("text", "TYPE_STRING", [1]), _tensor("max_new_tokens", "TYPE_UINT32", [1], "optional: true")]
         fields = {"text": ("TYPE_STRING", 1), "tokens": ("TYPE_INT64", -1), "layers": ("TYPE_INT64", -1)}
@@ -61,8 +61,9 @@ def _texts_config(run: Run) -> str:
 
 
 def _graph_config(graph: onnx.GraphProto) -> str:
-    """Of the onnxruntime backend. Inputs that have values of their own (the rule's thresholds) have no axis of batches,
-    and are left out: the rule is the run's.
+    """The configuration for the onnxruntime backend.
+
+    Inputs with defaults (the rule's thresholds) have no batch axis and are left out, so the run's own rule applies.
     """
     own = {each.name for each in graph.initializer}
     inputs = [_batched(each) for each in graph.input if each.name not in own]
@@ -73,12 +74,10 @@ def _graph_config(graph: onnx.GraphProto) -> str:
 
 
 def _batched(value: ValueInfoProto) -> str:
-    """A tensor of the graph as Triton counts its axes: without the first, that of batches. Raises ValueError where
-    that is of one size.
-    """
+    """A tensor of the graph for Triton, without the batch axis. Raises ValueError if that axis has a fixed size."""
     batch, *dims = [axis.dim_value or -1 for axis in value.type.tensor_type.shape.dim]
     if batch != -1:
-        raise ValueError(f"model.onnx: expected {value.name} with an axis of batches, found {batch} in its place")
+        raise ValueError(f"model.onnx: expected a batch axis as the first of {value.name}, found the size {batch}")
     kind = TYPES[value.type.tensor_type.elem_type]
     return _tensor(value.name, kind, dims) if dims else _tensor(value.name, kind, [1], "reshape: { shape: [ ] }")
 

@@ -1,21 +1,21 @@
-"""A trained run -> a folder of ONNX graphs that the runtime serves, verified against torch before it takes its name.
+"""Export a trained run: a folder of ONNX graphs, verified against torch before the folder gets its name.
 
-exported/manifest.json         format_version, what the run was, unit, exits, rule, labels, costs, the graphs with their
-                               inputs and outputs, where each weight stands in its file, checksums of all files, and
-                               how far the graphs were from torch
+exported/manifest.json         format_version, the method, the unit, exits, rule, labels, costs, the inputs and outputs
+                               of each graph, the place of each weight in its file, checksums of all files, and the
+                               largest difference between the graphs and torch
 exported/model.onnx            the model with its rule, which stops by itself; see model_graph.py
-exported/whole.onnx            where tokens leave within a row: the same with all in all layers, for comparisons
-exported/segment_{layer}.onnx  where asked for: the layers up to an exit, and of rows its head; of tokens also
-                               head_{layer}.onnx, what an exit says, policy_{layer}.onnx, whether to leave, and
-                               fill_{layer}.onnx, the keys and values of a segment for tokens that left below it
-exported/memory.onnx           of a decoder whose prompts an encoder reads: that, once a prompt; see backbones/t5.py
-exported/model.safetensors     the weights of all graphs, each once, under torch's names: the graphs point into it
+exported/whole.onnx            if tokens exit within a row: the same without exits, for comparisons
+exported/segment_{layer}.onnx  with `segments`: the layers up to an exit, for rows with the head; for tokens also
+                               head_{layer}.onnx, the head of an exit, policy_{layer}.onnx, its policy, and
+                               fill_{layer}.onnx, keys and values of a segment for tokens that exited below it
+exported/memory.onnx           for an encoder-decoder that writes text: the encoder, run once per prompt
+exported/model.safetensors     the weights of all graphs, each stored once under its name in torch
 exported/tokenizer.json
-exported/index.html            and more, where a page is asked for: see page.py
-exported/encoder.onnx          where the rule plans by embeddings, with the files that it asks, such as datastore/;
-                               encoder/ holds a tokenizer of its own
+exported/index.html            with `web`: a page for the browser and its files, see page.py
+exported/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
+                               datastore/; encoder/ has the tokenizer of the encoder if it is another one
 
-What a graph computes is the project's own torch and numpy code, run on values of it: see tracing.py.
+The graphs are written by running the project's torch and numpy code on values of a graph: see tracing.py.
 """
 
 import logging
@@ -55,21 +55,21 @@ from mini_ee.training.run import Run, versions
 PRECISIONS = ("float32", "float16", "int8")
 
 OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
-"""What the manifest keeps of config.json."""
+"""Keys that the manifest copies from config.json."""
 
 OF_ROWS = ("unit", "pool", "head", "num_labels")
-"""What it says of a model of rows."""
+"""Attributes of a model of rows that the manifest has."""
 
 OF_ITS_RULE = ("promise", "exit_counts")
-"""What it keeps too where the rule is the run's own."""
+"""Keys that it also copies if the rule is the run's own."""
 
 WEB = "model_web"  # the graph of the page, see page.py
 
 VERIFIED_TEXTS = 64
 
-VERIFIED_TOKENS = 32  # written from each prompt
+VERIFIED_TOKENS = 32  # generated after each prompt
 
-AGREEMENT = 0.9  # of the exits at which float32 and torch leave; a row that sits on a threshold may fall either way
+AGREEMENT = 0.9  # least share of equal exits, float32 against torch; a row on a threshold may go either way
 
 log = logging.getLogger("mini_ee.export")
 
@@ -87,15 +87,15 @@ def export(
 ) -> dict:
     """Write the exported folder and return its manifest.
 
-    texts: real rows of one sentence or two, by default built-in ones, of a decoder prompts; VERIFIED_TEXTS of them show
-    that every exit says what torch says, in batches of one and of many, and that a decoder writes the same. precision:
-    float32, float16, or int8 for maps inside the layers. segments: graphs by segment beside model.onnx, for rules that
-    it does not hold, for servers that take rows together again after each exit, and to recompute caches; a decoder that
-    learned to recompute them has them anyway.
-    web: a page that shows the model in a browser, see page.py. Warns of tokens that the model does not have.
-    Raises FileExistsError where `out` is there, WrongArguments where the rule reads hidden states and graphs by segment
-    are asked for, ValueError where a weight is NaN, infinite or too large for the precision, where a graph cannot hold
-    the rule, or where float32 graphs differ from torch by more than TOLERANCE; then there is no folder.
+    texts: rows of one or two sentences, or prompts of a decoder (default: built-in ones). On VERIFIED_TEXTS of them the
+    logits of every exit are compared with torch, in batches of one and of many, and the text that a decoder generates.
+    precision: float32, float16, or int8 for the linear maps within the layers (default float32). segments: also write
+    one graph per segment. They are for rules that model.onnx does not contain, for servers that batch rows again after
+    each exit, and for recomputing caches; a decoder that was trained with "recompute" always gets them. web: also write
+    a page that runs the model in a browser, see page.py. Warns if the tokenizer has tokens that the model lacks.
+    Raises FileExistsError if `out` exists; WrongArguments if the rule reads hidden states and `segments` is given;
+    ValueError if a weight is NaN, infinite or too large for the precision, if the rule cannot be exported, or if
+    float32 graphs differ from torch by more than TOLERANCE. Then no folder is written.
     """
     for name, parameter in run.model.named_parameters():
         if not torch.isfinite(parameter).all():
@@ -107,8 +107,8 @@ def export(
     segments = segments or tokens and run.model.missing_kv == "recompute"
     if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
         raise WrongArguments(
-            f"graphs by segment hand over no hidden states to take the {run.rule.measure} from: export without them or "
-            f"under another measure"
+            f"the rule reads the {run.rule.measure} of hidden states, which graphs by segment do not return: export "
+            f"without --segments, or with another measure"
         )
     if web:
         check_page(run)
@@ -147,10 +147,10 @@ def write_graphs(
     segments: bool = False,
     web: bool = False,
 ) -> dict:
-    """Write graphs and weights into a folder that is there; returns what the manifest says of them.
+    """Write graphs and weights into an existing folder; returns their entries of the manifest.
 
-    source: the segments of a model of rows, the TokenGraphs of a model of tokens. web: model_web.onnx as well.
-    Raises ValueError for an unknown precision, and for a rule that no graph can hold if there are no segments either.
+    source: the segments of a model of rows, or the TokenGraphs of a model of tokens. web: also write model_web.onnx.
+    Raises ValueError for an unknown precision, and for a rule that cannot be exported if `segments` is false.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -167,10 +167,10 @@ def write_graphs(
         except NotTraceable:
             if name not in ("model", WEB) or not segments:
                 raise
-            metadata["rule_in_graph"] = False  # it decides between graphs by segment
+            metadata["rule_in_graph"] = False  # the rule runs outside, between graphs by segment
             made[name] = fresh()
             write_model_graph(made[name], source.in_one_graph(), NeverExit())
-    encoder = rule.embed and rule.embed.states  # the queries are averaged from its states
+    encoder = rule.embed and rule.embed.states  # its states are averaged to the embeddings
     if encoder is not None:
         others = parameters_of(encoder.backbone, "encoder.backbone.")
         if own.keys().isdisjoint(others):
@@ -198,7 +198,7 @@ def write_graphs(
 
 
 def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable]:
-    """Name of a graph -> what writes it, given a Graph."""
+    """Name of a graph -> the function that writes it, given a Graph."""
     tokens, one = source.model.unit == "tokens", source.in_one_graph()
     graphs = {"model": partial(write_model_graph, segments=one, rule=rule)}
     if web:
@@ -211,13 +211,14 @@ def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable
 
 
 def _built_in_texts(run: Run) -> list[tuple[str, ...]]:
-    """Sentences of the built-in task, as many to a row as the run takes."""
+    """Sentences of the built-in task: one per row, or two if the run takes pairs."""
     return [(text,) * run.config["task"]["texts"] for (text,) in toy_task().split("dev").texts]
 
 
 def _costs(source: Segments, segments: bool) -> dict:
-    """What the runtime counts operations with: coefficients of polynomials in the number of tokens. Of model.onnx, and
-    under `by_segment` of graphs by segment, where they were written.
+    """FLOPs for the runtime, as coefficients of polynomials in the number of tokens.
+
+    They are those of model.onnx; under `by_segment` are those of graphs by segment, if they were written.
     """
 
     def costs(segments: Segments, tokens: int) -> np.ndarray:
@@ -238,13 +239,13 @@ def _costs(source: Segments, segments: bool) -> dict:
 
 
 def _row(tokens: int) -> Inputs:
-    """One row of so many tokens."""
+    """One row with this number of tokens."""
     ones = np.ones((1, tokens), np.int64)
     return Inputs(ones, ones, ones, (("",),))
 
 
 def _quadratic(of: Callable[[int], np.ndarray]) -> list[list[float]]:
-    """Coefficients of 1, T and T^2 of each number that a function of T gives, from its values at 1, 2 and 3."""
+    """Coefficients of 1, T and T^2 of each number that a function returns, from its values at T = 1, 2 and 3."""
     one, two, three = map(of, (1, 2, 3))
     square = (three - 2 * two + one) / 2
     slope = two - one - 3 * square
@@ -252,14 +253,14 @@ def _quadratic(of: Callable[[int], np.ndarray]) -> list[list[float]]:
 
 
 def _write_encoder(encoder, g: Graph) -> None:
-    """input_ids, attention_mask -> embedding (B, D), by which a rule retrieves."""
+    """input_ids, attention_mask -> embedding (B, D), with which a rule retrieves."""
     with g.tracing():
         embedding = encoder.mean(g.inputs())
     g.output("embedding", embedding.name, "batch", encoder.backbone.config.hidden_size, dtype=np.float32)
 
 
 def _write_embedder(rule: Rule, folder: Path) -> dict:
-    """The files that a rule asks which plans by embeddings, and what the manifest says of the encoder."""
+    """Write the files of a rule that plans by embeddings; returns the encoder's entry of the manifest."""
     encoder = rule.embed
     rule.save(folder)
     tokenizer = encoder.tokenizer
@@ -293,9 +294,9 @@ def _interface(graph: onnx.ModelProto) -> dict:
     return {"inputs": values(graph.graph.input), "outputs": values(graph.graph.output)}
 
 
-# ---- The folder through the runtime against torch ----
+# ---- Verification: the runtime against torch ----
 def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> dict:
-    """What the manifest says of it; ValueError where the graphs say something else than torch."""
+    """The manifest's entry `verified`. Raises ValueError if the graphs differ from torch."""
     served = Runtime(folder, [CPU])
     tokens = served.config["unit"] == "tokens"
     found = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
@@ -310,7 +311,7 @@ def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> d
 
 
 def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> dict:
-    """Every exit on every row, in batches of one and of many."""
+    """Compare the logits of every exit on every row, in batches of one and of many."""
     encoded, segments, theirs = run.encode(texts), served.segments(), run.segments()
     expected, found = record(theirs, encoded, 8), record(segments, encoded, 8)
     differences = [abs(expected.logits - found.logits).max()]
@@ -331,16 +332,17 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
 
 
 def _equal(expected: np.ndarray, found: np.ndarray) -> float:
-    """The share of rows (N, C) with the same prediction; of regressions, numbers that are TOLERANCE apart at most."""
+    """Share of rows (N, C) with equal predictions; in a regression, with numbers at most TOLERANCE apart."""
     if expected.shape[1] > 1:
         return float((predictions(expected) == predictions(found)).mean())
     return float((abs(expected - found) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
 
 
 def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> dict:
-    """The same tokens through both engines, all prompts in one batch padded on the left, for each missing_kv.
+    """Compare both engines on one batch of all prompts, padded on the left, with each available missing_kv.
 
-    What exits say is compared where it is drawn who leaves; texts where the rule and greed decide.
+    Logits are compared while exits are drawn at random and both engines read the same tokens; generated texts and exit
+    layers are compared with the rule and greedy decoding.
     """
     ids = [run.tokenizer.ids_of(prompt) for prompt in prompts]
     longest = max(map(len, ids))
@@ -368,7 +370,7 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
 
 
 class _Drawn(Rule):
-    """Where a token leaves is drawn: nothing to be unsure about, every head is read, and there is every gap."""
+    """Exits drawn at random: every head is evaluated, and every gap in the caches occurs."""
 
     needs = None
 
@@ -387,11 +389,11 @@ def drawn_text(
     seed: int,
     forced: list[list[int]] | None = None,
 ) -> tuple[list[np.ndarray], list[list[int]]]:
-    """The logits of each token, and the tokens that are taken: the likeliest, or those of another run."""
-    rule, logits_of_steps = _Drawn(len(segments.exits), seed), []
+    """The logits of each step, and the tokens: the likeliest ones, or `forced`, those of another engine."""
+    rule, found = _Drawn(len(segments.exits), seed), []
 
     def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
-        logits_of_steps.append(logits)
-        return greedy(logits, rows) if forced is None else forced[len(logits_of_steps) - 1]
+        found.append(logits)
+        return greedy(logits, rows) if forced is None else forced[len(found) - 1]
 
-    return logits_of_steps, [step.tokens for step in decode(segments, prompts, count, rule, choose)]
+    return found, [step.tokens for step in decode(segments, prompts, count, rule, choose)]

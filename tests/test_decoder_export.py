@@ -626,7 +626,7 @@ def test_a_provider_that_is_not_there_and_an_unknown_fill_are_told(case):
 
 def test_graphs_by_segment_are_refused_under_a_rule_that_reads_hidden_states(tmp_path):
     opened = with_heads(load_backbone(GOLDEN / "llama"), rule=Threshold(0.9, "saturation"))
-    with pytest.raises(WrongArguments, match="hand over no hidden states to take the saturation from"):
+    with pytest.raises(WrongArguments, match="which graphs by segment do not return"):
         opened.export(tmp_path / "exported", segments=True)
     assert not list(tmp_path.iterdir())
 
@@ -734,7 +734,7 @@ def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
     )  # after one other token all may differ
     assert 0.01 < verified["max_logit_difference"] < 2
     assert all(row.tokens for row in Runtime(tmp_path / "exported", threads=1).run(REAL_TEXTS, max_new_tokens=NEW))
-    with pytest.raises(ValueError, match="holds int8 weights, which torch does not run"):
+    with pytest.raises(ValueError, match="expected float weights for --engine torch, found int8"):
         torch_segments(tmp_path / "exported")
 
 

@@ -803,7 +803,7 @@ def test_another_rule_may_be_given_to_a_call(exported, by_segment, run):
 
 @pytest.mark.parametrize("rule", [Patience(1), Threshold(0.5, "breaking_ties"), Policy()], ids=lambda rule: rule.name)
 def test_a_rule_that_the_graph_does_not_hold_is_told(exported, rule):
-    with pytest.raises(ValueError, match="stops by the rule threshold, asked for .*--rule.*--segments"):
+    with pytest.raises(ValueError, match="the rule of model.onnx, threshold, found .*--rule.*--segments"):
         Runtime(exported, threads=1).run(TEXTS, rule=rule)
 
 

@@ -203,7 +203,7 @@ def test_the_graph_remembers_and_takes_other_levels_but_no_other_decay(random_mo
         assert found == exits_by_hand(logits, rule)
         seen |= set(found)
     assert seen == {0, 1, 2, 3}
-    with pytest.raises(ValueError, match="model.onnx stops by the rule mean-confidence"):
+    with pytest.raises(ValueError, match="expected the rule of model.onnx, mean-confidence"):
         early_exit(graph, replace(RULE, decay=0.75), padded_inputs)
 
 

@@ -296,7 +296,7 @@ def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):
     folder = shutil.copytree(served[0], tmp_path / "edited")
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", manifest | {"num_labels": 1, "task": manifest["task"] | {"label_names": []}})
-    with pytest.raises(ValueError, match="gives 3 logits, manifest.json says 1; export the run again"):
+    with pytest.raises(ValueError, match="returns 3 logits, expected 1 as in manifest.json; export the run again"):
         Runtime(folder)
 
 

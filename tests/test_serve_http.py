@@ -185,7 +185,7 @@ def test_a_server_that_takes_no_more_is_unwell_and_says_why(runtime):
         status, found, headers = ask(port, None, "/health", "GET")
         assert (status, found["status"], headers["retry-after"]) == (503, "drained", "1")
         status, found, _ = ask(port, {"text": "the film"})
-        assert (status, found) == (503, {"error": "the server is shutting down; ask another"})
+        assert (status, found) == (503, {"error": "the server is shutting down; send the request to another server"})
 
 
 def test_a_full_queue_is_503_with_the_reason(runtime):

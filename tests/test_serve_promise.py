@@ -113,7 +113,9 @@ def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
             rule = promise.observe(at % 2 == 0, rule)
     assert rule == Threshold((0.8, 0.9, 0.5)) and promise.tightened == 1 and not promise.seen
     (line,) = caplog.messages
-    assert line.startswith("10 of 20 rows agree with full depth, promised are 0.95: the rule is now {'name': 'thresh")
+    assert line.startswith(
+        "10 of 20 rows agree with full depth, below the promised agreement of 0.95: the rule is now {'name': "
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from mini_ee.export.serving.app import head, line
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, at what Ray's own options are written with
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'mini-ee[ray]'")
-GONE = "no replica is there, or the one that had this request is gone; ask again"
+GONE = "there is no replica, or the one with this request has died; send the request again"
 pytestmark = pytest.mark.xdist_group("ray")
 
 DEADLINE = 5.0  # seconds, of each request of the load

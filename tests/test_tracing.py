@@ -181,7 +181,7 @@ REFUSALS = {
     "length": "the size batch is known only when the graph runs",
     "truth": "whether a value is true is known only when the graph runs",
     "unknown_function": "linalg_norm has no lowering to ONNX",
-    "rising_sort": "a sort that rises has no lowering",
+    "rising_sort": "an ascending sort has no lowering",
 }
 
 

@@ -176,7 +176,7 @@ def test_that_test_can_fail(repository, tmp_path, bug):
 
 def test_an_axis_of_batches_that_has_a_size_is_refused():
     value = onnx.helper.make_tensor_value_info("rows", onnx.TensorProto.INT64, [3, "tokens"])
-    with pytest.raises(ValueError, match="expected rows with an axis of batches, found 3"):
+    with pytest.raises(ValueError, match="expected a batch axis as the first of rows, found the size 3"):
         triton._batched(value)
 
 

@@ -552,7 +552,7 @@ def text_of(browser, selector):
     return browser.value(f"document.querySelector('{selector}').textContent")
 
 
-DONE = "document.querySelector('.verdict strong') && document.querySelector('form button').textContent === 'Write on'"
+DONE = "document.querySelector('.verdict strong') && document.querySelector('form button').textContent === 'Generate'"
 
 
 @in_chromium
@@ -616,7 +616,7 @@ def test_a_prompt_that_cannot_be_continued_is_said_to_be_one(browser, serve, exp
     for prompt, says in ((" ", "Write a prompt first."), ("word " * 600, "There is room for 512 tokens")):
         press(browser, "Enter", prompt)
         browser.wait("document.querySelector('.verdict.failed')")
-        assert text_of(browser, ".verdict").startswith(says) and text_of(browser, "form button") == "Write on"
+        assert text_of(browser, ".verdict").startswith(says) and text_of(browser, "form button") == "Generate"
         press(browser, "Enter", "The dog")
         browser.wait(DONE)
 

@@ -1,5 +1,5 @@
-// Answers rows of token ids from an exported folder: answer DIR [threshold] < ids.txt, a row a line: "101 1037 2204 102".
-// Says of each row the label's index, the layers that ran and the confidence. Built as README.md says.
+// Classifies rows of token ids with an exported folder: answer DIR [threshold] < ids.txt, one row per line: "101 1037 2204 102".
+// Prints for each row the index of the label, the layers that ran and the confidence. README.md says how to build it.
 #include <onnxruntime_cxx_api.h>
 #include <cstdlib>
 #include <iostream>
@@ -8,7 +8,7 @@
 #include <vector>
 static Ort::AllocatorWithDefaultOptions allocator;
 
-// How many thresholds the graph takes, one for each exit but the last; 0 where its rule has none.
+// The number of thresholds of the graph, one for each exit but the last; 0 if its rule has none.
 static size_t count_thresholds(const Ort::Session& session) {
   for (size_t i = 0; i < session.GetOverridableInitializerCount(); i++)
     if (session.GetOverridableInitializerNameAllocated(i, allocator).get() == std::string("threshold"))
@@ -19,7 +19,7 @@ int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("usage: answer DIR [threshold] < ids.txt");
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
   Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), Ort::SessionOptions());
-  std::vector<std::string> named;  // the inputs that must be fed
+  std::vector<std::string> named;  // the required inputs
   for (size_t i = 0; i < session.GetInputCount(); i++) named.push_back(session.GetInputNameAllocated(i, allocator).get());
   char* end = nullptr;
   const float given = argc > 2 ? std::strtof(argv[2], &end) : 0;
@@ -48,9 +48,9 @@ int main(int argc, char** argv) try {
       names.push_back("threshold");
       values.push_back(Ort::Value::CreateTensor<float>(memory, thresholds.data(), shape[0], shape.data(), 1));
     }
-    auto said = session.Run(Ort::RunOptions(), names.data(), values.data(), names.size(), outputs, 3);
-    std::cout << *said[0].GetTensorData<int64_t>() << ' ' << *said[1].GetTensorData<int64_t>();
-    std::cout << ' ' << *said[2].GetTensorData<float>() << std::endl;
+    auto found = session.Run(Ort::RunOptions(), names.data(), values.data(), names.size(), outputs, 3);
+    std::cout << *found[0].GetTensorData<int64_t>() << ' ' << *found[1].GetTensorData<int64_t>();
+    std::cout << ' ' << *found[2].GetTensorData<float>() << std::endl;
   }
 } catch (const std::exception& error) {
   std::cerr << error.what() << std::endl;

@@ -1,4 +1,4 @@
-// Answers sentences from an exported folder, one JSON line each: node answer.mjs DIR [--threshold .9] < sentences.txt
+// Classifies sentences with an exported folder, one line of JSON each: node answer.mjs DIR [--threshold .9] < sentences.txt
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import { createInterface } from "node:readline";
@@ -13,28 +13,28 @@ if (positionals.length !== 1) fail("expected one folder: node answer.mjs DIR [--
 const [folder] = positionals;
 const read = (name) => JSON.parse(readFileSync(join(folder, name), "utf8"));
 const manifest = read("manifest.json");
-if (manifest.unit !== "rows" || manifest.task.texts !== 1) fail(`${folder}: holds no classifier of single sentences`);
+if (manifest.unit !== "rows" || manifest.task.texts !== 1) fail(`${folder}: expected a classifier of single sentences`);
 
-// onnxruntime-node passes over what it is fed for an input that has a default: only in model_web.onnx has it none.
-const asked = values.threshold !== undefined;
-const graph = asked ? "model_web.onnx" : "model.onnx";
+// onnxruntime-node ignores values for inputs with a default; model_web.onnx has no defaults.
+const hasThreshold = values.threshold !== undefined;
+const graph = hasThreshold ? "model_web.onnx" : "model.onnx";
 if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run again with --web`);
 const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
 const tokenizer = new Tokenizer(read("tokenizer.json"), {});
 
-if (asked && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
-if (asked && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
+if (hasThreshold && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
+if (hasThreshold && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
 
 const whole = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
 
 function settings() {
-  const { patience } = read("web.json").settings; // of a rule that counts exits too: the run's own
+  const { patience } = read("web.json").settings; // for a rule that counts exits: the run's own
   const more = patience && { patience: whole(patience.values) };
-  const threshold = new Float32Array(manifest.exits.length - 1).fill(Number(values.threshold)); // one for each exit
+  const threshold = new Float32Array(manifest.exits.length - 1).fill(Number(values.threshold)); // one per exit
   return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: whole([-1]), ...more };
 }
 
-const given = asked ? settings() : {};
+const given = hasThreshold ? settings() : {};
 
 /** Token ids, cut to the length that the model was trained with. */
 function encode(text) {

@@ -1,13 +1,13 @@
-"""Serving under load: requests in, answers out, whatever comes at once. No torch.
+"""Serving an exported model under load. No torch.
 
-worker.py   queues, the choice of the next batch, what is refused, late or given up
-engines.py  what a batch runs on: an exported model's segments, its one graph, or a decoder's caches
-watch.py    what is counted, as Prometheus reads it; the promise in service
-app.py      HTTP with JSON; server.py, which runs it on uvicorn (the extra `serve`)
-hosts.py    which names of the server a request may have in its Host header
-replicas.py the same application and worker in several processes, on Ray Serve (the extra `ray`)
-load.py     the load generator; bench.py, with torch, measures with it
-triton_model.py  the worker as a model of NVIDIA Triton's; see export/triton.py
+worker.py        queues, the choice of the next batch, refused, late and cancelled requests
+engines.py       run a batch: on graphs by segment, on the one graph, or on the caches of a decoder
+watch.py         metrics for Prometheus; the promise in service
+app.py           the HTTP interface; server.py runs it on uvicorn (the extra `serve`)
+hosts.py         names of the server that a request may have in its Host header
+replicas.py      the same application and worker in several processes, on Ray Serve (the extra `ray`)
+load.py          the load generator of `mini-ee bench serve`
+triton_model.py  the worker as a model for NVIDIA Triton; see export/triton.py
 """
 
 from mini_ee.export.serving.engines import engine_of

@@ -1,17 +1,21 @@
-"""HTTP with JSON around a worker, as an ASGI application. No server of its own: server.py runs it on uvicorn.
+"""The HTTP interface of a worker, as an ASGI application with JSON. server.py runs it on uvicorn.
 
-    POST /classify   {"text": "A charming film."}, or of a pair text and text_b -> what `mini-ee run` says of it
-    POST /generate   of a decoder, {"text": "Once upon a time", "max_new_tokens": 20}; with "stream": true a line of
-                     JSON for each piece of text as it is written, the answer last
-    GET  /health     200 while requests are taken, else 503
-    GET  /metrics    as Prometheus reads it
+    POST /classify   {"text": "A charming film."}, for a pair text and text_b -> the answer, as `mini-ee run` prints it
+    POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
+                     is a line of JSON for each piece of text when it is generated, and the answer as the last line
+    GET  /health     200 while requests are accepted, else 503
+    GET  /metrics    Prometheus' text format
 
-Several texts go in one request: {"texts": ["A charming film.", "A dull one."]}, each pair being a list of two, gives
-{"answers": [...]} in their order, of which one that fails is {"error": ...}. Each text takes a place in the queue.
+One request may have several texts: {"texts": ["A charming film.", "A dull one."]}, or pairs as lists of two. The
+response is {"answers": [...]} in the same order; a text that fails has {"error": ...}. Each text needs a place in the
+queue.
 
-A request may say "deadline_ms". What is wrong is told in one line of JSON, {"error": ...}: 400 for what no server could
-answer, 408 and 413 for a body that does not come or does not end, 415 for one that is not called JSON, 421 for another
-host's name (see hosts.py), 500 where the model fails, 503, with the reason, for what is refused now.
+A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, with a status:
+
+    400   no server could answer the request            421   the Host header names another host, see hosts.py
+    408   the body is not complete within 10 s          500   the model failed on the request
+    413   the body is too large                         503   the request is refused now, with the reason
+    415   the Content-Type is not JSON
 """
 
 import asyncio
@@ -29,9 +33,9 @@ from mini_ee.export.serving.worker import ENDING, LATE, Refused, Worker, WrongRo
 
 MAX_BODY = 1 << 20  # bytes
 
-BODY_SECONDS = 10.0  # for a body to come
+BODY_SECONDS = 10.0  # in which a body must be complete
 
-LARGE = 1 << 16  # bytes of a body that has a place in the queue before it has come to its end
+LARGE = 1 << 16  # bytes: a larger body needs a place in the queue before it is read to its end
 
 JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,7 +45,7 @@ FAILED = "the model failed on this request; the server's log says why"
 
 
 class HTTPError(Exception):
-    """A request that ends with a status and a reason. headers: more of the response."""
+    """Ends a request with a status and a reason. headers: further ones of the response."""
 
     def __init__(self, status: int, reason: str, *headers: tuple[bytes, bytes]):
         super().__init__(reason)
@@ -49,12 +53,14 @@ class HTTPError(Exception):
 
 
 class HungUp(Exception):
-    """Nobody is there any more."""
+    """The client has disconnected."""
 
 
 class App:
-    """The application of one worker. hosts: whom requests may be for. page: what /metrics shows; by default what this
-    worker has counted.
+    """The application of one worker.
+
+    hosts: names that requests may have in their Host header. page: returns the text of /metrics (default: the metrics
+    of this worker).
     """
 
     def __init__(
@@ -76,16 +82,16 @@ class App:
             await self._send(send, error.status, {"error": one_line(error)}, JSON, *error.headers)
         except HungUp:
             self.worker.watch.responses["hung up"] += 1
-        except asyncio.CancelledError:  # the server ends, and waits no longer
+        except asyncio.CancelledError:  # the server shuts down and no longer waits
             await self._send(send, 503, {"error": ENDING})
         except Exception:
             log.exception("a request failed")
             await self._send(send, 500, {"error": FAILED})
 
     def _handler(self, scope: dict) -> Callable:
-        """What a request's head asks for. Raises HTTPError where it is wrong."""
+        """The handler for the head of a request. Raises HTTPError if the head is wrong."""
         headers = dict(scope["headers"])
-        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may go by the other of them
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # request smuggling
             reason = "expected Content-Length or Transfer-Encoding, found both; the connection is closed"
             raise HTTPError(400, reason, (b"connection", b"close"))
         for name, value in scope["headers"]:
@@ -103,7 +109,7 @@ class App:
             raise HTTPError(415, f"expected Content-Type: application/json, found {kind[:80].decode('latin-1')}")
         return handler
 
-    # ---- What it offers ----
+    # ---- Routes ----
     async def _health(self, scope: dict, receive: Callable, send: Callable) -> None:
         state, rule = self.worker.state, self.worker.engine.rule.to_dict()
         about = {"status": state, "unit": self._config["unit"], "exits": self._config["exits"], "rule": rule}
@@ -123,7 +129,7 @@ class App:
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(piece: dict | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         def on_piece(text: str, layers: int) -> None:
@@ -142,14 +148,14 @@ class App:
 
     # ---- Requests ----
     async def _fields(self, scope: dict, receive: Callable) -> tuple[dict, float]:
-        """The object that a body holds, and when its answer is due: a moment of perf_counter."""
+        """The JSON object of a body, and its deadline, as a time of perf_counter."""
         body = await self._body(scope, receive)
         with _errors():
             fields = json_object(decoded(body))
             return fields, time.perf_counter() + deadline_of(fields)
 
     async def _body(self, scope: dict, receive: Callable) -> bytes:
-        """A request's body. A large one has to have a place in the queue while it comes, or is read and dropped."""
+        """The body of a request. A large one needs a place in the queue while it arrives; else it is dropped."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
         too_large = HTTPError(413, f"expected a body of at most {MAX_BODY} bytes, found more; send fewer texts at once")
         if length.isdigit() and len(length) < 20 and int(length) > MAX_BODY:
@@ -183,7 +189,7 @@ class App:
         return bytes(body)
 
     def _submit(self, fields: dict, num_texts: int, due: float, **settings) -> list[Future]:
-        """The future answers to the texts of a request, which all have a place, or none."""
+        """The futures of the texts of a request. Either all of them get a place in the queue, or none."""
         with _errors():
             rows = rows_of_object(fields, num_texts)
             if len(rows) > self.worker.max_open:
@@ -193,7 +199,7 @@ class App:
             return [self.worker.submit(row, deadline, **settings) for row in rows]
 
     async def _answer(self, fields: dict, futures: list[Future], due: float, receive: Callable, send: Callable) -> None:
-        """Wait for the answers, the deadline or the client to hang up, whichever comes first."""
+        """Wait until the answers are there, the deadline passes, or the client disconnects."""
         answers = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
         gone = asyncio.ensure_future(receive())
         try:
@@ -209,7 +215,7 @@ class App:
         await self._send(send, 200, _outcome(futures[0]))
 
     async def _stream(self, future: Future, pieces: asyncio.Queue, receive: Callable, send: Callable) -> None:
-        """The pieces as they come, then the answer, or what became of it; before the first, that is the status."""
+        """Send each piece, then the answer or an error. An error before the first piece sets the status."""
         gone, started = asyncio.ensure_future(receive()), False
         try:
             while True:
@@ -250,7 +256,7 @@ class App:
 
 
 def head(status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]) -> dict:
-    """The message that begins a response of so many bytes; None: as many as come. headers: more of them."""
+    """The message that starts a response. length: of the body in bytes; None: unknown. headers: further ones."""
     known = [(b"content-type", kind)]
     if length is not None:
         known.append((b"content-length", str(length).encode()))
@@ -260,12 +266,12 @@ def head(status: int, kind: bytes, length: int | None = None, *headers: tuple[by
 
 
 def line(fields: dict, more: bool = False) -> dict:
-    """The message with a line of JSON. more: others follow."""
+    """The message with a line of JSON. more: further messages follow."""
     return {"type": "http.response.body", "body": json.dumps(fields).encode() + b"\n", "more_body": more}
 
 
 def deadline_of(fields: dict) -> float:
-    """The seconds that a request may take; inf where it does not say. Raises ValueError for what is no time."""
+    """Seconds until the deadline of a request; inf if it has none. Raises ValueError for a wrong value."""
     deadline = fields.get("deadline_ms", inf)
     if type(deadline) not in (int, float) or not deadline > 0:
         raise ValueError(f"expected deadline_ms as a number above 0, found {str(deadline)[:40]!r}")
@@ -273,25 +279,25 @@ def deadline_of(fields: dict) -> float:
 
 
 def is_json(kind: bytes) -> bool:
-    """Whether a Content-Type is JSON's. A web page of another site cannot send one unless this server allows it."""
+    """Whether a Content-Type is JSON. A web page of another site cannot send JSON unless this server allows it."""
     kind = kind.partition(b";")[0].strip().lower()
     return kind == JSON or kind.startswith(b"application/") and kind.endswith(b"+json")
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     return " ".join(str(error).split())
 
 
 def _outcome(future: Future) -> dict:
-    """The answer of a future that is done. Raises HTTPError where there is none."""
+    """The answer of a completed future. Raises HTTPError if it failed."""
     try:
         return future.result().to_dict()
     except Refused as error:
         raise HTTPError(503, str(error)) from None
     except WrongRow as error:
         raise HTTPError(400, str(error)) from None
-    except ValueError as error:  # of our own code, which says what is wrong
+    except ValueError as error:  # raised by this project, with a message for the user
         log.error("a request failed: %s", one_line(error))
         raise HTTPError(500, str(error)) from None
     except Exception as error:

@@ -1,11 +1,14 @@
-"""What a batch of a worker's rows runs on: the exported model, through the loop of early_exit.py.
+"""Engines: they run a batch of a worker's rows on the exported model, through the loop of early_exit.py.
 
-RowEngine    rows: a queue for each segment, where the folder has graphs by segment (`mini-ee export --segments`) and
-             rows of several batches can go on as one; else one queue, for model.onnx, which stops by itself. A rule
-             that plans from texts has a queue before them. A row in the shadow runs on after its answer.
-TextEngine   texts: caches for so many at once; each step writes a token of each, and who ends makes place for the next.
-             Of a decoder whose prompts are read apart (T5) one text after the other: what is made of prompts is laid
-             under a whole batch at once.
+RowEngine    for classifiers. It has a queue for each segment if the folder has graphs by segment (`mini-ee export
+             --segments`) and rows of several batches can be joined. Else it has one queue, for model.onnx. A rule that
+             plans from texts has one more queue, before the others. Shadow rows run on to full depth after the answer.
+TextEngine   for decoders. It has caches for a fixed number of texts. Each step generates one token of each text; when a
+             text ends, the next one gets its caches. An encoder-decoder (T5) generates one text at a time, because the
+             encoder's output is bound for a whole batch.
+
+A row passes through several batches: RowEngine keeps in `row.part` the state of its last batch and its index there, and
+joins the states of all rows of the next batch (OrtSegments.joined).
 """
 
 import random
@@ -22,32 +25,32 @@ from mini_ee.export.serving.watch import Promise, Watch
 from mini_ee.export.serving.worker import BATCH, Row
 from mini_ee.rules import NeverExit, Planned, Rule
 
-CAPACITY = 1024  # tokens of prompt and continuation that a decoder's caches have room for, or the model's fewer
+CAPACITY = 1024  # tokens of prompt and continuation in a decoder's caches, or fewer if the model's limit is lower
 
-PIECE = "\N{REPLACEMENT CHARACTER}"  # the tokenizer's word for a character whose last bytes are yet to be written
+PIECE = "\N{REPLACEMENT CHARACTER}"  # the tokenizer decodes a character so until its last byte is generated
 
 
 def engine_of(runtime: Runtime, **settings) -> "RowEngine | TextEngine":
-    """The engine for what an exported folder holds. settings: as that takes them."""
+    """The engine for an exported folder. settings: its arguments."""
     return (TextEngine if isinstance(runtime, TokenRuntime) else RowEngine)(runtime, **settings)
 
 
 class TextRow(Row):
-    """A row of texts on its way through the model."""
+    """A request to classify, which stops at several exits of the model on its way."""
 
     def __init__(self, encoded: Encoded, shadowed: bool):
         super().__init__(len(encoded.ids[0]))
         self.encoded, self.shadowed = encoded, shadowed
-        self.plan: int | None = None  # the exit where it leaves, where a rule has planned it
-        self.part = self.memory = None  # (state of a batch, its row there), (what the rule kept of the batch, its row)
-        self.rule: Rule | None = None  # by which it left
+        self.plan: int | None = None  # its exit, if a rule has planned it
+        self.part = self.memory = None  # (state of its last batch, its index there), (the rule's memory, its index)
+        self.rule: Rule | None = None  # the rule by which it exited
 
 
 class RowEngine:
-    """An exported folder of rows.
+    """Runs an exported folder of rows.
 
-    rule: the folder's own by default. rebatch: by segment, where that can be. promise: asked and told of every row in
-    the shadow; its share is drawn with the seed.
+    rule: by default the folder's. rebatch: run by segment if possible. promise: observes every shadow row. seed: draws
+    which rows run in the shadow.
     """
 
     by_length, room = True, 10**6
@@ -74,14 +77,14 @@ class RowEngine:
             raise ValueError(f"{runtime.folder}: tokens leave within a row, none has full depth; leave out --shadow")
 
     def _by_segment(self):
-        """The graphs by segment; None where there are none, or none whose rows can be joined."""
+        """The graphs by segment; None if there are none, or if their rows cannot be joined."""
         if f"segment_{self.runtime.exits[0]}" not in self.runtime.config["graphs"]:
             return None
         segments = self.runtime.segments().by_segment(self.rule)
         return segments if segments.can_join() else None
 
     def row(self, texts: str | Sequence[str]) -> TextRow:
-        """One request. Raises ValueError for texts that cannot be answered."""
+        """The row of a request. Raises ValueError for texts that cannot be classified."""
         expected, found = self.runtime.num_texts, 1 if isinstance(texts, str) else len(texts)
         if found != expected:
             raise ValueError(f"expected {expected} texts, found {found}")
@@ -92,11 +95,11 @@ class RowEngine:
             raise ValueError(str(error).removeprefix("row 0: ")) from None
 
     def release(self, row: TextRow) -> None:
-        """Drop what it held."""
+        """Drop its state."""
         row.part = row.memory = None
 
     def run(self, at: int, rows: list[TextRow]) -> None:
-        """A batch of the queue `at`."""
+        """Run a batch of the queue with index `at`."""
         inputs = _inputs(rows)
         if at < self._plans:
             for row, k in zip(rows, self.rule.plan(inputs).tolist()):
@@ -118,7 +121,7 @@ class RowEngine:
             memory = _memory([row.memory for row in rows]) if k else {}
             state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
         exiting, answers = (), []
-        if exited is not None:  # before any row changes: where this fails, each runs alone from the state that it has
+        if exited is not None:  # before any row changes: if this fails, each row runs again alone from its old state
             reading, exiting = exited.reading, exited.exiting
             count, token_cost = len(exiting), reading.token_cost
             depth = [self.runtime.exits[k]] * count if token_cost is None else token_cost[:, 0].tolist()
@@ -129,7 +132,7 @@ class RowEngine:
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self.rule
-        if at:  # in the shadow
+        if at:  # the queue of shadow rows
             rule = NeverExit()
         elif self._plans:
             rule = Planned([row.plan for row in rows])
@@ -141,14 +144,17 @@ class RowEngine:
         self._answer(rows, answers, self.rule)
 
     def _answer(self, rows: list[TextRow], answers: list[Answer], rule: Rule) -> None:
-        """Of rows that leave: their answers; or of those in the shadow, at the last exit, whether they agree."""
+        """Give rows that exit their answers; report for shadow rows at the last exit whether the answers agree.
+
+        A shadow row exits twice: first by the rule, with its answer, then at the last exit.
+        """
         now = time.perf_counter()
         for row, answer in zip(rows, answers):
             if row.answer is None:
                 row.answer, row.rule = answer._replace(milliseconds=(now - row.begun) * 1e3), rule
             if answer.exit == self._last:
                 row.queue = None
-                if row.shadowed and row.rule is self.rule:  # told of the rule that is in force
+                if row.shadowed and row.rule is self.rule:  # else it says nothing about the rule in force
                     self.rule = self.promise.observe(answer.label == row.answer.label, self.rule)
             elif not row.shadowed:
                 row.queue = None
@@ -157,7 +163,7 @@ class RowEngine:
 
 
 def _inputs(rows: list[TextRow]) -> Inputs:
-    """These rows as one batch."""
+    """The texts of these rows as one batch."""
     first = rows[0].encoded
     ids, type_ids = ([getattr(row.encoded, name)[0] for row in rows] for name in ("ids", "type_ids"))
     texts = tuple(row.encoded.texts[0] for row in rows)
@@ -165,25 +171,25 @@ def _inputs(rows: list[TextRow]) -> Inputs:
 
 
 def _memory(parts: list[tuple[dict, int]]) -> dict[str, np.ndarray]:
-    """What a rule keeps of rows that stood in several batches."""
+    """The rule's memory of rows that come from several batches."""
     return {name: np.array([memory[name][at] for memory, at in parts]) for name in parts[0][0]}
 
 
 class PromptRow(Row):
-    """A prompt, and what has been written after it."""
+    """A prompt, and the text generated after it so far."""
 
     def __init__(self, prompt: list[int], before: list[int], count: int, on_piece):
         super().__init__(len(prompt))
-        self.prompt, self.before = prompt, before  # what stands before the text in the caches: the prompt, most often
+        self.prompt, self.before = prompt, before  # the tokens before the text in the caches, most often the prompt
         self.count, self.on_piece = count, on_piece
-        self.place: int | None = None  # of the caches
+        self.place: int | None = None  # its row of the caches
         self.tokens, self.layers, self.text = [], [], ""
 
 
 class TextEngine:
-    """An exported decoder that writes up to `room` texts at once, whatever position each has come to.
+    """Runs an exported decoder, which generates up to `room` texts at once, each at a position of its own.
 
-    Texts stand in one queue, before their first token and after each; a text's prompt is run when it gets its place.
+    All texts are in one queue. A text gets a row of the caches (`place`) in its first step, which also runs its prompt.
     """
 
     queues, by_length = ("texts",), False
@@ -198,14 +204,14 @@ class TextEngine:
         self._free = list(range(room))
 
     def row(self, text: str | Sequence[str], max_new_tokens: int | None = None, on_piece=None) -> PromptRow:
-        """One request. on_piece: the worker calls it with each piece of text and the layers of its last token.
+        """The row of a request. on_piece: the worker calls it with each piece of text and the depth of its last token.
 
         Raises ValueError for a prompt that cannot be continued by so many tokens.
         """
         (text,) = (text,) if isinstance(text, str) else text
         count = self.runtime.max_new_tokens if max_new_tokens is None else max_new_tokens
         prompt = self.runtime.encode(text, count)
-        if len(prompt) > self.capacity:  # what is read apart, too: attention over it grows with its square
+        if len(prompt) > self.capacity:  # also for an encoder, whose attention grows with the square
             raise ValueError(f"expected a prompt of at most {self.capacity} tokens, found {len(prompt)}")
         before = self.runtime.decoder_start_tokens or prompt
         if len(before) + count > self.capacity:
@@ -213,22 +219,22 @@ class TextEngine:
         return PromptRow(prompt, before, count, on_piece)
 
     def release(self, row: PromptRow) -> None:
-        """Its place is free."""
+        """Free its row of the caches."""
         if row.place is not None:
             self._free.append(row.place)
             row.place = None
 
     def run(self, at: int, rows: list[PromptRow]) -> None:
-        """One more token of each."""
+        """Generate one more token of each text."""
         try:
             self._step(rows)
         except Exception:
-            if len(rows) == 1:  # the worker gives its place to another text
+            if len(rows) == 1:  # another text gets this row of the caches next
                 self._segments.wipe(rows[0].place)
             raise
 
     def _step(self, rows: list[PromptRow]) -> None:
-        new = [row for row in rows if not row.tokens]  # those too whose first step failed in a batch
+        new = [row for row in rows if not row.tokens]  # also those whose first step failed in a batch
         for row in new:
             if row.place is None:
                 row.place = self._free.pop()

@@ -1,7 +1,7 @@
-"""Which names of this server a request may have in its Host header. No torch.
+"""The names of this server that a request may have in its Host header. No torch.
 
-A web page of another site can have its own name resolve to this machine (DNS rebinding); the browser then takes the
-server for that site, and lets the page read its answers. What gives it away is the Host header, which has that name.
+The owner of another site can let its name resolve to this machine (DNS rebinding). The browser then takes this server
+for that site, and lets the site's page read the answers. Such a request has the name of that site in its Host header.
 """
 
 import re
@@ -12,19 +12,19 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 ANY = "*"
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/\[\]@]+)(?::\d*)?", re.IGNORECASE)
-"""A Host header: a name, or an address, that of IPv6 in brackets; and perhaps a port."""
+"""A Host header: a name or an address, IPv6 in brackets, and an optional port."""
 
 
 class Hosts:
-    """The hosts that requests may name, whatever the port, which may be forwarded.
+    """The hosts that requests may name, with any port, because a port may be forwarded.
 
-    bound: what the server listens on, which is allowed. If that is the loopback, localhost and all addresses of it are.
-    If it is 0.0.0.0 or ::, every address is allowed, because no site can take one as its name, and so are localhost
-    and the name of the machine. more: other names, as of a proxy or of a service; "*": all.
+    bound: the address that the server listens on, which is allowed. With a loopback address, localhost and all loopback
+    addresses are allowed too. With 0.0.0.0 or ::, every address is allowed, because a site's name is never an address,
+    and so are localhost and the name of the machine. more: further names, such as that of a proxy; "*": all.
     """
 
     def __init__(self, bound: str, more: Sequence[str] = ()):
-        """Raises ValueError for what is no name of a host, or has a port."""
+        """Raises ValueError for a string that is not the name of a host, or has a port."""
         wrong = next((name for name in more if name != ANY and not _is_host(name)), None)
         if wrong is not None:
             raise ValueError(f"expected the name of a host, without scheme and port, found {wrong!r}")
@@ -36,7 +36,7 @@ class Hosts:
             self.names |= {_plain(socket.gethostname()), _plain(socket.getfqdn())}
 
     def allow(self, header: bytes) -> bool:
-        """Whether the server is what a Host header names."""
+        """Whether a Host header names this server."""
         found = HOST.fullmatch(header.decode("latin-1"))
         if self.any or found is None:
             return self.any
@@ -52,7 +52,7 @@ class Hosts:
 
 
 def _plain(name: str) -> str:
-    """A name as it is compared: no brackets, small letters, no dot at its end."""
+    """A name for comparison: lower case, without brackets and without a dot at its end."""
     return name.strip("[]").rstrip(".").lower()
 
 
@@ -62,7 +62,7 @@ def _is_host(name: str) -> bool:
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:
-    """The address that is written so; None where a name is."""
+    """The address in a string; None if the string is a name."""
     try:
         return ip_address(name.strip("[]"))
     except ValueError:

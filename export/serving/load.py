@@ -1,7 +1,7 @@
-"""A load that does not wait for answers: requests come when they come, as users' do. No torch.
+"""An open load: requests arrive at random times and do not wait for earlier answers. No torch.
 
-Arrivals are drawn beforehand with a seed, so that every server is given the same. A request's time counts from the
-moment at which it should have come, whatever kept the generator.
+Arrival times are drawn before with a seed, so that every server gets the same. The latency of a request counts from its
+drawn arrival time, even if the generator was late.
 """
 
 import time
@@ -13,24 +13,24 @@ import numpy as np
 
 from mini_ee.export.serving.worker import Refused, Worker
 
-BURST = 8  # requests that come at once
+BURST = 8  # requests that arrive at the same time
 
-WARM = 0.15  # of the requests, the first, are not counted
+WARM = 0.15  # share of the requests, the first ones, that are not counted
 
-PATIENCE = 30.0  # seconds that answers are waited for after the last request
+PATIENCE = 30.0  # seconds to wait for answers after the last request
 
 
 def arrivals(rate: float, seconds: float, burst: int = 1, seed: int = 0) -> np.ndarray:
-    """Moments in seconds: a Poisson process of so many requests a second, or of bursts of so many at once."""
+    """Arrival times in seconds: a Poisson process with `rate` requests per second, in bursts of `burst` requests."""
     random = np.random.default_rng(seed)
     moments = np.cumsum(random.exponential(burst / rate, max(1, round(rate * seconds / burst))))
     return np.repeat(moments, burst)
 
 
 class Answered(NamedTuple):
-    """What became of a load. seconds: of each request that was answered, inf of each that was refused or failed."""
+    """The result of a load. seconds: latency of each request, inf if it was refused or failed."""
 
-    rate: float  # requests a second that were offered
+    rate: float  # requests per second
     seconds: np.ndarray
 
     @property
@@ -39,12 +39,12 @@ class Answered(NamedTuple):
         return tuple(np.quantile(self.seconds, (0.5, 0.95, 0.99), method="inverted_cdf").tolist())
 
     def within(self, limit: float) -> float:
-        """Requests a second that were answered in time."""
+        """Requests per second that were answered within the limit."""
         return self.rate * float((self.seconds <= limit).mean())
 
 
 def offer(worker: Worker, texts: Sequence, moments: np.ndarray, seed: int = 0) -> Answered:
-    """Give a worker texts at these moments, drawn with the seed, and wait for all answers."""
+    """Submit texts, drawn with the seed, at these times, and wait for all answers."""
     chosen = np.random.default_rng(seed).integers(len(texts), size=len(moments)).tolist()
     seconds, futures = np.full(len(moments), np.inf), []
     begin = time.perf_counter()
@@ -73,7 +73,7 @@ def offer(worker: Worker, texts: Sequence, moments: np.ndarray, seed: int = 0) -
 
 
 def saturation(worker: Worker, texts: Sequence) -> float:
-    """Answers a second where all texts are there at once."""
+    """Answers per second if all texts arrive at once."""
     begin = time.perf_counter()
     for future in [worker.submit(text) for text in texts]:
         future.result(PATIENCE)
@@ -81,8 +81,9 @@ def saturation(worker: Worker, texts: Sequence) -> float:
 
 
 def goodput(loads: Sequence[tuple[float, float]], limit: float) -> float:
-    """The highest rate at which a time is within the limit, of (rate, time) from the lowest rate on; by the line from
-    there to the next rate, and through 0 before the first.
+    """The highest rate whose latency is within the limit. loads: pairs (rate, latency), ascending.
+
+    Between two rates the latency is interpolated linearly, below the first one from (0, 0).
 
     >>> goodput([(10, 1.0), (20, 2.0), (30, 4.0)], 3.0)
     25.0

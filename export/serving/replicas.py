@@ -1,12 +1,12 @@
-"""mini_ee's application on Ray Serve (the extra `ray`): so many processes, each with a worker of its own. No torch.
+"""The application on Ray Serve (the extra `ray`): several processes (replicas), each with its own worker. No torch.
 
-Ray's proxy takes requests and hands each to a replica; what it meets there is app.py, as on one process. Ray starts a
-replica anew that has died. Front, in the proxy, says what only the proxy can say: that the replica which had a request
-is gone, or that its deadline has passed while there was none.
+Ray's proxy receives requests and passes each to a replica, which runs app.py, as in a single process. Ray restarts a
+replica that has died. Front runs in the proxy, for the errors that no replica can report: the replica of a request has
+died, or the deadline passed while there was no replica.
 
-A cluster of its own, on this machine, is started and ended by `serve`. Where the environment names one (RAY_ADDRESS),
-the application is handed to that: it replaces the one that is there, replica by replica, and stays. Such a cluster has
-Front where it was started with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mini_ee.export.serving.replicas.front.
+`serve` starts a Ray cluster on this machine and ends it. If RAY_ADDRESS names a cluster, the application is deployed
+there instead: it replaces the previous one, replica by replica, and stays. Such a cluster has Front only if it was
+started with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mini_ee.export.serving.replicas.front.
 """
 
 import asyncio
@@ -33,24 +33,24 @@ from mini_ee.export.serving.worker import LATE, Worker
 
 NAME = "mini-ee"  # of the application, and of its deployment
 
-STORE = 80 << 20  # bytes of Ray's object store, about the least: requests and answers do not go through it
+STORE = 80 << 20  # bytes of Ray's object store, about its minimum: requests and answers do not use it
 
-PAGES = 5.0  # seconds that a replica may take to say what it has counted
+PAGES = 5.0  # seconds to wait for the metrics of a replica
 
-LOOK = 1.0  # seconds between two looks at a replica, by which Ray knows that it has died
+LOOK = 1.0  # seconds between two health checks, by which Ray detects that a replica has died
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
-GONE = "no replica is there, or the one that had this request is gone; ask again"
+GONE = "there is no replica, or the one with this request has died; send the request again"
 
-MARGIN = 0.05  # seconds after a deadline in which the replica itself may say that it has passed
+MARGIN = 0.05  # seconds after a deadline in which the replica itself may still report it
 
 
 class Size(NamedTuple):
-    """How many replicas there are, and what each takes."""
+    """The number of replicas, and the resources of each."""
 
     least: int
-    most: int  # more than the least: Ray adds and removes replicas, so that each has about a batch of open requests
+    most: int  # if above `least`: Ray adds and removes replicas until each has about a batch of open requests
     batch: int
     max_open: int
     cores: int
@@ -58,7 +58,7 @@ class Size(NamedTuple):
 
 
 class Replica:
-    """A worker in a process of its own, under an ASGI application. make: makes the worker there. hosts: as App's."""
+    """A worker and its ASGI application in a process. make: creates the worker in that process. hosts: as for App."""
 
     def __init__(self, make: Callable[[], Worker], hosts: Hosts):
         self.worker, self._hosts = make(), hosts
@@ -67,17 +67,17 @@ class Replica:
         return App(self.worker, self._hosts, self._pages)
 
     def check_health(self) -> None:
-        """Asked by Ray, which starts the replica anew where this raises."""
+        """Ray calls this, and restarts the replica if it raises."""
         if self.worker.state == "dead":
             raise RuntimeError("the worker's thread has ended")
 
     async def page(self) -> tuple[str, str]:
-        """Its name and what it has counted."""
+        """The name of the replica and its metrics."""
         name = ray_serve.get_replica_context().replica_id.unique_id
         return name, self.worker.watch.page(self.worker.lengths())
 
     async def drain(self) -> Counter:
-        """As the worker's; returns what became of its requests."""
+        """Drain the worker; returns the outcomes of its requests."""
         await asyncio.to_thread(self.worker.drain, DRAIN)
         return self.worker.watch.requests
 
@@ -85,13 +85,18 @@ class Replica:
         replies = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
         try:
             found = await replies.results_async(timeout_s=PAGES, return_exceptions=True)
-        except TimeoutError:  # of one of them: Ray gives nothing of the others either
+        except TimeoutError:  # one replica was late: then Ray returns none of the pages
             found = [await self.page()]
         return together(dict(each for each in found if isinstance(each, tuple)))
 
 
 class Front:
-    """Around Ray's proxy: an end for each request that gets none there. app: the proxy."""
+    """Wraps Ray's proxy, so that every request gets a complete response. app: the proxy.
+
+    While no replica is ready, the proxy sends a 404, which Front drops. If a replica dies, the proxy sends nothing, or
+    ends a stream in the middle. `sent` records how much of the response the client has: None, "a part" or "all". When
+    the proxy returns, Front sends what is missing: a 503, or the last line of a stream.
+    """
 
     def __init__(self, app: Callable):
         self.app = app
@@ -102,7 +107,7 @@ class Front:
         clock, body, due, sent = asyncio.get_running_loop().time, b"", inf, None
 
         async def receive_in_time() -> dict:
-            """To the proxy, a client whose deadline has passed has hung up."""
+            """After the deadline, tell the proxy that the client has disconnected: then it stops waiting."""
             nonlocal body, due
             try:
                 async with asyncio.timeout_at(None if due == inf else due):
@@ -112,7 +117,7 @@ class Front:
             if message["type"] == "http.request" and len(body) <= MAX_BODY:
                 body += message.get("body", b"")
                 if not message.get("more_body"):
-                    with suppress(ValueError):  # the replica says what is wrong
+                    with suppress(ValueError):  # the replica reports the error
                         due = clock() + deadline_of(json_object(decoded(body))) + MARGIN
             return message
 
@@ -121,7 +126,7 @@ class Front:
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
                 ours = headers.get(b"content-type") == JSON
-                if ours or message["status"] != 404:  # else the proxy's: there is no model
+                if ours or message["status"] != 404:  # a 404 that is not JSON is the proxy's own: no replica is ready
                     sent = "all" if b"content-length" in headers else "a part"
             elif sent and not message.get("more_body"):
                 sent = "all"
@@ -137,14 +142,14 @@ class Front:
 
 
 def front() -> list[Middleware]:
-    """What Ray puts around its proxy."""
+    """The middleware that Ray adds to its proxy."""
     return [Middleware(Front)]
 
 
 def serve(
     make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None], hosts: Hosts
 ) -> Counter | None:
-    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the addresses.
+    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: called with the addresses.
 
     make: makes a replica's worker; it is sent to a process that imports what it needs. port 0: a free one. hosts: whom
     requests may be for.
@@ -180,7 +185,7 @@ def serve(
 
 
 def _start(size: Size, joins: bool) -> None:
-    """Ray: the cluster that is named, or one with room for a replica more, which an update needs for a while."""
+    """Start Ray, or join the named cluster. A new one has room for one more replica, which an update needs."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if joins:
         return ray.init(logging_level="ERROR")
@@ -192,7 +197,7 @@ def _start(size: Size, joins: bool) -> None:
 
 
 def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
-    """Put the application in the place of one that is there: the old replicas serve until new ones do."""
+    """Deploy the application. A previous one is replaced: its replicas serve until the new ones are ready."""
     many = {"num_replicas": size.most}
     if size.least < size.most:
         ends = {"min_replicas": size.least, "max_replicas": size.most}
@@ -202,8 +207,10 @@ def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
         name=NAME,
         **many,
         ray_actor_options={"num_cpus": size.cores, "num_gpus": size.gpus},
-        max_ongoing_requests=2 * size.max_open,  # what is above `max_open` is refused by the worker, with the reason
-        max_surge_percent=0 if size.gpus else 1,  # a replica more; with GPUs, which may be few, one stops first
+        max_ongoing_requests=2 * size.max_open,  # above `max_open` the worker refuses, with the reason
+        max_surge_percent=0
+        if size.gpus
+        else 1,  # an update starts a new replica first; with GPUs, an old one stops first
         max_constructor_retry_count=3,
         health_check_period_s=LOOK,
         graceful_shutdown_timeout_s=DRAIN,

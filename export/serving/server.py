@@ -1,4 +1,4 @@
-"""mini_ee's application on uvicorn (the extra `serve`): one process, which drains when it is told to end. No torch."""
+"""The application on uvicorn (the extra `serve`): one process, which drains on SIGTERM or SIGINT. No torch."""
 
 import asyncio
 import signal
@@ -13,15 +13,15 @@ from mini_ee.export.serving.app import App
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.worker import Worker
 
-SILENCE = 15.0  # seconds that a connection may take to bring a request's head
+SILENCE = 15.0  # seconds in which a connection must send the head of a request
 
 DRAIN = 30  # seconds for open requests after SIGTERM
 
-CONNECTIONS = 1000  # at once; one more is answered 503
+CONNECTIONS = 1000  # at once; a further one gets 503
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which also closes connections on which no request's head comes to its end."""
+    """uvicorn's protocol, which also closes connections without a complete head of a request after SILENCE."""
 
     _silent: asyncio.TimerHandle | None = None
 
@@ -48,7 +48,7 @@ class Protocol(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address; port 0: a free one. Raises OSError where it cannot be had."""
+    """A socket at this address; port 0: a free port. Raises OSError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=512)
@@ -57,14 +57,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, port: int) -> str:
-    """As a client writes it."""
+    """The URL of the server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None], hosts: Hosts) -> None:
-    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: told the address.
+    """Serve until SIGTERM or SIGINT; then refuse new requests and answer the open ones.
 
-    port 0: a free one. hosts: whom requests may be for. Raises OSError where the address cannot be had.
+    port 0: a free port. ready: called with the address. hosts: names that requests may have in their Host header.
+    Raises OSError if the address is not available.
     """
     listening = listen(host, port)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
@@ -74,7 +75,7 @@ def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None], ho
     )
     in_main = threading.current_thread() is threading.main_thread()
     ends = (signal.SIGTERM, signal.SIGINT) if in_main else ()
-    # before uvicorn listens to them, and after it: it raises a signal again when it has drained
+    # Handlers for the time before and after uvicorn's own: after draining, uvicorn raises the signal again.
     before = {each: signal.signal(each, lambda *_: setattr(server, "should_exit", True)) for each in ends}
     try:
         ready(address_of(host, listening.getsockname()[1]))

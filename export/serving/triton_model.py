@@ -1,9 +1,9 @@
-"""What NVIDIA Triton's Python backend runs: the worker that takes rows together again, as a model. No torch.
+"""The worker as a model for NVIDIA Triton's Python backend. No torch.
 
-`mini-ee export RUN --triton DIR` lays this file as model.py among the exported files; triton.py says what is where. A
-request is one text. It goes to the worker at once, and its response is sent when the worker has the answer: rows of
-different requests share batches, and none waits for a deeper one. So Triton itself is told of no batches. Responses
-that come later than `execute` returns are known to Triton from 24.07 on.
+`mini-ee export RUN --triton DIR` copies this file as model.py into the exported folder, see triton.py. A request is one
+text. It goes to the worker at once, and its response is sent when the worker has the answer. The worker makes the
+batches, so that no row waits for a deeper one; Triton's own batching is off. Responses after the return of `execute`
+need Triton 24.07 or newer.
 """
 
 import json
@@ -20,20 +20,20 @@ from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 
 
 class TritonPythonModel:
-    """One worker; the server calls these methods by their names."""
+    """One worker. The server calls these methods by name."""
 
     def initialize(self, args: dict) -> None:
-        """Open the exported folder. args: what the server says of the model, its configuration as JSON."""
+        """Open the exported folder. args: with the configuration of the model as JSON."""
         config, runtime = json.loads(args["model_config"]), Runtime(Path(__file__).parent)
         self.inputs = [each["name"] for each in config["input"]]
         self.outputs = {each["name"]: triton.triton_string_to_numpy(each["data_type"]) for each in config["output"]}
         engine = engine_of(runtime)
         runtime.warm_up()
         self.worker = Worker(engine)
-        self.senders = ThreadPoolExecutor(1)  # to send takes the server's time, which is not the worker's
+        self.senders = ThreadPoolExecutor(1)  # sending takes time, in which the worker goes on
 
     def execute(self, requests: list) -> None:
-        """Give each request to the worker; nothing is returned, as responses come later."""
+        """Submit each request to the worker. Returns nothing, because responses are sent later."""
         for request in requests:
             try:
                 texts, settings = self._row(request)
@@ -44,16 +44,16 @@ class TritonPythonModel:
             future.add_done_callback(partial(self.senders.submit, self._send, request.get_response_sender()))
 
     def finalize(self) -> None:
-        """Answer what was taken."""
+        """Answer the open requests."""
         self.worker.drain()
         self.senders.shutdown()
 
     def _row(self, request) -> tuple[list[str], dict[str, int]]:
-        """The texts of a row, and what a decoder is told of how to go on."""
+        """The texts of a row, and the settings of a decoder."""
         texts, settings = [], {}
         for name in self.inputs:
             tensor = triton.get_input_tensor_by_name(request, name)
-            if tensor is not None:  # the server sees to it that only what is optional is missing
+            if tensor is not None:  # the server rejects requests without a required input
                 (value,) = tensor.as_numpy().tolist()
                 if isinstance(value, bytes):
                     texts.append(decoded(value))

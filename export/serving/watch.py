@@ -1,10 +1,11 @@
-"""What a server shows of itself, as Prometheus reads it, and its promise: how often answers are those of full depth.
+"""Metrics of a server in Prometheus' text format, and its promise: the agreement of answers with the full model.
 
-A share of all requests runs on in the shadow, after its answer, to the last exit. The share of them that agrees is
-shown with its exact interval (Clopper and Pearson 1934). Where a promise is to be kept, and so few agree as a rule that
-kept it would show with chance LEVEL at most, at whatever look, it counts as broken: the rule is made stricter, which
-the log says, and the count begins anew. The n-th look since then is a test at LEVEL / (n (n + 1)), which add up to
-LEVEL. It is never made looser again: calibrate anew on what is served, and export.
+A share of the requests runs on after the answer, in the shadow, to the last exit. The metrics show how many of them
+agree with their answer, with an exact interval (Clopper and Pearson 1934). With `tighten`, the agreement is tested
+every LOOK shadow rows. The n-th test has the level LEVEL / (n (n + 1)). These levels add up to LEVEL, so that all tests
+together reject a rule that keeps the promise with probability at most LEVEL. If a test rejects, the rule is made
+stricter, a line is logged, and counting and testing start again. The rule is never made looser: calibrate again on
+requests of the server, and export.
 """
 
 import logging
@@ -22,21 +23,22 @@ from mini_ee.statistics import binomial_cdf, share_interval
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # bounds of the histogram
 
-RECENT = 1000  # answers that a drift is seen in
+RECENT = 1000  # latest answers, of which the drift is computed
 
-WINDOW = 2000  # rows in the shadow, the latest, that agreement is taken of
+WINDOW = 2000  # latest shadow rows, of which the agreement is computed
 
-LEVEL, LOOK = 0.1, 20  # the test of a promise, and after how many rows it is made
+LEVEL, LOOK = 0.1, 20  # of the test of a promise: error probability, and shadow rows between two tests
 
-NEAR = 1e-3  # of a threshold that is so near to certainty: never
+NEAR = 1e-3  # a threshold this close to its largest value becomes `never`
 
 log = logging.getLogger("mini_ee.serve")
 
 
 class Promise:
-    """The agreement of what leaves early with full depth, watched. share: of requests that run on in the shadow.
+    """Observes the agreement of early exits with the full model.
 
-    epsilon: the agreement that is promised; None: it is only shown. tighten: keep it.
+    share: of the requests that run in the shadow. epsilon: the promised agreement; None: the agreement is only shown.
+    tighten: make the rule stricter if the promise is broken.
     """
 
     def __init__(self, share: float, epsilon: float | None = None, tighten: bool = False):
@@ -49,7 +51,7 @@ class Promise:
         self.rows = self.tightened = self._looks = 0
 
     def observe(self, agrees: bool, rule: Rule) -> Rule:
-        """A row in the shadow has come to full depth. Returns the rule that is in force from now on."""
+        """Count a shadow row that has reached full depth. Returns the rule that is in force from now on."""
         self.seen.append(agrees)
         self.rows += 1
         if not self.tighten or self.rows % LOOK:
@@ -62,16 +64,16 @@ class Promise:
         self.tightened, self._looks = self.tightened + 1, 0
         self.seen.clear()
         log.warning(
-            "%d of %d rows agree with full depth, promised are %s: the rule is now %s",
+            "%d of %d rows agree with full depth, below the promised agreement of %s: the rule is now %s",
             *(agreeing, count, self.epsilon, tighter.to_dict()),
         )
         return tighter
 
 
 def stricter(rule: Rule) -> Rule:
-    """Half of what is missing to certainty is added to the rule's knob, or 1 to a knob without a largest value.
+    """The rule with its threshold halfway to the largest value, or larger by 1 if there is no largest value.
 
-    Raises ValueError for a rule without a knob that a graph takes as an input.
+    Raises ValueError for a rule without a threshold that is an input of the graph.
     """
     name = rule.knob
     if name not in rule.runtime_settings:
@@ -96,10 +98,10 @@ class Watch:
     """Counters of one worker."""
 
     def __init__(self, exits: Sequence[int], promise: Promise | None, expected: Sequence[int] | None):
-        """expected: how many left at each exit where the rule was calibrated; by default the first RECENT answers."""
+        """expected: exit counts of the calibration (default: those of the first RECENT answers)."""
         self.exits, self.promise = exits, promise
         self.requests = Counter(dict.fromkeys(("answered", "refused", "late", "cancelled", "failed"), 0))
-        self.responses = Counter()  # of a server, by status
+        self.responses = Counter()  # of an HTTP server, by status
         self.exit_counts, self.batches, self.rows = Counter(), Counter(), Counter()
         self._seconds, self._total = [0] * (len(SECONDS) + 1), 0.0
         self._recent: deque[int] = deque(maxlen=RECENT)
@@ -111,12 +113,12 @@ class Watch:
         self.rows[queue] += rows
 
     def answered(self, layers: int | list[int], seconds: float) -> None:
-        """A request has its answer: the depth of its row, or of each token."""
+        """Count an answer. layers: the depth of its row, or of each token."""
         self.requests["answered"] += 1
         self._seconds[bisect_left(SECONDS, seconds)] += 1
         self._total += seconds
         for depth in layers if isinstance(layers, list) else (layers,):
-            # where tokens leave, the mean is no exit; rounded up it may lie above the last
+            # If tokens exit within a row, its mean depth is no exit: count it at the next exit above.
             depth = self.exits[min(bisect_left(self.exits, depth), len(self.exits) - 1)]
             self.exit_counts[depth] += 1
             self._recent.append(depth)
@@ -124,7 +126,7 @@ class Watch:
             self._expected = Counter(self._recent)
 
     def drift(self) -> float | None:
-        """How far the latest exits are from the expected: half the sum of differences of shares, 0 to 1."""
+        """Distance of the latest exits from the expected: half the sum of absolute differences of shares, 0 to 1."""
         if self._expected is None or not self._recent:
             return None
         now, before = Counter(list(self._recent)), self._expected
@@ -132,14 +134,14 @@ class Watch:
         return sum(abs(now[depth] / count - before.get(depth, 0) / total) for depth in self.exits) / 2
 
     def page(self, lengths: dict[str, int]) -> str:
-        """All of it, in Prometheus' text format. lengths: of the queues, by their names."""
+        """The metrics in Prometheus' text format. lengths: rows in each queue, by its name."""
         made: list[str] = []
 
         def add(name: str, kind: str, about: str, values: dict, label: str = "") -> None:
             made.append(f"# HELP mini_ee_{name} {about}\n# TYPE mini_ee_{name} {kind}")
             made.extend(
                 f'mini_ee_{name}{{{label}="{key}"}} {value}' if label else f"mini_ee_{name} {value}"
-                for key, value in dict(values).items()  # a copy: other threads count on
+                for key, value in dict(values).items()  # a copy, because other threads change it
             )
 
         add("requests_total", "counter", "requests by what became of them", self.requests, "outcome")
@@ -177,7 +179,7 @@ class Watch:
 
 
 def together(pages: dict[str, str]) -> str:
-    """Pages of several replicas, by their names, as one: each value with its replica, those of a metric side by side.
+    """One page from the pages of several replicas, by name: each value gets a label `replica`.
 
     >>> page = "# HELP n rows\\n# TYPE n gauge\\nn{{at=\\"1\\"}} {0}\\nn {0}\\n"
     >>> print(together({"a": page.format(3), "b": page.format(4)}), end="")

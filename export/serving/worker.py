@@ -1,18 +1,18 @@
-"""One worker: requests wait in a queue for each segment, and rows of different requests share a batch.
+"""The worker: requests wait in one queue per segment, and rows of different requests share a batch.
 
     with Worker(engine_of(Runtime("exported"))) as worker:
         worker.submit("A charming film.").result()
 
-Which queue is next: the deepest that fills a batch or whose oldest row is due, so that who came far gets out; else the
-first that has rows, whose survivors then join those that wait behind it. The engine is never idle while a row waits:
-`max_wait` is how long a row may be held for company while others run. In a batch stand the oldest row of its queue and
-those nearest to it in length, as long as little is padded.
+The next batch comes from the deepest queue that has a full batch, or whose oldest row has waited for `max_wait`. So
+rows that have come far finish first. If there is no such queue, it comes from the first queue that has rows; those that
+do not exit then join the rows of the next queue. The engine is never idle while a row waits. A batch has the oldest row
+of its queue and the rows closest to it in length, as long as at most PADDING of its tokens are padding.
 
-A request takes its place before it is encoded. A long text is encoded by a thread of its own, one text at a time.
-Where a batch fails, its rows run one by one: only those fail that fail alone.
+A request takes its place in the queue before it is tokenized. One extra thread tokenizes long texts, one at a time.
+If a batch fails, its rows run one by one, and only rows that fail alone get an error.
 
-Raised by submit, or by a future: Refused, with the reason, where there is no room, the deadline has passed or the
-worker is draining. By a future: WrongRow for a request that no model could answer. Cancelling a future frees its row.
+`submit` and futures raise Refused, with the reason, if there is no room, the deadline has passed or the worker is
+draining. Futures raise WrongRow for a request that no model could answer. Cancelling a future frees its row.
 """
 
 import heapq
@@ -26,51 +26,52 @@ from math import inf
 
 MAX_WAIT, MAX_OPEN, BATCH = 0.005, 256, 16
 
-LONG = 1 << 14  # characters of a text whose encoding takes longer than some requests
+LONG = 1 << 14  # characters: tokenizing a longer text takes longer than some requests
 
-ENDING = "the server is shutting down; ask another"
+ENDING = "the server is shutting down; send the request to another server"
 
-LATE = "the deadline passed before there was an answer; ask later"
+LATE = "the deadline passed before the answer was ready; send the request again later"
 
-PADDING = 0.1  # of a batch's tokens, at most
+PADDING = 0.1  # largest share of padding among the tokens of a batch
 
 
 class Refused(Exception):
-    """A request that is not answered, and why: the same request may be later."""
+    """A request that is not answered now; the same request may succeed later. The message is the reason."""
 
 
 class WrongRow(ValueError):
-    """A request that no model could answer, and why."""
+    """A request that no model could answer. The message is the reason."""
 
 
 class Row:
-    """What all requests have in common. An engine's own rows say more."""
+    """A request in the queues. Engines add their own fields."""
 
     def __init__(self, width: int):
         self.width = width  # tokens
         self.future: Future | None = None  # the worker's
         self.begun = self.arrived = self.due = self.deadline = 0.0
-        self.queue: int | None = 0  # where it goes on; None: nowhere
+        self.queue: int | None = 0  # index of its next queue; None: it has finished
         self.answer, self.answered = None, False
 
     def lost(self, now: float) -> bool:
-        """Whether nobody waits for its answer any more."""
+        """Whether it was cancelled, or its deadline has passed, before it had an answer."""
         return self.answer is None and (self.future.cancelled() or now > self.deadline)
 
 
 class Worker:
-    """A thread that runs an engine. max_open: requests that may be open at once, the next is refused.
+    """A thread that runs an engine.
 
-    max_wait: seconds, see above. batch: rows at most.
+    max_wait: seconds that a row may wait for a fuller batch. max_open: maximum number of open requests; the next one is
+    refused. batch: maximum number of rows in a batch.
     """
 
     def __init__(self, engine, *, max_wait: float = MAX_WAIT, max_open: int = MAX_OPEN, batch: int = BATCH):
         self.engine, self.watch = engine, engine.watch
         self._max_wait, self.max_open, self._batch = max_wait, max_open, min(batch, engine.room)
         self._queues: list[list[Row]] = [[] for _ in engine.queues]
-        self._ready = threading.Condition()  # guards all that follows
+        self._ready = threading.Condition()  # the lock of all fields below
         self._open, self._draining = 0, False
-        self._encoding: dict[Future, bool] = {}  # requests that are no rows yet, and whether they are closed already
+        self._encoding: dict[Future, bool] = {}  # requests without a row yet, and whether they are closed
         self._encoder = ThreadPoolExecutor(1, "mini-ee-encoder")
         self._thread = threading.Thread(target=self._loop, name="mini-ee-worker", daemon=True)
         self._thread.start()
@@ -89,17 +90,17 @@ class Worker:
         return "ready" if self._thread.is_alive() else "dead"
 
     def lengths(self) -> dict[str, int]:
-        """How many rows wait in each queue, by its name."""
+        """Number of waiting rows by name of the queue."""
         with self._ready:
             return {name: len(rows) for name, rows in zip(self.engine.queues, self._queues)}
 
     def submit(self, texts: str | Sequence[str], deadline: float = inf, **settings) -> Future:
-        """The future answer to one row. deadline: seconds from now. settings: as the engine's `row` takes them.
+        """The future of the answer to one row. deadline: seconds from now. settings: further arguments of `engine.row`.
 
-        Raises Refused. The future raises it as well, and WrongRow.
+        Raises Refused. The future raises Refused or WrongRow.
         """
         begin, future = time.perf_counter(), Future()
-        with self._ready:  # before any work for it
+        with self._ready:  # the place is taken before any work
             self._check_room(1)
             self._open += 1
             self._encoding[future] = False
@@ -111,12 +112,12 @@ class Worker:
         return future
 
     def check_room(self, count: int) -> None:
-        """Raise Refused where there is no room for so many rows more."""
+        """Raises Refused if there is no room for `count` more rows."""
         with self._ready:
             self._check_room(count)
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Take no more, and wait until all that was taken is answered; False where that took longer."""
+        """Refuse new requests and wait for the open ones; False if `seconds` were not enough."""
         with self._ready:
             self._draining = True
             self._ready.notify_all()
@@ -125,18 +126,18 @@ class Worker:
         return not self._thread.is_alive()
 
     def _admit(self, future: Future, texts, begin: float, deadline: float, settings: dict) -> None:
-        """Put the row of a request into the first queue, or tell its future why there is none."""
+        """Put the row of a request into the first queue, or set the error of its future."""
         row = error = None
         try:
             row = None if future.cancelled() else self.engine.row(texts, **settings)
-        except Exception as raised:  # a ValueError says what is wrong with the request
+        except Exception as raised:  # a ValueError is a fault of the request
             error = WrongRow(str(raised)) if isinstance(raised, ValueError) else raised
         with self._ready:
             if row is not None:
                 row.future, row.begun, row.arrived, row.deadline = future, begin, time.perf_counter(), deadline
                 row.due = row.arrived + self._max_wait
                 self._queues[0].append(row)
-            self._open -= self._encoding.pop(future)  # closed meanwhile
+            self._open -= self._encoding.pop(future)  # True if it was closed meanwhile
             self._ready.notify()
         if error:
             with suppress(InvalidStateError):  # cancelled
@@ -156,7 +157,7 @@ class Worker:
 
     def _closed(self, deadline: float, future: Future) -> None:
         with self._ready:
-            if future in self._encoding:  # the place is free when its text is
+            if future in self._encoding:  # its place is freed once the text is tokenized
                 self._encoding[future] = True
             else:
                 self._open -= 1
@@ -172,11 +173,11 @@ class Worker:
             self._hand_on(rows)
 
     def _run(self, at: int, rows: list[Row]) -> None:
-        """A batch of the queue `at`; where it fails, those of its rows that have not gone on, one by one."""
+        """Run a batch of the queue `at`. If it fails, run its rows one by one, except those that have moved on."""
         self.watch.ran(self.engine.queues[at], len(rows))
         try:
             self.engine.run(at, rows)
-        except Exception as error:  # whatever a batch meets, the next one is answered
+        except Exception as error:  # no error of a batch may end the thread
             if len(rows) > 1:
                 for row in [row for row in rows if row.queue == at]:
                     self._run(at, [row])
@@ -186,7 +187,7 @@ class Worker:
                 self._end(rows[0], error, "failed")
 
     def _next(self) -> tuple[int, list[Row]] | None:
-        """The next queue and its batch; None where all is drained."""
+        """The next queue and its batch; None if the worker is drained."""
         while True:
             with self._ready:
                 now = time.perf_counter()
@@ -219,7 +220,7 @@ class Worker:
         return next((at for at, queue in enumerate(self._queues) if queue), None)
 
     def _batch_of(self, at: int) -> list[Row]:
-        """The oldest and those nearest to it in length, taken out of their queue."""
+        """Take the oldest row and those closest to it in length out of the queue."""
         queue = self._queues[at]
         if not self.engine.by_length:
             rows = heapq.nsmallest(self._batch, queue, key=lambda row: row.arrived)
@@ -245,7 +246,7 @@ class Worker:
                 else:
                     row.due = now + self._max_wait
                     self._queues[row.queue].append(row)
-        for row in rows:  # outside: whoever waits for the answer is called at once
+        for row in rows:  # without the lock: callbacks of the future run here
             if row.answer is not None and not row.answered:
                 row.answered = True
                 try:
@@ -258,5 +259,5 @@ class Worker:
         try:
             row.future.set_exception(error)
             self.watch.requests[outcome] += 1
-        except InvalidStateError:  # cancelled; for those who wait for several
+        except InvalidStateError:  # cancelled: notify those who wait for several futures
             row.future.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-// Score against mean layers over the held-out rows, as SVG.
+// The chart of score against mean layers on the held-out rows, as SVG.
 const WIDTH = 460, HEIGHT = 240, LEFT = 56, RIGHT = 14, TOP = 28, BOTTOM = 44;
 
 function svg(tag, attributes, ...children) {
@@ -8,7 +8,7 @@ function svg(tag, attributes, ...children) {
   return element;
 }
 
-/** The curve {score, points: [value, score, layers]} of a model with so many layers; choose(index) where one is clicked. */
+/** Draw the curve {score, points: [value, score, layers]} of a model with `layers` layers; a click calls choose(index). */
 export function drawChart({ score, points, of }, layers, chosen, choose) {
   const scores = points.map((point) => point[1]);
   const [low, high] = [Math.min(...scores), Math.max(...scores)];
@@ -17,8 +17,8 @@ export function drawChart({ score, points, of }, layers, chosen, choose) {
   const y = (value) => HEIGHT - BOTTOM - ((value - low + room) / (high - low + 2 * room)) * (HEIGHT - TOP - BOTTOM);
   const say = (text, attributes) => svg("text", attributes, text);
   const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
-  const said = points[chosen] ? `; here ${points[chosen][1].toFixed(3)} at ${points[chosen][2].toFixed(2)} layers` : "";
-  chart.append(svg("title", {}, `${score} against mean layers on ${of}${said}`));
+  const chosenPoint = points[chosen] ? `; here ${points[chosen][1].toFixed(3)} at ${points[chosen][2].toFixed(2)} layers` : "";
+  chart.append(svg("title", {}, `${score} against mean layers on ${of}${chosenPoint}`));
   chart.append(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
   for (let layer = 0; layer <= layers; layer += Math.ceil(layers / 6)) {
     chart.append(say(layer, { x: x(layer), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }));

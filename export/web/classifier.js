@@ -1,18 +1,18 @@
-// A model of sentences: what its exits say of a text or two. No DOM here.
+// A classifier: the predictions of its exits for one text or two. No DOM here.
 import { Model, tensor } from "./session.js";
 
 export class Classifier extends Model {
-  /** What each exit says of the texts, and what the rule with these settings compares there: see `run`. */
+  /** The prediction of each exit, and what the rule with these settings compares there: see `run`. */
   exits(texts, settings = this.about.settings) {
     return this.run(texts, settings, this.about.exits.map((_, at) => at));
   }
 
-  /** Where the rule, with these settings, lets the texts leave. */
+  /** The answer at the exit that the rule with these settings chooses. */
   async decide(texts, settings = this.about.settings) {
     return (await this.run(texts, settings, settings.exit_at.values))[0];
   }
 
-  /** Milliseconds of one answer at the exit where the rule lets the texts leave, or at another: the middle one of three. */
+  /** Milliseconds of one answer at the exit that the rule chooses, or at another one: the median of three. */
   async time(texts, settings, [exitAt] = settings.exit_at.values) {
     const taken = [];
     for (let at = 0; at < 3; at++) {
@@ -21,22 +21,22 @@ export class Classifier extends Model {
     return taken.sort((a, b) => a - b)[1];
   }
 
-  /** One answer for each number in exitAt: the index of the exit to leave at, or -1 where the rule decides. */
+  /** One answer for each number in exitAt: the index of an exit, or -1 if the rule decides. */
   async run(texts, settings, exitAt) {
     const { ids, types } = this.encode(texts);
     const given = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: types };
-    const feeds = { ...this.fed(settings), exit_at: tensor("int64", exitAt) };
+    const feeds = { ...this.settingTensors(settings), exit_at: tensor("int64", exitAt) };
     for (const name of this.session.inputNames) {
       if (name in given) feeds[name] = tensor("int64", exitAt.flatMap(() => given[name]), [exitAt.length, ids.length]);
     }
-    const { said, milliseconds } = await this.compute(feeds);
-    const { label, confidence, layers } = said;
-    const inputs = Object.keys(settings).filter((name) => `compared_${name}` in said);
+    const { outputs, milliseconds } = await this.compute(feeds);
+    const { label, confidence, layers } = outputs;
+    const inputs = Object.keys(settings).filter((name) => `compared_${name}` in outputs);
     return exitAt.map((_, row) => ({
       label: this.about.labels[Number(label.data[row])] ?? label.data[row],
       confidence: confidence && confidence.data[row],
       layers: Number(layers.data[row]),
-      compared: Object.fromEntries(inputs.map((name) => [name, said[`compared_${name}`].data[row]])),
+      compared: Object.fromEntries(inputs.map((name) => [name, outputs[`compared_${name}`].data[row]])),
       milliseconds,
     }));
   }

@@ -1,50 +1,50 @@
-// A model that writes, a token at a time, as the loop in exits/decoding.py does. No DOM here.
+// A decoder that generates one token at a time, as the loop in exits/decoding.py does. No DOM here.
 import { Model, tensor, zeros } from "./session.js";
 
 export class Decoder extends Model {
   /**
-   * Write `count` tokens behind a text, the likeliest ones, at most up to a stop token.
-   * Yields of each {id, ends, text, layers, milliseconds}; text: all that was written so far.
+   * Generate up to `count` tokens after a text, greedily, until a stop token.
+   * Yields {id, ends, text, layers, milliseconds} for each token; text: all generated text so far.
    */
   async *write(text, count, settings = this.about.settings) {
     const { exits, max_length: room, stop } = this.about;
     if (!text.trim()) throw new Error("Write a prompt first.");
     const { ids } = this.encode([text]);
-    if (!ids.length) throw new Error("No token is left of this prompt.");
+    if (!ids.length) throw new Error("This prompt has no tokens.");
     if (ids.length + count > room) {
       throw new Error(`There is room for ${room} tokens, prompt and text together: shorten the prompt, or ask for fewer.`);
     }
-    const state = { settings: this.fed(settings), caches: this.#empty(ids.length + count + 1), at: 0 };
+    const state = { settings: this.settingTensors(settings), caches: this.#empty(ids.length + count + 1), at: 0 };
     const before = exits.length > 1 ? ids.slice(0, -1) : [];
     if (before.length) await this.#run(state, before, { exit_at: tensor("int64", [exits.length - 1]) });
     let next = ids.slice(before.length);
     for (const written = []; written.length < count && !stop.includes(written.at(-1)); ) {
-      const { said, milliseconds } = await this.#run(state, next);
-      const id = likeliest(said.logits.data);
+      const { outputs, milliseconds } = await this.#run(state, next);
+      const id = likeliest(outputs.logits.data);
       next = [id];
       written.push(id);
-      const layers = Number(said.layers.data[0]);
+      const layers = Number(outputs.layers.data[0]);
       yield { id, ends: stop.includes(id), text: this.#behind(ids, written), layers, milliseconds };
     }
   }
 
-  /** Run tokens through the graph, behind those that are in the caches. plan: other settings. */
+  /** Run tokens through the graph, after those in the caches. plan: settings that override others. */
   async #run(state, tokens, plan = {}) {
     const whole = (values) => tensor("int64", values, [1, values.length]);
     const where = { positions: whole(tokens.map((_, nth) => state.at + nth)), rows: tensor("int64", [0]) };
     const answer = await this.compute({ ...state.settings, ...plan, ...where, ...state.caches, input_ids: whole(tokens) });
-    for (const name of Object.keys(state.caches)) state.caches[name] = answer.said[`${name}_out`];
+    for (const name of Object.keys(state.caches)) state.caches[name] = answer.outputs[`${name}_out`];
     state.at += tokens.length;
     return answer;
   }
 
-  /** Caches of one text, of so many slots; the last is for padding. */
+  /** Empty caches of one text; the last slot is for padding. */
   #empty(slots) {
     const caches = this.session.inputMetadata.filter(({ name }) => /^(keys|values)_/.test(name));
     return Object.fromEntries(caches.map(({ name, type, shape }) => [name, zeros(type, [1, slots, shape[2]])]));
   }
 
-  /** The text of tokens behind those of a prompt. */
+  /** The text of tokens after those of a prompt. */
   #behind(prompt, tokens) {
     return this.#text([...prompt, ...tokens]).slice(this.#text(prompt).length);
   }

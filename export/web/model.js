@@ -1,11 +1,11 @@
-// An exported folder in the browser: its files, checked, and the model that they hold. No DOM here.
+// Reads an exported folder in the browser: checks its files and opens the model. No DOM here.
 import { Classifier } from "./classifier.js";
 import { Decoder } from "./decoder.js";
 import { openSession } from "./session.js";
 
 const MODELS = { rows: Classifier, tokens: Decoder };
 
-/** Read an exported folder, which the page stands in. Throws an Error that names the file that is missing or damaged. */
+/** Open the exported folder of this page. Throws an Error that names a missing or damaged file. */
 export async function openModel() {
   const manifest = JSON.parse(new TextDecoder().decode(await read("manifest.json")));
   const file = (name) => read(name, manifest.files[name]);
@@ -17,10 +17,10 @@ export async function openModel() {
   return model;
 }
 
-/** The bytes of a file beside the page, compared with its SHA-256 where the browser offers one. */
+/** The bytes of a file next to the page, verified by SHA-256 if the browser supports it. */
 async function read(name, digest) {
   const answer = await fetch(name).catch(() => null);
-  if (!answer?.ok) throw new Error(`${name}: ${answer ? `the server says ${answer.status}` : "the server is silent"}`);
+  if (!answer?.ok) throw new Error(`${name}: ${answer ? `the server answered ${answer.status}` : "the server does not answer"}`);
   const bytes = new Uint8Array(await answer.arrayBuffer());
   if (digest && globalThis.crypto?.subtle) {
     const found = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));

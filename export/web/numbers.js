@@ -1,11 +1,11 @@
-// Numbers as web.json holds them and as the page shows them.
+// Numbers in web.json, and how the page shows them.
 
 const INFINITIES = { inf: Infinity, "-inf": -Infinity }; // as JSON writes them
 
 /** A number of web.json, where infinities are strings. */
 export const number = (value) => INFINITIES[value] ?? value;
 
-/** Three digits, more where the number is close to a whole one, which it must not seem to be. */
+/** Three decimals, or more if the number would look like an integer. */
 export function digits(value) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "-∞";
   const places = [3, 4, 5, 6].find((count) => Number(value.toFixed(count)) % 1 !== 0) ?? 3;

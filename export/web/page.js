@@ -1,25 +1,25 @@
-// The page of an exported folder: what it says or writes, the setting of the rule that moves, and its curve.
+// The page of an exported folder: predictions or generated text, the slider for a setting of the rule, and its curve.
 import { Card } from "./cards.js";
 import { drawChart } from "./chart.js";
 import { at, made } from "./dom.js";
 import { digits, number } from "./numbers.js";
 import { Writer } from "./writer.js";
 
-const PAUSE = 150; // milliseconds that a moved slider rests before the model is asked
+const PAUSE = 150; // milliseconds after the last move of the slider, before the model runs
 
-/** What stands below the rule, and its title: by what leaves, whole rows or tokens. */
+/** Title and content of the part below the rule, for classifiers (rows) and decoders (tokens). */
 const PARTS = {
-  rows: ["What it says", (page) => ["First", "Second"].map((name) => new Card(name, page))],
-  tokens: ["What it writes", (page) => [new Writer(page)]],
+  rows: ["What it predicts", (page) => ["First", "Second"].map((name) => new Card(name, page))],
+  tokens: ["What it generates", (page) => [new Writer(page)]],
 };
 
-/** Settings of the graph with one value at each exit for the input that moves. */
+/** Settings of the graph, with one value at all exits for the input that the slider moves. */
 function moved(settings, name, value) {
   const { dtype, values } = settings[name];
   return { ...settings, [name]: { dtype, values: values.map(() => value) } };
 }
 
-/** The rule in the words of its class, and its settings. */
+/** The sentence about the rule, and its settings. */
 function described({ words, fixed, compares }, settings) {
   const own = Object.entries(compares).filter(([input]) => input in settings);
   const shown = own.map(([input, name]) => {
@@ -44,7 +44,7 @@ class Page {
     const { about } = this.model;
     const depth = `${about.exits.length} exits in ${about.exits.at(-1)} layers`;
     const words = [about.task, about.method, depth].filter(Boolean); // a decoder has no task
-    at("#about").textContent = `A model that stops at the first layer that is sure enough: ${words.join(", ")}.`;
+    at("#about").textContent = `A model that stops at the first layer that is confident enough: ${words.join(", ")}.`;
     at("#cards").append(...this.cards.map((card) => card.element));
     for (const { texts } of about.examples) {
       const button = made("button", { type: "button", textContent: texts.join(" | ") });
@@ -57,7 +57,7 @@ class Page {
     at("main").hidden = false;
   }
 
-  /** Put an example into the card that was used last. */
+  /** Put an example into the last used card. */
   fill(texts) {
     (this.used ?? this.cards[0]).fill(texts);
   }
@@ -65,7 +65,7 @@ class Page {
   showRule() {
     const { about, curve, settings } = this.model.about;
     if (!curve) {
-      const none = "There is no curve of such a rule: train the run again, or choose another rule.";
+      const none = "The run has no curve for this rule: train it again, or choose another rule.";
       at("#kept").textContent = this.model.about.exits.length > 1 ? none : "";
       return this.move(null);
     }
@@ -80,7 +80,7 @@ class Page {
     this.move(first < 0 ? null : first);
   }
 
-  /** Take the settings of a point of the curve; null: the run's own. */
+  /** Use the settings of a point of the curve; null: the run's own. */
   move(chosen) {
     const { about } = this.model;
     const { curve } = about;
@@ -90,11 +90,11 @@ class Page {
     if (curve) {
       const end = about.exits.at(-1);
       at("#slider").value = chosen ?? 0;
-      at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own";
+      at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own setting";
       const [score, layers] = point?.slice(1) ?? curve.own ?? [];
       at("#kept").textContent = layers
         ? `On ${curve.of}: ${curve.score} ${score.toFixed(3)} after ${layers.toFixed(2)} of ${end} layers on average.`
-        : `The run’s own setting is no point of the curve, which is that of ${curve.of}.`;
+        : `The run’s own setting is not on the curve, which was measured on ${curve.of}.`;
       at("#chart").replaceChildren(drawChart(curve, end, chosen, (index) => this.move(index)));
     }
     clearTimeout(this.soon);
@@ -105,7 +105,7 @@ class Page {
 async function main() {
   try {
     const { openModel } = await import("./model.js").catch((error) => {
-      throw new Error(`The libraries of this page cannot be read; vendor.sh puts them into vendor/ (${error.message})`);
+      throw new Error(`The libraries of this page are missing; vendor.sh downloads them into vendor/ (${error.message})`);
     });
     new Page(await openModel()).start();
   } catch (error) {

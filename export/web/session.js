@@ -1,4 +1,4 @@
-// The graph that stops by itself and its tokenizer, as classifiers and decoders share them. No DOM here.
+// The graph that stops by itself and its tokenizer, for classifiers and decoders. No DOM here.
 import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
 import { Tokenizer } from "./vendor/tokenizers.min.mjs";
 import { number } from "./numbers.js";
@@ -18,7 +18,7 @@ export function zeros(dtype, shape) {
 
 /** A session of ONNX Runtime. weights: the bytes of model.safetensors. */
 export function openSession(graph, weights) {
-  ort.env.wasm.numThreads = 1; // more need headers that a plain file server does not send
+  ort.env.wasm.numThreads = 1; // more threads need headers that a plain file server does not send
   const externalData = [{ path: "model.safetensors", data: weights }];
   return ort.InferenceSession.create(graph, { externalData, logSeverityLevel: 3 });
 }
@@ -28,8 +28,8 @@ export class Model {
     this.about = about;
     this.session = session;
     this.tokenizer = new Tokenizer(tokenizer, {});
-    this.onlyZeros = tokenizer.post_processor?.type === "RobertaProcessing"; // the library would say 1 of a second text
-    this.turn = Promise.resolve(); // a session answers one call at a time
+    this.onlyZeros = tokenizer.post_processor?.type === "RobertaProcessing"; // the library would return 1 for a second text
+    this.turn = Promise.resolve(); // a session runs one call at a time
   }
 
   /** One text or two -> {ids, types}, cut as mini_ee cuts them: of two texts the longer one. */
@@ -45,38 +45,38 @@ export class Model {
     return { ids, types: types && !this.onlyZeros ? types : ids.map(() => 0) };
   }
 
-  /** Throw where this tokenizer gives other tokens than Python's gave of the examples. */
+  /** Throw if this tokenizer gives other tokens for the examples than the one in Python. */
   checkTokens() {
     for (const { texts, ids } of this.about.examples) {
       if (String(this.encode(texts).ids) !== String(ids)) {
-        throw new Error(`tokenizer.json: gives other tokens here than in Python, of “${texts.join(" | ")}”`);
+        throw new Error(`tokenizer.json: gives other tokens here than in Python for “${texts.join(" | ")}”`);
       }
     }
   }
 
   /** The inputs of the graph that are settings. */
-  fed(settings) {
+  settingTensors(settings) {
     return Object.fromEntries(Object.entries(settings).map(([name, { dtype, values }]) => [name, tensor(dtype, values)]));
   }
 
-  /** Run the graph when it is free: output -> tensor, and the milliseconds of it alone. */
+  /** Run the graph when it is free: outputs by name, and the milliseconds of the run alone. */
   compute(feeds) {
     const work = async () => {
       const begin = performance.now();
-      const said = await this.session.run(feeds);
-      return { said, milliseconds: performance.now() - begin };
+      const outputs = await this.session.run(feeds);
+      return { outputs, milliseconds: performance.now() - begin };
     };
     this.turn = this.turn.catch(() => null).then(work);
     return this.turn;
   }
 }
 
-/** How many tokens of one text or two stay, where `room` are left for them. */
+/** How many tokens of one text or two are kept if there is room for `room`. */
 function fitted(sizes, room) {
   if (sizes.length === 1) return [Math.min(sizes[0], room)];
   const [short, long] = [Math.min(...sizes), Math.max(...sizes)];
   if (short + long <= room) return sizes;
   const half = Math.floor(room / 2);
-  const kept = short <= half ? [short, room - short] : [half, room - half];
-  return sizes[0] <= sizes[1] ? kept : kept.reverse();
+  const sizesKept = short <= half ? [short, room - short] : [half, room - half];
+  return sizes[0] <= sizes[1] ? sizesKept : sizesKept.reverse();
 }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Fetches from npm what the page needs, in the versions and with the checksums of package-lock.json.
-#   sh vendor.sh               into vendor/ beside this file: later exports copy it
-#   sh vendor.sh DIR/vendor    into a folder that was exported without it
+# Downloads the libraries of the page from npm, in the versions and with the checksums of package-lock.json.
+#   sh vendor.sh               into vendor/ next to this file: later exports copy it
+#   sh vendor.sh DIR/vendor    into a folder that was exported without them
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 target=${1:-$here/vendor}

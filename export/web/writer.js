@@ -1,8 +1,8 @@
-// The decoder's part of the page: a prompt, and what is written behind it, each token in the colour of its layer.
+// The page's part for decoders: a prompt and the text generated after it, each token in the colour of its exit layer.
 import { at, made } from "./dom.js";
 
 const USUAL = 60; // tokens to write
-const BROKEN = "\ufffd"; // where the bytes of a letter are not all written yet
+const BROKEN = "\ufffd"; // in the text while a character lacks some of its bytes
 
 export class Writer {
   constructor(page) {
@@ -10,8 +10,8 @@ export class Writer {
     this.element = at("#writer").content.cloneNode(true).firstElementChild;
     const form = at("form", this.element);
     const { max_length: room, examples } = page.model.about;
-    const left = room - Math.max(...examples.map(({ ids }) => ids.length));
-    Object.assign(at("input", form), { max: room - 1, value: Math.min(USUAL, left) });
+    const free = room - Math.max(...examples.map(({ ids }) => ids.length));
+    Object.assign(at("input", form), { max: room - 1, value: Math.min(USUAL, free) });
     form.onsubmit = (event) => (event.preventDefault(), this.writing ? this.stop() : this.read());
     form.onkeydown = (event) => this.key(event, form);
   }
@@ -31,28 +31,28 @@ export class Writer {
     at("form", this.element).requestSubmit();
   }
 
-  /** Continue the prompt that stands in the field. */
+  /** Continue the prompt in the field. */
   read() {
-    this.asked = [at("textarea", this.element).value, at("input", this.element).valueAsNumber];
+    this.request = [at("textarea", this.element).value, at("input", this.element).valueAsNumber];
     this.write();
   }
 
-  /** The settings have moved: write the same again. */
+  /** The settings have changed: generate the text again. */
   decide() {
-    if (this.asked && this.settings !== this.page.settings) this.write();
+    if (this.request && this.settings !== this.page.settings) this.write();
   }
 
   async write() {
-    const [prompt, count] = this.asked;
+    const [prompt, count] = this.request;
     const writing = (this.writing = { layers: [], milliseconds: 0 });
     this.settings = this.page.settings;
-    this.say("Stop", "Writing…");
+    this.say("Stop", "Generating…");
     at(".written", this.element).replaceChildren(made("span", { className: "prompt", textContent: prompt }));
     this.showLegend();
     let shown = 0;
     try {
       for await (const { ends, text, layers, milliseconds } of this.page.model.write(prompt, count, this.settings)) {
-        if (this.writing !== writing) return; // stopped, or asked anew
+        if (this.writing !== writing) return; // stopped, or a newer request has started
         writing.layers.push(layers);
         writing.milliseconds += milliseconds;
         const whole = ends || writing.layers.length === count || !text.endsWith(BROKEN);
@@ -66,7 +66,7 @@ export class Writer {
     }
   }
 
-  /** End what is being written, and sum it up. */
+  /** Stop generating, and show a summary. */
   stop(why = "Stopped. ") {
     if (!this.writing) return;
     const { layers, milliseconds } = this.writing;
@@ -75,31 +75,31 @@ export class Writer {
     const mean = layers.reduce((sum, each) => sum + each, 0) / count;
     const saved = made("strong", {}, `${(100 * (1 - mean / end)).toFixed(0)} % of the layers saved`);
     const words = `: ${mean.toFixed(2)} of ${end} on average over ${count} tokens`;
-    const time = `; ${(milliseconds / count).toFixed(1)} ms a token.`;
-    this.say("Write on", why, ...(count ? [saved, words, time] : []));
+    const time = `; ${(milliseconds / count).toFixed(1)} ms per token.`;
+    this.say("Generate", why, ...(count ? [saved, words, time] : []));
   }
 
   fail(error) {
     this.writing = null;
-    this.say("Write on", error.message ?? String(error));
+    this.say("Generate", error.message ?? String(error));
     at(".verdict", this.element).classList.add("failed");
   }
 
-  /** What the button does, and how it goes. */
+  /** Set the label of the button and the line below it. */
   say(button, ...words) {
     at("button", this.element).textContent = button;
     at(".verdict", this.element).classList.remove("failed");
     at(".verdict", this.element).replaceChildren(...words);
   }
 
-  /** One more token behind the text. */
+  /** Append a token to the text. */
   add(text, layers, ends) {
     const token = made("span", { className: ends ? "token end" : "token", title: `layer ${layers}`, textContent: text });
     at(".written", this.element).append(this.coloured(token, layers));
     this.showLegend();
   }
 
-  /** The colour of a layer goes by the place of its exit among all. */
+  /** The colour of a layer depends on the index of its exit. */
   coloured(element, layers) {
     const { exits } = this.page.model.about;
     element.style.setProperty("--at", exits.indexOf(layers) / Math.max(1, exits.length - 1));
@@ -107,10 +107,10 @@ export class Writer {
   }
 
   showLegend() {
-    const left = this.writing.layers;
+    const depths = this.writing.layers;
     const entries = this.page.model.about.exits.map((layer) => {
-      const count = left.filter((each) => each === layer).length;
-      const share = left.length ? `, ${((100 * count) / left.length).toFixed(0)} %` : "";
+      const count = depths.filter((each) => each === layer).length;
+      const share = depths.length ? `, ${((100 * count) / depths.length).toFixed(0)} %` : "";
       const sample = made("span", { className: "token" }, `layer ${layer}`);
       return made("li", {}, this.coloured(sample, layer), ` ${count}${share}`);
     });
