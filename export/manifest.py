@@ -134,18 +134,18 @@ def _check_values(manifest: dict, folder: Path) -> None:
     exits, backbone = manifest["exits"], manifest["backbone"]
     layers = backbone.get("num_decoder_layers", backbone.get("num_hidden_layers"))
     if exits[-1] != layers or any(above <= below for below, above in zip(exits, exits[1:])):
-        says = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
-        raise ValueError(f"{folder}: {says}, expected exits that ascend to the last layer; export the run again")
+        found = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
+        raise ValueError(f"{folder}: {found}, expected exits that ascend to the last layer; export the run again")
     if "encoder" in manifest:
         _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
-    if "begins_with" in manifest:  # prompts are read apart
+    if "begins_with" in manifest:  # an encoder reads the prompts
         _check(manifest, {"begins_with": [int]}, folder)
     if unit == "tokens":
         return
     names, classes = manifest["task"]["label_names"], manifest["num_labels"]
     if classes != (len(names) or 1):
-        says = f"{MANIFEST} names {len(names)} labels for {classes} logits"
-        raise ValueError(f"{folder}: {says}; export the run again")
+        found = f"{MANIFEST} names {len(names)} labels for {classes} logits"
+        raise ValueError(f"{folder}: {found}; export the run again")
     of_engines = [manifest]
     if f"segment_{manifest['exits'][0]}" in manifest["graphs"]:
         _check(manifest, BY_SEGMENT, folder)
@@ -168,7 +168,7 @@ def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:
             _check(value, kind, folder, f"{where}{key}.")
         elif not _is(value, kind):
             raise ValueError(
-                f"{folder}: {MANIFEST} holds a value of a wrong type for {where + key!r} ({value!r:.40}); "
+                f"{folder}: {MANIFEST} has a value of a wrong type for {where + key!r} ({value!r:.40}); "
                 f"export the run again"
             )
 
@@ -193,9 +193,7 @@ def blaming_manifest(folder: Path) -> Iterator[None]:
     except KeyError as error:
         raise ValueError(f"{folder}: {MANIFEST} has no key {error}; export the run again") from None
     except (IndexError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder}: {MANIFEST} holds a value of a wrong type ({error}); export the run again"
-        ) from None
+        raise ValueError(f"{folder}: {MANIFEST} has a value of a wrong type ({error}); export the run again") from None
     except ValueError as error:
         if isinstance(error, WrongArguments) or str(folder) in str(error):
             raise

@@ -45,19 +45,19 @@ WRITTEN = 64  # tokens after each prompt, for the curve of a decoder
 def check_page(run: Run) -> None:
     """Raises WrongArguments if the page cannot show the run."""
     if run.unit == "prompts":
-        what = f"{run.folder} holds a model that is read through a prompt"
-        raise WrongArguments(f"--web: the page is for classifiers of sentences and for decoders; {what}; leave it out")
+        what = f"{run.folder} is read through a prompt"
+        raise WrongArguments(f"--web: expected a classifier of sentences or a decoder, {what}; leave it out")
     if run.rule.plans_from_texts:
-        raise WrongArguments(f"--web: the rule {run.rule.name} looks texts up, which a page cannot; leave it out")
+        raise WrongArguments(f"--web: the rule {run.rule.name} retrieves texts, which a page cannot; leave it out")
     if run.unit == "tokens" and run.model.backbone.is_encoder_decoder:
-        raise WrongArguments("--web: the page gives prompts to the decoder, here an encoder reads them; leave it out")
+        raise WrongArguments("--web: expected a decoder that reads prompts, here an encoder reads them; leave it out")
     if run.unit == "tokens":
         return
     if run.segments().tokens_exit:
-        raise WrongArguments("--web: the page shows where rows leave, here tokens leave within a row; leave it out")
+        raise WrongArguments("--web: expected rows that exit, here tokens exit within a row; leave it out")
     special = [run.tokenizer.backend.num_special_tokens_to_add(pair) for pair in (False, True)]
     if run.config["task"]["texts"] == 2 and special[0] == special[1]:
-        raise WrongArguments("--web: the tokenizer knows no pairs of sentences, and the page needs one that does")
+        raise WrongArguments("--web: expected a tokenizer for pairs of sentences, this one has no pairs")
 
 
 def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ...]] | list[str]) -> None:

@@ -1,12 +1,12 @@
-"""Graphs by segment of a model of rows: for rules that model.onnx does not hold, and for servers that take rows
-together again after each exit.
+"""One graph per segment of a model of rows, for rules that model.onnx does not contain, and for servers that batch
+rows again after each exit.
 
     input_ids, ...  (B, T), of the rows that go on
     hidden, carried hidden_out and carried_out of the segment before, for all rows that it computed
     rows            (B,) int64: which of those rows go on
     read            () bool: whether the head is evaluated; the head of the last segment always is
- -> hidden_out      (B, T, D), the hidden states; with LoRA streams (n, B, T, D); with T5 (B, 1 + S, D): behind the one
-                    token of the decoder stands the output of the encoder, so that no later segment runs the encoder
+ -> hidden_out      (B, T, D), the hidden states; with LoRA streams (n, B, T, D); with T5 (B, 1 + S, D): the one token
+                    of the decoder, then the output of the encoder, so that no later segment runs the encoder
     carried_out     a further field of the state, if the segments name one in `carried`
     logits (B, C), max_probability (B,) for classes, exit_logit (B,) of a policy: float32, with no rows if `read` is
                     false
@@ -26,13 +26,13 @@ from mini_ee.segments import Segments
 
 
 def segment_graphs(segments: Segments) -> dict[str, Callable]:
-    """Name of a graph -> what writes it, given a Graph; in order, since each takes what the one before gives."""
+    """Name of a graph -> the function that writes it, given a Graph. Call them in order."""
     handed: dict[str, tuple] = {}
     return {f"segment_{layer}": partial(_write, segments, k, handed) for k, layer in enumerate(segments.exits)}
 
 
 def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
-    """handed: name -> axes of what the segment before has handed on; then of what this one does."""
+    """handed: name -> axes of the values that the segment before hands on; replaced by those of this segment."""
     with g.tracing():
         inputs = g.inputs()
         state = segments.start(inputs)
@@ -62,9 +62,9 @@ def _handed_on(segments: Segments, state) -> dict[str, Tensor]:
 
 
 def _resumed(segments: Segments, state, hidden: Tensor, carried: Tensor | None = None):
-    """The state before a segment: a fresh one, in which stand the values that the segment before has handed on."""
+    """The state before a segment: that of `start`, with the values that the segment before has handed on."""
     context, made_once = state.context, segments.model.backbone.made_once
-    if made_once:  # in every stream the same
+    if made_once:  # all streams have the same
         context = context._replace(**{made_once: hidden[(0,) * (hidden.ndim - 3)][:, 1:]})
         hidden = hidden[..., :1, :]
     fields = {} if carried is None else {segments.carried: carried}
@@ -82,7 +82,7 @@ def _named(sizes) -> list:
 
 
 def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None:
-    """The head is in the graph of its segment, since a graph of its own costs more to call than to compute."""
+    """The head is part of the graph of its segment: the call of a graph of its own would take longer than the head."""
     classes = segments.model.num_labels
 
     def reading() -> dict:
@@ -90,7 +90,7 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
         found = {"logits": g.value(read.logits.name, "batch", classes, dtype=np.float32)}
         if segments.tokens_exit:
             found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
-        if classes > 1:  # judged in the graph: after a segment, numpy's code is no longer in the processor's caches
+        if classes > 1:  # in the graph this is faster than in numpy, whose code is no longer in the CPU's cache
             found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)
         if read.exit_logit is not None:
             found["exit_logit"] = g.value(read.exit_logit.name, "batch", dtype=np.float32)

@@ -71,12 +71,12 @@ class TokenGraphs(Segments):
         exit_logit = self.model.policies[k](state.newest).float().numpy() if self.model.policy else None
         return Reading(None, exit_logit, saturation=cosine.numpy())
 
-    def keep_in_graph(self, state: GraphTokens, rows: Tensor, leaves: Tensor) -> GraphTokens:
-        """The tokens of these rows. The others exit here, where `leaves` (N,) is true.
+    def keep_in_graph(self, state: GraphTokens, rows: Tensor, exits: Tensor) -> GraphTokens:
+        """The tokens of these rows. The others exit here, where `exits` (N,) is true.
 
         Their states go on with the rest: every layer above writes keys and values of them into its cache.
         """
-        out = leaves.nonzero()[:, 0]
+        out = exits.nonzero()[:, 0]
         hidden, states, here, exited = state.hidden[rows], state.hidden[out], rows, out
         if state.here is not None:
             here, exited = state.here[rows], torch.cat((state.here[out], state.exited))

@@ -180,9 +180,8 @@ class Cached:
 
     def __init__(self, session: Session, caches: dict[str, ort.OrtValue]):
         self._session, self._binding = session, session.io_binding()
-        self._caches = {
-            name: cache for name, cache in caches.items() if name in session.inputs
-        }  # a binding holds no reference
+        # A binding keeps no reference to what is bound, so the caches are kept here.
+        self._caches = {name: cache for name, cache in caches.items() if name in session.inputs}
         bind_caches(self._binding, self._caches)
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
@@ -220,7 +219,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self.left[row] = 0
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
-        self._memory = memory  # a binding holds no reference to what is bound
+        self._memory = memory  # a binding keeps no reference to what is bound
         for graph in (*self._segments, *self._fills):
             graph.bind_encoder_memory(memory)
 

@@ -56,7 +56,7 @@ def _texts_config(run: Run) -> str:
         fields |= {"exit": ("TYPE_INT64", 1), "layers": ("TYPE_FP32", 1)}
     outputs = [_tensor(name, kind, [size]) for name, (kind, size) in fields.items()]
     begin = "# one text in, an answer out: 1/model.py", 'backend: "python"', "max_batch_size: 0"
-    worker = "# one worker for all requests; where there is a GPU, it runs its graphs there"
+    worker = "# one worker for all requests; its graphs run on a GPU if there is one"
     return _config(begin, inputs, outputs, (worker, "instance_group [ { kind: KIND_CPU, count: 1 } ]"))
 
 

@@ -468,4 +468,4 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
         with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
             runtime.generate([[5, 1]], max_new_tokens=512)
         said = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "page", "--web")
-        assert "--web: the page gives prompts to the decoder, here an encoder reads them; leave it out" in said
+        assert "--web: expected a decoder that reads prompts, here an encoder reads them; leave it out" in said

@@ -149,13 +149,13 @@ def front() -> list[Middleware]:
 def serve(
     make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None], hosts: Hosts
 ) -> Counter | None:
-    """Serve until SIGTERM or SIGINT; then take no more, and answer what was taken. ready: called with the addresses.
+    """Serve until SIGTERM or SIGINT; then refuse new requests and answer the open ones.
 
-    make: makes a replica's worker; it is sent to a process that imports what it needs. port 0: a free one. hosts: whom
-    requests may be for.
-    Returns what became of the requests, of the replicas that were there at the end; where the environment names a
-    cluster, which serves on, None as soon as it does.
-    Raises OSError where the address cannot be had, ValueError where Ray cannot start or a replica cannot be made.
+    make: creates the worker of a replica, in the process of the replica. ready: called with the addresses. port 0: a
+    free port. hosts: names that requests may have in their Host header.
+    Returns the outcomes of the requests, from the replicas that were running at the end. Returns None once the
+    application is ready if RAY_ADDRESS names a cluster, which goes on serving.
+    Raises OSError if the address is not available, ValueError if Ray or a replica cannot start.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
@@ -164,7 +164,7 @@ def serve(
     before = signal.getsignal(signal.SIGTERM)
     try:
         _start(size, joins)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT, wherever this process stands
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends this process as SIGINT does
         ray_serve.start(http_options={"host": host, "port": port}, logging_config=LOGGING)
         _deploy(make, size, hosts)
         ready(f"{address_of(host, port)}, RAY_ADDRESS={ray.get_runtime_context().gcs_address}")

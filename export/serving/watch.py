@@ -168,7 +168,7 @@ class Watch:
 
     def _agreement(self, add) -> None:
         promise, seen = self.promise, list(self.promise.seen)
-        add("shadow_total", "counter", "rows that ran to full depth beside", {"": promise.rows})
+        add("shadow_total", "counter", "rows that ran to full depth in the shadow", {"": promise.rows})
         add("tightened_total", "counter", "times that the rule was made stricter", {"": promise.tightened})
         if promise.epsilon is not None:
             add("promised_agreement", "gauge", "what is promised", {"": promise.epsilon})
