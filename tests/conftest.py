@@ -21,12 +21,14 @@ from mini_ee.exits.tokens import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import Session
+from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import Threshold
 from mini_ee.training.run import Run
 
 collect_ignore = ["make_golden.py"]  # a script, which needs transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other
 
+DECODERS = ("llama", "gemma", "phi")
 GOOD, BAD = ("good", "great", "fine", "lovely"), ("bad", "awful", "poor", "dull")
 THINGS = ("film", "meal", "book", "song", "room")
 WORDS = ("the", "a", "was", "is", "very", "and", *THINGS, *GOOD, *BAD)
@@ -83,6 +85,42 @@ def random_decoder(kind, num_layers):
         "initializer_range": 0.3,
     }
     return Decoder(DecoderConfig.from_hugging_face(config)).eval()
+
+
+def tensors(inputs):
+    """Ids, attention mask and token types of a batch, as torch tensors."""
+    return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+
+
+def random_bert(model_type, num_layers):
+    """A small BERT, or another encoder of its family, without heads."""
+    config = BertConfig(
+        model_type=model_type,
+        vocab_size=60,
+        hidden_size=24,
+        num_hidden_layers=num_layers,
+        num_attention_heads=3,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+        **({"embedding_size": 16} if model_type == "albert" else {}),
+    )
+    return Bert(config, False, False)
+
+
+def lora_model(model_type="bert", targets=("query", "value"), exits=(1, 2, 4), rank=4, pool="mean"):
+    """A LoRAExits with random parameters, B too, which a training begins with zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        decoder = model_type in DECODERS
+        backbone = (random_decoder if decoder else random_bert)(model_type, exits[-1])
+        model = LoRAExits(backbone.without_heads(), exits, 3, pool, rank=rank, targets=targets).eval()
+        for parameter in model.adapters.parameters():
+            torch.nn.init.normal_(parameter, std=0.15)
+        for head in model.heads:
+            torch.nn.init.normal_(head.dense.weight, std=0.3)
+            torch.nn.init.normal_(head.out.weight, std=0.3)
+    return model
 
 
 @pytest.fixture(scope="session")

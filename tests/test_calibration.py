@@ -60,11 +60,6 @@ def test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon(eps
         assert tau(confidence, agrees, epsilon) == tau_by_hand(confidence, agrees, epsilon)
 
 
-def test_tau_of_a_worked_example():
-    confidence, agrees = np.array([0.9, 0.2, 0.5, 0.7]), np.array([True, True, False, True])
-    assert [tau(confidence, agrees, epsilon) for epsilon in (0.75, 0.76, 1.0)] == [0.2, 0.7, 0.7]
-
-
 def test_a_share_that_is_exactly_epsilon_qualifies():
     for rows in range(1, 60):
         for agreeing in range(rows + 1):

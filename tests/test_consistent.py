@@ -1,4 +1,7 @@
-"""ConsistentEE: Eq. 2 to 7 by hand and by enumeration, both gradient estimators, who learns in which step, rounds."""
+"""ConsistentEE: the model, what learns in each step, rounds, tokens, and the measures of evaluation.
+
+Eq. 2 to 7: tests/spec/test_4_consistent.py.
+"""
 
 import itertools
 import math
@@ -10,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import tensors
 
 import mini_ee.exits.rows as rows_module
 import mini_ee.methods.consistent as consistent
@@ -31,23 +35,14 @@ from mini_ee.exits.tokens import TextData, TokenExits
 from mini_ee.methods.consistent import (
     Config,
     PolicyNetworks,
-    consistent_loss,
-    exact_loss,
     exit_losses,
-    hardness_guided_rewards,
     held_out,
-    leave_one_out,
     log_exit_probabilities,
-    memorized_layer,
-    policy_loss,
     recipe,
-    reinforce_loss,
     rewards_of,
     rewards_of_all,
-    sample_exits,
-    vanilla_rewards,
 )
-from mini_ee.methods.consistent_hardness import forgetting_events, hardness_correlations, hardness_of
+from mini_ee.methods.consistent_hardness import hardness_correlations, hardness_of
 from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.loop import fit
@@ -64,10 +59,6 @@ DRAWS = 10_000
 
 def drawn(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
-
-
-def random_rewards(rows=5, exits=4):
-    return -drawn(rows, exits, seed=1).abs() - 0.1 * torch.arange(1, exits + 1)
 
 
 # ---- Fig. 2 and 4 ----
@@ -101,233 +92,6 @@ def test_rewards_are_drawn_over_alpha(tmp_path):
     assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ---- Eq. 2, 3, 4, 7 ----
-
-
-def test_eq2_is_the_cross_entropy_of_every_exit_on_its_own():
-    logits, labels = drawn(3, 4, 5), torch.tensor([0, 4, 2])
-    expected = [
-        [-np.log(np.exp(row[k][label]) / np.exp(row[k]).sum()) for k in range(4)]
-        for row, label in zip(logits.numpy(), labels)
-    ]
-    np.testing.assert_allclose(exit_losses(logits, labels), expected, rtol=0, atol=1e-12)
-    assert exit_losses(logits.half(), labels).dtype == torch.float32
-
-
-def test_eq3_and_eq4_by_hand_with_depths_that_are_not_the_index_of_the_exit():
-    losses, depths = drawn(3, 3).abs(), (2, 5, 8)
-    memorized = (2, 5, 8)
-    vanilla = vanilla_rewards(losses, torch.tensor(depths), 0.3)
-    guided = hardness_guided_rewards(losses, torch.tensor(depths), 0.3, torch.tensor(memorized))
-    for row, k in itertools.product(range(3), range(3)):
-        assert vanilla[row, k].item() == pytest.approx(-losses[row, k].item() - 0.3 * depths[k], abs=1e-6)
-        weight = 0.3 * (1 - memorized[row] / 8)
-        assert guided[row, k].item() == pytest.approx(-losses[row, k].item() - weight * depths[k], abs=1e-6)
-
-
-def test_a_row_that_is_memorized_at_the_last_layer_pays_nothing_for_depth():
-    losses, depths = drawn(1, 3).abs(), torch.tensor([2, 5, 8])
-    assert torch.equal(hardness_guided_rewards(losses, depths, 0.3, torch.tensor([8])), -losses)
-    assert (hardness_guided_rewards(losses, depths, 0.3, torch.tensor([5])) < -losses).all()
-
-
-def test_eq7_is_the_first_layer_from_which_on_all_are_right_for_every_pattern_of_right_and_wrong():
-    depths = (1, 3, 4, 6)
-    patterns = list(itertools.product([False, True], repeat=4))
-    expected = [next((depths[k] for k in range(4) if all(pattern[k:])), 6) for pattern in patterns]
-    assert memorized_layer(torch.tensor(patterns), torch.tensor(depths)).tolist() == expected
-    assert set(expected) == set(depths)
-
-
-# ---- Eq. 5: trajectories and their probabilities ----
-
-
-def enumerate_trajectories(exit_logits, epsilon):
-    """(B, K): the probability of every sequence of coins and actions, walked through one by one."""
-    rows, policies = exit_logits.shape
-    found = np.zeros((rows, policies + 1))
-    for row in range(rows):
-        for walk in itertools.product(itertools.product([False, True], repeat=2), repeat=policies):
-            chance, left_at = 1.0, policies
-            for k, (coin, leaves) in enumerate(walk):
-                p = 0.5 if coin else 1 / (1 + np.exp(-float(exit_logits[row, k])))
-                chance *= (epsilon if coin else 1 - epsilon) * (p if leaves else 1 - p)
-                if leaves:
-                    left_at = min(left_at, k)
-            found[row, left_at] += chance
-    return found
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
-def test_the_chance_to_leave_at_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions(epsilon):
-    exit_logits = 2 * drawn(4, 3)
-    found = log_exit_probabilities(exit_logits, epsilon).exp()
-    np.testing.assert_allclose(found, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
-
-
-def test_the_forced_exit_has_no_log_probability_of_its_own():
-    """Always continue: the trajectory is certain, and nothing in it can be learned from at the last exit."""
-    exit_logits = torch.full((1, 3), -40.0, dtype=torch.float64, requires_grad=True)
-    log_exit = log_exit_probabilities(exit_logits)
-    assert log_exit.shape == (1, 4) and log_exit[0, -1].item() == pytest.approx(0, abs=1e-12)
-    log_exit[0, -1].backward()
-    np.testing.assert_allclose(exit_logits.grad, -torch.sigmoid(exit_logits.detach()), rtol=1e-9)
-
-
-def test_log_probabilities_stay_finite_where_probabilities_do_not():
-    exit_logits = torch.tensor([[200.0, -200.0, 200.0]], requires_grad=True)
-    for epsilon in (0.0, 0.1, 1.0):
-        log_exit = log_exit_probabilities(exit_logits, epsilon)
-        (gradient,) = torch.autograd.grad(log_exit.sum(), exit_logits)
-        assert torch.isfinite(log_exit).all() and torch.isfinite(gradient).all()
-
-
-def test_a_policy_that_only_flips_coins_learns_nothing():
-    exit_logits = drawn(4, 3).requires_grad_()
-    exact_loss(log_exit_probabilities(exit_logits, 1.0), random_rewards(4)).backward()
-    assert exit_logits.grad.abs().max() == 0
-
-
-def test_sampled_trajectories_are_as_frequent_as_actions_drawn_one_by_one():
-    exit_logits = drawn(1, 3)
-    found = sample_exits(log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
-    random, walked = np.random.default_rng(0), []
-    for _ in range(20_000):
-        actions = random.random(3) < 1 / (1 + np.exp(-exit_logits[0].numpy()))
-        walked.append(int(np.argmax([*actions, True])))
-    difference = np.bincount(found[0], minlength=4) - np.bincount(walked, minlength=4)
-    assert abs(difference / 20_000).max() < 4 * np.sqrt(2 * 0.25 / 20_000)
-
-
-# ---- Eq. 5: its gradient ----
-
-
-def enumerated_gradient(exit_logits, rewards, epsilon=0.0):
-    """Of sum_t P(t) R_t with regard to each logit, by central differences on the enumeration."""
-    gradient, step = np.zeros(exit_logits.shape), 1e-5
-    for row, k in np.ndindex(*exit_logits.shape):
-        values = []
-        for sign in (1, -1):
-            moved = exit_logits.numpy().copy()
-            moved[row, k] += sign * step
-            values.append((enumerate_trajectories(moved, epsilon)[row] * rewards[row].numpy()).sum())
-        gradient[row, k] = (values[0] - values[1]) / (2 * step)
-    return gradient
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.3])
-def test_the_exact_gradient_is_that_of_the_enumerated_reward(epsilon):
-    exit_logits, rewards = drawn(2, 3).requires_grad_(), random_rewards(2)
-    exact_loss(log_exit_probabilities(exit_logits, epsilon), rewards).backward()
-    expected = -enumerated_gradient(exit_logits.detach(), rewards, epsilon) / 2  # a mean over 2 rows
-    np.testing.assert_allclose(exit_logits.grad, expected, rtol=0, atol=1e-9)
-
-
-def sampled_gradients(exit_logits, rewards, trajectories, baseline=True, epsilon=0.0):
-    """(DRAWS, K - 1): what `reinforce_loss` says of one row, as often as asked; draws are rows of one batch."""
-    repeated = exit_logits.expand(DRAWS, -1).clone().requires_grad_()
-    log_exit = log_exit_probabilities(repeated, epsilon)
-    exits = sample_exits(log_exit, trajectories, torch.Generator().manual_seed(7))
-    (DRAWS * reinforce_loss(log_exit, rewards.expand(DRAWS, -1), exits, baseline)).backward()
-    return -repeated.grad.numpy()
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.3])
-@pytest.mark.parametrize("baseline", [True, False])
-@pytest.mark.parametrize("trajectories", [2, 8])
-def test_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(
-    trajectories, baseline, epsilon
-):
-    exit_logits, rewards = drawn(1, 3), random_rewards(1)
-    found = sampled_gradients(exit_logits, rewards, trajectories, baseline, epsilon)
-    error = found.std(axis=0) / np.sqrt(DRAWS)
-    expected = enumerated_gradient(exit_logits, rewards, epsilon)[0]
-    assert (abs(found.mean(axis=0) - expected) < 4 * error).all()
-    assert (abs(expected) > 8 * error).any()  # the draws are enough to tell
-
-
-def test_the_baseline_lowers_the_variance_and_exact_has_none():
-    exit_logits, rewards = drawn(1, 3), random_rewards(1)
-    without, with_baseline = (
-        sampled_gradients(exit_logits, rewards, 8, baseline).var(axis=0).sum() for baseline in (False, True)
-    )
-    assert 0 < 2 * with_baseline < without
-    more = sampled_gradients(exit_logits, rewards, 32).var(axis=0).sum()
-    assert more < with_baseline / 3
-    same = torch.ones(1, 4, dtype=torch.float64)  # where all exits are worth the same, only the baseline knows
-    assert sampled_gradients(exit_logits, same, 8).var() < 1e-25
-    assert sampled_gradients(exit_logits, same, 8, baseline=False).var() > 0.01
-
-
-def test_the_baseline_of_a_trajectory_is_the_mean_of_the_others():
-    rewards = drawn(3, 5)
-    expected = [[np.mean([*row[:i], *row[i + 1 :]]) for i in range(5)] for row in rewards.numpy()]
-    np.testing.assert_allclose(leave_one_out(rewards), expected, rtol=0, atol=1e-12)
-
-
-def test_eq5_taken_literally_would_spread_the_probability():
-    """E[R prod pi] at R = -1, -2 settles at pi = 2/3 for the better exit; the gradient of E[R] goes on to 1."""
-    rewards = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
-    settled = []
-    for objective in (exact_loss, lambda log_exit, rewards: -(log_exit.exp() ** 2 * rewards).sum()):
-        z = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.SGD([z], lr=5.0)
-        for _ in range(100):
-            optimizer.zero_grad()
-            objective(log_exit_probabilities(z), rewards).backward()
-            optimizer.step()
-        settled.append(torch.sigmoid(z).item())
-    assert settled[0] > 0.99 and settled[1] == pytest.approx(2 / 3, abs=1e-3)
-
-
-@pytest.mark.parametrize("estimator", ["exact", "reinforce"])
-def test_alpha_up_means_mean_layer_down_and_a_table_of_policies_finds_the_best_exits(estimator):
-    torch.manual_seed(0)
-    losses, depths = drawn(6, 4).abs().sort(dim=1, descending=True).values, torch.tensor([1, 2, 3, 4])
-    layers = []
-    for alpha in (0.0, 0.1, 0.3, 1.0, 3.0):
-        rewards = vanilla_rewards(losses, depths, alpha)
-        z = torch.zeros(6, 3, dtype=torch.float64, requires_grad=True)  # a policy of its own for each row
-        optimizer = torch.optim.Adam([z], lr=0.2)
-        for _ in range(150):
-            optimizer.zero_grad()
-            policy_loss(z, rewards, Config(estimator=estimator, epsilon=0.05)).backward()
-            optimizer.step()
-        chance = log_exit_probabilities(z.detach()).exp()
-        layers.append(float((chance * depths).sum(dim=1).mean()))
-        assert ((chance * rewards).sum(dim=1) > rewards.max(dim=1).values - 0.03).all()
-    assert layers == sorted(layers, reverse=True)
-    assert layers[0] > 3.9 and layers[-1] < 1.1
-
-
-# ---- Eq. 6 ----
-
-
-@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
-@pytest.mark.parametrize("leaves_at", [0, 1, 3])
-def test_eq6_charges_the_exit_where_a_row_leaves_and_no_other_the_forced_one_too(estimator, leaves_at):
-    losses = drawn(5, 4).abs().requires_grad_()
-    exit_logits = torch.full((5, 3), -60.0, dtype=torch.float64)
-    if leaves_at < 3:
-        exit_logits[:, leaves_at] = 60.0
-    consistent_loss(losses, exit_logits, Config(estimator=estimator)).backward()
-    expected = torch.zeros(5, 4, dtype=torch.float64)
-    expected[:, leaves_at] = 1 / 5
-    torch.testing.assert_close(losses.grad, expected)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.5])
-def test_eq6_sampled_is_on_average_the_sum_over_exits(epsilon):
-    torch.manual_seed(0)
-    losses, exit_logits = drawn(1, 4).abs(), drawn(1, 3)
-    many = consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), Config(epsilon=epsilon))
-    expected = (enumerate_trajectories(exit_logits, epsilon) * losses.numpy()).sum()
-    assert many.item() == pytest.approx(expected, abs=4 * losses.std().item() / np.sqrt(8 * DRAWS))
-    exact = consistent_loss(losses, exit_logits, Config(estimator="exact", epsilon=epsilon))
-    assert exact.item() == pytest.approx(expected, abs=1e-12)
-
-
 # ---- The model ----
 
 
@@ -349,10 +113,6 @@ def policy_model(exits=EXITS, num_labels=3, pool="mean"):
         for parameter in [*model.heads.parameters(), *model.policy.parameters()]:
             torch.nn.init.normal_(parameter, std=0.4)
     return model
-
-
-def tensors(inputs):
-    return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
 
 
 @pytest.mark.parametrize("pool", ["first", "mean"])
@@ -930,12 +690,6 @@ def test_cut_1_is_the_full_model_cut_0_the_first_head_and_a_batch_is_its_rows(tu
 # ---- Hardness ----
 
 
-def test_forgetting_events_count_every_fall_from_right_to_wrong():
-    right = np.random.default_rng(0).random((9, 40)) < 0.6
-    expected = [sum(before and not after for before, after in zip(row, row[1:])) for row in right.T]
-    assert forgetting_events(right).tolist() == expected
-
-
 def test_hardness_is_the_memorized_layer_and_the_loss_of_eq1(padded_inputs):
     model = policy_model()
     logits = torch.stack(model(*tensors(padded_inputs)), dim=1).detach()
@@ -950,62 +704,6 @@ def test_hardness_is_the_memorized_layer_and_the_loss_of_eq1(padded_inputs):
 
 
 # ---- These tests can fail ----
-
-
-def literal_mixture(exit_logits, epsilon=0.0):
-    """The log-probability of the policy alone, not of the mixture that acts."""
-    return log_exit_probabilities(exit_logits)
-
-
-def pays_for_the_forced_exit(exit_logits, epsilon=0.0):
-    """A policy's term at the last exit too: the last policy again."""
-    log_exit = log_exit_probabilities(exit_logits, epsilon)
-    forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
-    return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
-
-
-@pytest.mark.parametrize("bug", [literal_mixture, pays_for_the_forced_exit])
-def test_the_enumeration_test_can_fail(monkeypatch, bug):
-    monkeypatch.setitem(globals(), "log_exit_probabilities", bug_of(bug, log_exit_probabilities))
-    with pytest.raises(AssertionError):
-        test_the_chance_to_leave_at_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions(0.5)
-
-
-def bug_of(bug, true):
-    """A planted function that calls the true one."""
-
-    def planted(exit_logits, epsilon=0.0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(globals(), "log_exit_probabilities", true)
-            return bug(exit_logits, epsilon)
-
-    return planted
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda rewards: rewards.mean(dim=1, keepdim=True),  # its own reward is in it: biased
-        lambda rewards: 2 * (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1) - rewards,
-    ],
-)
-def test_the_mean_gradient_test_can_fail(monkeypatch, bug):
-    monkeypatch.setattr(consistent, "leave_one_out", bug)
-    with pytest.raises(AssertionError):
-        test_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(2, True, 0.0)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)],
-        lambda right, depths: depths[right.long().argmax(dim=1)],  # right once, whatever comes later
-    ],
-)
-def test_the_memorized_layer_test_can_fail(monkeypatch, bug):
-    monkeypatch.setitem(globals(), "memorized_layer", bug)
-    with pytest.raises(AssertionError):
-        test_eq7_is_the_first_layer_from_which_on_all_are_right_for_every_pattern_of_right_and_wrong()
 
 
 def test_the_step_4_test_can_fail(monkeypatch, padded_inputs):

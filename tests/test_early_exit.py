@@ -1,4 +1,7 @@
-"""The loop: what must hold for every pair of segments and rule, what a batch costs, and bugs that these tests catch."""
+"""The loop: what must hold for every pair of segments and rule, what a batch costs, and bugs that these tests catch.
+
+The loop on a table of logits, and the rules by their definitions: tests/spec/test_0_loop.py.
+"""
 
 import inspect
 import subprocess
@@ -286,23 +289,6 @@ def test_these_batches_are_mixed_so_that_compaction_is_at_work(case, rule):
     assert len(set(run(case, RULES[rule](ALL)).exit_index)) >= 2
 
 
-def test_many_rows_and_many_rules_leave_where_the_slow_oracle_says():
-    fake = Fake(rows=300, seed=11)
-    logits = fake.logits_by_hand()
-    for rule in (
-        Threshold(0.8),
-        Threshold((0.9, 0.5, 0.8, 0.0)),
-        Patience(1),
-        Patience(2),
-        PatienceConfidence(2, 0.6),
-        Remembers(),
-    ):
-        found = loop.early_exit(fake, rule, np.arange(300))
-        expected = np.array([exit_by_hand(row, rule) for row in logits])
-        assert len(set(expected)) >= 2
-        assert_same(found, logits[np.arange(300), expected], expected)
-
-
 def test_the_last_exit_takes_whoever_is_left_and_is_not_asked(case):
     asked = []
 
@@ -313,10 +299,6 @@ def test_the_last_exit_takes_whoever_is_left_and_is_not_asked(case):
 
     assert_same(run(case, Refuses()), case.logits[:, -1], np.full(B, K - 1))
     assert asked == [0, 1, 2]
-
-
-def test_a_plan_beyond_the_last_exit_ends_there(case):
-    assert_same(run(case, Planned(np.full(B, K + 5))), case.logits[:, -1], np.full(B, K - 1))
 
 
 def test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide(case):
@@ -332,15 +314,6 @@ def test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide(ca
 
 
 # Who is run, read and remembered
-
-
-def test_a_row_that_left_is_neither_run_nor_read_again():
-    fake = Fake()
-    result = loop.early_exit(fake, Threshold(0.8), ALL)
-    assert len(set(result.exit_index)) >= 3
-    for k, ids in (*fake.ran, *fake.was_read):
-        assert ids == np.flatnonzero(result.exit_index >= k).tolist()
-    assert [k for k, _ in fake.ran] == list(range(result.exit_index.max() + 1))
 
 
 def test_nothing_runs_after_the_last_row_has_left():

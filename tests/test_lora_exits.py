@@ -1,20 +1,22 @@
-"""LoRAExit: Eq. 2, Eq. 6, both schedules and what they cost, merged weights, PEFT's layout."""
+"""LoRAExit: streams side by side, schedules and their cost, ragged batches, merged weights, PEFT's layout.
+
+Its equations: tests/spec/test_1_lora_exits.py.
+"""
 
 import gc
 import json
-from copy import deepcopy
 from functools import partial
 from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
 import torch
-from conftest import all_schedules, random_decoder
+from conftest import all_schedules, lora_model, tensors
 from safetensors.torch import load_file, save_file
 
 import mini_ee.methods.lora_exits_sgmv as lora_exits_sgmv
 import mini_ee.methods.lora_exits_streams as streams_module
-from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.bert import Bert
 from mini_ee.early_exit import early_exit
 from mini_ee.experiments.bench.common import BERT_BASE
 from mini_ee.methods.lora_exits import LoRAExits
@@ -29,96 +31,12 @@ ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-
 RAGGED_ATOL = 1e-5  # between a ragged batch and its rows apart
 EXITS = (1, 2, 4)
 TARGETS = ("query", "key", "value", "attention_output", "up", "down")
-DECODERS = ("llama", "gemma", "phi")
-
-
-def lora_model(model_type="bert", targets=("query", "value"), exits=EXITS, rank=4, pool="mean"):
-    """Random in every part: B too, which begins as zero."""
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        decoder = model_type in DECODERS
-        backbone = (random_decoder if decoder else random_bert)(model_type, exits[-1])
-        model = LoRAExits(backbone.without_heads(), exits, 3, pool, rank=rank, targets=targets).eval()
-        for parameter in model.adapters.parameters():
-            torch.nn.init.normal_(parameter, std=0.15)
-        for head in model.heads:
-            torch.nn.init.normal_(head.dense.weight, std=0.3)
-            torch.nn.init.normal_(head.out.weight, std=0.3)
-    return model
-
-
-def random_bert(model_type, num_layers):
-    config = BertConfig(
-        model_type=model_type,
-        vocab_size=60,
-        hidden_size=24,
-        num_hidden_layers=num_layers,
-        num_attention_heads=3,
-        intermediate_size=48,
-        max_position_embeddings=40,
-        initializer_range=0.3,
-        **({"embedding_size": 16} if model_type == "albert" else {}),
-    )
-    return Bert(config, False, False)
-
-
-def tensors(inputs):
-    return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
 
 
 def logits_of(model, inputs):
     """(B, K, C): every exit alone."""
     with torch.no_grad():
         return torch.stack(model(*tensors(inputs)), dim=1).numpy()
-
-
-def by_hand(model, inputs, k):
-    """Exit k with Eq. 2 written into the weights of a copy of the backbone, in float64."""
-    backbone = deepcopy(model.backbone).double().eval()
-    shares = {"llama": (24, 12, 12), "gemma": (32, 32, 32)}.get(backbone.config.model_type, (24, 24, 24))
-    edges = np.cumsum((0, *shares))
-    with torch.no_grad():
-        for stored, layer in enumerate(model.adapters[k]):
-            for target, pair in layer.items():
-                added = (pair.A.double() @ pair.B.double()).T * model.alpha / model.rank
-                if target in ("query", "key", "value"):
-                    part = ("query", "key", "value").index(target)
-                    backbone.layers[stored].qkv.weight[edges[part] : edges[part + 1]] += added
-                else:
-                    getattr(backbone.layers[stored], target).weight += added
-        ids, mask, types = tensors(inputs)
-        more = () if backbone.config.model_type in DECODERS else (types,)
-        hidden = backbone.hidden_states(ids, mask, *more)[model.exits[k]]
-        return model.heads[k].double()(hidden, mask.bool()[:, None, None, :]).numpy()
-
-
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "albert", "elasticbert"])
-@pytest.mark.parametrize("targets", [("query", "value"), ("value",), TARGETS], ids=len)
-def test_eq2_an_exit_computes_with_w_plus_ab(model_type, targets, padded_inputs):
-    model = lora_model(model_type, targets)
-    found = logits_of(model, padded_inputs)
-    for k in range(len(EXITS)):
-        np.testing.assert_allclose(found[:, k], by_hand(model, padded_inputs, k), rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_eq2_holds_for_the_exits_of_decoders(kind, padded_inputs):
-    model = lora_model(kind, TARGETS if kind == "phi" else (*TARGETS, "gate"))
-    found = logits_of(model, padded_inputs)
-    for k in range(len(EXITS)):
-        np.testing.assert_allclose(found[:, k], by_hand(model, padded_inputs, k), rtol=0, atol=ATOL)
-
-
-def test_adapters_matter_and_begin_as_nothing(padded_inputs):
-    model, fresh = lora_model(), lora_model()
-    for name, parameter in fresh.adapters.named_parameters():
-        if name.endswith(".B"):
-            torch.nn.init.zeros_(parameter)
-    plain = torch.stack(fresh.merged(2)(*tensors(padded_inputs)), 1)
-    hidden = fresh.backbone(*tensors(padded_inputs))
-    expected = fresh.heads[2](hidden, tensors(padded_inputs)[1].bool()[:, None, None, :])
-    torch.testing.assert_close(plain[:, 0], expected)
-    assert abs(logits_of(model, padded_inputs) - logits_of(fresh, padded_inputs)).max() > 0.1
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
@@ -150,13 +68,6 @@ def test_parallel_equals_restart_and_a_batch_equals_rows_alone(schedule, rule, p
 
 def test_rows_do_leave_at_different_exits_here(padded_inputs):
     assert len(set(early_exit(lora_model().segments(), Threshold(0.7), padded_inputs).exit_index)) > 1
-
-
-@pytest.mark.parametrize("schedule, passes", [(parallel, [12, 21, 27, 30]), (restart, [3, 9, 18, 30])])
-def test_layer_passes_of_the_exits_3_6_9_12(schedule, passes):
-    model = lora_model(exits=(3, 6, 9, 12))
-    segments = model.segments(schedule(4))
-    assert np.cumsum([segments.layer_passes(k) for k in range(4)]).tolist() == passes
 
 
 @pytest.mark.parametrize("schedule", [parallel(3), restart(3), [[0, 1], [2]]], ids=str)
@@ -393,10 +304,6 @@ def test_measured_costs_are_medians_over_the_rounds_that_are_warm(monkeypatch):
             assert (costs.fresh[k, n - 1], costs.onward[k, n - 1]) == (n * 10 * stop, n * (10 * stop + before))
 
 
-def test_heads_read_the_mean_by_default():
-    assert LoRAExits(lora_model().backbone, EXITS, 3).pool == "mean"
-
-
 def test_what_a_speed_up_is_measured_against_draws_no_random_number_and_has_the_models_type():
     model = lora_model().double()
     before = torch.get_rng_state()
@@ -592,12 +499,6 @@ def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):
     monkeypatch.setattr(streams_module.LoRAState, "keep", forget)
     with pytest.raises(AssertionError):
         test_parallel_equals_restart_and_a_batch_equals_rows_alone(parallel(3), Threshold(0.7), padded_inputs)
-
-
-def test_eq2s_test_can_fail(monkeypatch, padded_inputs):
-    monkeypatch.setattr(LoRAExits, "scale", property(lambda self: 1.0))
-    with pytest.raises(AssertionError):
-        test_eq2_an_exit_computes_with_w_plus_ab("bert", ("query", "value"), padded_inputs)
 
 
 def test_adapters_and_heads_of_four_exits_are_at_most_4_percent_of_a_bert_base_as_table_10_counts():

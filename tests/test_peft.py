@@ -9,8 +9,13 @@ import torch
 pytest.importorskip("transformers", reason="pip install transformers peft")
 peft = pytest.importorskip("peft", reason="pip install transformers peft")
 
-from conftest import random_decoder  # noqa: E402
-from test_lora_exits import DECODERS, EXITS, TARGETS, logits_of, random_bert, tensors  # noqa: E402
+from conftest import (  # noqa: E402
+    DECODERS,
+    random_bert,
+    random_decoder,  # noqa: E402
+    tensors,
+)
+from test_lora_exits import EXITS, TARGETS, logits_of  # noqa: E402
 from transformers import AutoModel  # noqa: E402
 
 from mini_ee.backbones.hub import load_backbone, save_backbone  # noqa: E402

@@ -1,4 +1,7 @@
-"""Rules: each against its paper's definition written as a loop, its limits, its settings as JSON."""
+"""Rules: their limits, and their settings as JSON.
+
+Each rule against its paper's definition: tests/spec/test_0_loop.py.
+"""
 
 import json
 import math
@@ -46,45 +49,6 @@ def predicting(*sequences, classes=2):
 # Thresholds
 
 
-def threshold_by_hand(logits, thresholds, measure):
-    for k in range(len(logits) - 1):
-        if MEASURES[measure][0](logits[k : k + 1])[0] >= thresholds[k]:
-            return k
-    return len(logits) - 1
-
-
-LEVELS = {
-    "max_probability": 0.8,
-    "entropy": -0.5,
-    "normalised_entropy": -0.45,
-    "breaking_ties": 0.6,
-    "breaking_ties_logits": 2.0,
-}
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_threshold_lets_a_row_go_at_the_first_exit_that_reaches_it(measure):
-    logits = random_logits()
-    found = replay(Threshold(LEVELS[measure], measure), logits)
-    assert found.tolist() == [threshold_by_hand(row, [LEVELS[measure]] * EXITS, measure) for row in logits]
-    assert 0 < found.mean() < EXITS - 1
-
-
-def test_one_threshold_for_each_exit_is_compared_at_that_exit():
-    logits = random_logits()
-    levels = np.linspace(0.95, 0.5, EXITS)
-    found = replay(Threshold(levels.tolist()), logits)
-    assert found.tolist() == [threshold_by_hand(row, levels, "max_probability") for row in logits]
-    assert (found != replay(Threshold(float(levels[0])), logits)).any()
-
-
-def test_at_least_the_threshold_is_enough_equality_leaves():
-    logits = np.log(np.array([[[0.75, 0.25], [0.5, 0.5]]]))
-    level = float(MEASURES["max_probability"][0](logits[:, 0])[0])
-    assert replay(Threshold(level), logits) == 0
-    assert replay(Threshold(float(np.nextafter(level, 1))), logits) == 1
-
-
 @pytest.mark.parametrize("measure", MEASURES)
 def test_minus_infinity_and_the_smallest_threshold_always_exit_and_infinity_never(measure):
     logits = np.concatenate([random_logits(), np.zeros((1, EXITS, 3), np.float32)])
@@ -130,49 +94,6 @@ def test_a_number_of_thresholds_other_than_of_exits_is_refused():
 # Patience
 
 
-def pabee(predictions, t, same=lambda a, b: a == b):
-    """PABEE, Section 3.2, counting from 1 as the paper does: cnt_i = cnt_{i-1} + 1 where y_i = y_{i-1}, else 0."""
-    count = 0
-    for i in range(2, len(predictions) + 1):
-        count = count + 1 if same(predictions[i - 1], predictions[i - 2]) else 0
-        if count == t:
-            return i - 1  # as an index from 0
-    return len(predictions) - 1
-
-
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-@pytest.mark.parametrize("classes", [2, 4])
-def test_patience_t_leaves_where_pabees_counter_reaches_t(t, classes):
-    logits = random_logits(400, classes)
-    found = replay(Patience(t), logits)
-    assert found.tolist() == [pabee(row.argmax(axis=1).tolist(), t) for row in logits]
-    assert {t, EXITS - 1} <= set(found)
-
-
-def test_patience_on_sequences_worked_by_hand():
-    logits = predicting([0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0])
-    assert replay(Patience(1), logits).tolist() == [1, 2, 3, 1]
-    assert replay(Patience(2), logits).tolist() == [2, 3, 3, 3]
-
-
-def test_the_first_exit_repeats_nothing_so_patience_never_leaves_there():
-    assert replay(Patience(1), random_logits()).min() == 1
-
-
-@pytest.mark.parametrize("t", [1, 2, 3])
-@pytest.mark.parametrize("tolerance", [0.1, 0.5, 2.0])
-def test_patience_on_numbers_counts_predictions_closer_than_the_tolerance(t, tolerance):
-    logits = random_logits(400, classes=1)
-    found = replay(Patience(t, tolerance), logits)
-    assert found.tolist() == [pabee(row[:, 0].tolist(), t, lambda a, b: abs(a - b) < tolerance) for row in logits]
-
-
-def test_a_difference_of_exactly_the_tolerance_is_a_change():
-    logits = np.array([[[1.0], [1.5], [1.75], [1.75]]])
-    assert replay(Patience(1, tolerance=0.5), logits) == 2
-    assert replay(Patience(1, tolerance=0.625), logits) == 1
-
-
 @pytest.mark.parametrize("patience", [0, -1, 1.5, "2", None, True])
 def test_patience_has_to_be_a_whole_number_of_at_least_1(patience):
     for make in (Patience, lambda p: PatienceConfidence(p, 0.5)):
@@ -189,36 +110,6 @@ def test_the_tolerance_has_to_be_a_number_above_0(tolerance):
 # Patience with confidence
 
 
-def pcee(logits, t, threshold, measure):
-    """PCEE-BERT, Section 3: the counter of confident exits in a row, from 1 at the first exit."""
-    count = 0
-    for k in range(len(logits) - 1):
-        count = count + 1 if MEASURES[measure][0](logits[k : k + 1])[0] >= threshold else 0
-        if count == t:
-            return k
-    return len(logits) - 1
-
-
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_patience_confidence_leaves_after_t_confident_exits_in_a_row(t, measure):
-    logits = random_logits(400)
-    found = replay(PatienceConfidence(t, LEVELS[measure], measure), logits)
-    assert found.tolist() == [pcee(row, t, LEVELS[measure], measure) for row in logits]
-    assert {t - 1, EXITS - 1} <= set(found)
-
-
-def test_patience_confidence_of_1_is_the_threshold():
-    logits = random_logits()
-    np.testing.assert_array_equal(replay(PatienceConfidence(1, 0.8), logits), replay(Threshold(0.8), logits))
-
-
-def test_patience_confidence_does_not_mind_a_change_of_prediction():
-    logits = 10 * predicting([0, 1, 0, 1])
-    assert replay(PatienceConfidence(2, 0.9), logits) == 1
-    assert replay(Patience(2), logits) == 3
-
-
 def test_patience_confidence_takes_one_threshold_in_the_range_of_its_measure():
     with pytest.raises(ValueError, match="the rule patience-confidence takes one threshold, got 2"):
         PatienceConfidence(1, (0.5, 0.6))
@@ -229,15 +120,6 @@ def test_patience_confidence_takes_one_threshold_in_the_range_of_its_measure():
 
 
 # Policy
-
-
-def test_a_policy_leaves_where_its_probability_is_above_the_cut():
-    exit_logit = np.random.default_rng(0).normal(0, 3, 500).astype(np.float32)
-    reading = Reading(np.zeros((500, 2)), exit_logit)
-    for cut in (0.1, 0.5, 0.8):
-        expected = 1 / (1 + np.exp(-exit_logit.astype(float))) > cut
-        np.testing.assert_array_equal(Policy(cut).stop(0, reading, {}), expected)
-        assert 0 < expected.sum() < 500
 
 
 def test_a_cut_of_0_always_leaves_and_1_never_even_where_the_sigmoid_is_0_or_1():
@@ -428,28 +310,6 @@ def test_a_rule_cannot_be_changed(rule):
 
 
 # These tests can fail
-
-
-def counts_equal_predictions(self, k, reading, memory):
-    """t equal predictions instead of t + 1: the first one counts too."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
-    memory["prediction"] = prediction
-    return memory["streak"] >= self.patience
-
-
-def never_starts_again(self, k, reading, memory):
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
-    memory["prediction"] = prediction
-    return memory["streak"] >= self.patience
-
-
-@pytest.mark.parametrize("bug", [counts_equal_predictions, never_starts_again])
-def test_the_pabee_test_can_fail(monkeypatch, bug):
-    monkeypatch.setattr(Patience, "stop", bug)
-    with pytest.raises(AssertionError):
-        test_patience_t_leaves_where_pabees_counter_reaches_t(2, 4)
 
 
 def test_the_no_state_test_can_fail(monkeypatch):

@@ -1,4 +1,7 @@
-"""SEGD (LoRAExit, section 3.2): Eq. 3 to 5, the chain of teachers, the three ways of Table 4."""
+"""SEGD (LoRAExit, section 3.2): what a teacher gives, settings, and trainings in the three ways of Table 4.
+
+Eq. 3 to 5 and the order of the stages: tests/spec/test_1_lora_exits.py.
+"""
 
 from dataclasses import fields
 
@@ -13,13 +16,8 @@ from mini_ee.methods.lora_exits import (
     DISTILL,
     Config,
     LoRAExits,
-    distillation_loss,
-    exit_loss,
-    log_soft_label,
-    recipe,
     teach,
 )
-from mini_ee.training.stages import Batch
 from mini_ee.training.train import train
 
 EXITS = (1, 2, 3)
@@ -30,73 +28,6 @@ def model(checkpoint_folder):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LoRAExits(load_backbone(checkpoint_folder), EXITS, 2).eval()
-
-
-def batch_of(targets=None):
-    random = np.random.default_rng(0)
-    ids = torch.from_numpy(random.integers(5, 20, (4, 6)))
-    return Batch((ids, torch.ones_like(ids), torch.zeros_like(ids)), torch.tensor([0, 1, 1, 0]), None, targets)
-
-
-def test_eq5_is_the_softmax_of_logits_over_t():
-    z, T = np.array([[1.0, 3.0, -2.0]]), 10.0
-    expected = np.exp(z / T) / np.exp(z / T).sum()
-    np.testing.assert_allclose(log_soft_label(torch.from_numpy(z), T).exp().numpy(), expected, atol=1e-7)
-
-
-def test_kl_is_from_teacher_to_student_summed_over_classes_and_averaged_over_rows():
-    random, T = np.random.default_rng(1), 2.0
-    student, teacher = random.normal(size=(2, 5, 3))
-    p, q = (np.exp(z / T) / np.exp(z / T).sum(1, keepdims=True) for z in (teacher, student))
-    expected = (p * np.log(p / q)).sum() / 5
-    found = distillation_loss(torch.from_numpy(student), torch.from_numpy(teacher), T)
-    assert found.item() == pytest.approx(expected, abs=1e-6)
-    squared = distillation_loss(torch.from_numpy(student), torch.from_numpy(teacher), T, t_squared=True)
-    assert squared.item() == pytest.approx(4 * expected, abs=1e-6)
-
-
-def test_equal_logits_cost_nothing_and_a_shift_is_no_difference():
-    z = torch.randn(4, 3)
-    assert distillation_loss(z, z + 1.5, 2.0).item() == pytest.approx(0, abs=1e-6)
-
-
-def test_a_regression_follows_its_teachers_value():
-    found = distillation_loss(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.0]]), 2.0)
-    assert found.item() == 2.0
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
-def test_eq4_weighs_labels_and_teacher_with_lambda(model, weight):
-    targets = torch.randn(4, 2)
-    logits = model.logits_of(1, *batch_of().inputs)
-    hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
-    soft = distillation_loss(logits, targets, 10.0)
-    found = exit_loss(logits, batch_of().labels, targets, Config(weight=weight, temperature=10.0))
-    torch.testing.assert_close(found, (1 - weight) * hard + weight * soft)
-
-
-def test_without_a_teacher_it_is_eq3(model):
-    logits = model.logits_of(2, *batch_of().inputs)
-    hard = torch.nn.functional.cross_entropy(logits, batch_of().labels)
-    torch.testing.assert_close(exit_loss(logits, batch_of().labels, None, Config()), hard)
-
-
-@pytest.mark.parametrize(
-    "distill, teachers", [("vanilla", [None] * 4), ("kd", [3, 3, 3, None]), ("segd", [1, 2, 3, None])]
-)
-def test_who_teaches_whom(distill, teachers):
-    config = Config(distill=distill)
-    assert [config.teacher_of(k, 3) for k in range(4)] == teachers
-
-
-def test_the_last_exit_learns_first_and_each_stage_one_exit_alone(model):
-    stages = recipe(model, Config())
-    assert [stage.name for stage in stages] == ["exit 3", "exit 2", "exit 1"]
-    names = [name for name, _ in model.named_parameters()]
-    learned = [{name for name in names if stage.trainable(name)} for stage in stages]
-    for k, some in zip((2, 1, 0), learned):
-        assert some and all(name.startswith((f"adapters.{k}.", f"heads.{k}.")) for name in some)
-    assert not any(name.startswith("backbone.") for some in learned for name in some)
 
 
 def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):

@@ -1,4 +1,7 @@
-"""Self-supervised exits: Eq. 1 and its optimum, what heads learn from, and where they are trained and used."""
+"""Self-supervised exits: heads, training and resuming, the text that heads learn from, calibrated generation.
+
+Eq. 1 to 3, Fig. 1 and Table 1: tests/spec/test_2_self_supervised.py.
+"""
 
 import math
 import os
@@ -13,14 +16,12 @@ import mini_ee.training.loop as loop
 import mini_ee.training.state as state
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.calibration import agreement, calibrate, observe
-from mini_ee.confidence import MEASURES
-from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text, cut_text
+from mini_ee.data.texts import Text, cut_text
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.exits.tokens import TextData, TokenExits, record_texts
-from mini_ee.methods import self_supervised
-from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, metrics, recipe
+from mini_ee.methods.self_supervised import Config, build, head_loss, metrics, recipe
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.loop import fit
 from mini_ee.training.options import TrainConfig
@@ -56,101 +57,6 @@ def every_position(model, text):
     with torch.no_grad():
         *each_logits, full = model(*inputs)
     return each_logits, full
-
-
-# ---- Eq. 1 ----
-
-
-@pytest.mark.parametrize("penalty", [0.0, 0.1, 0.95, 1.0])
-@pytest.mark.parametrize("target", ["soft", "hard"])
-def test_eq1_by_hand(penalty, target):
-    generator = torch.Generator().manual_seed(0)
-    logits, full = 2 * torch.randn(2, 3, 4, 7, generator=generator)
-    found = head_loss(logits, full, penalty, target)
-    for b in range(3):
-        for t in range(4):
-            p, p_theta = (np.exp(each[b, t].double().numpy()) for each in (logits, full))
-            p, p_theta = p / p.sum(), p_theta / p_theta.sum()
-            y = p_theta if target == "soft" else np.eye(7)[p_theta.argmax()]
-            cross_entropy = -sum(y[i] * math.log(p[i]) for i in range(7))
-            uncertainty = -sum(p[i] * math.log(p[i]) for i in range(7))
-            assert found[b, t].item() == pytest.approx((1 - penalty) * cross_entropy - penalty * uncertainty, abs=1e-5)
-
-
-def optimum(penalty, size):
-    """The probability p of the target that solves ln(p (V-1)/(1-p)) = ((1-lambda)/lambda) / p, by bisection."""
-    low, high = 1 / size, 1 - 1e-12
-    for _ in range(200):
-        p = (low + high) / 2
-        rising = math.log(p * (size - 1) / (1 - p)) - (1 - penalty) / penalty / p
-        low, high = (low, p) if rising > 0 else (p, high)
-    return p
-
-
-@pytest.mark.parametrize("penalty", [0.1, 0.5, 0.95])
-def test_hard_targets_have_the_closed_form_optimum(penalty):
-    size = 40
-    logits = torch.zeros(1, size, requires_grad=True)
-    full = torch.zeros(1, size)
-    full[0, 3] = 1.0
-    optimizer = torch.optim.LBFGS([logits], max_iter=40, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = head_loss(logits, full, penalty, "hard").sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    p = logits.detach()[0].softmax(-1)
-    others = torch.cat((p[:3], p[4:]))
-    assert p[3].item() == pytest.approx(optimum(penalty, size), abs=1e-3)
-    assert (others.max() - others.min()).item() < 1e-3
-
-
-@pytest.mark.parametrize("penalty, expected", [(0.95, 0.009), (0.5, 0.114), (0.1, 0.753)])
-def test_the_optimum_at_phis_vocabulary_is_the_one_in_the_notes(penalty, expected):
-    assert optimum(penalty, 51200) == pytest.approx(expected, abs=5e-4)
-
-
-def test_without_a_penalty_the_optimum_is_the_full_model():
-    full = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
-    logits = full.clone().requires_grad_()
-    head_loss(logits, full, 0.0).sum().backward()
-    assert logits.grad.abs().max() < 1e-6
-    entropy = -(full.softmax(-1) * full.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(head_loss(full, full, 0.0), entropy)
-
-
-@pytest.mark.parametrize("target", ["soft", "hard"])
-def test_without_a_penalty_no_entropy_is_computed(monkeypatch, target):
-    """It would be a fifth of a training step, and counts for nothing."""
-    calls = []
-    monkeypatch.setattr(self_supervised, "entropy", lambda log_p: calls.append(log_p) or entropy(log_p))
-    logits, full = torch.randn(2, 3, 7)
-    for penalty, expected in ((0.0, 0), (0.1, 1)):
-        head_loss(logits, full, penalty, target)
-        assert len(calls) == expected
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda logits, full, penalty, target: RIGHT(logits, full, -penalty, target),
-        lambda logits, full, penalty, target: RIGHT(logits.softmax(-1), full, penalty, target),
-        lambda logits, full, penalty, target: RIGHT(logits, logits, penalty, target),
-    ],
-    ids=["entropy added", "softmax twice", "its own target"],
-)
-def test_the_tests_of_eq1_can_fail(monkeypatch, bug):
-    monkeypatch.setitem(globals(), "head_loss", bug)
-    with pytest.raises(AssertionError):
-        test_eq1_by_hand(0.1, "soft")
-    with pytest.raises(AssertionError):
-        test_hard_targets_have_the_closed_form_optimum(0.1)
-
-
-RIGHT = head_loss
 
 
 # ---- The heads ----
@@ -291,39 +197,6 @@ def test_the_loss_is_the_mean_over_all_positions_summed_over_heads(tmp_path):
     assert epoch["loss"] == pytest.approx(expected, abs=ATOL)
 
 
-def test_fig1_agreement_and_entropy_are_means_over_all_positions():
-    model = model_of(init="copy")
-    agrees, unsure = [[], []], [[], []]
-    for text in UNEVEN:
-        each_logits, full = every_position(model, text)
-        for k, logits in enumerate(each_logits):
-            for position in range(len(text.ids)):
-                p = logits[position].double().softmax(-1)
-                agrees[k].append(bool(p.argmax() == full[position].argmax()))
-                unsure[k].append(-float((p * p.log()).sum()))
-    for batch_size in (1, 2, 3):
-        found = metrics(model, TextData(UNEVEN, True), batch_size)
-        np.testing.assert_allclose(found["agreement"], np.mean(agrees, axis=1))
-        np.testing.assert_allclose(found["entropy"], np.mean(unsure, axis=1), atol=ATOL)
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_calibration_sees_the_positions_that_count_and_a_text_is_a_group(measure):
-    model = model_of()
-    found = observe(record_texts(model, UNEVEN, batch_size=2), measure)
-    assert found.groups.tolist() == [0] * 4 + [1] * 2 + [2]
-    at = 0
-    for text in UNEVEN:
-        each_logits, full = every_position(model, text)
-        for position in range(text.start, len(text.ids)):
-            for k, logits in enumerate(each_logits):
-                sure = MEASURES[measure][0](logits[position : position + 1].numpy())[0]
-                assert found.confidence[at, k] == pytest.approx(sure, abs=ATOL)
-                assert found.agrees[at, k] == (logits[position].argmax() == full[position].argmax())
-            at += 1
-    assert at == len(found.groups)
-
-
 # ---- The text ----
 
 
@@ -355,11 +228,6 @@ def test_a_text_is_cut_into_pieces_after_the_bos_token():
     assert cut_text(range(2, 13), 5, first=[1]) == [Text([1, 2, 3, 4, 5, 6]), Text([1, 7, 8, 9, 10, 11])]
     with pytest.raises(ValueError, match="expected a text of at least 5 tokens, got 3"):
         cut_text(range(3), 5)
-
-
-def test_table1_prompts_are_disjoint():
-    assert len(TRAINING_PROMPTS) == len(CALIBRATION_PROMPTS) == 5
-    assert not set(TRAINING_PROMPTS) & set(CALIBRATION_PROMPTS)
 
 
 # ---- A training that was killed ----

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import mini_ee.methods.lora_exits_sgmv as module
 from mini_ee.methods.lora_exits_sgmv import sgmv, sgmv_loop
 
 SEGMENTS = {
@@ -40,13 +39,6 @@ def by_hand(x, A, B, starts):
     x, A, B = (value.double().numpy() for value in (x, A, B))
     rows = [x[row] @ A[i] @ B[i] for row, i in enumerate(adapter)]
     return np.array(rows).reshape(len(x), B.shape[2])
-
-
-@pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
-@pytest.mark.parametrize("way", [sgmv_loop, sgmv])
-def test_both_ways_equal_gather_and_product(lengths, way):
-    x, A, B, starts = parts(lengths)
-    np.testing.assert_allclose(way(zeros(x, B), x, A, B, starts).numpy(), by_hand(x, A, B, starts), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
@@ -105,10 +97,3 @@ def test_shapes_that_do_not_fit_are_refused():
     for wrong in ((y, x[:, 1:], A, B), (y, x, A[:, :, 1:], B), (y, x, A, B[1:]), (y[1:], x, A, B), (y[:, 1:], x, A, B)):
         with pytest.raises(ValueError, match="expected shapes"):
             sgmv(*wrong, starts)
-
-
-def test_the_comparison_can_fail(monkeypatch):
-    """Planted bug: the adapters are shifted by one."""
-    monkeypatch.setattr(module, "_shrink", lambda x, A: x @ A.roll(1, 0))
-    with pytest.raises(AssertionError):
-        test_both_ways_equal_gather_and_product(SEGMENTS["equal"], sgmv)

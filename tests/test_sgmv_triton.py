@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="torch's build for CUDA brings triton; `pip install triton` runs it without a GPU")
 
-from test_lora_exits import apart, lora_model, tensors  # noqa: E402
+from conftest import lora_model, tensors  # noqa: E402
+from test_lora_exits import apart  # noqa: E402
 from test_sgmv import SEGMENTS, parts, zeros  # noqa: E402
 
 import mini_ee.methods.lora_exits_sgmv as sgmv

@@ -1,0 +1,264 @@
+"""The loop and the rules, on a model that is a table: the logits of every example at every exit are given.
+
+So which example stops where is plain arithmetic: each rule is compared with its paper's definition, written as a loop
+over the exits of one example. The loop: mini_ee/early_exit.py; the rules: mini_ee/rules.py.
+
+The same loop on real models, what a batch costs, and planted bugs: tests/test_early_exit.py. Limits and settings of
+the rules: tests/test_rules.py.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from mini_ee.confidence import MEASURES
+from mini_ee.early_exit import early_exit
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.segments import Reading, Segments
+
+K = 8  # exits, one after each layer
+
+
+class Examples(NamedTuple):
+    """The state: which examples are still in the model."""
+
+    ids: np.ndarray
+
+    def keep(self, rows):
+        return Examples(self.ids[rows])
+
+
+class Table(Segments):
+    """A model whose logits (N, K, C), and policy logits (N, K), are known. It records what is run and what is read."""
+
+    def __init__(self, logits, exit_logits=None):
+        self.logits, self.exit_logits = logits, exit_logits
+        self.exits = tuple(range(1, logits.shape[1] + 1))
+        self.ran, self.were_read = [], []
+
+    def start(self, inputs):
+        return Examples(np.asarray(inputs))
+
+    def advance(self, k, state):
+        self.ran.append((k, state.ids.tolist()))
+        return state
+
+    def read(self, k, state):
+        self.were_read.append((k, state.ids.tolist()))
+        exit_logit = None if self.exit_logits is None else self.exit_logits[state.ids, k]
+        return Reading(self.logits[state.ids, k], exit_logit)
+
+    def flops(self, k, inputs):
+        return 1.0, 1.0
+
+
+def exits_of(rule, logits, exit_logits=None):
+    """The exit index of each example under the loop. Its logits must be those of that exit."""
+    found = early_exit(Table(logits, exit_logits), rule, range(len(logits)))
+    np.testing.assert_array_equal(found.logits, logits[range(len(logits)), found.exit_index])
+    return found.exit_index
+
+
+def random_logits(examples=400, classes=3, seed=0):
+    return np.random.default_rng(seed).normal(0, 2, (examples, K, classes)).astype(np.float32)
+
+
+def predicting(*sequences, classes=2):
+    """Logits that predict these classes, exit by exit."""
+    return np.eye(classes, dtype=np.float32)[np.array(sequences)]
+
+
+# ---- The loop ----
+
+
+def test_never_exit_is_the_full_model_and_a_fixed_exit_is_that_exit():
+    logits = random_logits()
+    assert (exits_of(NeverExit(), logits) == K - 1).all()
+    assert (exits_of(FixedExit(2), logits) == 2).all()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Threshold(0.8), Threshold((0.9, 0.5, 0.8, *[0.7] * 5)), Patience(1), Patience(2), PatienceConfidence(2, 0.6)],
+    ids=repr,
+)
+def test_an_example_stops_in_a_batch_where_it_stops_alone(rule):
+    logits = random_logits()
+    together = exits_of(rule, logits)
+    assert together.tolist() == [exits_of(rule, logits[[row]])[0] for row in range(len(logits))]
+    assert len(set(together)) > 2
+
+
+def test_an_example_that_stopped_is_neither_run_nor_read_again():
+    table = Table(random_logits(7))
+    found = early_exit(table, Threshold(0.8), range(7))
+    assert len(set(found.exit_index)) >= 3
+    for k, ids in (*table.ran, *table.were_read):
+        assert ids == np.flatnonzero(found.exit_index >= k).tolist()
+    assert [k for k, _ in table.ran] == list(range(found.exit_index.max() + 1))
+
+
+def test_a_plan_beyond_the_last_exit_ends_there():
+    class Beyond(Rule):
+        needs = None
+
+        def plan(self, inputs):
+            return np.full(len(inputs), K + 5)
+
+    assert (exits_of(Beyond(), random_logits(7)) == K - 1).all()
+
+
+# ---- Threshold: a confidence measure reaches a number ----
+
+
+def threshold_by_definition(logits, thresholds, measure):
+    """The exit of one example, logits (K, C). The last exit takes whatever is left."""
+    for k in range(K - 1):
+        if MEASURES[measure][0](logits[k : k + 1])[0] >= thresholds[k]:
+            return k
+    return K - 1
+
+
+THRESHOLDS = {
+    "max_probability": 0.8,
+    "entropy": -0.5,
+    "normalised_entropy": -0.45,
+    "breaking_ties": 0.6,
+    "breaking_ties_logits": 2.0,
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_threshold_stops_at_the_first_exit_that_reaches_it(measure):
+    logits, threshold = random_logits(), THRESHOLDS[measure]
+    found = exits_of(Threshold(threshold, measure), logits)
+    assert found.tolist() == [threshold_by_definition(row, [threshold] * K, measure) for row in logits]
+    assert 0 < found.mean() < K - 1
+
+
+def test_a_threshold_for_each_exit_is_compared_at_that_exit():
+    logits, thresholds = random_logits(), np.linspace(0.95, 0.5, K)
+    found = exits_of(Threshold(thresholds.tolist()), logits)
+    assert found.tolist() == [threshold_by_definition(row, thresholds, "max_probability") for row in logits]
+    assert (found != exits_of(Threshold(float(thresholds[0])), logits)).any()
+
+
+def test_a_confidence_equal_to_the_threshold_stops():
+    logits = np.log(np.array([[[0.75, 0.25], [0.5, 0.5]]]))
+    confidence = float(MEASURES["max_probability"][0](logits[:, 0])[0])
+    assert exits_of(Threshold(confidence), logits) == 0
+    assert exits_of(Threshold(float(np.nextafter(confidence, 1))), logits) == 1
+
+
+# ---- Patience (PABEE): consecutive exits predict the same ----
+
+
+def pabee(predictions, t, same=lambda a, b: a == b):
+    """PABEE, section 3.2, counted from 1 as in the paper: cnt_i = cnt_{i-1} + 1 if y_i = y_{i-1}, else 0."""
+    count = 0
+    for i in range(2, len(predictions) + 1):
+        count = count + 1 if same(predictions[i - 1], predictions[i - 2]) else 0
+        if count == t:
+            return i - 1  # as an index from 0
+    return len(predictions) - 1
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("classes", [2, 4])
+def test_patience_t_stops_where_pabees_counter_reaches_t(t, classes):
+    logits = random_logits(classes=classes)
+    found = exits_of(Patience(t), logits)
+    assert found.tolist() == [pabee(row.argmax(axis=1).tolist(), t) for row in logits]
+    assert {t, K - 1} <= set(found)  # never at the first exit, which has none before it
+
+
+def test_patience_on_sequences_by_hand():
+    logits = predicting([0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0])
+    assert exits_of(Patience(1), logits).tolist() == [1, 2, 3, 1]
+    assert exits_of(Patience(2), logits).tolist() == [2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("tolerance", [0.1, 0.5, 2.0])
+def test_patience_of_a_regression_counts_predictions_closer_than_the_tolerance(t, tolerance):
+    logits = random_logits(classes=1)
+    found = exits_of(Patience(t, tolerance), logits)
+    assert found.tolist() == [pabee(row[:, 0].tolist(), t, lambda a, b: abs(a - b) < tolerance) for row in logits]
+
+
+def test_a_difference_of_exactly_the_tolerance_is_a_change():
+    logits = np.array([[[1.0], [1.5], [1.75], [1.75]]])
+    assert exits_of(Patience(1, tolerance=0.5), logits) == 2
+    assert exits_of(Patience(1, tolerance=0.625), logits) == 1
+
+
+# ---- Patience with confidence (PCEE-BERT): consecutive exits are confident ----
+
+
+def pcee(logits, t, threshold, measure):
+    """PCEE-BERT, section 3: the number of consecutive confident exits, 1 at the first of them."""
+    count = 0
+    for k in range(K - 1):
+        count = count + 1 if MEASURES[measure][0](logits[k : k + 1])[0] >= threshold else 0
+        if count == t:
+            return k
+    return K - 1
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_patience_confidence_stops_after_t_consecutive_confident_exits(t, measure):
+    logits, threshold = random_logits(), THRESHOLDS[measure]
+    found = exits_of(PatienceConfidence(t, threshold, measure), logits)
+    assert found.tolist() == [pcee(row, t, threshold, measure) for row in logits]
+    assert {t - 1, K - 1} <= set(found)
+
+
+def test_patience_confidence_of_1_is_the_threshold():
+    logits = random_logits()
+    np.testing.assert_array_equal(exits_of(PatienceConfidence(1, 0.8), logits), exits_of(Threshold(0.8), logits))
+
+
+def test_patience_confidence_ignores_a_change_of_prediction():
+    logits = 10 * predicting([0, 1, 0, 1])
+    assert exits_of(PatienceConfidence(2, 0.9), logits) == 1
+    assert exits_of(Patience(2), logits) == 3
+
+
+# ---- Policy (ConsistentEE, BERxiT): the model's own probability of exiting ----
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.8])
+def test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut(cut):
+    logits, exit_logits = random_logits(), np.random.default_rng(1).normal(-1, 3, (400, K)).astype(np.float32)
+    p = 1 / (1 + np.exp(-exit_logits.astype(float)))
+    expected = [next((k for k in range(K - 1) if row[k] > cut), K - 1) for row in p]
+    assert exits_of(Policy(cut), logits, exit_logits).tolist() == expected
+    assert len(set(expected)) > 2
+
+
+# ---- These tests can fail: planted bugs ----
+
+
+def counts_equal_predictions(self, k, reading, memory):
+    """t equal predictions instead of t + 1: the first one counts too."""
+    prediction = reading.logits.argmax(axis=1)
+    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
+    memory["prediction"] = prediction
+    return memory["streak"] >= self.patience
+
+
+def never_starts_again(self, k, reading, memory):
+    """A change of prediction does not set the counter back."""
+    prediction = reading.logits.argmax(axis=1)
+    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
+    memory["prediction"] = prediction
+    return memory["streak"] >= self.patience
+
+
+@pytest.mark.parametrize("bug", [counts_equal_predictions, never_starts_again])
+def test_the_test_of_patience_can_fail(monkeypatch, bug):
+    monkeypatch.setattr(Patience, "stop", bug)
+    with pytest.raises(AssertionError):
+        test_patience_t_stops_where_pabees_counter_reaches_t(2, 4)

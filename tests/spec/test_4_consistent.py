@@ -1,0 +1,343 @@
+"""ConsistentEE, equation by equation: Eq. 2 (losses), Eq. 3 and 4 (rewards), Eq. 5 (the policies' objective and its
+gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: mini_ee/methods/consistent.py.
+
+With K exits there are only K trajectories, so each expectation is checked against an enumeration. Eq. 1 is the weighted
+sum of training/stages.py. Training, tokens and evaluation: tests/test_consistent.py.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import mini_ee.methods.consistent as consistent
+from mini_ee.methods.consistent import (
+    Config,
+    consistent_loss,
+    exact_loss,
+    exit_losses,
+    hardness_guided_rewards,
+    leave_one_out,
+    log_exit_probabilities,
+    memorized_layer,
+    policy_loss,
+    reinforce_loss,
+    sample_exits,
+    vanilla_rewards,
+)
+from mini_ee.methods.consistent_hardness import forgetting_events
+
+DRAWS = 10_000
+
+
+def drawn(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def random_rewards(rows=5, exits=4):
+    return -drawn(rows, exits, seed=1).abs() - 0.1 * torch.arange(1, exits + 1)
+
+
+# ---- Eq. 2: the loss of every exit ----
+
+
+def test_eq2_is_the_cross_entropy_of_each_exit():
+    logits, labels = drawn(3, 4, 5), torch.tensor([0, 4, 2])
+    expected = [
+        [-np.log(np.exp(row[k][label]) / np.exp(row[k]).sum()) for k in range(4)]
+        for row, label in zip(logits.numpy(), labels)
+    ]
+    np.testing.assert_allclose(exit_losses(logits, labels), expected, rtol=0, atol=1e-12)
+    assert exit_losses(logits.half(), labels).dtype == torch.float32
+
+
+# ---- Eq. 3 and 4: the reward of exiting at each exit ----
+
+
+def test_eq3_and_eq4_count_depth_in_layers():
+    losses, depths = drawn(3, 3).abs(), (2, 5, 8)
+    memorized = (2, 5, 8)
+    vanilla = vanilla_rewards(losses, torch.tensor(depths), 0.3)
+    guided = hardness_guided_rewards(losses, torch.tensor(depths), 0.3, torch.tensor(memorized))
+    for row, k in itertools.product(range(3), range(3)):
+        assert vanilla[row, k].item() == pytest.approx(-losses[row, k].item() - 0.3 * depths[k], abs=1e-6)
+        weight = 0.3 * (1 - memorized[row] / 8)
+        assert guided[row, k].item() == pytest.approx(-losses[row, k].item() - weight * depths[k], abs=1e-6)
+
+
+def test_eq4_an_example_memorized_at_the_last_layer_pays_nothing_for_depth():
+    losses, depths = drawn(1, 3).abs(), torch.tensor([2, 5, 8])
+    assert torch.equal(hardness_guided_rewards(losses, depths, 0.3, torch.tensor([8])), -losses)
+    assert (hardness_guided_rewards(losses, depths, 0.3, torch.tensor([5])) < -losses).all()
+
+
+# ---- Eq. 5: trajectories and their probabilities ----
+
+
+def enumerate_trajectories(exit_logits, epsilon):
+    """The oracle, (B, K): walk through every sequence of coins and actions, and add its probability to its exit.
+
+    At each exit a coin comes up with probability epsilon; then exiting has probability 1/2, else that of the policy.
+    """
+    rows, policies = exit_logits.shape
+    found = np.zeros((rows, policies + 1))
+    for row in range(rows):
+        for walk in itertools.product(itertools.product([False, True], repeat=2), repeat=policies):
+            chance, exit_index = 1.0, policies
+            for k, (coin, stops) in enumerate(walk):
+                p = 0.5 if coin else 1 / (1 + np.exp(-float(exit_logits[row, k])))
+                chance *= (epsilon if coin else 1 - epsilon) * (p if stops else 1 - p)
+                if stops:
+                    exit_index = min(exit_index, k)
+            found[row, exit_index] += chance
+    return found
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
+def test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions(epsilon):
+    exit_logits = 2 * drawn(4, 3)
+    found = log_exit_probabilities(exit_logits, epsilon).exp()
+    np.testing.assert_allclose(found, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
+
+
+def test_eq5_the_forced_exit_adds_no_log_probability():
+    """If the policies always continue, the trajectory is certain: its log-probability is 0."""
+    exit_logits = torch.full((1, 3), -40.0, dtype=torch.float64, requires_grad=True)
+    log_exit = log_exit_probabilities(exit_logits)
+    assert log_exit.shape == (1, 4) and log_exit[0, -1].item() == pytest.approx(0, abs=1e-12)
+    log_exit[0, -1].backward()
+    np.testing.assert_allclose(exit_logits.grad, -torch.sigmoid(exit_logits.detach()), rtol=1e-9)
+
+
+def test_eq5_log_probabilities_are_finite_even_if_probabilities_round_to_zero():
+    exit_logits = torch.tensor([[200.0, -200.0, 200.0]], requires_grad=True)
+    for epsilon in (0.0, 0.1, 1.0):
+        log_exit = log_exit_probabilities(exit_logits, epsilon)
+        (gradient,) = torch.autograd.grad(log_exit.sum(), exit_logits)
+        assert torch.isfinite(log_exit).all() and torch.isfinite(gradient).all()
+
+
+def test_eq5_with_epsilon_1_the_policy_learns_nothing():
+    exit_logits = drawn(4, 3).requires_grad_()
+    exact_loss(log_exit_probabilities(exit_logits, 1.0), random_rewards(4)).backward()
+    assert exit_logits.grad.abs().max() == 0
+
+
+def test_eq5_sampled_trajectories_are_as_frequent_as_actions_drawn_one_by_one():
+    exit_logits = drawn(1, 3)
+    found = sample_exits(log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
+    random, walked = np.random.default_rng(0), []
+    for _ in range(20_000):
+        actions = random.random(3) < 1 / (1 + np.exp(-exit_logits[0].numpy()))
+        walked.append(int(np.argmax([*actions, True])))
+    difference = np.bincount(found[0], minlength=4) - np.bincount(walked, minlength=4)
+    assert abs(difference / 20_000).max() < 4 * np.sqrt(2 * 0.25 / 20_000)
+
+
+# ---- Eq. 5: its gradient ----
+
+
+def enumerated_gradient(exit_logits, rewards, epsilon=0.0):
+    """The gradient of sum_t P(t) R_t by each logit, by central differences on the enumeration."""
+    gradient, step = np.zeros(exit_logits.shape), 1e-5
+    for row, k in np.ndindex(*exit_logits.shape):
+        values = []
+        for sign in (1, -1):
+            moved = exit_logits.numpy().copy()
+            moved[row, k] += sign * step
+            values.append((enumerate_trajectories(moved, epsilon)[row] * rewards[row].numpy()).sum())
+        gradient[row, k] = (values[0] - values[1]) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+def test_eq5_the_exact_gradient_is_that_of_the_enumerated_reward(epsilon):
+    exit_logits, rewards = drawn(2, 3).requires_grad_(), random_rewards(2)
+    exact_loss(log_exit_probabilities(exit_logits, epsilon), rewards).backward()
+    expected = -enumerated_gradient(exit_logits.detach(), rewards, epsilon) / 2  # a mean over 2 rows
+    np.testing.assert_allclose(exit_logits.grad, expected, rtol=0, atol=1e-9)
+
+
+def sampled_gradients(exit_logits, rewards, trajectories, baseline=True, epsilon=0.0):
+    """(DRAWS, K - 1): the gradient of `reinforce_loss` for one example, DRAWS times, as the rows of one batch."""
+    repeated = exit_logits.expand(DRAWS, -1).clone().requires_grad_()
+    log_exit = log_exit_probabilities(repeated, epsilon)
+    exits = sample_exits(log_exit, trajectories, torch.Generator().manual_seed(7))
+    (DRAWS * reinforce_loss(log_exit, rewards.expand(DRAWS, -1), exits, baseline)).backward()
+    return -repeated.grad.numpy()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+@pytest.mark.parametrize("baseline", [True, False])
+@pytest.mark.parametrize("trajectories", [2, 8])
+def test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(
+    trajectories, baseline, epsilon
+):
+    exit_logits, rewards = drawn(1, 3), random_rewards(1)
+    found = sampled_gradients(exit_logits, rewards, trajectories, baseline, epsilon)
+    error = found.std(axis=0) / np.sqrt(DRAWS)
+    expected = enumerated_gradient(exit_logits, rewards, epsilon)[0]
+    assert (abs(found.mean(axis=0) - expected) < 4 * error).all()
+    assert (abs(expected) > 8 * error).any()  # enough draws to distinguish it from 0
+
+
+def test_eq5_the_baseline_lowers_the_variance():
+    exit_logits, rewards = drawn(1, 3), random_rewards(1)
+    without, with_baseline = (
+        sampled_gradients(exit_logits, rewards, 8, baseline).var(axis=0).sum() for baseline in (False, True)
+    )
+    assert 0 < 2 * with_baseline < without
+    more = sampled_gradients(exit_logits, rewards, 32).var(axis=0).sum()
+    assert more < with_baseline / 3
+    same = torch.ones(1, 4, dtype=torch.float64)  # equal rewards: the baseline removes all variance
+    assert sampled_gradients(exit_logits, same, 8).var() < 1e-25
+    assert sampled_gradients(exit_logits, same, 8, baseline=False).var() > 0.01
+
+
+def test_eq5_the_baseline_of_a_trajectory_is_the_mean_reward_of_the_others():
+    rewards = drawn(3, 5)
+    expected = [[np.mean([*row[:i], *row[i + 1 :]]) for i in range(5)] for row in rewards.numpy()]
+    np.testing.assert_allclose(leave_one_out(rewards), expected, rtol=0, atol=1e-12)
+
+
+def test_eq5_taken_literally_would_spread_the_probability():
+    """Deviation 1: with R = -1 and -2, E[R prod pi] is largest at pi = 2/3 for the better exit, E[R] at 1."""
+    rewards = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    settled = []
+    for objective in (exact_loss, lambda log_exit, rewards: -(log_exit.exp() ** 2 * rewards).sum()):
+        z = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([z], lr=5.0)
+        for _ in range(100):
+            optimizer.zero_grad()
+            objective(log_exit_probabilities(z), rewards).backward()
+            optimizer.step()
+        settled.append(torch.sigmoid(z).item())
+    assert settled[0] > 0.99 and settled[1] == pytest.approx(2 / 3, abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "reinforce"])
+def test_eq5_a_policy_per_example_finds_the_best_exits_and_a_larger_alpha_exits_earlier(estimator):
+    torch.manual_seed(0)
+    losses, depths = drawn(6, 4).abs().sort(dim=1, descending=True).values, torch.tensor([1, 2, 3, 4])
+    layers = []
+    for alpha in (0.0, 0.1, 0.3, 1.0, 3.0):
+        rewards = vanilla_rewards(losses, depths, alpha)
+        z = torch.zeros(6, 3, dtype=torch.float64, requires_grad=True)  # a policy for each example
+        optimizer = torch.optim.Adam([z], lr=0.2)
+        for _ in range(150):
+            optimizer.zero_grad()
+            policy_loss(z, rewards, Config(estimator=estimator, epsilon=0.05)).backward()
+            optimizer.step()
+        chance = log_exit_probabilities(z.detach()).exp()
+        layers.append(float((chance * depths).sum(dim=1).mean()))
+        assert ((chance * rewards).sum(dim=1) > rewards.max(dim=1).values - 0.03).all()
+    assert layers == sorted(layers, reverse=True)
+    assert layers[0] > 3.9 and layers[-1] < 1.1
+
+
+# ---- Eq. 6: the loss of the classifiers ----
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
+@pytest.mark.parametrize("exits_at", [0, 1, 3])
+def test_eq6_trains_only_the_exit_at_which_an_example_stops(estimator, exits_at):
+    losses = drawn(5, 4).abs().requires_grad_()
+    exit_logits = torch.full((5, 3), -60.0, dtype=torch.float64)
+    if exits_at < 3:
+        exit_logits[:, exits_at] = 60.0
+    consistent_loss(losses, exit_logits, Config(estimator=estimator)).backward()
+    expected = torch.zeros(5, 4, dtype=torch.float64)
+    expected[:, exits_at] = 1 / 5
+    torch.testing.assert_close(losses.grad, expected)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5])
+def test_eq6_the_sampled_loss_is_on_average_the_sum_over_exits(epsilon):
+    torch.manual_seed(0)
+    losses, exit_logits = drawn(1, 4).abs(), drawn(1, 3)
+    many = consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), Config(epsilon=epsilon))
+    expected = (enumerate_trajectories(exit_logits, epsilon) * losses.numpy()).sum()
+    assert many.item() == pytest.approx(expected, abs=4 * losses.std().item() / np.sqrt(8 * DRAWS))
+    exact = consistent_loss(losses, exit_logits, Config(estimator="exact", epsilon=epsilon))
+    assert exact.item() == pytest.approx(expected, abs=1e-12)
+
+
+# ---- Eq. 7: the memorized layer ----
+
+
+def test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern():
+    depths = (1, 3, 4, 6)
+    patterns = list(itertools.product([False, True], repeat=4))
+    expected = [next((depths[k] for k in range(4) if all(pattern[k:])), 6) for pattern in patterns]
+    assert memorized_layer(torch.tensor(patterns), torch.tensor(depths)).tolist() == expected
+    assert set(expected) == set(depths)
+
+
+# ---- Table 1 ----
+
+
+def test_table1_forgetting_events_count_every_change_from_right_to_wrong():
+    right = np.random.default_rng(0).random((9, 40)) < 0.6
+    expected = [sum(before and not after for before, after in zip(row, row[1:])) for row in right.T]
+    assert forgetting_events(right).tolist() == expected
+
+
+# ---- These tests can fail: planted bugs ----
+
+
+def literal_mixture(exit_logits, epsilon=0.0):
+    """The log-probability under the policy, not under its mixture with the coin."""
+    return log_exit_probabilities(exit_logits)
+
+
+def pays_for_the_forced_exit(exit_logits, epsilon=0.0):
+    """The last policy's term once more at the last exit."""
+    log_exit = log_exit_probabilities(exit_logits, epsilon)
+    forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
+    return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
+
+
+def bug_of(bug, true):
+    """A planted function that calls the true one."""
+
+    def planted(exit_logits, epsilon=0.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "log_exit_probabilities", true)
+            return bug(exit_logits, epsilon)
+
+    return planted
+
+
+@pytest.mark.parametrize("bug", [literal_mixture, pays_for_the_forced_exit])
+def test_the_enumeration_test_can_fail(monkeypatch, bug):
+    monkeypatch.setitem(globals(), "log_exit_probabilities", bug_of(bug, log_exit_probabilities))
+    with pytest.raises(AssertionError):
+        test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions(0.5)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda rewards: rewards.mean(dim=1, keepdim=True),  # includes the trajectory's own reward: biased
+        lambda rewards: 2 * (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1) - rewards,
+    ],
+)
+def test_the_mean_gradient_test_can_fail(monkeypatch, bug):
+    monkeypatch.setattr(consistent, "leave_one_out", bug)
+    with pytest.raises(AssertionError):
+        test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(2, True, 0.0)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)],
+        lambda right, depths: depths[right.long().argmax(dim=1)],  # the first right exit, whatever comes later
+    ],
+)
+def test_the_memorized_layer_test_can_fail(monkeypatch, bug):
+    monkeypatch.setitem(globals(), "memorized_layer", bug)
+    with pytest.raises(AssertionError):
+        test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern()
