@@ -225,7 +225,7 @@ def _prompt(row: str | Sequence[str]) -> str:
 class TokenRuntime(Runtime):
     """An exported decoder, checked and ready to generate; Runtime(folder) makes it.
 
-    missing_kv: "copy_state" or "recompute", see generation.py (default: as in training). max_new_tokens: default of `run`
+    missing_kv: "copy_state" or "recompute", see generation.py (default: as in training). max_new_tokens: for `run`
     (default NEW_TOKENS, at most half of the context). segments: another engine instead of ONNX Runtime, as a function
     (missing_kv, rows, capacity in tokens) -> DecoderSegments. Other arguments and errors as of Runtime.
     """

@@ -36,7 +36,7 @@ from mini_ee.methods.consistent import (
     Config,
     PolicyNetworks,
     exit_losses,
-    held_out,
+    held_out_reward,
     log_exit_probabilities,
     recipe,
     rewards_of,
@@ -296,7 +296,7 @@ def test_states_are_those_of_each_row_in_its_place(padded_inputs, monkeypatch):
 
 def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(padded_inputs):
     model, how = policy_model(), Config(alpha=0.2)
-    found = held_out(model, states_of(model, padded_inputs), how)
+    found = held_out_reward(model, states_of(model, padded_inputs), how)
     left = early_exit(model.segments(), Policy(), padded_inputs)
     logits = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1)
     expected = []
@@ -310,7 +310,7 @@ def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(p
 def test_the_judge_may_take_the_reward_that_is_learned(padded_inputs):
     """Eq. 4, enumerated: the price of a layer falls with the memorized layer."""
     model, how = policy_model(), Config(alpha=0.2, selection="learned")
-    found = held_out(model, states_of(model, padded_inputs), how)
+    found = held_out_reward(model, states_of(model, padded_inputs), how)
     left = early_exit(model.segments(), Policy(), padded_inputs)
     logits, expected = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1), []
     for row, k in enumerate(left.exit_index):
@@ -319,7 +319,7 @@ def test_the_judge_may_take_the_reward_that_is_learned(padded_inputs):
         p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
         expected.append(np.log(p[LABELS[row]]) - 0.2 * (1 - EXITS[first] / EXITS[-1]) * EXITS[k])
     assert found["score"] == pytest.approx(np.mean(expected), abs=1e-5)
-    assert found["score"] > held_out(model, states_of(model, padded_inputs), Config(alpha=0.2))["score"]
+    assert found["score"] > held_out_reward(model, states_of(model, padded_inputs), Config(alpha=0.2))["score"]
 
 
 def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_judge(monkeypatch):
@@ -335,7 +335,7 @@ def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_j
         network[2].bias.data.fill_(bias)
     judged, guided = [], []
     for states in (good, bad):
-        judged.append(held_out(model, States(states, torch.tensor([1]), None, None), how))
+        judged.append(held_out_reward(model, States(states, torch.tensor([1]), None, None), how))
         guided.append(rewards_of(model, states[:, :, :3], torch.tensor([1]), how)[0, 1].item())
     assert judged[0] == judged[1] and guided[1] > guided[0] + 0.2
 
@@ -469,7 +469,7 @@ def test_more_alpha_leaves_earlier_and_no_alpha_where_the_loss_is_least(tmp_path
         ({"alpha": float("inf")}, "alpha must be a number of at least 0, got inf"),
         ({"alpha": float("nan")}, "got nan"),
         ({"epsilon": -0.1}, "epsilon must be a number from 0 to 1, got -0.1"),
-        ({"epsilon": 1.1}, "of at most 1, got 1.1"),
+        ({"epsilon": 1.1}, "from 0 to 1, got 1.1"),
         ({"trajectories": 1}, "trajectories must be a whole number of at least 2, got 1"),
         ({"estimator": "sampled"}, "estimator must be one of reinforce, exact, got 'sampled'"),
         ({"reward": "hard"}, "reward must be one of hardness-guided, vanilla, got 'hard'"),
@@ -574,11 +574,11 @@ def test_a_high_price_of_layers_makes_all_leave_at_once_and_none_brings_what_the
     how = replace(TOKENS, alpha=50.0, estimator=estimator, policy_epochs=20, policy_lr=0.02)
     dear, free = copy_of(model), copy_of(model)
     learn(dear, list(recipe(dear, how))[1], train, how)
-    assert held_out(dear, held, how)["mean_layers"] == 1.0
+    assert held_out_reward(dear, held, how)["mean_layers"] == 1.0
     how = replace(how, alpha=0.0)
     learn(free, list(recipe(free, how))[1], train, how)
     best_fixed = max(rewards_of_all(free, held, how).mean(0))
-    assert held_out(free, held, how)["score"] > best_fixed - 0.05
+    assert held_out_reward(free, held, how)["score"] > best_fixed - 0.05
 
 
 def test_more_alpha_lets_tokens_leave_earlier(tuned):
@@ -592,7 +592,7 @@ def test_more_alpha_lets_tokens_leave_earlier(tuned):
             for head, noise in zip(other.heads, (0.6, 0.2)):
                 head.linear.weight.add_(noise * torch.randn_like(head.linear.weight))
         learn(other, list(recipe(other, how))[1], train, how)
-        depths.append(held_out(other, held, how)["mean_layers"])
+        depths.append(held_out_reward(other, held, how)["mean_layers"])
     assert depths == sorted(depths, reverse=True) and depths[0] > depths[1] and depths[-1] == 1.0
 
 
@@ -647,7 +647,7 @@ def test_exits_are_scored_anew_after_every_task_step(tuned, tmp_path):
 def test_held_out_tokens_leave_at_the_first_policy_above_one_half(tuned):
     model, _, held = tuned
     how, other = replace(TOKENS, alpha=0.1), mixed(model)
-    found, rewards = held_out(other, held, how), rewards_of_all(other, held, how)
+    found, rewards = held_out_reward(other, held, how), rewards_of_all(other, held, how)
     with torch.no_grad():
         p = other.exit_logits(held.states.unbind(1)).sigmoid()
     left = [next((k for k in range(2) if row[k] > 0.5), 2) for row in p]

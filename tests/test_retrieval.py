@@ -813,7 +813,7 @@ def test_the_rules_settings_stand_in_json_and_its_datastore_does_not():
 
 
 def test_a_rule_without_a_datastore_or_with_one_of_other_exits_says_so():
-    with pytest.raises(ValueError, match="plans from a datastore, this one has none; give it one by with_datastore"):
+    with pytest.raises(ValueError, match="plans from a datastore, this one has none; give it one with with_datastore"):
         Retrieval().plan(rows_like(1))
     with pytest.raises(ValueError, match="collected at 4 exits, the model has 3; collect it again"):
         bound().check(3)
@@ -825,7 +825,7 @@ def test_a_rule_without_a_datastore_or_with_one_of_other_exits_says_so():
     [
         ({"k": 0}, "k must be a whole number of at least 1, got 0"),
         ({"k": 2.0}, "k must be a whole number"),
-        ({"tau": 1.1}, "tau must be a number of at least 0 and of at most 1, got 1.1"),
+        ({"tau": 1.1}, "tau must be a number from 0 to 1, got 1.1"),
         ({"fallback_top": -1}, "fallback_top must be a whole number of at least 0"),
     ],
 )

@@ -16,7 +16,7 @@ from mini_ee.methods.lora_exits import (
     DISTILL,
     Config,
     LoRAExits,
-    teach,
+    teacher_logits,
 )
 from mini_ee.training.train import train
 
@@ -34,7 +34,7 @@ def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
     from mini_ee.data.tokens import Tokenizer
 
     encoded = Tokenizer.from_folder(checkpoint_folder, 24).encode(["the film was good", "a bad, bad room", "dull"])
-    said = teach(model.eval(), RowData(encoded, np.zeros(3, np.int64), None), 1)
+    said = teacher_logits(model.eval(), RowData(encoded, np.zeros(3, np.int64), None), 1)
     for row in range(3):
         inputs = encoded.batch(np.array([row]))
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
@@ -98,9 +98,9 @@ def test_a_teacher_teaches_without_dropout(tmp_path, checkpoint_folder, task_fol
 
     def watched(model, data, k):
         learning.append(any(part.training for part in model.modules()))
-        return teach(model, data, k)
+        return teacher_logits(model, data, k)
 
-    monkeypatch.setattr(lora_exits, "teach", watched)
+    monkeypatch.setattr(lora_exits, "teacher_logits", watched)
     trained(tmp_path / "run", checkpoint_folder, task_folder, "segd")
     assert learning == [False, False]
 

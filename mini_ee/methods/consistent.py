@@ -1,41 +1,42 @@
-"""ConsistentEE: a policy at every exit learns, by REINFORCE, whether a unit should leave there.
+"""ConsistentEE: a policy at every exit learns by REINFORCE whether an example or a token should exit there.
 
 Paper: Ziqian Zeng, Yihuai Hong, Hongliang Dai, Huiping Zhuang, Cen Chen, ConsistentEE: A Consistent and Hardness-Guided
 Early Exiting Method for Accelerating Language Models Inference, AAAI 2024, arXiv:2312.11882v2. Eq. 1, the weighted sum,
-is training.stages.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for rows and for tokens.
+is training.stages.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for examples and for tokens. The
+equations as tests: tests/spec/test_4_consistent.py. Table 1 is consistent_hardness.py.
 
 Symbols:   losses = H(y, P_t(x)) of all exits; depths = the layers t of the exits, L the last; memorized = the
-           memorized layer M; exit_logits = the logits of pi(Exit | s_t; theta); log_exit = ln P(leave at t).
+           memorized layer M; exit_logits = the logits of pi(Exit | s_t; theta); log_exit = ln P(exit at t).
 
-A trajectory is the exit at which it ends: continue at all exits before, leave there. So P(leave at t) is
-pi_t prod_{i<t} (1 - pi_i), the last exit takes whoever is left, and all trajectories of a unit can be enumerated.
+A trajectory is determined by the exit at which it ends: the action is Continue at all exits before, Exit there. So
+P(exit at t) = pi_t prod_{i<t} (1 - pi_i). The last exit takes all that are left, so there are only K trajectories.
 
 Deviations from the paper, and what it leaves open:
-1. Eq. 5 multiplies the reward with the probability inside an expectation over it, which would spread the probability.
-   Its gradient here is that of E[R]: REINFORCE, with the mean reward of the unit's other trajectories as baseline
-   (`reinforce`), or the sum over all exits (`exact`), which has no variance.
-2. Policies begin so that a unit is as likely to leave at one exit as at another: with a chance of 1/2 each, hardly any
+1. Eq. 5 multiplies the reward with the probability inside an expectation over that same probability. Maximising this
+   would spread the probability over several exits. Here the objective is E[R]. Its gradient is REINFORCE with the mean
+   reward of the example's other trajectories as baseline (`reinforce`), or the sum over all exits (`exact`), which has
+   no variance.
+2. Policies are initialised so that all exits are equally likely. If each exit had probability 1/2, hardly any
    trajectory would reach a deep layer.
-3. Where exits are fewer than layers, t and M count layers all the same.
-4. "Until convergence": after every policy epoch and task step, held-out units leave where p > .5, and the mean of Eq. 3
-   over them says whether it is kept; rounds end with the first that does not improve. Not the mean of Eq. 4: its M is
-   that of the weights of the moment, so that a row which the last exit unlearns would be worth more than before
-   (`--selection learned` takes it all the same).
-5. Rates and epochs, of which the paper says nothing: Eq. 1 has those that all methods share here; policies, which are
-   small and begin anew, learn faster and longer than what they read.
-6. Heads and policies may read the mean over tokens, and do by default; the paper's read the first (`pool`).
-7. On rows step 4 samples where rows leave from states with dropout, those that its losses are of.
-8. Table 1, which consistent_hardness.py measures: the loss is Eq. 1's, of rows that were held out; what they forget is
-   counted from epoch to epoch.
+3. t and M count layers, also if there are fewer exits than layers.
+4. "Until convergence": after every policy epoch and task step, the held-out examples exit where p > .5, and their mean
+   reward by Eq. 3 decides whether the weights are kept; the first round without an improvement is the last. Eq. 4 would
+   be wrong here: its M depends on the current weights, so an example that the last exit unlearns would gain reward
+   (`--selection learned` uses it nevertheless).
+5. The paper gives no learning rates and epochs. Eq. 1 has those that all methods share here. Policies are small and
+   start from nothing, so they learn faster and longer than the states that they read.
+6. Heads and policies read the mean over tokens by default; the paper's read the first token (`pool`).
+7. On examples, step 4 samples exits from states with dropout, the same states that its losses come from.
+8. Table 1: the loss is that of Eq. 1 on held-out examples; forgetting events are counted from epoch to epoch.
 
-Of tokens ("Experimental Settings", the part on generation): step 1 is LoRA on a decoder, which is frozen then, so that
-steps 2 to 5 run on states that are computed once. A text is written under the rule Policy (p > .5), with
+On tokens ("Experimental Settings", the part on generation): step 1 is LoRA on a decoder. Then the decoder is frozen, so
+steps 2 to 5 run on states that are computed once. Text is generated with the rule Policy (p > .5) and
 missing_kv="copy_state", the paper's state copying.
-9. s_t is the state as the internal classifier reads it, behind that head's norm: raw states grow from layer to layer.
-10. The last exit keeps the LM head, which no step trains but through the adapters of step 1.
-11. While it learns, the policy sees states of tokens whose past ran through all layers; state copying is for inference.
-12. y is the token that follows in the text; `--target hard` makes it the one that the full model would have written.
-13. The vanilla reward is the default, as in the paper; Eq. 4 is free here, where all exits read every token anyway.
+9. s_t is the state after the norm of the internal classifier, because raw states grow from layer to layer.
+10. The last exit is the LM head. No step trains it, except through the adapters of step 1.
+11. In training, the policy reads states of tokens whose context ran through all layers; state copying is for inference.
+12. y is the next token of the text; with `--target hard`, the next token that the full model would generate.
+13. The vanilla reward is the default, as in the paper. Eq. 4 costs nothing extra here, as all exits read every token.
 """
 
 from collections.abc import Generator
@@ -63,30 +64,29 @@ TARGETS = ("label", "hard")
 
 SELECTIONS = ("vanilla", "learned")
 
-REWARDS_BATCH = 64
+REWARDS_BATCH = 64  # examples whose rewards are computed together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """Settings of the method."""
 
-    alpha: float = option(0.07, "the price of a layer in nats, Eq. 3 and 4: the knob for speed", least=0)
-    reward: str = option("hardness-guided", "Eq. 4, or Eq. 3 (vanilla)", choices=REWARDS)
-    estimator: str = option("reinforce", "of the gradient of Eq. 5", choices=ESTIMATORS)
+    alpha: float = option(0.07, "price of a layer in nats, Eq. 3 and 4; a larger one exits earlier", least=0)
+    reward: str = option("hardness-guided", "reward: hardness-guided is Eq. 4, vanilla Eq. 3", choices=REWARDS)
+    estimator: str = option("reinforce", "estimator of the gradient of Eq. 5", choices=ESTIMATORS)
     trajectories: int = option(
-        8,
-        "sampled of a unit in a step; the others are the baseline of each",
-        least=2,
-        unused_when=("estimator", "exact"),
+        8, "trajectories per example; the others are the baseline of each", least=2, unused_when=("estimator", "exact")
     )
-    epsilon: float = option(0.0, "share of actions that a fair coin takes while training", least=0, most=1)
-    rounds: int = option(3, "of policy and task steps, at most", least=1)
-    policy_epochs: int = option(20, "of a policy step", least=1)
+    epsilon: float = option(0.0, "share of actions in training that a fair coin chooses", least=0, most=1)
+    rounds: int = option(3, "maximum number of rounds; a round is a policy step and a task step", least=1)
+    policy_epochs: int = option(20, "epochs of a policy step", least=1)
     policy_lr: float = option(3e-3, "learning rate of the policies", above=0)
-    task_epochs: int = option(1, "of a task step", least=1)
+    task_epochs: int = option(1, "epochs of a task step", least=1)
     task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)
-    target: str = option("label", "y: the label, or what the last exit says (hard)", choices=TARGETS)
-    selection: str = option("vanilla", "held-out reward that says what is kept: Eq. 3, or --reward", choices=SELECTIONS)
+    target: str = option("label", "y: the label, or the prediction of the last exit (hard)", choices=TARGETS)
+    selection: str = option(
+        "vanilla", "held-out reward that selects the weights: Eq. 3, or that of --reward (learned)", choices=SELECTIONS
+    )
 
 
 # ---- The model: internal classifiers and policies on one pooled state ----
@@ -97,8 +97,9 @@ class PolicyNetworks(nn.Module):
         super().__init__()
         if len(exits) < 2:
             raise ValueError(f"ConsistentEE needs at least two exits to choose from, got {len(exits)}")
-        behind = range(len(exits) - 1, 0, -1)  # at first all exits are equally likely
-        self.networks = nn.ModuleList(policy_network(width, 1 / (1 + exits_behind)) for exits_behind in behind)
+        # At an exit with n exits after it, the initial probability is 1 / (1 + n): so all exits are equally likely.
+        exits_after = range(len(exits) - 1, 0, -1)
+        self.networks = nn.ModuleList(policy_network(width, 1 / (1 + n)) for n in exits_after)
         self.flops = 2.0 * POLICY_WIDTH * (width + 1)  # of one exit_logit
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def exit_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def vanilla_rewards(losses: Tensor, depths: Tensor, alpha: float) -> Tensor:
-    """Eq. 3: what leaving at each exit is worth, -H(y, P_t(x)) - alpha t. losses (B, K), depths (K,) -> (B, K)."""
+    """Eq. 3: what exiting at each exit is worth, -H(y, P_t(x)) - alpha t. losses (B, K), depths (K,) -> (B, K)."""
     return -losses - alpha * depths
 
 
@@ -124,42 +125,43 @@ def hardness_guided_rewards(losses: Tensor, depths: Tensor, alpha: float, memori
 
 
 def log_exit_probabilities(exit_logits: Tensor, epsilon: float = 0.0) -> Tensor:
-    """ln P(leave at t) = ln pi(Exit | s_t) + sum_{i<t} ln pi(Continue | s_i): (B, K - 1) -> (B, K).
+    """ln P(exit at t) = ln pi(Exit | s_t) + sum_{i<t} ln pi(Continue | s_i): (B, K - 1) -> (B, K).
 
-    The last exit is forced: it adds no term of its own. With epsilon-greedy pi is the mixture of the policy with a
-    fair coin, (1 - epsilon) pi + epsilon / 2 for either action.
+    The last exit is forced, so it adds no term. With epsilon-greedy actions pi is the mixture of the policy with a fair
+    coin: (1 - epsilon) pi + epsilon / 2 for either action.
     """
-    leave, go_on = F.logsigmoid(exit_logits), F.logsigmoid(-exit_logits)
+    log_exit, log_continue = F.logsigmoid(exit_logits), F.logsigmoid(-exit_logits)
     if epsilon:
-        coin = exit_logits.new_tensor(epsilon / 2).log()
-        keep = exit_logits.new_tensor(1 - epsilon).log()
-        leave, go_on = (torch.logaddexp(keep + action, coin) for action in (leave, go_on))
-    before = F.pad(go_on.cumsum(dim=1), (1, 0))
-    return before + F.pad(leave, (0, 1))
+        coin, policy = (exit_logits.new_tensor(share).log() for share in (epsilon / 2, 1 - epsilon))
+        log_exit, log_continue = (torch.logaddexp(policy + log_pi, coin) for log_pi in (log_exit, log_continue))
+    continued = F.pad(log_continue.cumsum(dim=1), (1, 0))  # column t: the sum over i < t, 0 at the first exit
+    return continued + F.pad(log_exit, (0, 1))
 
 
 def sample_exits(log_exit: Tensor, trajectories: int, generator: torch.Generator | None = None) -> Tensor:
-    """The exits where so many trajectories of each row end: (B, K) -> (B, n), indices from 0."""
+    """The exits at which n sampled trajectories of each example end: (B, K) -> (B, n), indices from 0."""
     return torch.multinomial(log_exit.detach().exp(), trajectories, replacement=True, generator=generator)
 
 
 def reinforce_loss(log_exit: Tensor, rewards: Tensor, exits: Tensor, baseline: bool = True) -> Tensor:
-    """Eq. 5 over sampled trajectories: minus the mean of (R - b) ln P(tau), whose gradient is that of -E[R].
+    """Eq. 5 over sampled trajectories: minus the mean of (R - b) ln P(tau).
 
-    log_exit, rewards (B, K); exits (B, n) as sample_exits draws them.
+    Its value means nothing, but the expectation of its gradient is the gradient of -E[R] (the log-derivative trick).
+    The baseline b does not depend on the trajectory itself, so it lowers the variance and keeps the expectation.
+    log_exit, rewards (B, K); exits (B, n) as sample_exits draws them, from these same probabilities.
     """
-    received = rewards.gather(1, exits)
-    advantage = received - leave_one_out(received) if baseline else received
+    sampled = rewards.gather(1, exits)  # (B, n); no gradient: rewards come from frozen heads
+    advantage = sampled - leave_one_out(sampled) if baseline else sampled
     return -(advantage * log_exit.gather(1, exits)).mean()
 
 
 def exact_loss(log_exit: Tensor, rewards: Tensor) -> Tensor:
-    """Eq. 5 over all trajectories: minus the mean over rows of sum_t P(leave at t) R_t. Both (B, K)."""
+    """Eq. 5 over all trajectories: minus the mean over examples of sum_t P(exit at t) R_t. Both (B, K)."""
     return -(log_exit.exp() * rewards).sum(dim=1).mean()
 
 
 def policy_loss(exit_logits: Tensor, rewards: Tensor, config: Config) -> Tensor:
-    """Minus Eq. 5, by the estimator that was chosen. exit_logits (B, K - 1), rewards (B, K)."""
+    """Minus Eq. 5, with the estimator of the settings. exit_logits (B, K - 1), rewards (B, K)."""
     log_exit = log_exit_probabilities(exit_logits, config.epsilon)
     if config.estimator == "exact":
         return exact_loss(log_exit, rewards)
@@ -167,7 +169,10 @@ def policy_loss(exit_logits: Tensor, rewards: Tensor, config: Config) -> Tensor:
 
 
 def consistent_loss(losses: Tensor, exit_logits: Tensor, config: Config) -> Tensor:
-    """Eq. 6: the cross-entropy of the exits where rows leave, and of no other, a mean over rows and trajectories."""
+    """Eq. 6: the cross-entropy at the exits where examples stop, the mean over examples and trajectories.
+
+    The policies get no gradient. losses (B, K), exit_logits (B, K - 1).
+    """
     log_exit = log_exit_probabilities(exit_logits.detach(), config.epsilon)
     if config.estimator == "exact":
         return (log_exit.exp() * losses).sum(dim=1).mean()
@@ -175,20 +180,21 @@ def consistent_loss(losses: Tensor, exit_logits: Tensor, config: Config) -> Tens
 
 
 def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
-    """Eq. 7: the depth from which on all exits are right, L where the last one is wrong. (B, K) bool -> (B,)."""
-    memorized_by = right.flip(1).long().cumprod(dim=1).sum(dim=1)  # exits that are right in a row, from the last down
-    return depths[(right.shape[1] - memorized_by).clamp(max=right.shape[1] - 1)]
+    """Eq. 7: the depth from which on all exits are right, L if the last one is wrong. (B, K) bool -> (B,)."""
+    consecutive = right.flip(1).long().cumprod(dim=1).sum(dim=1)  # right exits from the last one down
+    return depths[(right.shape[1] - consecutive).clamp(max=right.shape[1] - 1)]
 
 
 # ---- Training: steps 1 to 5 ----
 
 
 def recipe(model: nn.Module, config: Config) -> Generator[Stage, float, None]:
-    """Step 1, then rounds of step 3 and step 4 until one brings no better held-out reward. Step 2 is in both: M is
-    computed wherever a reward is.
+    """Step 1, then rounds of steps 3 and 4, until a round does not improve the held-out reward.
+
+    Step 2 is part of both: M is computed together with the rewards.
     """
     yield joint_stage(model, name="initialise", trainable=lambda name: not name.startswith("policy."))
-    best = None  # of all rounds: whatever does not beat it is undone
+    best = None  # the best held-out reward of all rounds; a stage that does not beat it is undone
     for number in range(1, config.rounds + 1):
         before = best
         best = yield policy_stage(number, best, config)
@@ -205,44 +211,44 @@ def policy_stage(number: int, best: float | None, config: Config) -> Stage:
         loss=partial(learn_policy, config=config),
         on_states=True,
         make_targets=partial(rewards_of_all, config=config),
-        validate=partial(held_out, config=config),
+        validate=partial(held_out_reward, config=config),
         settings={"epochs": config.policy_epochs, "head_lr": config.policy_lr, "warmup": 0.0},
         to_beat=best,
     )
 
 
 def task_stage(number: int, best: float | None, config: Config, frozen: bool) -> Stage:
-    """Step 4 of a round. frozen: the backbone was trained in step 1, through adapters, and stays."""
+    """Step 4 of a round. frozen: only step 1 trains the backbone, through adapters."""
     return Stage(
         name=f"task {number}",
         trainable=lambda name: not name.startswith(("policy.", "adapters.") if frozen else "policy."),
         loss=partial(learn_task, config=config),
         on_states=frozen,
-        validate=partial(held_out, config=config),
+        validate=partial(held_out_reward, config=config),
         settings={"epochs": config.task_epochs, "lr": config.task_lr, "head_lr": config.task_lr, "warmup": 0.0},
         to_beat=best,
     )
 
 
 def learn_policy(model: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """Step 3, on the states of a frozen model: nothing but the policies is computed; the targets are the rewards."""
+    """Step 3, on the states of a frozen model: only the policies are computed. The targets are the rewards."""
     return policy_loss(model.exit_logits(batch.states), batch.targets, config)
 
 
 def learn_task(model: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """Step 4: one forward pass, the trajectories of frozen policies on top of it."""
+    """Step 4: one forward pass; the frozen policies read its states and draw the trajectories."""
     states = batch.states or model.states(*batch.inputs)
     logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
     return consistent_loss(exit_losses(logits, y_of(logits, batch.labels, config)), model.exit_logits(states), config)
 
 
 def y_of(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """y, (N,): the labels, or the likeliest class or token of the last exit. logits (N, K, C)."""
+    """y, (N,): the labels, or the predictions of the last exit. logits (N, K, C)."""
     return logits[:, -1].argmax(dim=1) if config.target == "hard" else labels
 
 
 def rewards_of(model: nn.Module, logits: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """The reward of leaving at each exit, (N, K), from the logits of all, (N, K, C)."""
+    """The reward of exiting at each exit, (N, K), from the logits of all exits, (N, K, C)."""
     losses, depths = exit_losses(logits, labels), torch.tensor(model.exits, device=logits.device)
     if config.reward == "vanilla":
         return vanilla_rewards(losses, depths, config.alpha)
@@ -252,26 +258,26 @@ def rewards_of(model: nn.Module, logits: Tensor, labels: Tensor, config: Config)
 
 @torch.no_grad()
 def rewards_of_all(model: nn.Module, data: States, config: Config) -> Tensor:
-    """What leaving at each exit is worth, of all units: (N, K). The heads are frozen: so it is computed once."""
-    device, found = next(model.parameters()).device, []
-    for units in np.array_split(np.arange(len(data)), max(1, len(data) // REWARDS_BATCH)):
-        states, labels = data.batch(units, device)
+    """The rewards of all examples or tokens, (N, K). They are computed once, because the heads are frozen."""
+    device, rewards = next(model.parameters()).device, []
+    for rows in np.array_split(np.arange(len(data)), max(1, len(data) // REWARDS_BATCH)):
+        states, labels = data.batch(rows, device)
         logits = torch.stack([model.classify(k, state) for k, state in enumerate(states)], dim=1)
-        found.append(rewards_of(model, logits, y_of(logits, labels, config), config).cpu())
-    return torch.cat(found)
+        rewards.append(rewards_of(model, logits, y_of(logits, labels, config), config).cpu())
+    return torch.cat(rewards)
 
 
 @torch.no_grad()
-def held_out(model: nn.Module, held: States, config: Config) -> dict[str, float]:
-    """Of units that leave as at inference, at the first exit whose policy says more than 1/2: the mean of Eq. 3,
-    or of the reward that is learned, as `score`, and the mean depth in layers.
+def held_out_reward(model: nn.Module, held_out: States, config: Config) -> dict[str, float]:
+    """The mean reward on the held-out set as `score`, and the mean depth in layers.
+
+    Examples exit as at inference. The reward is that of Eq. 3, or that of the training (`selection`).
     """
     device = next(model.parameters()).device
-    rewards = rewards_of_all(
-        model, held, config if config.selection == "learned" else replace(config, reward="vanilla")
-    )
+    selecting = config if config.selection == "learned" else replace(config, reward="vanilla")
+    rewards = rewards_of_all(model, held_out, selecting)
     depths = torch.tensor(model.exits, dtype=torch.float32).expand(len(rewards), -1)
-    exit_logits = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)]).cpu()
+    exit_logits = model.exit_logits([state.to(device) for state in held_out.states.unbind(dim=1)]).cpu()
     return {
         "score": inferred_reward(exit_logits, rewards),
         "mean_layers": inferred_reward(exit_logits, depths),
@@ -279,14 +285,17 @@ def held_out(model: nn.Module, held: States, config: Config) -> dict[str, float]
 
 
 def inferred_reward(exit_logits: Tensor, rewards: Tensor) -> float:
-    """The mean reward of leaving where a policy first says more than 1/2. exit_logits (B, K - 1), rewards (B, K)."""
-    leaves = F.pad(exit_logits > 0, (0, 1), value=True)
-    return float(rewards.gather(1, leaves.long().argmax(dim=1, keepdim=True)).mean())
+    """The mean reward if each example stops at the first exit whose policy exceeds 1/2.
+
+    exit_logits (B, K - 1), rewards (B, K).
+    """
+    stops = F.pad(exit_logits > 0, (0, 1), value=True)  # argmax finds the first of equal values
+    return float(rewards.gather(1, stops.long().argmax(dim=1, keepdim=True)).mean())
 
 
 # ---- The method ----
 TOKENS = {"alpha": 0.1, "reward": "vanilla", "policy_epochs": 2, "policy_lr": 1e-3, "task_lr": 3e-4}
-"""Layers are dearer than to a classifier: from one to the next the loss of a token falls by tenths of a nat."""
+"""alpha is larger than for a classifier, because the loss of a token falls by tenths of a nat per layer."""
 FINE_TUNING = {"lr": 2e-3, "head_lr": 8e-3, "rank": 8}
 
 METHOD = Method(

@@ -1,38 +1,39 @@
-"""LoRAExit: each exit is a low-rank adaptation of its own of one frozen backbone.
+"""LoRAExit: each exit has its own low-rank adapters on one frozen backbone.
 
 Source: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit: Empowering Dynamic Modulation of LLMs
 in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 in the ACL
-Anthology (it is not on arXiv). Eq. 1 is the backbone's layer, Eq. 2 to 5 are below, Eq. 6 is lora_exits_sgmv.py.
+Anthology (it is not on arXiv). Eq. 1 is the backbone's layer, Eq. 2 to 5 are below, Eq. 6 is lora_exits_sgmv.py. The
+equations as tests: tests/spec/test_1_lora_exits.py.
 
-Symbols    W (d, d)            a projection of the backbone; below its weight, (O, I) as torch keeps it
-           A (d, m), B (m, d)  an adapter's two factors; m is `rank`
+Symbols    W (d, d)            a projection of the backbone; `weight` below, (O, I) as torch stores it
+           A (d, m), B (m, d)  the two factors of an adapter; m is `rank`
            k = 1 .. N          exits; here k = 0 .. K - 1, and exit k sits after layer e_k = exits[k]
            z^k                 logits of exit k; T their temperature
-           lambda              share of the distillation loss (`weight`)
+           lambda              weight of the distillation loss (`weight`)
 
-A stream is the computation of one exit: it has adapters in the layers 1 .. e_k.
+A stream is the computation of one exit: the layers 1 .. e_k with the adapters of that exit.
 
 Deviations from the paper, and what it leaves open, with the test that pins it:
 1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank (test_eq2_an_exit_computes_with_w_plus_ab).
-2. The last exit has adapters too: the backbone is as it was pretrained, for all exits, and learns without dropout
+2. The last exit has adapters too: the backbone keeps its pretrained weights for all exits, and runs without dropout
    (test_the_backbone_is_never_trained).
-3. ALBERT's layers share one set of weights, and so one set of adapters an exit, as in PEFT (test_peft.py).
-4. Heads read the mean over tokens by default; the paper does not say what its heads read, BERT's usual ones read the
-   first (test_heads_read_the_mean_by_default).
-5. Decoders, which the paper leaves to later work, are classifiers over the mean of their normed states
+3. ALBERT's layers share one set of weights, and so one set of adapters per exit, as in PEFT (test_peft.py).
+4. Heads read the mean over tokens by default. The paper does not specify what its heads read; BERT's usual heads read
+   the first token (test_heads_read_the_mean_by_default).
+5. The paper leaves decoders to later work. Here they are classifiers that read the mean of their normed states
    (test_eq2_holds_for_the_exits_of_decoders).
-6. A regression, which has no soft labels, learns its teacher's value (test_a_regression_follows_its_teachers_value).
+6. A regression has no soft labels; it learns its teacher's value (test_a_regression_follows_its_teachers_value).
 
-Cost, which the paper does not print: adapters differ from layer 1 on, so exit k + 1 cannot continue from the hidden
-states of exit k. Either the streams run side by side through one shared product (Eq. 6; `parallel`), or the next stream
-starts again from the embeddings if an exit refuses (`restart`, the default, because arithmetic is what costs on a CPU).
-In layer passes:
+Cost, which the paper does not report: adapters differ from layer 1 on, so exit k + 1 cannot continue from the hidden
+states of exit k. Either the streams run side by side through one shared product (Eq. 6; `parallel`), or an example that
+does not stop at an exit starts again from the embeddings (`restart`). `restart` is the default: on a CPU the time goes
+into arithmetic, and it does less of it. In layer passes:
 
-    stops at           3    6    9   12
+    exits at           3    6    9   12
     parallel          12   21   27   30
     restart            3    9   18   30
 
-Its other files     lora_exits_streams.py   inference: schedules, what they cost, the segments that early_exit runs
+Its other files     lora_exits_streams.py   inference: schedules, their cost, the segments that early_exit runs
                     lora_exits_sgmv.py      Eq. 6: the adapters of several exits in one pass through the layers;
                                             lora_exits_sgmv_triton.py is its kernel for a GPU
                     lora_exits_peft.py      adapters on disk, in PEFT's layout
@@ -64,28 +65,32 @@ from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, task_loss
 
 DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
-UNTAUGHT = ("distill", "vanilla")  # under which the settings of distillation have no effect
+WITHOUT_TEACHER = ("distill", "vanilla")  # the settings of distillation have no effect then
 
 TEACHER_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """The method's own settings. Raises ValueError on a value that makes no sense."""
+    """Settings of the method. Raises ValueError for an invalid value."""
 
-    distill: str = option("segd", "what teaches an exit: nothing, the last exit or the next one", choices=DISTILL)
-    temperature: float = option(2.0, "T of Eq. 5; the paper tries 2, 10 and 20", above=0, unused_when=UNTAUGHT)
+    distill: str = option(
+        "segd", "teacher of an exit: none (vanilla), the last exit (kd) or the next one (segd)", choices=DISTILL
+    )
+    temperature: float = option(
+        2.0, "temperature T of Eq. 5; the paper tries 2, 10 and 20", above=0, unused_when=WITHOUT_TEACHER
+    )
     weight: float = option(
-        0.95, "share of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, unused_when=UNTAUGHT
+        0.95, "weight of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, unused_when=WITHOUT_TEACHER
     )
     t_squared: bool = option(
-        False, "multiply the distillation loss by T squared, which the paper does not", unused_when=UNTAUGHT
+        False, "distillation loss times T squared; the paper does not multiply it", unused_when=WITHOUT_TEACHER
     )
-    rank: int = option(8, "of the adapters", least=1)
-    alpha: float = option(16.0, "adapters are scaled by alpha / rank", above=0)
+    rank: int = option(8, "rank of the adapters", least=1)
+    alpha: float = option(16.0, "scale of the adapters: their output is multiplied by alpha / rank", above=0)
     targets: tuple[str, ...] = option(
         ("query", "value"),
-        f"projections with adapters, of {', '.join(TARGETS)}",
+        f"projections that get adapters, some of {', '.join(TARGETS)}",
         choices=tuple(TARGETS),
     )
 
@@ -94,7 +99,7 @@ class Config(Settings):
         check_lora(self.rank, self.alpha, self.targets)
 
     def teacher_of(self, k: int, last: int) -> int | None:
-        """The exit that teaches exit k, or None."""
+        """The index of the teacher of exit k, or None. last: the index of the last exit."""
         if self.distill == "vanilla" or k == last:
             return None
         return last if self.distill == "kd" else k + 1
@@ -102,14 +107,14 @@ class Config(Settings):
 
 # ---- Equations ----
 def adapted_weight(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Eq. 2, W + A B in one weight: weight (O, I), A (I, m), B (m, O) -> (O, I)."""
+    """Eq. 2, W + A B as one weight: weight (O, I), A (I, m), B (m, O) -> (O, I)."""
     return weight + scale * (A @ B).T
 
 
 def exit_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, config: Config) -> Tensor:
-    """Eq. 3 where there is no teacher, else Eq. 4: the loss of one exit, the mean over rows.
+    """Eq. 3 without a teacher, else Eq. 4: the loss of one exit, the mean over examples.
 
-    logits (B, C), labels (B,), teacher (B, C): the logits of the exit that teaches.
+    logits (B, C), labels (B,), teacher (B, C): the logits of the teacher.
     """
     hard = task_loss(logits, labels)
     if teacher is None:
@@ -119,7 +124,7 @@ def exit_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, config: Co
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_squared: bool = False) -> Tensor:
-    """KL(teacher, student) of Eq. 4, the mean over rows; logits (B, C). A squared error where C = 1."""
+    """KL(teacher, student) of Eq. 4, the mean over examples; logits (B, C). A squared error if C = 1."""
     if student.shape[1] == 1:
         return F.mse_loss(student.float(), teacher.float())
     teacher, student = log_soft_label(teacher, temperature), log_soft_label(student, temperature)
@@ -128,13 +133,13 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_sq
 
 
 def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
-    """Eq. 5, its logarithm: (B, C) -> (B, C), in float32."""
+    """The logarithm of Eq. 5: (B, C) -> (B, C), in float32."""
     return F.log_softmax(logits.float() / temperature, dim=-1)
 
 
 # ---- Model ----
 class LoRAExits(ExitModel):
-    """A frozen backbone; for each exit adapters in the layers up to it, and a head."""
+    """A frozen backbone; each exit has adapters in the layers up to it, and a head."""
 
     holds_backbone = False
     policy = None
@@ -152,9 +157,9 @@ class LoRAExits(ExitModel):
     ):
         super().__init__()
         check_lora(rank, alpha, targets)
-        if strange := [target for target in targets if target not in backbone.projections]:
-            kind, there = backbone.config.model_type, ", ".join(backbone.projections)
-            raise ValueError(f"targets of a {kind} must be some of {there}, got {', '.join(strange)}")
+        if unknown := [target for target in targets if target not in backbone.projections]:
+            kind, known = backbone.config.model_type, ", ".join(backbone.projections)
+            raise ValueError(f"targets of a {kind} must be some of {known}, got {', '.join(unknown)}")
         self.exits = check_exits(exits, backbone.config.num_hidden_layers)
         self.num_labels, self.pool = num_labels, pool
         self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)
@@ -164,7 +169,10 @@ class LoRAExits(ExitModel):
         self.starts = (0, *self.exits)
 
     def _adapters_of(self, layer: int) -> nn.ModuleList:
-        """One ModuleDict for each stored layer of 1 .. layer: target -> LowRank."""
+        """The adapters of one exit: a ModuleDict (target -> LowRank) for each stored layer up to the exit.
+
+        ALBERT stores one layer, which it runs again and again: one ModuleDict then.
+        """
         stored = self.backbone.layers[:layer]
         return nn.ModuleList(
             nn.ModuleDict({target: self._adapter(each, target) for target in self.targets}) for each in stored
@@ -196,14 +204,15 @@ class LoRAExits(ExitModel):
     def ragged(
         self, exit_of_row: Sequence[int], input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
     ) -> Tensor:
-        """Logits (B, C) of each row at an exit of its own, exit_of_row (B,) from 0, in one pass through the layers.
+        """Logits (B, C) of rows that exit at different exits, exit_of_row (B,) from 0, in one pass through the layers.
 
-        This is what a server runs whose requests have reached different exits. Rows are sorted by exit, so that the
-        segments of Eq. 6 are of unequal length, and go no deeper than their exit.
+        A server needs this for requests that have reached different exits. Rows are sorted by exit, so the segments of
+        Eq. 6 have unequal lengths. No row runs deeper than its exit.
         """
         K, exit_of_row = len(self.exits), np.asarray(exit_of_row)
         if exit_of_row.shape != (len(input_ids),) or exit_of_row.min() < 0 or exit_of_row.max() >= K:
             raise ValueError(f"expected exits from 0 to {K - 1} of {len(input_ids)} rows, got {exit_of_row.tolist()}")
+        # The first rows are those of the first exit. Exit k drops its rows; streams k + 1 .. K - 1 go on, in order.
         order = torch.from_numpy(exit_of_row.argsort(kind="stable")).to(input_ids.device)
         counts = np.bincount(exit_of_row, minlength=K).tolist()
         streams, logits = self.streams(0, K), []
@@ -212,28 +221,28 @@ class LoRAExits(ExitModel):
         for k in range(exit_of_row.max() + 1):
             adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
             hidden = self.backbone.run_layers(hidden, context, self.starts[k], self.exits[k], adapt)
-            rows, here = (
-                torch.arange(len(hidden), device=hidden.device),
-                counts[k],
-            )  # the first rows are those of exit k
+            rows, here = torch.arange(len(hidden), device=hidden.device), counts[k]
             logits.append(self.heads[k](hidden[:here], context.keep(rows[:here]).padding))
             hidden, context = hidden[here:], context.keep(rows[here:])
-        return torch.cat(logits)[order.argsort()]  # in the order of the inputs again
+        return torch.cat(logits)[order.argsort()]  # back in the order of the inputs
 
     def segments(self, schedule: Sequence[Sequence[int]] | None = None) -> LoRASegments:
-        """What early_exit drives; restart by default."""
+        """The segments that early_exit runs; the schedule is restart by default."""
         return LoRASegments(self, schedule or restart(len(self.exits)))
 
     def schedule(self, name: str) -> list[list[int]]:
-        """The one of a name, restart or parallel: which streams start together."""
+        """The schedule with this name, restart or parallel: which streams start together."""
         return {"restart": restart, "parallel": parallel}[name](len(self.exits))
 
     def cheapest_schedule(self, batch_size: int, tokens: int, reach: np.ndarray) -> list[list[int]]:
-        """The fastest schedule on this machine for rows of so many tokens. reach (K,): see lora_exits_streams.py."""
+        """The fastest schedule on this machine for a batch of rows with that many tokens.
+
+        reach (K,): the share of rows that reach each exit.
+        """
         return cheapest_schedule(measure_costs(self, batch_size, tokens), reach)
 
     def own_state(self) -> dict[str, Tensor]:
-        """Heads: adapters stand in PEFT's layout beside them."""
+        """The heads; adapters are saved in PEFT's layout (save_parts)."""
         return {name: value for name, value in self.state_dict().items() if name.startswith("heads.")}
 
     def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
@@ -243,14 +252,14 @@ class LoRAExits(ExitModel):
         load_adapters(self, folder, digests)
 
     def merged(self, k: int) -> RowExits:
-        """Exit k alone, its adapters folded into the weights: a plain model of e_k layers, at the cost of those."""
+        """Exit k alone, its adapters merged into the weights: a plain model of e_k layers."""
         small = self.backbone.first_layers(self.exits[k])
         with torch.no_grad():
             for layer, adapters in zip(small.layers, self.adapters[k]):
                 for target, pair in adapters.items():
                     weight = getattr(layer, TARGETS[target][0]).weight[columns_of(layer, target)]
                     weight.copy_(adapted_weight(weight, pair.A, pair.B, self.scale))
-        with torch.random.fork_rng():  # what is drawn is overwritten
+        with torch.random.fork_rng():  # its head is replaced below, and must not advance the random state
             model = RowExits(small, (self.exits[k],), self.num_labels, self.pool)
         model.heads[0] = deepcopy(self.heads[k])
         return model.eval()
@@ -258,7 +267,7 @@ class LoRAExits(ExitModel):
 
 # ---- Recipe ----
 def recipe(model: LoRAExits, config: Config) -> list[Stage]:
-    """One stage an exit, the last one first."""
+    """One stage per exit, the last exit first: it has to be trained before it teaches."""
     last = len(model.exits) - 1
     return [_stage(model.exits[k], k, config.teacher_of(k, last), config) for k in range(last, -1, -1)]
 
@@ -272,13 +281,13 @@ def _stage(layer: int, k: int, teacher: int | None, config: Config) -> Stage:
         trainable=lambda name: name.startswith((f"adapters.{k}.", f"heads.{k}.")),
         loss=loss,
         score=lambda scores: float(scores[k]),
-        make_targets=None if teacher is None else partial(teach, k=teacher),
+        make_targets=None if teacher is None else partial(teacher_logits, k=teacher),
     )
 
 
 @torch.no_grad()
-def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
-    """The logits of exit k, frozen, on all rows: (N, C). Computed once: they stay while the student learns."""
+def teacher_logits(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
+    """The logits of exit k on all examples, (N, C). Computed once per stage, because the teacher is frozen."""
     device = next(model.parameters()).device
     logits = np.empty((len(data), model.num_labels), np.float32)
     for rows in batches(data.encoded, TEACHER_BATCH):
@@ -288,7 +297,7 @@ def teach(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
 
 
 def build(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> LoRAExits:
-    """The model with the adapters that the settings ask for."""
+    """The model with the adapters of the settings."""
     shape = {"rank": config.rank, "alpha": config.alpha, "targets": config.targets}
     return LoRAExits(backbone, exits, num_labels, pool, **shape)
 
@@ -298,6 +307,6 @@ METHOD = Method(
     recipe,
     units=("rows",),
     model=build,
-    exits=2,  # each row that an exit refuses begins anew: many exits cost more passes than they save
+    exits=2,  # under restart, each exit that does not stop a row costs all its layers again: more exits save less
     defaults={"rows": {"lr": 1e-3, "head_lr": 1e-3, "epochs": 5}},
 )

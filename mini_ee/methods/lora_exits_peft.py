@@ -1,4 +1,4 @@
-"""The adapters of LoRA exits on disk: PEFT's layout, one folder an exit.
+"""The adapters of LoRAExit on disk: PEFT's layout, one folder per exit.
 
 PEFT is Hugging Face's library for adapters, and its PeftModel loads these folders (tests/test_peft.py).
 """
@@ -17,15 +17,15 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's n
 
 
 def save_adapters(model: nn.Module, folder: Path, base: str) -> dict[str, str]:
-    """Write exit_{e}/adapter_model.safetensors and adapter_config.json of a LoRAExits; returns checksums by file.
+    """Write exit_{e}/adapter_model.safetensors and adapter_config.json of a LoRAExits; return their checksums.
 
-    base: the folder or name of the backbone, for PEFT. A checksum is that of the tensors, or of the config's bytes.
+    base: the folder or name of the backbone, for PEFT. A checksum is over the tensors, or over the config's bytes.
     """
     digests = {}
     for k, layer in enumerate(model.exits):
         exit_folder = f"exit_{layer}"
         (folder / exit_folder).mkdir()
-        tensors = {  # PEFT keeps A and B transposed
+        tensors = {  # PEFT stores A and B transposed
             name: getattr(model.adapters[k][stored][target], part).T
             for (stored, target, part), name in _peft_names(model, k).items()
         }
@@ -43,9 +43,10 @@ def save_adapters(model: nn.Module, folder: Path, base: str) -> dict[str, str]:
 
 
 def load_adapters(model: nn.Module, folder: Path, digests: dict[str, str]) -> None:
-    """Read what save_adapters wrote into a LoRAExits of the same shape. A checksum that is not given is not compared.
+    """Read the files of save_adapters into a LoRAExits of the same shape.
 
-    Raises FileNotFoundError for a missing file, ValueError for what does not fit or was damaged.
+    digests: checksums by file; a file without one is not checked. Raises FileNotFoundError for a missing file,
+    ValueError for a damaged file and for adapters of another shape.
     """
     for k, layer in enumerate(model.exits):
         exit_folder = f"exit_{layer}"
@@ -65,7 +66,7 @@ def load_adapters(model: nn.Module, folder: Path, digests: dict[str, str]) -> No
 
 
 def _check_config(path: Path, expected: dict, digest: str | None) -> None:
-    """Raise where adapter_config.json is gone, edited, or says another adapter than the run's config.json."""
+    """Raise if adapter_config.json is missing or edited, or differs from the run's config.json."""
     found = read_json(path)
     if digest is not None and file_sha256(path) != digest:
         raise ValueError(f"{path}: damaged or edited: not the checksum in the run's config.json; train the run again")
@@ -78,7 +79,7 @@ def _check_config(path: Path, expected: dict, digest: str | None) -> None:
 
 
 def _peft_config(model: nn.Module, k: int) -> dict:
-    """What PEFT must know to compute exit k as we do."""
+    """The settings with which PEFT computes exit k as this project does."""
     return {
         "peft_type": "LORA",
         "r": model.rank,
@@ -103,5 +104,7 @@ def _peft_module(model: nn.Module, stored: int, target: str) -> str:
     linear, part = TARGETS[target]
     names = hugging_face_names(model.backbone.config.model_type, f"layers.{stored}.{linear}.weight")
     if len(names) == 1 and isinstance(getattr(model.backbone.layers[stored], linear), StackedLinear):
-        return f"{names[0].removesuffix('.weight')}.{target}"  # a part of one of theirs: PEFT has no name for it
+        return (
+            f"{names[0].removesuffix('.weight')}.{target}"  # Hugging Face has one linear map: PEFT names no part of it
+        )
     return names[part].removesuffix(".weight")

@@ -1,16 +1,18 @@
-"""LoRAExit, Eq. 6: rows of several exits share the product with W, and each adds its own exit's x A B.
+"""LoRAExit, Eq. 6: rows of several exits share the product with W; to each row the x A B of its own exit is added.
 
-sgmv       its second term, an operator of Punica's (Chen et al. 2023, Segmented Gather Matrix-Vector multiplication)
-Streams    the adapters of several exits, stacked as sgmv takes them; `adapt` adds them to the maps of a backbone
+Paper: see lora_exits.py. Eq. 6 as a test: tests/spec/test_1_lora_exits.py.
 
-Rows are sorted into segments, segment i computes with adapter i:
+sgmv       the second term of Eq. 6: Segmented Gather Matrix-Vector multiplication (Punica, Chen et al. 2023)
+Streams    the adapters of several exits, stacked for sgmv; `adapt` adds their output to the linear maps of a backbone
+
+Rows are sorted into segments; segment i uses adapter i:
 
     y[s_i : s_{i+1}] += scale x[s_i : s_{i+1}] A_i B_i              shrink to rank r, then expand
 
     x (N, I)   A (n, I, r)   B (n, r, O)   starts (n + 1), s_0 = 0 .. s_n = N   y (N, O): x W, the first term
 
-Segments are equal where streams carry the same rows (all exits of a batch), and unequal where each row is at an exit of
-its own (LoRAExits.ragged).
+Segments have equal lengths if all streams compute the same rows (all exits of a batch), and unequal lengths if each row
+has its own exit (LoRAExits.ragged).
 """
 
 from collections.abc import Sequence
@@ -24,13 +26,13 @@ from mini_ee.backbones.backbone import Adapt, is_traced
 from mini_ee.backbones.lora import columns_of
 from mini_ee.backbones.targets import TARGETS
 
-NARROW = 16  # columns
+NARROW = 16  # a rank below this is faster with the transposed product
 
 
 def sgmv_loop(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scale: float = 1.0) -> Tensor:
-    """The definition, one segment after the other: adds to y in place and returns it. Empty segments add nothing.
+    """The definition, segment by segment: adds to y in place and returns it. Empty segments add nothing.
 
-    y may be a part of the columns of a larger tensor. Raises ValueError where shapes or segments do not fit.
+    y may be a view of some columns of a larger tensor. Raises ValueError if shapes or segments do not fit.
     """
     _check(y, x, A, B, starts)
     for i, (start, stop) in enumerate(zip(starts, starts[1:])):
@@ -40,15 +42,15 @@ def sgmv_loop(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int],
 
 
 def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scale: float = 1.0) -> Tensor:
-    """The same, fast. Gradients flow to all four tensors.
+    """The same result, faster. Gradients flow to all four tensors.
 
-    Segments of equal length take two batched products. Others take the kernel of lora_exits_sgmv_triton.py on a GPU,
-    where launches cost most, and the loop on a CPU, where arithmetic costs most.
+    If all segments have one length, two batched products are enough. Otherwise a GPU runs the kernel of
+    lora_exits_sgmv_triton.py, because many launches are slow there, and a CPU runs the loop.
     """
     _check(y, x, A, B, starts)
-    x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast the first term is of lower precision
+    x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast y, the first term, has lower precision
     lengths = {stop - start for start, stop in zip(starts, starts[1:])}
-    if len(lengths) == 1:
+    if len(lengths) == 1:  # (N, I) -> (n, N / n, I): adapter i of A and B multiplies block i of x
         segments = len(A), *lengths
         y.unflatten(0, segments).baddbmm_(_shrink(x.unflatten(0, segments), A), B, alpha=scale)
         return y
@@ -61,7 +63,10 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
 
 
 def _shrink(x: Tensor, A: Tensor) -> Tensor:
-    """x (..., T, I) A (..., I, r). MKL takes a third of the time for the transpose where r is small and T is not."""
+    """x A: (..., T, I), (..., I, r) -> (..., T, r).
+
+    If r is small and T is not, MKL computes the transposed product (A^T x^T)^T in a third of the time.
+    """
     return (A.mT @ x.mT).mT if A.shape[-1] < NARROW <= x.shape[-2] else x @ A
 
 
@@ -69,9 +74,7 @@ def _check(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) ->
     rows, (n, inputs, rank), outputs = len(x), A.shape, B.shape[-1]
     found, expected = (x.shape, B.shape, y.shape), ((rows, inputs), (n, rank, outputs), (rows, outputs))
     if found != expected:
-        raise ValueError(
-            f"x, B and y: expected shapes {expected} beside A {tuple(A.shape)}, got {[*map(tuple, found)]}"
-        )
+        raise ValueError(f"x, B and y: expected shapes {expected} with A {tuple(A.shape)}, got {[*map(tuple, found)]}")
     ascending = all(start <= stop for start, stop in zip(starts, starts[1:]))
     if len(starts) != n + 1 or not ascending or starts[0] != 0 or starts[-1] != rows:
         raise ValueError(f"starts must ascend from 0 to {rows} with {n} segments, got {list(starts)}")
@@ -81,7 +84,7 @@ def _check(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) ->
 class Stacked(NamedTuple):
     """The adapters of n streams on one projection of one layer."""
 
-    columns: slice  # of the projection, in the output of the linear map that computes it (qkv computes three)
+    columns: slice  # where its outputs are in those of its linear map: qkv computes query, key and value in one
     A: Tensor  # (n, I, m)
     B: Tensor  # (n, m, O)
 
@@ -91,21 +94,23 @@ class Stacked(NamedTuple):
 
 
 def add_low_rank(y: Tensor, x: Tensor, adapters: Stacked, starts: Sequence[int], scale: float) -> None:
-    """Eq. 6, its second term for one projection, added in place to the first: y_i += scale x_i A_i B_i for stream i.
+    """The second term of Eq. 6 for one projection, added in place to the first: y_i += scale x_i A_i B_i for stream i.
 
     x (N, T, I), y (N, T, all outputs of the linear map). Rows starts[i] .. starts[i + 1] - 1 belong to stream i.
     """
     tokens = x.shape[1]
-    vectors = x.reshape(-1, x.shape[2])
-    outputs = y.view(-1, y.shape[2])[:, adapters.columns]  # a view, so that y itself changes
+    vectors = x.reshape(-1, x.shape[2])  # (N T, I): the tokens of a row are consecutive, so row r begins at r T
+    outputs = y.view(-1, y.shape[2])[:, adapters.columns]  # a view: sgmv changes y itself
     sgmv(outputs, vectors, adapters.A, adapters.B, [row * tokens for row in starts], scale)
 
 
 def low_rank_of_map(x: Tensor, projections: list[Stacked], outputs: int, scale: float) -> Tensor:
-    """Eq. 6, its second term for all outputs of a linear map: (n, N T / n, outputs), of n streams of equally many rows.
+    """The second term of Eq. 6 for all outputs of a linear map: (n, N T / n, outputs). For ONNX graphs, where nothing
+    is added in place. All n streams have equally many rows.
 
-    x (N, T, I). The ranks of the projections stand side by side in one A (n, I, ranks). B (n, ranks, outputs) is zero
-    outside each projection's own columns. In a graph both are put together once, when it is loaded.
+    x (N, T, I). The A of all projections are concatenated to one (n, I, ranks), the B to one (n, ranks, outputs), each
+    padded with zeros outside the columns of its projection. Both depend on weights alone: ONNX Runtime computes them
+    once, when it loads the graph.
     """
     streams = len(projections[0].A)
     A = torch.cat([stacked.A for stacked in projections], dim=2)
@@ -117,8 +122,8 @@ def low_rank_of_map(x: Tensor, projections: list[Stacked], outputs: int, scale: 
 class Streams:
     """The adapters of the exits first .. stop - 1, stacked. For a single exit they are the parameters themselves.
 
-    Streams end in the order of their exits. So a layer has adapters of the *last* streams only, and the streams that
-    are still running are always the last ones.
+    Streams end in the order of their exits. So a deep layer has adapters of the *last* streams only, and the streams
+    that are still running are always the last ones.
     """
 
     def __init__(self, model: nn.Module, first: int, stop: int):
@@ -133,9 +138,10 @@ class Streams:
         return [tensor for stacked in projections for tensor in (stacked.A, stacked.B)]
 
     def adapt(self, live: int, starts: Sequence[int] | None = None) -> Adapt:
-        """What the last `live` streams add to a linear map: (stored layer, its name, input, output) -> output.
+        """A function that adds the adapters of the last `live` streams to a linear map of the backbone:
+        (stored layer, name of the map, its input, its output) -> output.
 
-        starts (live + 1,): the batch row at which each stream begins, and the number of rows. None: streams have
+        starts (live + 1,): the batch row at which each stream begins, then the number of rows. None: all streams have
         equally many rows.
         """
 
@@ -143,7 +149,7 @@ class Streams:
             projections = [stacked.last(live) for stacked in self.layers[stored].get(name, ())]
             if not projections:
                 return y
-            if is_traced(x):  # nothing is added in place in a graph
+            if is_traced(x):  # in a graph nothing is added in place
                 return y + low_rank_of_map(x, projections, y.shape[-1], self.scale).reshape(y.shape)
             rows = starts or range(0, len(x) + 1, len(x) // live)
             for stacked in projections:
@@ -155,7 +161,7 @@ class Streams:
 
 
 def _stacked_layer(model: nn.Module, exits: nn.ModuleList, stored: int) -> dict[str, list[Stacked]]:
-    """The stacked adapters on one stored layer, of the exits that reach it: linear map -> its projections."""
+    """The stacked adapters on one stored layer, of the exits that reach it: name of a linear map -> its projections."""
     reaching = [layers[stored] for layers in exits if stored < len(layers)]
     maps = {}
     for target in model.targets:
@@ -167,5 +173,5 @@ def _stacked_layer(model: nn.Module, exits: nn.ModuleList, stored: int) -> dict[
 
 
 def _stack(factors: list[Tensor]) -> Tensor:
-    """(n, ...). A single factor is not copied, so that gradients and later changes reach the parameter."""
+    """n tensors -> (n, ...). A single one is not copied, so gradients and later changes reach the parameter."""
     return factors[0][None] if len(factors) == 1 else torch.stack(factors)

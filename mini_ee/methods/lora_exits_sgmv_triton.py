@@ -1,9 +1,9 @@
 """The product of SGMV on a GPU: x[s_i : s_{i+1}] W_i for all segments in one launch, whatever their lengths.
 
 Source: the shrink and expand kernels of Punica (Chen et al. 2023), which are this product twice: A, then B. A program
-computes ROWS x COLUMNS of the answer for one segment, and ends at once where its segment has no such rows.
+computes ROWS x COLUMNS of the output for one segment, and ends at once if its segment has no such rows.
 
-It passes its tests in Triton's interpreter and compiles for sm_80 and sm_90; no GPU was at hand to run or time it on.
+It passes its tests in Triton's interpreter and compiles for sm_80 and sm_90. It has not been run or timed on a GPU.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 64  # the least that a tensor core takes, and two cache lines of float32
+ROWS, COLUMNS = 16, 64  # the smallest tile of a tensor core, and two cache lines of float32
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def kernel(x, W, y, starts, I, O, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  #
     if first_row < stop:
         rows, columns = first_row + tl.arange(0, ROWS)[:, None], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for begin in range(0, I, COLUMNS):
+        for begin in range(0, I, COLUMNS):  # x W in blocks of the inner dimension
             inner = begin + tl.arange(0, COLUMNS)
             left = tl.load(x + rows * I + inner, mask=(rows < stop) & (inner < I), other=0.0)
             weights = W + (segment * I + inner[:, None]) * O + columns

@@ -1,10 +1,11 @@
 """LoRAExit at inference (section 3.3): which streams run side by side, what that costs, and the segments of early_exit.
 
-A stream is the computation of one exit. A schedule says which streams start together: it cuts the exits into groups of
-neighbours. One group with all exits is `parallel`, as in the paper; groups of one exit are `restart`.
+Paper: see lora_exits.py. A stream is the computation of one exit. A schedule divides the exits into groups of
+neighbours; the streams of a group start together. One group of all exits is `parallel`, as in the paper; groups of one
+exit each are `restart`.
 
-In a group k .. n all streams run through the layers 1 .. e_k together; exit k is read, its stream ends, and the others
-go on to e_{k+1}, if a row does not stop. The next group starts again from the embeddings.
+In a group k .. n all streams run through the layers 1 .. e_k together. Then exit k is read, and its stream ends. For
+the rows that do not stop, the other streams go on to e_{k+1}. The next group starts again from the embeddings.
 """
 
 import time
@@ -34,22 +35,29 @@ def restart(num_exits: int) -> list[list[int]]:
 
 
 class Costs(NamedTuple):
-    """Seconds of n streams side by side up to exit k; each array is (K, K), at [k, n - 1]."""
+    """Seconds of n streams side by side up to exit k. Each array is (K, K), indexed by [k, n - 1]."""
 
-    fresh: np.ndarray  # from the embeddings on
-    onward: np.ndarray  # from the exit before on
+    fresh: np.ndarray  # from the embeddings
+    onward: np.ndarray  # from the exit before
 
 
 def _group_seconds(group: Sequence[int], costs: Costs, reach: np.ndarray) -> float:
-    """Expected seconds of a group for one row. reach (K,): the probability that no exit before k stopped the row."""
+    """Expected seconds of a group for one row. reach (K,): the probability that no exit before k stopped the row.
+
+    Exit k runs the streams k .. last side by side: from the embeddings if it is the first of its group.
+    """
     first, last = group[0], group[-1]
     seconds = [(costs.fresh if k == first else costs.onward)[k, last - k] for k in group]
     return float(reach[first : last + 1] @ seconds)
 
 
 def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
-    """The adaptive schedule: the one with the least expected time, by dynamic programming over its last group."""
-    best = [(0.0, [])]  # at index `stop`: seconds and schedule of the exits before `stop`
+    """The adaptive schedule: the one with the least expected time.
+
+    Dynamic programming: the best schedule of the exits before `stop` is some last group first .. stop - 1 after the
+    best schedule of the exits before `first`.
+    """
+    best = [(0.0, [])]  # index `stop`: expected seconds and schedule of the exits before `stop`
     for stop in range(1, len(reach) + 1):
         groups = [list(range(first, stop)) for first in range(stop)]
         options = [(best[group[0]][0] + _group_seconds(group, costs, reach), group) for group in groups]
@@ -59,7 +67,7 @@ def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
 
 
 def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 7) -> Costs:
-    """Costs of rows of so many tokens on this machine: medians over rounds, in each of which every case runs once."""
+    """Costs of a batch with that many tokens on this machine: medians over rounds; a round runs every case once."""
     K = len(model.exits)
     seconds = np.zeros((1 + rounds, 2, K, K))  # the first round warms up
     with torch.inference_mode():
@@ -85,8 +93,8 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
 class LoRAState(NamedTuple):
     """The rows still in the model, in all their streams."""
 
-    embedded: Tensor  # (B, T, D), for groups that have not started
-    hidden: Tensor | None  # (n, B, T, D), the running streams: first that of the exit that was reached last
+    embedded: Tensor  # (B, T, D), from which the next group starts
+    hidden: Tensor | None  # (n, B, T, D), the running streams; the first is that of the exit just reached
     context: LayerContext
 
     def keep(self, rows: np.ndarray) -> "LoRAState":
@@ -112,13 +120,13 @@ class LoRASegments(RowSegments):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all weights in memory: the model's parameters, and the copies of adapters that are stacked."""
+        """Bytes of all weights in memory: the model's parameters, and the copies in stacked adapters."""
         stacked = (tensor for streams in self._streams.values() for tensor in streams.tensors)
         storages = [tensor.untyped_storage() for tensor in (*self.model.parameters(), *stacked)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def whole(self) -> Segments:
-        """The last exit alone, its adapters folded in."""
+        """The last exit alone, its adapters merged into the weights."""
         return self.model.merged(len(self.exits) - 1).segments()
 
     def start(self, inputs) -> LoRAState:
@@ -126,14 +134,16 @@ class LoRASegments(RowSegments):
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         group = self._group[k]
-        if k == group[0]:  # all streams of the group start from the same embeddings
+        if (
+            k == group[0]
+        ):  # the group begins: all its streams start from the same embeddings, which expand does not copy
             start, hidden = 0, state.embedded.expand(len(group), *state.embedded.shape)
         else:  # the stream of exit k - 1 has ended
             start, hidden = self.exits[k - 1], state.hidden[1:]
         context = state.context.repeat(len(hidden))
-        graph = is_traced(hidden)  # a graph knows parameters by name, so adapters are stacked in it
+        graph = is_traced(hidden)  # a graph knows parameters by name only, so it stacks the adapters itself
         streams = self.model.streams(group[0], group[-1] + 1) if graph else self._streams[group[0]]
-        adapt = streams.adapt(len(hidden))
+        adapt = streams.adapt(len(hidden))  # the streams still running are the last ones of the group
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), context, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.context)
 
