@@ -322,7 +322,7 @@ def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
 def test_its_tokens_are_no_rows_for_a_datastore(trained, task_folder, tmp_path, capsys):
     argv = ("train", "raee", "--model", trained.folder, "--task", task_folder, "--out", tmp_path / "raee")
     assert main([*map(str, argv)]) == 2
-    assert "holds a decoder, whose tokens have no labels; give a classifier's run" in capsys.readouterr().err
+    assert "contains a decoder, whose tokens have no labels; give the run of a classifier" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -589,12 +589,12 @@ def test_the_exits_of_a_prompt_are_those_that_are_asked_for(capsys, tmp_path, ch
     message = "exits must ascend from at least 1 and end at the last layer, 3, got 3,2"
     assert message in refused(capsys, "train", "raee", *through, "--exits", "3,2")
     for option, value in (("--exits", "3"), ("--lr", "1")):
-        message = f"{option} is that of {base}, a trained run"
+        message = f"{option} is set by {base}, a trained run"
         assert message in refused(capsys, "train", "raee", "--model", base, *options, option, value)
-    assert "--lr is for fine-tuning on a few rows: give --shots too" in refused(
+    assert "--lr is for fine-tuning on a few examples: give --shots too" in refused(
         capsys, "train", "raee", *through, "--lr", "1"
     )
-    message = "--layer says which of the model's own states are the queries: leave it out, or --encoder"
+    message = "--layer selects the states of the model that are the queries: leave out --layer or --encoder"
     queries = ("--layer", 1, "--encoder", checkpoint_folder)
     assert message in refused(capsys, "train", "raee", *through, *queries)
     for option in ("--pool", "--head-lr", "--max-loss", "--confidence"):
@@ -792,7 +792,9 @@ def test_words_that_are_no_pairs_are_told(capsys, tmp_path):
 
 def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path, base, prompted, task_folder):
     run = ("--model", base, "--task", task_folder, "--out", tmp_path / "out")
-    assert "--shots is for a checkpoint, read by a prompt" in refused(capsys, "train", "raee", *run, "--shots", 2)
+    assert "--shots is for a checkpoint that is read through a prompt" in refused(
+        capsys, "train", "raee", *run, "--shots", 2
+    )
     assert "is a trained run, which has heads" in refused(capsys, "train", "raee", *run, *TERRIBLE)
     message = "mini-ee train joint: unrecognized arguments: --template"
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)

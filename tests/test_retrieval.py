@@ -349,7 +349,7 @@ def test_a_datastore_with_the_names_of_old_is_told(tmp_path):
     manifest = read_manifest(tmp_path)
     manifest["files"] = {"index.1.hnsw": "0", "entries.1.safetensors": "0"}
     write_json(tmp_path / "manifest.json", manifest)
-    with pytest.raises(ValueError, match="an older mini_ee built it, which gave its files other names; build it again"):
+    with pytest.raises(ValueError, match="built by an older mini_ee, which used other file names; build it again"):
         Datastore.load(tmp_path, ENCODER)
 
 
@@ -376,7 +376,7 @@ def test_an_index_that_the_disk_has_no_room_for_is_told_and_the_old_datastore_st
 
     store = filled(50)
     monkeypatch.setattr(store._shards, "indexes", [HalfWritten(store._shards.indexes[0])])
-    with pytest.raises(OSError, match=r"index.hnsw.next: could not be written whole; make room"):
+    with pytest.raises(OSError, match=r"index.hnsw.next: could not be written completely; make room"):
         store.save(tmp_path)
     assert equal(Datastore.load(tmp_path, ENCODER), filled(60))
 

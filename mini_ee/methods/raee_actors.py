@@ -1,10 +1,10 @@
-"""A datastore whose shards are Ray actors (the extra `ray`), each on whichever machine has room. No torch.
+"""RAEE's datastore with shards that are Ray actors (the extra `ray`), each on a machine with free resources. No torch.
 
     ray.init()
     store = ActorDatastore.load(folder, encoder)
 
-Everything else is as in raee_shards.py: all shards are searched at once and the results merged. A machine without the
-folder under the same path can neither load nor save its shard.
+Everything else is as in raee_shards.py: all shards are searched at once and the results merged. Every machine needs the
+folder under the same path, to load and to save its shard.
 """
 
 import hnswlib
@@ -23,7 +23,7 @@ class _IndexActor:
 
 
 class _RemoteIndex:
-    """Stands in for an hnswlib.Index. The actor ends when nothing refers to this object any more."""
+    """Behaves like an hnswlib.Index. The actor ends when nothing refers to this object any more."""
 
     def __init__(self, dimension: int):
         self._actor = ray.remote(num_cpus=0)(_IndexActor).remote(dimension)
@@ -33,13 +33,13 @@ class _RemoteIndex:
 
 
 class ActorShards(Shards):
-    """Each index in an actor. Errors are hnswlib's; ray.exceptions.RayActorError if an actor has died."""
+    """Each index in an actor. Raises the errors of hnswlib, and ray.exceptions.RayActorError if an actor has died."""
 
     def _new(self) -> _RemoteIndex:
         return _RemoteIndex(self.dimension)
 
 
 class ActorDatastore(Datastore):
-    """A datastore with such shards. One that has lost an actor is loaded again."""
+    """A datastore with such shards. If it has lost an actor, load it again."""
 
     sharded = ActorShards

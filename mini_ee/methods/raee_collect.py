@@ -1,8 +1,8 @@
-"""RAEE's collection: which examples raee.collect runs over, and the run folder that it makes.
+"""RAEE's collection: the examples on which raee.collect runs, and the run folder that it writes.
 
 The exits are those of a trained run, or every layer of a checkpoint that is read through a prompt.
 
-Source: RAEE (see raee.py), Algorithm 3.1. `few_shot` is LM-BFF's prompt-based fine-tuning (Gao et al. 2021).
+Paper: RAEE (see raee.py), Algorithm 3.1. `few_shot` is LM-BFF's prompt-based fine-tuning (Gao et al. 2021).
 """
 
 import shutil
@@ -35,32 +35,36 @@ from mini_ee.training.stages import Stage, task_loss
 from mini_ee.training.state import STATE, Saved
 from mini_ee.training.train import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
 
-BATCH_SIZE = 32  # of the collection
+BATCH_SIZE = 32  # in which examples are collected
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")
 OF_SHOTS = ("epochs", "lr", "batch_size", "warmup", "weight_decay", "clip", "precision")
 
 
 def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) -> Run:
-    """Collect from a run's exits (class-head mode), or from a checkpoint's (prompt mode), and write the run.
+    """Collect at the exits of a run (class-head mode) or of a checkpoint (prompt mode), and write the new run.
 
-    The datastore holds the rows that no exit was trained on, or max_train of them: on its own training rows nearly
-    every exit is right. A killed collection goes on where it was, with or without `resume`.
-    rule: of the new run, Retrieval. collect: Algorithm 3.1, raee.collect.
+    The datastore contains the examples on which no exit was trained, or max_train of them, because nearly every exit is
+    right on its own training examples. An interrupted collection continues, with or without `resume`.
+    rule: Retrieval, the rule of the new run. collect: Algorithm 3.1, raee.collect.
     """
     _check_given(request)
     unfinished = training_folder(request.out)
-    Shards(1, request.config.shards, m=2, ef_construction=1, ef=1)  # if hnswlib is missing, say so first
+    Shards(1, request.config.shards, m=2, ef_construction=1, ef=1)  # fails first if hnswlib is missing
     with nullcontext() if ranks.rank() else sole_writer(unfinished):
         base = _base_run(request)
         if ranks.rank() == 0:
             run = load_run(base)
             say_left_out(run.model.backbone, request.model, say)
             say_beyond(run.tokenizer, run.model.backbone, request.model, say)
-            if run.generates:
-                raise WrongArguments(f"{base}: holds a decoder, whose tokens have no labels; give a classifier's run")
+            if run.unit == "tokens":
+                raise WrongArguments(
+                    f"{base}: contains a decoder, whose tokens have no labels; give the run of a classifier"
+                )
             check_task(run, request.task, base)
             if not run.label_names:
-                raise ValueError(f"{base}: a regression run, of which no exit is right or wrong; give one with classes")
+                raise ValueError(
+                    f"{base}: a regression run, whose exits are neither right nor wrong; give a run with classes"
+                )
             metrics = _build_datastore(request, run, collect)
             _write_run(request, run, rule, metrics)
             shutil.rmtree(unfinished)
@@ -78,20 +82,22 @@ def _check_given(request: Request) -> None:
                 raise WrongArguments(f"--{name.replace('_', '-')} {why}")
 
     if is_run(model):
-        refuse(OF_PROMPTS, f"is for a checkpoint, read by a prompt; {model} is a trained run, which has heads")
-        refuse(("exits", "max_length", *OF_SHOTS), f"is that of {model}, a trained run")
+        refuse(
+            OF_PROMPTS, f"is for a checkpoint that is read through a prompt; {model} is a trained run, which has heads"
+        )
+        refuse(("exits", "max_length", *OF_SHOTS), f"is set by {model}, a trained run")
     elif request.config.shots is None:
-        refuse(OF_SHOTS, "is for fine-tuning on a few rows: give --shots too")
+        refuse(OF_SHOTS, "is for fine-tuning on a few examples: give --shots too")
     if "encoder" in given:
-        refuse(("layer",), "says which of the model's own states are the queries: leave it out, or --encoder")
+        refuse(("layer",), "selects the states of the model that are the queries: leave out --layer or --encoder")
 
 
 def _base_run(request: Request) -> Path:
-    """The run whose exits are collected: request.model, or one that reads this checkpoint through a prompt."""
+    """The run at whose exits values are collected: request.model, or a run that reads it through a prompt."""
     if is_run(request.model):
         _refuse_state(training_folder(request.out))
         return request.model
-    backbone = load_backbone(request.model)  # checked before anything is trained, as the queries are
+    backbone = load_backbone(request.model)  # checked before anything is trained; so is the encoder of the queries
     if not backbone.has_lm_head:
         raise WrongArguments(
             f"{request.model}: {backbone.no_lm_head()}, or train heads on it first (mini-ee train joint) and "
@@ -102,12 +108,12 @@ def _base_run(request: Request) -> Path:
 
 
 def _query_source(config) -> dict:
-    """Where the queries come from, as open_encoder takes it."""
+    """The source of the queries, as open_encoder takes it."""
     return {"layer": config.layer, "encoder": None if config.encoder is None else str(Path(config.encoder).resolve())}
 
 
 def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
-    """Algorithm 3.1: write the datastore beside the unfinished training. Returns what metrics.json will hold."""
+    """Algorithm 3.1: write the datastore into the folder of the unfinished training. Returns the metrics of the run."""
     rows = untrained_rows(run, request.task)
     if request.common.max_train is not None:
         rows = subset(rows, request.common.max_train, request.seed)
@@ -116,7 +122,7 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
     values = collect(run.segments(), encoded, rows.labels, BATCH_SIZE, progress="collecting")
     folder = training_folder(request.out) / "datastore"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)  # of a collection that was killed before its run was written
+    shutil.rmtree(folder, ignore_errors=True)  # left by a collection that was killed before its run was written
     collected = Collected(encoded, values, rows.labels, run.exits, request.config.shards)
     store = build(folder, embed.name, embed, collected, progress="indexing")
     return {
@@ -131,7 +137,7 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
 
 def _write_run(request: Request, run: Run, rule: Rule, metrics: dict) -> None:
     """The base run with the new datastore, rule and settings, in request.out."""
-    config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # of the base's own rule
+    config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # those of the base's rule
     source, prompts = _query_source(request.config), request.config.prompts
     settings = asdict(request.config) | {"encoder": source["encoder"], "max_train": request.common.max_train}
     settings["prompts"] = None if prompts is None else str(Path(prompts).resolve())
@@ -147,9 +153,10 @@ def _write_run(request: Request, run: Run, rule: Rule, metrics: dict) -> None:
 
 
 def untrained_rows(run: Run, task: Task) -> Split:
-    """The rows of train that no exit of a run was trained on; after few shots, nor those that chose its best epoch.
+    """The examples of train on which no exit of a run was trained; after few-shot fine-tuning also without those that
+    selected its best epoch.
 
-    Raises WrongArguments where that is not known.
+    Raises WrongArguments if they are not known.
     """
     train = task.split("train")
     if not trained_on(run, task):
@@ -168,11 +175,12 @@ def untrained_rows(run: Run, task: Task) -> Split:
 
 
 def prompt_run(request: Request) -> Path:
-    """A checkpoint as a run whose exits are layers, read through its own head; written beside the unfinished training.
+    """A checkpoint as a run: each layer is an exit, read through the checkpoint's own head. Returns its folder, inside
+    that of the unfinished training.
 
-    With shots the backbone is fine-tuned on so many rows of each class first, its best epoch chosen on as many others.
-    With include_embeddings layer 0 is an exit too. Raises ValueError for a prompt that does not fit the model or the
-    task, and if a killed one was started with other settings.
+    shots: the backbone is first fine-tuned on this many examples of each class; as many others select the best epoch.
+    include_embeddings: layer 0 is an exit too. Raises ValueError for a prompt that does not fit the model or the task,
+    and if an interrupted run was started with other settings.
     """
     config, task, unfinished = request.config, request.task, training_folder(request.out)
     prompt = chosen_prompt(request)
@@ -199,7 +207,7 @@ def prompt_run(request: Request) -> Path:
 
 
 def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer, source: dict) -> list[dict]:
-    """Train on the shots, in place; the record of every epoch."""
+    """Train on the shots, in place. Returns the record of every epoch."""
     task, unfinished = request.task, training_folder(request.out)
     shots = draw_shots(task.split("train"), task.num_labels, request.config.shots, request.seed)[:2]
     data = [RowData(encode(tokenizer, part.texts, model.backbone), part.labels, task) for part in shots]
@@ -213,7 +221,7 @@ def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer
 
 
 def few_shot(model: PromptModel) -> list[Stage]:
-    """LM-BFF's prompt-based fine-tuning: all of the backbone learns from cross-entropy over the label words."""
+    """LM-BFF's prompt-based fine-tuning: the whole backbone learns from the cross-entropy over the label words."""
     return [
         Stage(
             name="prompt",
@@ -244,7 +252,7 @@ def chosen_prompt(request: Request) -> Prompt:
 
 
 def _refuse_state(state_folder: Path) -> None:
-    """Raise FileExistsError if there is a training that could go on."""
+    """Raise FileExistsError if the folder has a training that can be resumed."""
     if (state_folder / STATE).exists():
-        what = "an unfinished training is there, and it is no collection"
+        what = "an unfinished training is there, and it is not a collection"
         raise FileExistsError(f"{state_folder}: {what}; remove it or name another folder")

@@ -1,13 +1,14 @@
-"""What `mini-ee evaluate` measures of RAEE: controls beside its figure, its tables, and the neighbours that vote.
+"""What `mini-ee evaluate` measures for RAEE: controls, the tables of the paper, and the neighbours that vote.
 
-knn_labels                 the class that most neighbours have: what the embeddings know without the exits
-best_single_exit           one exit for all rows
-shuffled_plan              RAEE's exits, given to rows at random
+knn_labels                 the majority label of the neighbours: how far embeddings alone get, without exits
+best_single_exit           one exit for all examples
+shuffled_plan              RAEE's exits, assigned to examples at random
 earliest_right_exit        the oracle
-ablation                   the paper's Tables 2 to 4: by k, and by how much of the datastore is used
-retrieved                  the paper's Tables 9 and 10: each row's neighbours and their votes
+ablation                   the paper's Tables 2 to 4: by k, and by the part of the datastore that is used
+retrieved                  the paper's Tables 9 and 10: the neighbours of each example and their votes
 
-`rule` is raee.Retrieval with a datastore; `recorded` every exit of the N rows, as `record` returns it. No torch here.
+Paper: see raee.py. `rule` is raee.Retrieval with a datastore; `recorded` has every exit of the N examples, as `record`
+returns it. No torch here.
 """
 
 from collections.abc import Iterator
@@ -21,35 +22,35 @@ from mini_ee.methods.raee_datastore import Datastore, Neighbours
 from mini_ee.recording import Record, summary
 from mini_ee.rules import Planned, Rule
 
-SHUFFLES = 10  # plans of random layers whose mean is reported
+SHUFFLES = 10  # number of shuffled plans, whose mean is reported
 
 KS, SHARES, WITHOUT = (2, 4, 8, 12, 16, 20), (0.2, 0.5, 1.0), "w/o"  # Tables 3, 4 and 2
 
 
 # ---- The controls ----
 def knn_labels(labels: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """The neighbours' labels (B, k), nearest first -> the class that most of them have (B,), the nearest of equals.
+    """Majority vote: the labels of the neighbours (B, k), nearest first -> classes (B,). A tie goes to the nearest.
 
-    weights: what each neighbour's vote counts (B, k), in place of 1.
+    weights: the weight of each vote (B, k), by default 1.
     """
     weights = np.ones(labels.shape) if weights is None else weights
     same = labels[:, :, None] == labels[:, None, :]
-    votes = (same * weights[:, None, :]).sum(axis=2)  # (B, k): the votes for each neighbour's class
+    votes = (same * weights[:, None, :]).sum(axis=2)  # (B, k): for each neighbour, the votes for its class
     return np.take_along_axis(labels, votes.argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
 def best_single_exit(values: np.ndarray) -> int:
-    """(N, K) collected values -> the exit that is right most often, the earliest of equals."""
+    """Collected values (N, K) -> the exit that is right most often, the earliest of equal exits."""
     return int((values > 0).sum(axis=0).argmax())
 
 
 def shuffled_plan(plan: np.ndarray, seed: int) -> np.ndarray:
-    """The same exits given to rows at random: the same mean depth, and no knowledge of the row."""
+    """The same exits, assigned to examples at random: the same mean depth without knowledge of the example."""
     return np.random.default_rng(seed).permutation(plan)
 
 
 def earliest_right_exit(right: np.ndarray) -> np.ndarray:
-    """The oracle: (N, K) bool -> the first exit that is right (N,), the last if none is."""
+    """The oracle: (N, K) bool -> the first exit that is right (N,), the last exit if none is."""
     return np.where(right.any(axis=1), right.argmax(axis=1), right.shape[1] - 1)
 
 
@@ -62,11 +63,11 @@ def controls(
     batch_size: int,
     seed: int = 0,
 ) -> dict[str, dict]:
-    """The figures to compare RAEE's with on the same N rows, under the keys of the JSON answers.
+    """Scores to compare with RAEE's on the same N examples, under the keys of the JSON output.
 
-    knn_labels         the neighbours' labels alone; its layers are the share of FLOPs that the queries take
-    knn_weighted       the same, each vote weighted by Eq. 5 as RAEE's are
-    best_single_layer  the one exit that is right most often on the collected rows
+    knn_labels         majority vote of the neighbours; its layers are the queries' share of all FLOPs
+    knn_weighted       the same, each vote weighted by Eq. 5 as in RAEE
+    best_single_layer  the one exit that is right most often on the collected examples
     random_layers      RAEE's exits shuffled: the mean over SHUFFLES, and `spread`, the standard deviation
     oracle             the earliest exit that is right
     full_model         the last exit
@@ -110,10 +111,10 @@ def ablation(
     batch_size: int,
     seed: int = 0,
 ) -> list[dict]:
-    """RAEE's figure on N rows, one dict for each k (Table 3) and each part of the datastore (Table 4).
+    """RAEE's scores on N examples, one dict for each k (Table 3) and each part of the datastore (Table 4).
 
-    database: the share of the collected rows, drawn with the seed, or WITHOUT those that the full model gets wrong
-    (Table 2).
+    database: the share of the collected examples, drawn with the seed, or WITHOUT the examples that the full model gets
+    wrong (Table 2).
     """
     queries, cost = embed_all(rule, encoded, batch_size)
     points = []
@@ -127,7 +128,7 @@ def ablation(
 
 
 def parts_of(store: Datastore, seed: int) -> Iterator[tuple[str, Datastore]]:
-    """The datastores of Tables 4 and 2 with their names; without the last if the full model gets every row wrong."""
+    """The datastores of Tables 4 and 2 with their names. The last is left out if the full model is always wrong."""
     order = np.random.default_rng(seed).permutation(len(store))
     parts = {f"{share:.0%}": order[: max(1, round(share * len(store)))] for share in SHARES}
     parts[WITHOUT] = np.flatnonzero(full_model_is_right(store.values))
@@ -137,14 +138,14 @@ def parts_of(store: Datastore, seed: int) -> Iterator[tuple[str, Datastore]]:
 
 
 def full_model_is_right(values: np.ndarray) -> np.ndarray:
-    """(N, K) values -> (N,) bool: the rows in the datastore of Table 2's "w/o"."""
+    """Values (N, K) -> (N,) bool: the examples in the datastore of Table 2's "w/o"."""
     return values[:, -1] > 0
 
 
 def retrieved(rule: Rule, encoded: Encoded, batch_size: int) -> list[dict]:
-    """Each row's neighbours in the datastore, and the exit that they choose (Tables 9 and 10): one dict a row.
+    """The neighbours of each example and the exit that they choose (Tables 9 and 10): one dict per example.
 
-    layer: of the exit. neighbours, nearest first: text, label, weight by Eq. 5, and the layers that it votes for.
+    layer: that of the exit. neighbours, nearest first: text, label, weight by Eq. 5, and the layers that it votes for.
     """
     store, exits = rule.datastore, np.array(rule.datastore.exits)
     near = store.search(embed_all(rule, encoded, batch_size)[0], rule.k)
@@ -154,15 +155,15 @@ def retrieved(rule: Rule, encoded: Encoded, batch_size: int) -> list[dict]:
         about = {"text": store.texts[row], "label": int(store.labels[row])}
         return about | {"weight": float(weight), "votes": exits[vote > 0].tolist()}
 
-    answers = []
+    found = []
     for i, layer in enumerate(layers.tolist()):
         voters = zip(near.rows[i], weights[i], votes[i])
-        answers.append({"layer": layer, "neighbours": [neighbour(*voter) for voter in voters]})
-    return answers
+        found.append({"layer": layer, "neighbours": [neighbour(*voter) for voter in voters]})
+    return found
 
 
 def embed_all(rule: Rule, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:
-    """The embeddings of all rows, (N, D), and the mean FLOPs of a row's plan."""
+    """The embeddings of all examples, (N, D), and the mean FLOPs of the plan of one."""
     queries, flops = np.empty((len(encoded), rule.datastore.dimension), np.float32), 0.0
     for rows in batches(encoded, batch_size):
         inputs = encoded.batch(rows)

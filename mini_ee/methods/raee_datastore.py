@@ -1,11 +1,11 @@
-"""RAEE's datastore: the embedding of each collected row, its values, label and text; search for nearest neighbours.
+"""RAEE's datastore: the embedding, values, label and text of each collected example; search for nearest neighbours.
 
-Datastore       N rows in an index of their embeddings (raee_shards.py); add, delete, take, search
-exact_search    what the index approximates
-build           Algorithm 3.1's keys and values into a datastore on disk (raee_files.py), resumable
+Datastore       N examples (rows) with an index of their embeddings (raee_shards.py); add, delete, take, search
+exact_search    the exact search, which the index approximates
+build           Algorithm 3.1: write keys and values to a datastore on disk (raee_files.py); it can be resumed
 
-No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be compiled, is imported
-when a datastore is made or opened; everything else works without it.
+Paper: see raee.py. No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be
+compiled, is imported when a datastore is made or opened; everything else works without it.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from mini_ee.data.tokens import Encoded, Inputs, batches
 from mini_ee.methods.raee_files import MANIFEST, Entries, read_datastore, read_manifest, write_datastore
 from mini_ee.methods.raee_shards import Shards
 
-M, EF_CONSTRUCTION, EF = 16, 400, 256  # hnswlib's; recall@12 of SST-2 dev in train's 67,349 MiniLM embeddings: .9938
+M, EF_CONSTRUCTION, EF = 16, 400, 256  # parameters of hnswlib; recall@12 is .9938: SST-2 dev in train, MiniLM
 
-SAME = 1e-10  # squared distance between embeddings of one text in other batches; measured max 7.9e-13, MiniLM
+SAME = 1e-10  # squared distance below which two embeddings are of one text; measured max between batches 7.9e-13
 
-SHORTEST = 1e-15  # length of an embedding that still has a direction: squares of float32 lose digits below 1e-38
+SHORTEST = 1e-15  # least length of an embedding: squares of float32 lose digits below 1e-38
 
 Embed = Callable[[Inputs], np.ndarray]
-"""Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), its cost a row; see raee_encoders.py."""
+"""Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), FLOPs per row; see raee_encoders.py."""
 
 
 class Neighbours(NamedTuple):
@@ -40,13 +40,13 @@ class Neighbours(NamedTuple):
 
 
 class Datastore:
-    """N collected rows: an index of their embeddings, their values (N, K), labels (N,) and texts.
+    """N collected examples: an index of their embeddings, their values (N, K), labels (N,) and texts.
 
-    encoder: a name that no other encoder of embeddings has. exits: the layer of each exit; 0 is the embedding layer.
+    encoder: a unique name of the encoder of the embeddings. exits: the layer of each exit; 0 is the embedding layer.
     Embeddings are scaled to length 1.
     """
 
-    sharded = Shards  # the class that holds its indexes
+    sharded = Shards  # the class of its indexes
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Datastore:
         self.values = np.empty((0, len(self.exits)), np.float32)  # (N, K)
         self.labels = np.empty(0, np.int64)  # (N,)
         self.texts: list[tuple[str, ...]] = []
-        self._ids = np.empty(0, np.int64)  # (N,) ascending: the rows' names in the index
+        self._ids = np.empty(0, np.int64)  # (N,) ascending: the id of each row in the index; deleted ids are skipped
         self._shards = self.sharded(dimension, shards, m, ef_construction, ef)
 
     def __len__(self) -> int:
@@ -81,9 +81,9 @@ class Datastore:
 
     # ---- Search ----
     def search(self, embeddings: np.ndarray, k: int) -> Neighbours:
-        """The k nearest rows of each embedding (B, D), or all if there are no k.
+        """The k nearest rows of each embedding (B, D), or all rows if there are fewer than k.
 
-        A distance below SAME is 0: an encoder's rounding must not decide between copies of the query.
+        A distance below SAME is set to 0: rounding must not decide between copies of the query.
         Raises ValueError for embeddings of another encoder (dimension) and for an empty datastore.
         """
         unit, k = self._unit(embeddings), min(k, len(self))
@@ -94,7 +94,7 @@ class Datastore:
         try:
             ids, distances = self._shards.search(unit, k, self._ids)
             rows = np.searchsorted(self._ids, ids)
-        except RuntimeError:  # the graph does not lead to k rows, as among many copies of one
+        except RuntimeError:  # hnswlib's graph does not reach k rows, for example among many copies of one
             rows, distances = exact_search(self.embeddings, unit, k)
         return Neighbours(rows, np.where(distances < SAME, np.float32(0), distances))
 
@@ -106,10 +106,10 @@ class Datastore:
                 f"expected embeddings (B, {self.dimension}) of the encoder {self.encoder}, "
                 f"found {embeddings.shape}; give the encoder that the datastore was built with"
             )
-        with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        with np.errstate(over="ignore", invalid="ignore"):  # raises below
             length = np.linalg.norm(embeddings, axis=1, keepdims=True)
         if not (np.isfinite(length) & (length > SHORTEST)).all():
-            raise ValueError("expected embeddings that are finite and not zero, found others; correct the encoder")
+            raise ValueError("expected embeddings that are finite and not zero, found another; correct the encoder")
         return embeddings / length
 
     # ---- Change ----
@@ -123,7 +123,7 @@ class Datastore:
     ) -> None:
         """Append n rows: embeddings (n, D), values (n, K), labels (n,) and n texts.
 
-        threads: of each shard; with more than one it is faster, but the index differs each time.
+        threads: number per shard; more than one is faster, but then the index is different each time.
         Raises ValueError if the parts do not fit each other or the datastore.
         """
         unit, texts = self._unit(embeddings), list(map(tuple, texts))
@@ -139,9 +139,9 @@ class Datastore:
         self._ids = np.concatenate([self._ids, ids])
 
     def delete(self, rows: Iterable[int]) -> None:
-        """Drop rows; later ones move up. Raises ValueError for a row that is not there.
+        """Delete rows; the later rows move up. Raises ValueError for a row that does not exist.
 
-        Their vectors stay in the index and connect others, but are never found. `take` makes an index without them.
+        Their vectors stay in the index and connect others, but are never found. `take` builds an index without them.
         """
         rows = np.unique(np.asarray(list(rows), np.int64))
         if not np.isin(rows, range(len(self))).all():
@@ -164,10 +164,10 @@ class Datastore:
 
     # ---- On disk ----
     def save(self, folder: str | Path, built_from: str | None = None) -> None:
-        """Write the datastore, in place of one that is there; a kill leaves the old one or the new one.
+        """Write the datastore, replacing an existing one. If the write is killed, the old or the new one is there.
 
-        built_from: a digest of the rows that an unfinished `build` collects, by which it finds itself again.
-        Raises OSError that names the file if the disk is full.
+        built_from: the digest of the rows of an unfinished `build`, by which a resumed one recognises it.
+        Raises OSError, which names the file, if the disk is full.
         """
         about = {"encoder": self.encoder, "dimension": self.dimension, "exits": list(self.exits)}
         entries = Entries(self.values, self.labels, self._ids, self.texts)
@@ -177,8 +177,8 @@ class Datastore:
     def load(cls, folder: str | Path, encoder: str) -> "Datastore":
         """Open a datastore and check all of it.
 
-        Raises FileNotFoundError if there is none, ValueError if it is damaged, of another format, of another encoder,
-        or put together from parts of different ones.
+        Raises FileNotFoundError if there is none, ValueError if it is damaged, has another format or another encoder,
+        or was put together from parts of different datastores.
         """
         manifest, entries, indexes = read_datastore(Path(folder), encoder)
         settings = {name.lower(): manifest["index"][name] for name in ("M", "ef_construction", "ef", "shards")}
@@ -189,7 +189,7 @@ class Datastore:
 
 
 def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbours:
-    """What the index approximates: the k nearest of embeddings (N, D) to each query (B, D), all of length 1."""
+    """The k nearest of the embeddings (N, D) to each query (B, D), all of length 1, by measuring every distance."""
     distances = np.stack([((embeddings - query) ** 2).sum(axis=1) for query in queries])
     rows = np.argsort(distances, axis=1, kind="stable")[:, :k]
     return Neighbours(rows, np.take_along_axis(distances, rows, axis=1))
@@ -197,7 +197,7 @@ def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbo
 
 # ---- Building ----
 class Collected(NamedTuple):
-    """N rows for a datastore, encoded for the embedder, with what each of K exits is worth on them."""
+    """N examples for a datastore, encoded for the encoder, with the values of K exits."""
 
     encoded: Encoded
     values: np.ndarray  # (N, K)
@@ -206,7 +206,7 @@ class Collected(NamedTuple):
     shards: int = 1
 
     def sha256(self, encoder: str) -> str:
-        """One digest over all that a datastore is built from, by which a resumed build recognises its rows."""
+        """A digest over everything from which a datastore is built; a resumed build compares it."""
         about = [encoder, list(self.exits), self.shards, list(self.encoded.texts)]
         digest = hashlib.sha256(json.dumps(about).encode())
         digest.update(np.asarray(self.values, np.float32).tobytes() + np.asarray(self.labels, np.int64).tobytes())
@@ -223,10 +223,10 @@ def build(
     save_every: int = 10_000,
     progress: str | None = None,
 ) -> Datastore:
-    """Embed N rows, index them in batches and write the datastore. Its rows are ordered from short to long.
+    """Embed N examples, index them in batches and write the datastore. Its rows are ordered from short to long texts.
 
-    Every `save_every` rows the unfinished datastore is saved in `folder`.building. After a kill the same call resumes
-    it. Raises FileExistsError if `folder` is there, ValueError if `folder`.building is of other rows.
+    After every `save_every` rows the unfinished datastore is saved in `folder`.building; the same call resumes it.
+    Raises FileExistsError if `folder` exists, ValueError if `folder`.building has other rows.
     """
     folder = Path(folder)
     encoded, values, labels, exits, shards = collected

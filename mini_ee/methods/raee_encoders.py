@@ -1,14 +1,13 @@
-"""Query embeddings for retrieval: one vector a row, from the model's own states or from an encoder beside it.
+"""RAEE's query embeddings: one vector per example, from the model's own states or from a sentence encoder.
 
-Both are callables Inputs -> (B, D) float32, the mean over the tokens of a row, with a name that only the same encoder
-has. Never the first token of a causal decoder: it is the same vector for every row.
+Both are callables Inputs -> (B, D) float32, the mean over the tokens of an example, with a name that is unique to the
+encoder. The first token would not do: in a causal decoder it is the same vector for every example.
 """
 
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
@@ -18,9 +17,9 @@ from mini_ee.exits.heads import pooled
 
 
 class OwnStates:
-    """The states after a layer of the model itself; layer 0 is the embedding output. They are computed again."""
+    """The states after a layer of the model itself; layer 0 is the embeddings. The model computes them again later."""
 
-    tokenizer = None  # the model's
+    tokenizer = None  # uses the model's
 
     def __init__(self, backbone: Backbone, layer: int):
         """Raises ValueError for a layer that the backbone does not have."""
@@ -31,7 +30,7 @@ class OwnStates:
 
     @property
     def states(self) -> "OwnStates":
-        """What is averaged."""
+        """The encoder whose states are averaged."""
         return self
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
@@ -39,23 +38,25 @@ class OwnStates:
             query = self.mean(inputs).numpy(force=True)
         return check_finite(query, "the mean of the states")
 
-    def mean(self, inputs) -> Tensor:
-        """(B, D) float32: the mean of the states of each row."""
-        return pooled(*self.backbone.text_states(inputs, self.layer), "mean").float()
+    def graph(self, g) -> None:
+        """The same as an ONNX graph: input_ids, attention_mask -> embedding (B, D)."""
+        with g.tracing():
+            embedding = pooled(*self.backbone.text_states(g.inputs(), self.layer), "mean").float()
+        g.output("embedding", embedding.name, "batch", self.backbone.config.hidden_size, dtype=np.float32)
 
     def flops(self, inputs: Inputs) -> float:
         return self.backbone.text_flops(self.layer, inputs.input_ids.shape[1])
 
 
 class SentenceEncoder:
-    """The last states of a checkpoint with a tokenizer of its own."""
+    """The last states of a checkpoint, which has its own tokenizer."""
 
     def __init__(self, folder: str | Path, max_length: int = 128):
-        """Raises FileNotFoundError where the folder is not there."""
+        """Raises FileNotFoundError if the folder does not exist."""
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"{folder}: no sentence encoder here; expected a checkpoint with config.json, model.safetensors and "
-                f"tokenizer.json; put it back, or collect again with one that is there"
+                f"tokenizer.json; put it back, or collect again with an existing one"
             )
         backbone = load_backbone(folder)
         self.states = OwnStates(backbone, backbone.text_layers)
@@ -73,7 +74,7 @@ class SentenceEncoder:
 
 
 def open_encoder(source: dict, backbone) -> OwnStates | SentenceEncoder:
-    """The encoder of a datastore's queries: a layer of the model itself, or a checkpoint in a folder."""
+    """The encoder of the queries: a layer of the model itself, or a checkpoint in a folder."""
     if source["encoder"] is None:
         return OwnStates(backbone, source["layer"])
     return SentenceEncoder(source["encoder"])

@@ -1,12 +1,12 @@
-"""RAEE's datastore on disk: written so that a kill leaves the old one or the new one, and checked when it is read.
+"""RAEE's datastore on disk. If a write is killed, the old one or the new one is there. Reading checks everything.
 
-index.hnsw             the index with the vectors, as hnswlib writes it; if there are more shards (raee_shards.py)
+index.hnsw             the index with the vectors, as hnswlib writes it; with several shards (raee_shards.py)
                        index.0.hnsw, index.1.hnsw, ...
 entries.safetensors    values (N, K), labels (N,), ids (N,) in the index, texts (JSON as bytes)
 manifest.json          format_version, encoder, dimension, exits, counts, index parameters, and the sha256 of the others
 
-The first two are written as NAME.next, then the manifest, which makes them valid, then they are renamed. A file whose
-sha256 is not in the manifest is ignored. No torch here.
+The first two are written as NAME.next. Then the manifest is written, which makes them valid. Then they are renamed. A
+file whose sha256 is not in the manifest is ignored. No torch here.
 """
 
 import json
@@ -27,18 +27,19 @@ MANIFEST, INDEX, ENTRIES, NEXT = "manifest.json", "index.hnsw", "entries.safeten
 
 
 class Entries(NamedTuple):
-    """What a datastore has of its N rows besides their embeddings."""
+    """The N rows of a datastore without their embeddings."""
 
     values: np.ndarray  # (N, K) float32
     labels: np.ndarray  # (N,) int64
-    ids: np.ndarray  # (N,) int64, ascending: the rows' names in the index
+    ids: np.ndarray  # (N,) int64, ascending: the id of each row in the index
     texts: list[tuple[str, ...]]
 
 
 # ---- Writing ----
 def write_datastore(folder: Path, about: dict, shards: Shards, entries: Entries, built_from: str | None) -> None:
-    """Write a datastore, in place of one that is there. about: encoder, dimension, exits. built_from: of an unfinished
-    one. Raises OSError that names the file if the disk is full.
+    """Write a datastore, replacing an existing one. about: encoder, dimension, exits. built_from: see Datastore.save.
+
+    Raises OSError, which names the file, if the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
@@ -60,12 +61,12 @@ def write_datastore(folder: Path, about: dict, shards: Shards, entries: Entries,
 
 
 def index_names(shards: int) -> list[str]:
-    """The file of each shard."""
+    """The file name of each shard."""
     return [INDEX] if shards == 1 else [f"index.{shard}.hnsw" for shard in range(shards)]
 
 
 def _finish_renaming(folder: Path) -> None:
-    """Rename what a killed write did not, before the next one writes files of the same names."""
+    """Rename the files that a killed write did not rename, before the next one writes files with the same names."""
     for name, digest in read_manifest(folder)["files"].items():
         path = folder / (name + NEXT)
         if path.is_file() and file_sha256(path) == digest:
@@ -81,10 +82,10 @@ def _write_entries(path: Path, entries: Entries) -> None:
 
 # ---- Reading ----
 def read_datastore(folder: Path, encoder: str) -> tuple[dict, Entries, list[Path]]:
-    """The manifest, the entries and the index files of a datastore, all but the content of the indexes checked.
+    """The manifest, the entries and the paths of the indexes, all checked but the content of the indexes.
 
-    Raises FileNotFoundError if there is none, ValueError if it is damaged, of another format, of another encoder, or
-    put together from parts of different ones.
+    Raises FileNotFoundError if there is none, ValueError if it is damaged, has another format or another encoder, or
+    was put together from parts of different datastores.
     """
     manifest = read_manifest(folder)
     if manifest["encoder"] != encoder:
@@ -94,15 +95,15 @@ def read_datastore(folder: Path, encoder: str) -> tuple[dict, Entries, list[Path
         )
     names = (*index_names(manifest["index"]["shards"]), ENTRIES)
     if set(manifest["files"]) != set(names):
-        raise ValueError(f"{folder}: an older mini_ee built it, which gave its files other names; build it again")
+        raise ValueError(f"{folder}: built by an older mini_ee, which used other file names; build it again")
     *indexes, entries = (_find(folder, name, manifest["files"][name]) for name in names)
     return manifest, _read_entries(entries, manifest["rows"], len(manifest["exits"])), indexes
 
 
 def read_manifest(folder: str | Path) -> dict:
-    """What a datastore contains, such as the encoder that it needs.
+    """The manifest of a datastore, checked. It names the encoder, for example.
 
-    Raises FileNotFoundError if there is none, ValueError for a manifest of another format or with wrong values.
+    Raises FileNotFoundError if there is none, ValueError for another format or wrong values.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
@@ -115,12 +116,12 @@ def read_manifest(folder: str | Path) -> dict:
         )
     if problem := next(_manifest_problems(manifest), None):
         raise ValueError(f"{folder / MANIFEST}: expected in {problem}")
-    manifest["index"].setdefault("shards", 1)  # older ones do not have it
+    manifest["index"].setdefault("shards", 1)  # older manifests do not have it
     return manifest
 
 
 def _manifest_problems(manifest: dict) -> Iterator[str]:
-    """Values of a wrong type or out of range. Only the first one holds: what follows relies on it."""
+    """Values of a wrong type or out of range. Use only the first: the next checks rely on the ones before."""
     exits, index, files = (manifest.get(key) for key in ("exits", "index", "files"))
     index = index if isinstance(index, dict) else {}
     numbers = {  # name: (value, least, most)
@@ -145,7 +146,7 @@ def _manifest_problems(manifest: dict) -> Iterator[str]:
 
 
 def _find(folder: Path, name: str, digest: str) -> Path:
-    """The file of a manifest: under its name or, after a kill between manifest and renaming, as it was written."""
+    """The path of a file in the manifest: NAME, or NAME.next if the process was killed before the renaming."""
     paths = [path for path in (folder / name, folder / (name + NEXT)) if path.is_file()]
     if not paths:
         raise FileNotFoundError(f"{folder / name}: no such file; build the datastore again")
@@ -153,13 +154,13 @@ def _find(folder: Path, name: str, digest: str) -> Path:
         if file_sha256(path) == digest:
             return path
     raise ValueError(
-        f"{folder / name}: damaged, or of another datastore: it does not have the checksum in {MANIFEST}; "
+        f"{folder / name}: damaged, or of another datastore: its checksum is not the one in {MANIFEST}; "
         f"build the datastore again"
     )
 
 
 def _read_entries(path: Path, rows: int, exits: int) -> Entries:
-    """Raises ValueError if the file does not hold the entries of so many rows and exits."""
+    """Raises ValueError unless the file contains the entries of that many rows and exits."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

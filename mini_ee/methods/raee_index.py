@@ -1,12 +1,12 @@
-"""Checks hnswlib's index file before hnswlib opens it, which trusts every number in it.
+"""Checks hnswlib's index file before hnswlib opens it, because hnswlib trusts every number in it.
 
-A checksum detects damage, but not a file that was made wrong together with its checksum, as in a datastore of somebody
-else. With a link to an element that does not exist, or a search that begins at one, hnswlib reads outside of its memory
-and ends the process.
+A checksum detects damage, but not a file that was made wrong together with its checksum, for example in a datastore
+from somebody else. If a link leads to an element that does not exist, or the search begins at one, hnswlib reads
+outside of its memory and the process ends.
 
-hnswlib 0.8.0 writes (`saveIndex` in hnswalg.h), in the machine's own byte order: HEADER; each element, as element_type
-has it; and for each element the size in bytes of its upper layers (4 bytes), then each of them from layer 1 up, as
-layer_type has it. An upper layer is linked as layer 0 is, among fewer elements.
+hnswlib 0.8.0 writes (`saveIndex` in hnswalg.h), in the machine's own byte order: HEADER; each element as element_type;
+and for each element the size of its upper layers in bytes (4 bytes), then each of them from layer 1 up as layer_type.
+An upper layer has links like layer 0, among fewer elements.
 """
 
 import math
@@ -22,11 +22,11 @@ HEADER = np.dtype(  # hnswlib's names, which end with an underscore there
     + [("max_m", np.uint64), ("max_m0", np.uint64), ("m", np.uint64), ("mult", float), ("ef_construction", np.uint64)]
 )
 
-CAPACITY = 1024  # elements that a new index has room for; it doubles
+CAPACITY = 1024  # elements for which a new index has room; it doubles if needed
 
-UNIT = 1e-3  # how far from 1 the length of a stored vector may be; rounding to float32 moves it by less than 1e-6
+UNIT = 1e-3  # tolerance for the length 1 of a stored vector; rounding to float32 changes it by less than 1e-6
 
-AT_ONCE = 10_000  # elements that are checked together: their vectors are most of the file
+AT_ONCE = 10_000  # elements that are checked together, because their vectors are most of the file
 
 
 def element_type(m: int, dimension: int) -> np.dtype:
@@ -56,7 +56,7 @@ def check_index(path: Path, dimension: int, m: int, ef_construction: int, count:
 def _problems(
     content: np.ndarray, element: np.dtype, m: int, ef_construction: int, count: int, ids: np.ndarray
 ) -> Iterator[str]:
-    """What is wrong with a file. Only the first one holds: what follows relies on it."""
+    """The problems of a file. Use only the first: the next checks rely on the ones before."""
     end = HEADER.itemsize + count * element.itemsize
     header, elements = content[: HEADER.itemsize].view(HEADER)[0], content[HEADER.itemsize : end].view(element)
     expected = {"offset_level0": 0, "cur_element_count": count, "size_data_per_element": element.itemsize}
@@ -85,7 +85,7 @@ def _problems(
 
 
 def _upper_layer_problems(content: bytes, layer: np.dtype, header: np.void, count: int) -> Iterator[str]:
-    """Of the links of all elements on layer 1 and above, and of where a search begins."""
+    """Problems of the links on layer 1 and above, and of the element at which a search begins."""
     levels = np.zeros(count, np.int64)  # the highest layer of each element
     lists, layers, at = [np.empty(0, layer)], [np.empty(0, np.int64)], 0
     for number in range(count):
@@ -109,7 +109,7 @@ def _upper_layer_problems(content: bytes, layer: np.dtype, header: np.void, coun
 
 
 def _link_problems(lists: np.ndarray, layers: np.ndarray, levels: np.ndarray) -> Iterator[str]:
-    """Of lists of links (n,), each on one of the `layers` (n,). levels: the highest layer of every element."""
+    """Problems of n lists of links, on the `layers` (n,). levels: the highest layer of every element."""
     counts, links = lists["count"], lists["links"]
     if (counts > links.shape[1]).any():
         yield "an element has more links than there is room for"

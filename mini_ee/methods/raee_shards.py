@@ -1,9 +1,9 @@
-"""The index of a datastore in S shards: hnswlib indexes side by side, in threads; hnswlib releases Python's lock.
+"""The index of RAEE's datastore in S shards: hnswlib indexes, built and searched in parallel by threads (hnswlib
+releases Python's lock).
 
-Vector `id` is number id // S of shard id % S, so that all shards have about the same size. Each is built by a thread of
-its own, in the order of its vectors: the same shards every time, however many threads there are. A search asks every
-shard for its k nearest and merges them by distance. The nearest of all vectors is the nearest of its shard, so merging
-loses nothing.
+Vector `id` is number id // S of shard id % S, so all shards have about the same size. One thread builds each shard, in
+the order of its vectors, so the shards are the same every time. A search finds the k nearest of every shard and merges
+them by distance. This loses nothing: the k nearest of all vectors are among the k nearest of their shards.
 """
 
 import os
@@ -16,13 +16,13 @@ import numpy as np
 from mini_ee.data.files import errors_name
 from mini_ee.methods.raee_index import CAPACITY, check_index
 
-SEED = 0  # of hnswlib's levels
+SEED = 0  # hnswlib draws the levels of its graph
 
 MOST_SHARDS = 1024
 
 
 class Shards:
-    """S hnswlib indexes of squared L2 distances. Raises ValueError if hnswlib is not installed."""
+    """S hnswlib indexes for squared L2 distances. Raises ValueError if hnswlib is not installed."""
 
     def __init__(self, dimension: int, count: int, m: int, ef_construction: int, ef: int):
         self.dimension, self.m, self.ef_construction, self.ef = dimension, m, ef_construction, ef
@@ -51,7 +51,7 @@ class Shards:
         return [work(0)] if count == 1 else list(self._threads.map(work, range(count)))
 
     def add(self, vectors: np.ndarray, threads: int) -> np.ndarray:
-        """Append vectors (n, D) of length 1; returns their ids (n,). threads: of each shard."""
+        """Append vectors (n, D) of length 1; returns their ids (n,). threads: number per shard."""
         first, count = len(self), len(self.indexes)
         ids = np.arange(first, first + len(vectors))
 
@@ -67,12 +67,12 @@ class Shards:
         return ids
 
     def delete(self, ids: np.ndarray) -> None:
-        """The vectors stay in the index and connect others, but are never found."""
+        """Mark vectors as deleted. They stay in the index and connect others, but are never found."""
         for number in ids:
             self.indexes[number % len(self.indexes)].mark_deleted(number // len(self.indexes))
 
     def vectors(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) -> (n, D) float32."""
+        """The vectors of these ids: (n,) -> (n, D) float32."""
         vectors, count = np.empty((len(ids), self.dimension), np.float32), len(self.indexes)
         for shard, index in enumerate(self.indexes):
             own = ids % count == shard
@@ -83,7 +83,7 @@ class Shards:
     def search(self, queries: np.ndarray, k: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(B, D) -> the ids (B, k) of the k nearest and their squared distances (B, k), nearest first.
 
-        ids: (N,) those that are not deleted, N >= k. Raises RuntimeError if a shard's graph does not lead to k.
+        ids: (N,) those that are not deleted, N >= k. Raises RuntimeError if the graph of a shard does not reach k.
         """
         count = len(self.indexes)
         sizes = np.bincount(ids % count, minlength=count).tolist()
@@ -97,16 +97,16 @@ class Shards:
         return np.take_along_axis(nearest, order, axis=1), np.take_along_axis(distances, order, axis=1)
 
     def save(self, paths: Sequence[Path]) -> None:
-        """Write each shard to its path. hnswlib reports no full disk, the file's size does: OSError then."""
+        """Write each shard to its path. Raises OSError if a file is too short: hnswlib does not report a full disk."""
         for index, path in zip(self.indexes, paths, strict=True):
             index.save_index(str(path))
             if not path.exists() or path.stat().st_size != index.index_file_size():
-                raise OSError(f"{path}: could not be written whole; make room on the disk")
+                raise OSError(f"{path}: could not be written completely; make room on the disk")
             with errors_name(path), open(path, "rb+") as file:
                 os.fsync(file.fileno())
 
     def load(self, paths: Sequence[Path], vectors: int, ids: np.ndarray) -> None:
-        """Read shards of so many vectors in all, checked first. ids: (N,) ascending, those that are not deleted."""
+        """Check and read the shards. vectors: their number in all. ids: (N,) ascending, those that are not deleted."""
         count = len(self.indexes)
         for shard, path in enumerate(paths):
             size = len(range(shard, vectors, count))
