@@ -302,7 +302,7 @@ def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
     few = np.random.default_rng(seed).permutation(len(known))[:PRUNED_ROWS]
     kept = _kept_through_prompt(run, seen.batch(few), torch.from_numpy(known.labels[few]))
     pruning = time.perf_counter() - begin
-    pruned = PromptModel(sleb.kept_layers(model.backbone, kept), run.tokenizer, (len(kept),)).eval()
+    pruned = PromptModel(sleb.with_layers(model.backbone, kept), run.tokenizer, (len(kept),)).eval()
     short = record(pruned.segments(), encoded, BATCH, "reading")
     gaps = summary(recorded.replay(_gap_for(fitted, len(kept))), recorded, task, rows.labels)
     sizes = {path.name: path.stat().st_size / 1e6 for path in (run.folder / "datastore").iterdir()}
@@ -337,7 +337,7 @@ def _kept_through_prompt(run: Run, inputs: Inputs, labels: torch.Tensor) -> list
     kept = list(range(backbone.config.num_hidden_layers))
 
     def loss(layers: list[int]) -> float:
-        short = PromptModel(sleb.kept_layers(backbone, layers), run.tokenizer, (len(layers),)).eval()
+        short = PromptModel(sleb.with_layers(backbone, layers), run.tokenizer, (len(layers),)).eval()
         said = short(*(torch.from_numpy(x) for x in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)))
         return task_loss(said, labels).item()
 

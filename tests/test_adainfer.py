@@ -126,7 +126,7 @@ def test_a_unit_leaves_at_the_first_exit_whose_decision_is_above_the_margin(marg
 def test_the_rule_fits_a_model_with_as_many_exits():
     with pytest.raises(ValueError, match="expected 2 classifiers, one for each exit but the last, got 1"):
         Svm((1.0,), (1.0,), (1.0,)).check(3)
-    with pytest.raises(ValueError, match="as many of each"):
+    with pytest.raises(ValueError, match="equally many of each"):
         Svm((1.0,), (1.0, 2.0), (1.0,))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import mini_ee.baselines.calm as calm
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_loss, promised_rule
+from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_out_loss, promised_rule
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import decode, gather
@@ -208,7 +208,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"policy.linear.weight", "policy.linear.bias"}
     assert history[-1]["score"] > history[0]["score"] and max(e["score"] for e in history) == pytest.approx(
-        -held_loss(model, states)
+        -held_out_loss(model, states)
     )
 
 

@@ -9,7 +9,7 @@ import mini_ee
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import cat
-from mini_ee.baselines.cat import CatExits, Config, balanced_loss, features, held_loss, meta_loss, part_loss, parts
+from mini_ee.baselines.cat import CatExits, Config, balanced_loss, features, held_out_loss, meta_loss, part_loss, parts
 from mini_ee.calibration import calibrate_conformal
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
@@ -238,7 +238,7 @@ def test_a_run_keeps_its_temperatures_and_takes_the_conformal_promise(run, task_
 def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     seen = []
     held = type("Held", (), {"__len__": lambda self: 3, "batch": lambda self, *a: ([torch.zeros(3, 2)], torch.ones(3))})
-    held_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META, run.model, held())
+    held_out_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META, run.model, held())
     assert seen == [[2, 2, 2]]
     told = {cat.temperature_loss: (cat.TEMPERATURES, 3.0), cat.meta_loss: (cat.META, 5.0)}
 
@@ -246,7 +246,7 @@ def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
         expected, answer = told[getattr(loss, "func", loss)]
         return answer if part == expected else None
 
-    monkeypatch.setattr(cat, "held_loss", said)
+    monkeypatch.setattr(cat, "held_out_loss", said)
     assert [stage.validate(run.model, held())["score"] for stage in cat.recipe(run.model, Config())[2:]] == [-3.0, -5.0]
 
 

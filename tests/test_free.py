@@ -277,7 +277,7 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
         mixture = mixture.fitted(gaps, agrees)
         level = mixture.threshold()
         levels.append(level)
-    assert found.thresholds == levels and found.told == len(gaps)
+    assert found.thresholds == levels and found.observed == len(gaps)
     chosen = free.moved_rule(model, SimpleNamespace(follow=10), TextData(texts))
     assert chosen.rule == Threshold(levels[-1], "breaking_ties") and len(set(levels)) > 1
 

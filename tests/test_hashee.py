@@ -239,7 +239,7 @@ def test_a_random_table_is_drawn_once():
 
 
 def test_what_cannot_be_is_one_line(checkpoint_folder, task_folder, tmp_path):
-    with pytest.raises(ValueError, match="--table mi asks for classes, and words is a regression; give frequency"):
+    with pytest.raises(ValueError, match="--table mi needs classes, and words is a regression; give frequency"):
         exit_layers(rows(regression=True), VOCABULARY, 6, Config(table="mi"))
     with pytest.raises(ValueError, match="expected a backbone of post-norm layers, .* found a llama"):
         HashExits(random_decoder("llama", L), (L,), C, "mean", Config())

@@ -194,7 +194,7 @@ def test_the_rows_test_can_fail(model, padded_inputs, monkeypatch):
     keep = palbert.PonderState.keep
 
     def forgetful(self, rows):
-        return keep(self, rows)._replace(said=self.said[: len(rows)])
+        return keep(self, rows)._replace(current=self.current[: len(rows)])
 
     monkeypatch.setattr(palbert.PonderState, "keep", forgetful)
     with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines import sleb
-from mini_ee.baselines.sleb import Config, ShortDecoder, kept_layers, next_token_losses, search
+from mini_ee.baselines.sleb import Config, ShortDecoder, next_token_losses, search, with_layers
 from mini_ee.cli.main import main
 from mini_ee.data.multiple_choice import Benchmark, Question
 from mini_ee.data.texts import Text
@@ -91,7 +91,7 @@ def test_the_loss_without_each_layer_is_that_of_a_model_without_it(decoder, data
 def test_a_short_decoder_is_saved_and_loaded_as_any(kind, tmp_path):
     whole = load_backbone(GOLDEN / kind)  # layers of the last four have windows, of different widths
     layers, kept = len(whole.layers), (0, len(whole.layers) - 1)
-    save_backbone(kept_layers(whole, kept), tmp_path / "short")
+    save_backbone(with_layers(whole, kept), tmp_path / "short")
     short, ids = load_backbone(tmp_path / "short"), torch.arange(5, 17)[None]
     expected, context = whole.embed(Tensors(ids)), whole.context(Tensors(ids))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_the_search_is_the_greedy_one_over_models_that_are_built_anew(decoder, d
     model = ShortDecoder(decoder)
     records = search(model, data, data, Config(share=0.5))
     kept, losses = searched_by_hand(decoder, data, 3)
-    assert model.kept == kept and model.exits == (3,) and model.whole.exits == (LAYERS,)
+    assert model.kept_layers == kept and model.exits == (3,) and model.whole.exits == (LAYERS,)
     np.testing.assert_allclose([record["loss"] for record in records[1:]], losses, atol=EXACT)
     gone = [int(record["stage"].split()[-1]) - 1 for record in records[1:]]
     assert sorted(gone + kept) == list(range(LAYERS))
@@ -134,9 +134,9 @@ def test_a_layer_that_adds_nothing_goes_first_unless_it_is_the_first_or_the_last
     model = ShortDecoder(decoder)
     records = search(model, own, own, Config(share=0.2))
     if idle in (0, LAYERS - 1):
-        assert idle in model.kept
+        assert idle in model.kept_layers
     else:
-        assert model.kept == [layer for layer in range(LAYERS) if layer != idle]
+        assert model.kept_layers == [layer for layer in range(LAYERS) if layer != idle]
         assert records[1]["loss"] == pytest.approx(records[0]["loss"], abs=EXACT)
 
 
@@ -158,7 +158,7 @@ def trained(tmp_path_factory, decoder_checkpoint):
 
 
 def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_checkpoint, capsys):
-    assert trained.exits == (2,) and trained.model.kept == [0, 2] and trained.rule == NeverExit()
+    assert trained.exits == (2,) and trained.model.kept_layers == [0, 2] and trained.rule == NeverExit()
     assert main(["generate", str(trained.folder), "--prompt", "the film", "--max-new-tokens", "4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["layers"] == [2] * len(answer["tokens"]) and answer["layers_saved"] == pytest.approx(1 / 3)
@@ -212,7 +212,7 @@ def test_its_export_writes_the_same(trained, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--remove", ".9"), "would take 2 of 3 layers, of which the first and the last stay"),
+        (("--remove", ".9"), "would remove 2 of 3 layers, but the first and last have to stay"),
         (("--remove", "1"), "must be a number of at least 0 and below 1"),
         (("--exits", "1,2"), "--exits"),
         (("--epochs", "2"), "--epochs"),

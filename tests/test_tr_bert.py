@@ -234,7 +234,7 @@ def test_the_gradient_is_that_of_the_reward(monkeypatch):
     paths, wanted, chances = list(selections()), 0.0, []
     for path in paths:
         found = model.through(row, forced(path))
-        loss = nn.functional.cross_entropy(model.say(found), label)
+        loss = nn.functional.cross_entropy(model.logits_of(found), label)
         layers = (3 + (1 + sum(path[0])) + 2 * (1 + sum(path[1]))) / 3
         (p, n), (q, m) = chances_by_hand(model, path)
         chances.append((p * q).item())
@@ -267,7 +267,7 @@ def test_the_best_epoch_is_that_of_the_reward(padded_inputs):
     result = run_through(model, padded_inputs)
     logits = result.logits.astype(np.float64)
     losses = np.logaddexp.reduce(logits, axis=1) - logits[range(7), labels]
-    found = tr_bert.held_out(model, held, Config(alpha=0.5))
+    found = tr_bert.held_out_reward(model, held, Config(alpha=0.5))
     assert found["score"] == pytest.approx(np.mean(-losses - 0.5 * result.cost.depth / L), abs=1e-5)
     assert found["mean_layers"] == pytest.approx(result.cost.depth.mean(), rel=1e-5)
 

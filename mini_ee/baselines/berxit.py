@@ -1,4 +1,4 @@
-"""BERxiT: the last exit and all exits learn in turns; a learning-to-exit module says how certain an exit may be.
+"""BERxiT: the loss alternates between the last exit and all exits; a learning-to-exit module predicts the certainty.
 
 The module is one linear map for all exits, OneForAll of training/policies.py.
 
@@ -16,19 +16,19 @@ from mini_ee.training.stages import Batch, joint_stage, task_loss
 
 
 def alternating_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The objective whose turn it is; the module learns with all exits, by the squared error of its certainty."""
+    """In even steps the loss of the last exit; in odd steps that of all exits, plus the squared error of the module."""
     states = model.states(*batch.inputs)
     last = len(states) - 1
     if batch.step % 2 == 0:
         return task_loss(model.classify(last, states[last]), batch.labels)
-    said = [model.classify(k, state) for k, state in enumerate(states)]
-    truth = torch.stack([true_certainty(logits.detach(), batch.labels) for logits in said[:-1]], dim=1)
+    each_logits = [model.classify(k, state) for k, state in enumerate(states)]
+    truth = torch.stack([true_certainty(logits.detach(), batch.labels) for logits in each_logits[:-1]], dim=1)
     certainty = torch.sigmoid(model.exit_logits(states))
-    return sum(task_loss(logits, batch.labels) for logits in said) + ((certainty - truth) ** 2).mean(dim=0).sum()
+    return sum(task_loss(logits, batch.labels) for logits in each_logits) + ((certainty - truth) ** 2).mean(dim=0).sum()
 
 
 def true_certainty(logits: Tensor, labels: Tensor) -> Tensor:
-    """What the module should say: 1 where the head is right, else 0; for numbers 1 - tanh |error|. (B, C) -> (B,)."""
+    """The target of the module: 1 if the head is right, else 0; for a regression 1 - tanh |error|. (B, C) -> (B,)."""
     if labels.is_floating_point():
         return 1 - torch.tanh((logits[:, 0].float() - labels).abs())
     return (logits.argmax(dim=1) == labels).float()

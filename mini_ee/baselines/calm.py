@@ -1,19 +1,19 @@
-"""CALM: a unit leaves where one measure passes one threshold; what ConsistentEE is compared with in generation.
+"""CALM: a token exits if one measure exceeds one threshold; the baseline of ConsistentEE in generation.
 
-Source: Schuster et al. 2022, Confident Adaptive Language Modeling, arXiv:2207.07061v2. Its three measures of how
-certain a token is:
+Source: Schuster et al. 2022, Confident Adaptive Language Modeling, arXiv:2207.07061v2. Its three confidence
+measures:
 
     gap          softmax response: the largest probability minus the second; the rule Threshold on breaking_ties
-    saturation   cosine of the state with the one at the exit before; the rule Threshold on saturation
-    classifier   one linear map for all exits, which predicts that the exit agrees with the last (OneForAll of
+    saturation   cosine of the state with that at the exit before; the rule Threshold on saturation
+    classifier   one linear map for all exits, which predicts whether the exit agrees with the last (OneForAll of
                  training/policies.py); the rule Policy
 
-and its calibration, one threshold that keeps a promise on whole texts (Learn then Test: Angelopoulos et al. 2021).
+and its calibration: one threshold with a guarantee on whole texts (Learn then Test: Angelopoulos et al. 2021).
 
-Deviations: 1. exits need not sit after every layer, so "the layer before" is the exit before (at first the embeddings);
-2. the threshold does not fall along the text (their lambda'(lambda, t)); 3. heads of their own instead of one LM head
-for all layers, trained under Eq. 1, so that the measures read the very model that ConsistentEE begins from; 4. on rows
-the same classifier and gap are read; a saturation is a measure of tokens.
+Deviations: 1. exits need not be after every layer, so "the layer before" is the exit before (for the first exit the
+embeddings); 2. the threshold does not fall along the text (their lambda'(lambda, t)); 3. each exit has its own head
+instead of one LM head for all layers, trained with Eq. 1 of ConsistentEE, so both methods start from the same model;
+4. on examples, classifier and gap work in the same way; saturation is a measure of tokens only.
 """
 
 import math
@@ -40,14 +40,14 @@ MEASURES = {
     "saturation": Threshold(0.5, "saturation"),
     "classifier": Policy(),
 }
-"""The rule that reads each measure; its threshold is to be chosen."""
-TOLERANCE, DELTA = 0.3, 0.05  # of the rules that a training ends with
-PROPOSING = 5  # one in so many held-out texts proposes the rules that the others test
+"""The rule of each measure; its threshold is to be calibrated."""
+TOLERANCE, DELTA = 0.3, 0.05  # of the default rule: at most this risk, with confidence 1 - delta
+PROPOSING = 5  # every fifth held-out text proposes thresholds; the others test them
 CLASSIFIER = {"epochs": 3, "head_lr": 3e-3, "warmup": 0.0}
 
 
 def recipe(model: nn.Module, config: NoConfig) -> list[Stage]:
-    """Heads and backbone under Eq. 1 of ConsistentEE; then the classifier, where all else is frozen."""
+    """Heads and backbone with Eq. 1 of ConsistentEE; then the classifier, while everything else is frozen."""
     return [
         joint_stage(model, trainable=lambda name: not name.startswith("policy.")),
         Stage(
@@ -56,44 +56,45 @@ def recipe(model: nn.Module, config: NoConfig) -> list[Stage]:
             loss=classifier_loss,
             on_states=True,
             make_targets=agreement,
-            validate=lambda model, held: {"score": -held_loss(model, held)},
+            validate=lambda model, held_out: {"score": -held_out_loss(model, held_out)},
             settings=CLASSIFIER,
         ),
     ]
 
 
 def classifier_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Binary cross-entropy of the agreement, the mean over exits and units."""
+    """Binary cross-entropy of the agreement, the mean over exits and over examples or tokens."""
     return F.binary_cross_entropy_with_logits(model.exit_logits(batch.states), batch.targets.float())
 
 
 @torch.no_grad()
 def agreement(model: nn.Module, data: States) -> np.ndarray:
-    """Where the likeliest class or token of an exit is that of the last: (N, K - 1) bool."""
-    device, found = next(model.parameters()).device, []
-    for units in np.array_split(np.arange(len(data)), max(1, len(data) // 256)):
-        states, _ = data.batch(units, device)
+    """Whether the prediction of an exit is that of the last exit: (N, K - 1) bool."""
+    device, agrees = next(model.parameters()).device, []
+    for rows in np.array_split(np.arange(len(data)), max(1, len(data) // 256)):
+        states, _ = data.batch(rows, device)
         predicted = torch.stack([model.classify(k, state).argmax(-1) for k, state in enumerate(states)], dim=1)
-        found.append((predicted[:, :-1] == predicted[:, -1:]).numpy(force=True))
-    return np.concatenate(found)
+        agrees.append((predicted[:, :-1] == predicted[:, -1:]).numpy(force=True))
+    return np.concatenate(agrees)
 
 
 @torch.no_grad()
-def held_loss(model: nn.Module, held: States) -> float:
-    """The classifier's loss on units that were held out."""
+def held_out_loss(model: nn.Module, held_out: States) -> float:
+    """The loss of the classifier on the held-out set."""
     device = next(model.parameters()).device
-    logits = model.exit_logits([state.to(device) for state in held.states.unbind(dim=1)])
-    truth = torch.from_numpy(agreement(model, held)).float().to(device)
+    logits = model.exit_logits([state.to(device) for state in held_out.states.unbind(dim=1)])
+    truth = torch.from_numpy(agreement(model, held_out)).float().to(device)
     return float(F.binary_cross_entropy_with_logits(logits, truth))
 
 
-def promised_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
-    """For each measure the loosest threshold under which held-out texts keep CALM's promise; the first is the rule.
+def promised_rule(model: TokenExits, source: Source, held_out: TextData) -> Chosen:
+    """For each measure the loosest threshold with CALM's guarantee on held-out texts; the first is the default rule.
 
-    The risk of a text is 1 - Rouge-L against what the full model writes there, greedily. All these texts have chosen
-    the best epoch before: the confidence is that of a model that was chosen without them.
+    The risk of a text is 1 - Rouge-L against the greedy text of the full model. The same texts have selected the best
+    epoch before; strictly, the confidence would need a model that was selected without them.
     """
-    proposing, tested = held.texts[::PROPOSING], [text for at, text in enumerate(held.texts) if at % PROPOSING]
+    texts = held_out.texts
+    proposing, tested = texts[::PROPOSING], [text for at, text in enumerate(texts) if at % PROPOSING]
     recorded, decode = record_texts(model, proposing), source.tokenizer.backend.decode
 
     def written(rule: Rule) -> list[str]:
@@ -120,13 +121,13 @@ def promised_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
 def calibrate_texts(
     rules: Sequence[Rule], risk: Callable[[Rule], Sequence[float]], tolerance: float, delta: float
 ) -> Rule | None:
-    """The loosest of the rules under which texts are worse by `tolerance` at most, in the mean.
+    """The loosest of the rules whose mean risk is at most `tolerance`, or None.
 
-    rules: the strictest first, chosen on other texts. risk: of a rule, what each of n calibration texts loses under it,
-    in [0, 1], such as 1 - Rouge-L against the full model's. With probability 1 - delta over the draw of these texts the
-    promise holds: rules are tested in turn, as by `fixed_sequence`, up to the first whose risk could come from a mean
-    above the tolerance, by `chernoff`. None: not even the first passed. Raises ValueError for settings out of range,
-    and if n texts could not pass with no risk at all.
+    rules: the strictest first, chosen on other texts. risk: of a rule, the loss of each of n calibration texts under
+    it, in [0, 1], such as 1 - Rouge-L against the text of the full model. The bound holds with probability 1 - delta
+    over the draw of these texts: rules are tested in turn (as in `fixed_sequence`), until the first one that fails. A
+    rule fails if its risks could come from a mean above the tolerance (`chernoff`). None: the first one failed. Raises
+    ValueError for settings out of range, and if n texts without any risk would not be enough.
     """
     for name, value in (("tolerance", tolerance), ("delta", delta)):
         if not 0 < value < 1:

@@ -1,34 +1,37 @@
-"""CAT: beside each exit a small classifier that says whether the exit agrees with the last one.
+"""CAT: at each exit a small meta classifier predicts whether the exit agrees with the last one.
 
 Source: Schuster, Fisch, Jaakkola, Barzilay 2021, Consistent Accelerated Inference via Confident Adaptive Transformers,
-arXiv:2104.08803v2. We had the abstract and the published code (TalSchuster/CATs, commit 746c5fc), not the equations.
+arXiv:2104.08803v2. Written from the abstract and the published code (TalSchuster/CATs, commit 746c5fc).
 
 Symbols    C classes; K exits, the last after all L layers; n = K - 1 inner exits, k = 0 .. n - 1
-           p^k (B, C)          what inner exit k says, as probabilities, after its temperature
-           F                   1 where the class of exit k is that of the last exit: what a meta classifier predicts
+           p^k (B, C)          probabilities at inner exit k, after its temperature
+           F                   1 if exit k predicts the class of the last exit: the target of its meta classifier
 
     inner exit        dropout, Linear(D, 32), tanh, Linear(32, C), divided by a temperature
-    meta classifier   of  [its class one-hot (C), its 32 hidden values, its top probability, its top gap, what exits
-                      k - 1 .. 1 gave its class (the first exit is left out; zeros up to n - 2), k / n]
-                      Linear(., 32), tanh, and the logit of F; per exit, or `shared` by all
+    meta classifier   input  [predicted class one-hot (C), the 32 hidden values, largest probability, its lead over the
+                      second, the probabilities of this class at exits k - 1 .. 1 (not at exit 0; zeros up to n - 2
+                      values), k / n]; then Linear(., 32), tanh, and the logit of F; one per exit, or one for all
+                      (`shared`)
 
-Stages: fine-tune, inner exits (mean cross-entropy), temperatures, meta classifiers (cross-entropy, each class of F with
-the same weight in a batch), each with all before it frozen. While meta classifiers learn, the states that inner exits
-read and the 32 hidden values are dropped out. Temperatures and meta classifiers learn from rows of train that nothing
-before them has seen, half of `apart` each. A unit leaves by Policy: the cut of `mini-ee calibrate
---promise conformal` (calibration.py) is the paper's shared calibration, and serves every other method too.
+Stages: fine-tune, inner exits (mean cross-entropy), temperatures, meta classifiers (cross-entropy, both classes of F
+with the same weight in a batch); each freezes what the stages before it trained. While meta classifiers learn, there is
+dropout on the states that inner exits read and on the 32 hidden values. Temperatures and meta classifiers learn from
+examples of train that the stages before have not seen, half of `apart` each. An example exits by the rule Policy. Its
+cut by `mini-ee calibrate --promise conformal` (calibration.py), which every other method can use too, is the paper's
+shared calibration.
 
 Deviations, 1 to 5 of them pinned in tests/test_cat.py:
 1. One logit for F, the difference of the paper's two: the same loss and the same scores.
-2. Heads read the mean over tokens by default; theirs the first (`pool`). Exits need not sit after every layer.
-3. No regression (theirs takes |difference| <= .5 for agreement), and no tokens, whose classes are too many to read.
-4. Fine-tuning leaves the rows apart out too, so that the last exit is on them what it is on fresh ones.
-5. Where the exit is named beforehand no other head is computed; ONNX graphs compute the inner heads there too.
-6. Temperatures learn at rate .01 by default, since there are few rows for them; theirs at .001, over more steps.
-7. Not here: inner exits that read the logits of those before them (`use_history_logits`), and an F that is 1 only if
-   the last exit is right as well (`joint_meta`).
-8. The conformal cut is taken from all calibration examples; theirs leaves out those whose exits all agree with the last
-   (src/conformal.py, 107), and so guarantees agreement among the others alone: here less strict, but for all examples.
+2. Heads read the mean over tokens by default; theirs read the first (`pool`). Exits need not be after every layer.
+3. No regression (theirs counts |difference| <= .5 as agreement), and no tokens, which have too many classes as input.
+4. Fine-tuning does not see the examples set apart either, so on them the last exit behaves as on new ones.
+5. If the exit is known beforehand, no other head is computed; ONNX graphs compute the inner heads nevertheless.
+6. The learning rate of temperatures is .01 by default, as few examples are left for them; theirs is .001, with more
+   steps.
+7. Not here: inner exits that read the logits of the exits before them (`use_history_logits`), and an F that is 1 only
+   if the last exit is right as well (`joint_meta`).
+8. The conformal cut uses all calibration examples. Theirs leaves out the examples whose exits all agree with the last
+   one (src/conformal.py, 107), so it guarantees agreement among the others. Here it is less strict, but for all.
 """
 
 from dataclasses import dataclass
@@ -51,44 +54,47 @@ from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage
 
 INNER = 32  # hidden values of an inner exit, and of a meta classifier
-HEADS, TEMPERATURES, META = 0, 1, 2  # parts of train
+HEADS, TEMPERATURES, META = 0, 1, 2  # the part of train from which each learns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """Settings of the stages. Raises ValueError on a value that makes no sense."""
+    """Settings of the stages. Raises ValueError for an invalid value."""
 
     target: str = option(
-        "label", "what inner exits learn: the label, or what the last exit says", choices=("label", "last")
+        "label", "target of the inner exits: the label, or the prediction of the last exit", choices=("label", "last")
     )
-    shared: bool = option(False, "one meta classifier for all exits")
-    apart: float = option(0.2, "share of train for temperatures and meta classifiers alone", above=0, below=1)
+    shared: bool = option(False, "one meta classifier for all exits, instead of one per exit")
+    apart: float = option(
+        0.2, "share of train that is set apart for temperatures and meta classifiers", above=0, below=1
+    )
     temperature_lr: float = option(0.01, "learning rate of the temperatures", above=0)
-    meta_epochs: int = option(10, "of the meta classifiers", least=1)
+    meta_epochs: int = option(10, "epochs of the meta classifiers", least=1)
     meta_lr: float = option(3e-3, "learning rate of the meta classifiers", above=0)
 
 
 # ---- The equations ----
 def features(logits: Tensor, inner: Tensor, before: Tensor | None, k: int, exits: int) -> Tensor:
-    """What a meta classifier reads at exit k of so many inner ones: (B, C + 32 + 2 + max(n - 2, 0) + 1).
+    """The input of a meta classifier at exit k; exits: n, their number. (B, C + 32 + 2 + max(n - 2, 0) + 1).
 
-    logits (B, C); inner (B, 32); before (B, k - 1, C): probabilities at the exits k - 1 .. 1, None where k < 2.
+    logits (B, C); inner (B, 32); before (B, k - 1, C): probabilities at the exits k - 1 .. 1, None if k < 2.
     """
     p = logits.softmax(dim=1)
-    said = F.one_hot(p.argmax(dim=1), p.shape[1]).to(p.dtype)
+    predicted = F.one_hot(p.argmax(dim=1), p.shape[1]).to(p.dtype)
     first, second = p.topk(2, dim=1).values.split(1, dim=1)
-    history = [] if before is None else [(before * said[:, None]).sum(dim=2)]
+    # The product with the one-hot class selects its probability at each earlier exit: (B, k - 1, C) -> (B, k - 1).
+    history = [] if before is None else [(before * predicted[:, None]).sum(dim=2)]
     tail = torch.zeros_like(p[:, :1]) + torch.tensor(_tail(k, exits), dtype=p.dtype, device=p.device)
-    return torch.cat((said, inner, first, first - second, *history, tail), dim=1)
+    return torch.cat((predicted, inner, first, first - second, *history, tail), dim=1)
 
 
 def _tail(k: int, exits: int) -> list[float]:
-    """The zeros that fill the history up, and how far the exit is."""
+    """The zeros that pad the history to n - 2 values, and k / n."""
     return [0.0] * (max(exits - 2, 0) - max(k - 1, 0)) + [k / exits]
 
 
 def remember(before: Tensor | None, logits: Tensor, k: int) -> Tensor | None:
-    """Probabilities at the exits k .. 1, (B, k, C), from those at k - 1 .. 1; None at the first exit."""
+    """Probabilities at the exits k .. 1, (B, k, C), from those at k - 1 .. 1. None at exit 0, which is left out."""
     if k == 0:
         return None
     p = logits.softmax(dim=1)[:, None]
@@ -96,7 +102,8 @@ def remember(before: Tensor | None, logits: Tensor, k: int) -> Tensor | None:
 
 
 def balanced_loss(logits: Tensor, agrees: Tensor) -> Tensor:
-    """Cross-entropy of F, (N,) each, in which either class weighs the same; the mean where all are of one."""
+    """Cross-entropy of F with equal total weight for both classes; the plain mean if only one occurs. (N,) each."""
+    # The weight of a class that does not occur is inf, but no example has it.
     weights = torch.where(agrees, len(agrees) / agrees.sum(), len(agrees) / (~agrees).sum())
     losses = F.binary_cross_entropy_with_logits(logits, agrees.float(), reduction="none")
     return (weights * losses).sum() / weights.sum()
@@ -122,7 +129,7 @@ class InnerHead(ExitHead):
 
 
 class MetaClassifiers(nn.Module):
-    """How likely inner exits agree with the last: one network each, or one for all."""
+    """Predict whether inner exits agree with the last: a network per exit, or one for all."""
 
     def __init__(self, exits: int, classes: int, shared: bool):
         super().__init__()
@@ -137,7 +144,7 @@ class MetaClassifiers(nn.Module):
 
 
 class CatExits(RowExits):
-    """Inner exits with temperatures, and meta classifiers that read what all exits so far have said.
+    """Inner exits with temperatures, and meta classifiers that read the predictions of all exits so far.
 
     Raises ValueError for a single exit.
     """
@@ -151,21 +158,21 @@ class CatExits(RowExits):
         self.policy = MetaClassifiers(len(exits) - 1, num_labels, config.shared)
 
     def decide(self, k: int, inner: Tensor, logits: Tensor, before: Tensor | None) -> Tensor:
-        """The exit_logit (B,) of exit k; arguments as of `features`, with no gradient into them."""
+        """The exit_logit (B,) of exit k; arguments as in `features`, which get no gradient."""
         inner = F.dropout(inner, HEAD_DROPOUT) if self.policy.training else inner
-        read = features(logits.detach(), inner.detach(), before, k, len(self.exits) - 1)
-        return self.policy.network(k)(read)[:, 0]
+        inputs = features(logits.detach(), inner.detach(), before, k, len(self.exits) - 1)
+        return self.policy.network(k)(inputs)[:, 0]
 
     def exit_logits(self, states: list[Tensor]) -> Tensor:
-        """What the meta classifiers say at all exits but the last: (B, K - 1)."""
-        before, found = None, []
+        """The logits of the meta classifiers, at all exits but the last: (B, K - 1)."""
+        before, exit_logits = None, []
         for k, head in enumerate(self.heads[:-1]):
             with torch.no_grad():
                 inner = head.inner(states[k])
                 logits = head.conclude(inner)
-            found.append(self.decide(k, inner, logits, before))
+            exit_logits.append(self.decide(k, inner, logits, before))
             before = remember(before, logits, k)
-        return torch.stack(found, dim=1).float()
+        return torch.stack(exit_logits, dim=1).float()
 
     def segments(self) -> "CatSegments":
         return CatSegments(self)
@@ -173,15 +180,15 @@ class CatExits(RowExits):
 
 # ---- Segments ----
 class CatState(NamedTuple):
-    """The rows still in the model, and what the exits have said of them."""
+    """The rows still in the model, and the outputs of the exits that they have passed."""
 
     hidden: Tensor  # (B, T, D)
     context: LayerContext
-    decides: bool = True  # False: heads are named already, and no meta classifier is asked
+    decides: bool = True  # False: the exits are known beforehand, and no meta classifier runs
     inner: Tensor | None = None  # (B, 32) of the exit just reached, None at the last
     logits: Tensor | None = None
-    before: Tensor | None = None  # as `features` takes it
-    seen: Tensor | None = None  # the same with this exit
+    before: Tensor | None = None  # probabilities at the exits before this one, as in `features`
+    seen: Tensor | None = None  # the same including this exit: `before` of the next one
 
     def keep(self, rows: np.ndarray) -> "CatState":
         index = tensor_on(self.hidden.device, rows)
@@ -190,7 +197,7 @@ class CatState(NamedTuple):
 
 
 class CatSegments(RowSegments):
-    """The segments of a CatExits in eval mode. `advance` ends with the head: later exits read what it says."""
+    """The segments of a CatExits in eval mode. `advance` includes the head, because later exits read its output."""
 
     carried = "seen"  # the probabilities at the exits so far
 
@@ -253,7 +260,7 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
             name="temperatures",
             trainable=lambda name: name.endswith("temperature"),
             loss=temperatures,
-            validate=lambda model, held: {"score": -held_loss(temperatures, TEMPERATURES, model, held)},
+            validate=lambda model, held_out: {"score": -held_out_loss(temperatures, TEMPERATURES, model, held_out)},
             on_states=True,
             make_targets=split,
             settings={"head_lr": config.temperature_lr, "warmup": 0.0},
@@ -262,7 +269,7 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
             name="meta",
             trainable=lambda name: name.startswith("policy."),
             loss=meta_loss,
-            validate=lambda model, held: {"score": -held_loss(meta_loss, META, model, held)},
+            validate=lambda model, held_out: {"score": -held_out_loss(meta_loss, META, model, held_out)},
             on_states=True,
             make_targets=split,
             settings={"epochs": config.meta_epochs, "head_lr": config.meta_lr, "warmup": 0.0},
@@ -271,24 +278,24 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
 
 
 def parts(model: CatExits, data, apart: float) -> np.ndarray:
-    """Which part of train each row is in, (N,); the same in every stage."""
+    """The part of train that each example belongs to, (N,); the same in every stage."""
     drawn = np.random.default_rng(0).permutation(len(data)) / len(data)
     return np.where(drawn >= apart, HEADS, np.where(drawn < apart / 2, TEMPERATURES, META))
 
 
 def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
-    """The mean cross-entropy over exits and those rows (B,) bool; 0 where there are none. each: logits (B, C)."""
+    """The mean cross-entropy over exits and selected rows (B,) bool, or 0 without any. each: logits (B, C) per exit."""
     losses = torch.stack([F.cross_entropy(logits.float(), labels, reduction="none") for logits in each])
     return losses[:, rows].sum() / (len(each) * rows.sum().clamp(min=1))
 
 
 def heads_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
-    """The inner exits', on the labels or on what the last exit says."""
+    """The loss of the inner exits, on the labels or on the predictions of the last exit."""
     return inner_loss(model(*batch.inputs), batch, HEADS, config)
 
 
 def temperature_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
-    """The same under the temperatures, on rows of their own."""
+    """The same loss on the part of train for temperatures, from states that are computed once."""
     each = [model.classify(k, state) for k, state in enumerate(batch.states)]
     return inner_loss(each, batch, TEMPERATURES, config)
 
@@ -300,23 +307,23 @@ def inner_loss(each: list[Tensor], batch: Batch, part: int, config: Config) -> T
 
 
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:
-    """The mean over exits of the balanced loss, on the third part."""
+    """The mean over exits of the balanced loss, on the part of train for meta classifiers."""
     rows = batch.targets == META
     *states, last = (state[rows] for state in batch.states)
     states = [*(F.dropout(state, HEAD_DROPOUT, model.policy.training) for state in states), last]
     exit_logits = model.exit_logits(states)
     with torch.no_grad():
-        said = torch.stack([model.classify(k, state).argmax(dim=1) for k, state in enumerate(states)], dim=1)
-    if not rows.any():
+        predicted = torch.stack([model.classify(k, state).argmax(dim=1) for k, state in enumerate(states)], dim=1)
+    if not rows.any():  # a batch without this part: a loss of 0 that still has a gradient
         return exit_logits.sum()
-    columns = zip(exit_logits.unbind(dim=1), (said[:, :-1] == said[:, -1:]).unbind(dim=1))
+    columns = zip(exit_logits.unbind(dim=1), (predicted[:, :-1] == predicted[:, -1:]).unbind(dim=1))
     return sum(balanced_loss(*column) for column in columns) / exit_logits.shape[1]
 
 
 @torch.no_grad()
-def held_loss(loss, part: int, model: CatExits, held: States) -> float:
-    """A loss on rows that were held out, all of them as if of its part."""
-    states, labels = held.batch(np.arange(len(held)), next(model.parameters()).device)
+def held_out_loss(loss, part: int, model: CatExits, held_out: States) -> float:
+    """A loss on the held-out set, all of which counts as the part of this loss."""
+    states, labels = held_out.batch(np.arange(len(held_out)), next(model.parameters()).device)
     return float(loss(model, Batch((), labels, states, torch.full_like(labels, part))))
 
 

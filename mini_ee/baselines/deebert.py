@@ -1,7 +1,7 @@
-"""DeeBERT (Xin et al. 2020, arXiv:2004.12993v1): two stages, and leave where the entropy is below a threshold.
+"""DeeBERT (Xin et al. 2020, arXiv:2004.12993v1): two stages; exit if the entropy is below a threshold.
 
-First the backbone is fine-tuned for the last exit; then, on the frozen backbone, the other heads learn from the sum of
-their losses (section 3).
+First the backbone is fine-tuned for the last exit. Then the backbone is frozen, and the other heads learn from the sum
+of their losses (section 3).
 """
 
 import math

@@ -1,31 +1,32 @@
-"""DREE: beside the feed-forward part of its layer an exit has an adapter, so that heads do not bend the backbone.
+"""DREE: an exit has an adapter parallel to the feed-forward part of its layer; so heads do not change the backbone.
 
 Source: Ji, Wang, Li, Chen, Chen, Zhang 2023, Early Exit with Disentangled Representation and Equiangular Tight Frame,
-2023.findings-acl.889 in the ACL Anthology (we know of no arXiv version). We had the abstract and the published code
-(Jikai0Wang/DREE, commit 0bdb024), not the equations.
+2023.findings-acl.889 in the ACL Anthology (no arXiv version is known). Written from the abstract and the published code
+(Jikai0Wang/DREE, commit 0bdb024).
 
-Symbols    a (B, T, D)         a layer's state behind its attention and that norm
-           FFN(a)              what the feed-forward part of the layer adds to a
+Symbols    a (B, T, D)         the state in a layer after its attention and attention norm
+           FFN(a)              the output of the feed-forward part of the layer, which is added to a
            W_down, W_up        a parallel adapter (He et al. 2021): D -> `bottleneck` -> D
-           LN, LN'             the norm that ends the layer, and the exit's own, which begins as a copy of it
+           LN, LN'             the norm that ends the layer, and that of the exit, which is initialised with a copy
            M (D, C)            an equiangular tight frame: C unit vectors, the cosine of any two is -1 / (C - 1)
            k = 1 .. K          exits, the last after all L layers; here k = 0 .. K - 1, exit k after e_k = exits[k]
 
-    task branch      z = LN'(scale W_up relu(W_down a) + FFN(a) + a)      the backbone goes on with LN(FFN(a) + a)
+    task branch      z = LN'(scale W_up relu(W_down a) + FFN(a) + a)      the backbone continues with LN(FFN(a) + a)
     logits of exit k x M, where x = v / |v|, v = BN(tanh(pooler(z)))      the last exit reads LN(FFN(a) + a)
 
-Stage 1 fine-tunes all for the last exit. Stage 2 learns the other exits' adapters, LN' and BN, where all else stays.
-Rows leave by Patience. An exit has run all of its layer but LN, and its branch comes on top. From segment to segment
-go a and FFN(a), side by side as (B, T, 2 D): an exit reads both, and the layers above begin with LN(FFN(a) + a).
+Stage 1 fine-tunes everything for the last exit. Stage 2 trains the adapters, LN' and BN of the other exits; everything
+else is frozen. Examples exit by Patience. At an exit its layer has run but for LN; the branch is extra work. A segment
+passes a and FFN(a) on, concatenated as (B, T, 2 D): an exit reads both, and the layers above start with LN(FFN(a) + a).
 
 Deviations from the published code, 1 to 3 and 5 of them pinned in tests/test_dree.py:
-1. M is drawn anew with each training and saved with it; theirs is neither parameter nor buffer, so that a checkpoint
-   is right under the seed of its training alone.
-2. LN' copies weight and bias of LN, at every exit; theirs the bias at the last inner exit only.
-3. Heads read the mean over tokens by default; theirs the first (`pool`), of which alone the branch is then computed.
-4. The pooler is drawn; theirs begins as the one that BERT was pretrained with.
-5. No regression: a frame of one vector divides by 0. Exits need not sit after every layer.
-6. The best epoch of stage 2 is that of the best mean score of its exits; theirs of one exit under a FLOPs limit.
+1. M is drawn in each training and saved with the model. Theirs is neither parameter nor buffer, so a checkpoint is
+   valid only with the seed of its training.
+2. LN' copies weight and bias of LN at every exit; theirs copies the bias at the last inner exit only.
+3. Heads read the mean over tokens by default; theirs read the first (`pool`), and then compute the branch for it alone.
+4. The pooler is initialised at random; theirs is the pretrained one of BERT.
+5. No regression: a frame of one vector would divide by 0. Exits need not be after every layer.
+6. The best epoch of stage 2 has the best mean score over its exits; theirs the best score of one exit within a FLOPs
+   limit.
 """
 
 from copy import deepcopy
@@ -46,25 +47,26 @@ from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, task_loss
 
-MOMENTUM, EPSILON = 0.1, 1e-5  # of batch norms, torch's own
-SHORTEST = 1e-12  # of a vector that is divided by its length
+MOMENTUM, EPSILON = 0.1, 1e-5  # of the batch norms; torch's defaults
+SHORTEST = 1e-12  # least length by which a vector is divided
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """The settings of the task branches. Raises ValueError on a value that makes no sense."""
+    """Settings of the task branches. Raises ValueError for an invalid value."""
 
-    bottleneck: int = option(128, "width of the adapters; the paper's 128 for BERT, 256 for ALBERT", least=1)
-    scale: float = option(8.0, "what the adapters are multiplied with", above=0)
-    adapter_epochs: int = option(1, "of the second stage; the paper's 1 for BERT, 5 for ALBERT", least=1)
-    adapter_lr: float = option(8e-3, "of the second stage; the paper's 8e-3 for BERT, 1e-3 for ALBERT", above=0)
+    bottleneck: int = option(128, "width of the adapters; in the paper 128 for BERT, 256 for ALBERT", least=1)
+    scale: float = option(8.0, "factor of the adapters' output", above=0)
+    adapter_epochs: int = option(1, "epochs of the second stage; in the paper 1 for BERT, 5 for ALBERT", least=1)
+    adapter_lr: float = option(
+        8e-3, "learning rate of the second stage; in the paper 8e-3 for BERT, 1e-3 for ALBERT", above=0
+    )
 
 
 # ---- The equations ----
 def equiangular_frame(width: int, classes: int) -> Tensor:
-    """M = sqrt(C / (C - 1)) P (I - 1 1' / C), P from a QR of a uniform matrix: (D, C). Uses torch's random state.
-
-    Raises ValueError for fewer than two classes, and for more than the width can hold.
+    """M = sqrt(C / (C - 1)) P (I - 1 1' / C), P the orthonormal basis of a random matrix: (D, C). Uses torch's random
+    state. Raises ValueError for fewer than two classes, and for more classes than D.
     """
     if not 2 <= classes <= width:
         raise ValueError(f"an equiangular tight frame has from 2 to {width} vectors, got {classes}")
@@ -100,7 +102,7 @@ class TaskBranch(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """As nn.BatchNorm1d. Its statistics are parameters without gradient, as a graph knows no others."""
+    """nn.BatchNorm1d, but its statistics are parameters without gradient, because a graph knows no buffers."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -109,14 +111,14 @@ class BatchNorm(nn.Module):
         self.variance = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D) -> (B, D). A batch of one row has no variance: it is normed as in use."""
+        """(B, D) -> (B, D). A batch of one row has no variance: it uses the running statistics, as in eval mode."""
         learns = self.training and len(x) > 1
         mean, variance = self.mean.detach(), self.variance.detach()
         return F.batch_norm(x, mean, variance, self.weight, self.bias, learns, MOMENTUM, EPSILON)
 
 
 class FrameHead(nn.Module):
-    """What an exit has of its own: its branch, but for the last, its batch norm and its frame M."""
+    """The parts of one exit: its branch (not at the last exit), its batch norm and its frame M."""
 
     def __init__(self, branch: TaskBranch | None, width: int, num_labels: int, pool: str):
         super().__init__()
@@ -125,16 +127,16 @@ class FrameHead(nn.Module):
         self.frame = nn.Parameter(equiangular_frame(width, num_labels), requires_grad=False)
 
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """The vector of each row, (B, D): of a and FFN(a), (B, T, 2 D), or of the last layer's output, (B, T, D)."""
+        """The pooled vector of each row, (B, D), from a and FFN(a), (B, T, 2 D); at the last exit from (B, T, D)."""
         hidden = hidden[:, :1] if self.pool == "first" else hidden
         return pooled(hidden if self.task_branch is None else self.task_branch(hidden), mask, self.pool)
 
     def classify(self, vector: Tensor) -> Tensor:
-        """What the shared pooler gives, (B, D) -> logits (B, C), each a cosine."""
+        """The output of the shared pooler, (B, D) -> logits (B, C), each of them a cosine."""
         return F.normalize(self.norm(self.dropout(vector)), eps=SHORTEST) @ self.frame
 
     def flops(self, tokens: int) -> float:
-        """Of one row of so many tokens, the shared pooler included."""
+        """FLOPs of one row with that many tokens, the shared pooler included."""
         width, classes = self.frame.shape
         read = 1 if self.pool == "first" else tokens
         branch = 0.0 if self.task_branch is None else 4.0 * read * width * self.task_branch.down.out_features
@@ -142,9 +144,9 @@ class FrameHead(nn.Module):
 
 
 class DreeExits(ExitModel):
-    """A backbone with a task branch in each layer of `exits` but the last, and one pooler for all.
+    """A backbone with a task branch in each exit layer but the last, and one pooler for all exits.
 
-    Raises ValueError for a backbone whose layers are not post-norm, and for classes that no frame holds.
+    Raises ValueError for a backbone whose layers are not post-norm, and for a number of classes without a frame.
     """
 
     policy = None
@@ -161,7 +163,7 @@ class DreeExits(ExitModel):
         self.heads = nn.ModuleList(FrameHead(branch, width, num_labels, pool) for branch in branches)
 
     def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
-        """What each exit reads, pooled: (B, D) each. The three inputs are (B, T) int64."""
+        """The pooled state of each exit, (B, D). The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
         context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
         for k, head in enumerate(self.heads):
@@ -170,10 +172,10 @@ class DreeExits(ExitModel):
         return found
 
     def advance(self, k: int, hidden: Tensor, context: LayerContext) -> Tensor:
-        """From what exit k - 1 reads, or the embeddings, to what exit k reads: (B, T, 2 D), of the last (B, T, D)."""
+        """From the state of exit k - 1, or the embeddings, to that of exit k: (B, T, 2 D), or (B, T, D)."""
         backbone, start, stop = self.backbone, self.exits[k - 1] if k else 0, self.exits[k]
-        if k:
-            layer, (attended, added) = backbone.split_layer(start - 1), hidden.chunk(2, dim=-1)
+        if k:  # finish the layer of exit k - 1, which has run but for its last norm
+            layer, (attended, added) = backbone.halves(start - 1), hidden.chunk(2, dim=-1)
             hidden = layer.output_norm(attended + layer.dropout(added))
         if k == len(self.exits) - 1:
             return backbone.run_layers(hidden, context, start, stop)
@@ -190,7 +192,7 @@ class DreeExits(ExitModel):
 
     @torch.no_grad()
     def copy_norms(self) -> None:
-        """LN' of each exit as LN is after stage 1, weight and bias."""
+        """Copy weight and bias of LN, as they are after stage 1, to the LN' of each exit."""
         for layer, head in zip(self.exits[:-1], self.heads):
             head.task_branch.norm.load_state_dict(self.backbone.split_layer(layer - 1).output_norm.state_dict())
 
@@ -208,7 +210,7 @@ class DreeSegments(RowSegments):
 
 # ---- Training ----
 def recipe(model: DreeExits, config: Config) -> list[Stage]:
-    """Stage 1, then stage 2 where there are exits before the last."""
+    """Stage 1, then stage 2 if there are exits before the last."""
     last = len(model.exits) - 1
 
     def fine_tunes(name: str) -> bool:
@@ -222,7 +224,7 @@ def recipe(model: DreeExits, config: Config) -> list[Stage]:
         trainable=fine_tunes,
         loss=last_loss,
         score=lambda scores: float(scores[-1]),
-        finish=lambda model, held: model.copy_norms(),
+        finish=lambda model, held_out: model.copy_norms(),
     )
     second = Stage(
         name="branches",
@@ -235,12 +237,12 @@ def recipe(model: DreeExits, config: Config) -> list[Stage]:
 
 
 def last_loss(model: DreeExits, batch: Batch) -> Tensor:
-    """The last exit's cross-entropy."""
+    """The cross-entropy of the last exit."""
     return task_loss(model.classify(len(model.exits) - 1, model.states(*batch.inputs)[-1]), batch.labels)
 
 
 def exit_losses(model: DreeExits, batch: Batch) -> list[Tensor]:
-    """Those of the exits before it."""
+    """The cross-entropies of the exits before the last."""
     states = model.states(*batch.inputs)[:-1]
     return [task_loss(model.classify(k, state), batch.labels) for k, state in enumerate(states)]
 

@@ -1,7 +1,7 @@
-"""FastBERT (Liu et al. 2020, arXiv:2004.02178v2): two stages; the other heads learn what the last one says.
+"""FastBERT (Liu et al. 2020, arXiv:2004.02178v2): two stages; the other heads learn the predictions of the last one.
 
-Labels are not seen in the second stage. A row leaves where the normalised entropy is below a threshold ("speed"). The
-paper's heads have an attention layer of their own; here all methods share units.heads.ExitHead.
+The second stage does not use labels. An example exits if the normalised entropy is below a threshold ("speed"). The
+paper's heads have their own attention layer; here all methods share exits.heads.ExitHead.
 """
 
 import math
@@ -16,7 +16,7 @@ from mini_ee.training.stages import Batch, fine_tune_then_heads
 
 
 def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Eq. 7 and 8: sum over students of KL(student, teacher), in this order."""
+    """Eq. 7 and 8: the sum over students of KL(student, teacher), in this order."""
     *students, teacher = (logits.float() for logits in model(*batch.inputs))
     log_t = F.log_softmax(teacher.detach(), dim=1)
     return sum(

@@ -1,34 +1,35 @@
-"""FREE: a shallow and a deep exit that learn together; tokens that left early catch up as a later one goes deep.
+"""FREE: a shallow and a deep exit that learn together; tokens that exited early catch up when a later one goes deep.
 
 Paper: Sangmin Bae et al., Fast and Robust Early-Exiting Framework for Autoregressive Language Models with Synchronized
-Parallel Decoding, EMNLP 2023, arXiv:2310.05424v1. What the code says and the paper does not is taken from
-github.com/raymin0223/fast_robust_early_exit, read at 3e503c5.
+Parallel Decoding, EMNLP 2023, arXiv:2310.05424v1. Details that the paper leaves out are from its code,
+github.com/raymin0223/fast_robust_early_exit at 3e503c5.
 
-Symbols:   two exits, S and L, in layers; one head behind the final norm for both. h_i, the states of layer i behind
-           that norm, D wide; gap = p_1 - p_2 at S, the largest probabilities; agrees: S and L say the same token.
+Symbols:   two exits, after layers S and L; one head after the final norm for both. h_i: the states of layer i after
+           that norm, of width D; gap = p_1 - p_2 at S, the two largest probabilities; agrees: S and L predict the same.
 Loss:      (S CE_S + L CE_L) / (S + L) + alpha KD, where KD is the mean over pairs of |h_s - h_t|^2 / D; h_t has no
-           gradient. The teachers t are every L/S-th layer, or the last one. The students s: layer by layer (uniform),
-           S of L (last), or, from the last teacher down, the nearest layer below the student before (dynamic).
-Inference: a token leaves at S where its gap is at least lambda. The others take all tokens that wait there with them
-           through the layers above, in one block: missing_kv="recompute", whose texts are those of full caches.
-           An export recomputes too, by its graphs by segment; its model.onnx copies states.
-lambda:    each deep pass tells (gap, agrees) of the tokens in it. Before the next text all that was told so far is
-           fitted by two Beta distributions, one of the tokens that agree; then lambda is the lowest of 10 points from
-           .3 to .9 from which on P(agrees | gap) > .4. It begins at .9, and moves MOVES times at most.
+           gradient. The teachers t are every L/S-th layer, or only the last. The students s are the layers 1 .. S in
+           order (uniform), S alone with teacher L (last), or, from the last teacher down, the nearest layer below the
+           student before (dynamic).
+Inference: a token exits at S if its gap is at least lambda. Any other token goes on through the layers above S, in one
+           block with all tokens that have exited since the last one (missing_kv="recompute"), so its text is that of full
+           caches. The graphs by segment of an export recompute too; its model.onnx copies states.
+lambda:    each deep pass reveals (gap, agrees) of the tokens in it. Before the next text two Beta distributions are
+           fitted to all pairs so far, one for the tokens that agree. lambda is then the lowest of 10 points from .3 to
+           .9 from which on P(agrees | gap) > .4. It starts at .9, and changes at most MOVES times.
 Fit:       a Beta by its moments: a = m (m (1 - m) / v - 1), b = a (1 - m) / m, of weighted mean m and variance v; the
-           weight of a token in a component is .8 of the posterior under the Betas before and .2 of its label.
+           weight of a token in a component is .8 posterior (under the previous Betas) + .2 label.
 
 Deviations:
-1. The released code overwrites the first term of that weight, so that labels alone count; here it is there, and a
-   posterior, where theirs is no probability.
-2. The Beta of the tokens that agree is the one that their labels weigh in; theirs is the one with the larger mean
-   (bmm.py, 113). They differ if the tokens that agree have the smaller gaps.
-3. All points from lambda up are likely to agree; theirs counts the likely points wherever they are.
-4. Teachers of an L that S does not divide are rounded down; theirs are a table by hand.
-5. The rule of a run is a threshold, the last lambda after texts held out of training; `moved` moves it on others.
-6. Rows, which wait for nobody, have a head of their own at each exit, and lambda is fitted to held-out ones, a
-   candidate among thresholds on the gap.
-7. A decoder, where theirs is that of a T5.
+1. The released code overwrites the first term of that weight, so only labels count. Here both terms count, and the
+   posterior is a probability, which theirs is not.
+2. The Beta of the tokens that agree is the one whose labels say so; theirs is the one with the larger mean (bmm.py,
+   113). They differ if the tokens that agree have the smaller gaps.
+3. At all points from lambda up agreement is likely; theirs counts the likely points wherever they are.
+4. If S does not divide L, the teachers are rounded down; theirs are in a table.
+5. The rule of a run is a threshold: the last lambda after the held-out texts. `moved` adapts it on other texts.
+6. On examples, which have no cache to catch up, each exit has its own head, and lambda is fitted on the held-out set:
+   one candidate among thresholds on the gap.
+7. The model is a decoder; theirs is the decoder of a T5.
 """
 
 import math
@@ -58,27 +59,32 @@ from mini_ee.training.texts import Source
 
 MATCHES = ("dynamic", "uniform", "last")
 MEASURE = "breaking_ties"
-FIRST, GRID, LIKELY = 0.9, np.linspace(0.3, 0.9, 10), 0.4  # lambda before anything was told; its values; P(agrees)
-TRUST = 0.8  # in the posterior; the rest in the label
-EDGE = 1e-4  # gaps are kept so far from 0 and 1, where a Beta may be infinite
-FLAT = 1e-6  # a variance below which there is nothing to fit
-MOVES = 300
+FIRST, GRID, LIKELY = 0.9, np.linspace(0.3, 0.9, 10), 0.4  # the first lambda; its possible values; least P(agrees)
+TRUST = 0.8  # weight of the posterior; the label has the rest
+EDGE = 1e-4  # distance of gaps from 0 and 1, at least: there a Beta density may be infinite
+FLAT = 1e-6  # a Beta is not fitted to a variance below this
+MOVES = 300  # changes of lambda, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """Settings of the method."""
 
-    shallow: int | None = option(None, "S, the layer of the first exit; a quarter of all", least=1, metavar="LAYER")
-    match: str = option(
-        "dynamic", "which layer learns from which of those above", choices=MATCHES, unused_when=("alpha", 0)
+    shallow: int | None = option(
+        None, "S, the layer of the first exit; else a quarter of all layers", least=1, metavar="LAYER"
     )
-    alpha: float = option(0.5, "of the distillation from layer to layer", least=0)
+    match: str = option(
+        "dynamic",
+        "matching of student layers to teacher layers in the distillation",
+        choices=MATCHES,
+        unused_when=("alpha", 0),
+    )
+    alpha: float = option(0.5, "weight of the distillation between layers", least=0)
 
 
 # ---- The loss ----
 def teachers(shallow: int, layers: int) -> list[int]:
-    """The layers that `shallow` students learn from, from 1.
+    """The layers, from 1, from which `shallow` students learn.
 
     >>> teachers(6, 24), teachers(3, 12)
     ([4, 8, 12, 16, 20, 24], [4, 8, 12])
@@ -87,8 +93,11 @@ def teachers(shallow: int, layers: int) -> list[int]:
 
 
 def dynamic_match(apart: Tensor) -> list[int]:
-    """Student (from 0) of every teacher: from the last teacher down the nearest below the student before, of layer 0
-    that layer again. apart (T, S): how far teacher and student are."""
+    """The student layer (from 0) of every teacher, by distances apart (T, S) of teachers and students.
+
+    From the last teacher down, the student is the nearest layer below the previous student. Once layer 0 is reached, it
+    is the student of all remaining teachers.
+    """
     below, found = apart.shape[1], []
     for distances in apart.flip(0):
         below = int(distances[:below].argmin()) if below else 0
@@ -97,7 +106,7 @@ def dynamic_match(apart: Tensor) -> list[int]:
 
 
 def distillation(states: Sequence[Tensor], shallow: int, match: str) -> Tensor:
-    """KD. states: (N, D) of every layer, behind the norm."""
+    """KD. states: (N, D) of every layer, after the norm."""
     if match == "last":
         return F.mse_loss(states[shallow - 1], states[-1].detach())
     chosen = [states[layer - 1].detach() for layer in teachers(shallow, len(states))]
@@ -107,13 +116,14 @@ def distillation(states: Sequence[Tensor], shallow: int, match: str) -> Tensor:
 
 
 def shallow_deep_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """Both exits' losses by depth, and the distillation between their layers."""
-    states, real = [], batch.inputs[1].bool()  # where there are tokens; of texts those that count
+    """The losses of both exits, weighted by depth, and the distillation between their layers."""
+    states, real = [], batch.inputs[1].bool()  # (B, T): no padding; in texts, the positions that count
     if model.unit == "tokens":
         _, real = model.backbone.read_texts(*batch.inputs)
     norm = model.heads[0].norm or nn.Identity()
 
     def run(hidden: Tensor, context, start: int, stop: int, adapt=None) -> Tensor:
+        """run_layers that collects the states of each layer, for the distillation."""
         for depth in range(start, stop):
             hidden = model.backbone.run_layers(hidden, context, depth, depth + 1, adapt)
             states.append(norm(hidden[real[:, : hidden.shape[1]]]).float())
@@ -132,12 +142,12 @@ class Beta(NamedTuple):
     b: float
 
     def density(self, x: np.ndarray) -> np.ndarray:
-        """At x, each above 0 and below 1."""
+        """The density at x, each above 0 and below 1."""
         log_beta = math.lgamma(self.a) + math.lgamma(self.b) - math.lgamma(self.a + self.b)
         return np.exp((self.a - 1) * np.log(x) + (self.b - 1) * np.log1p(-x) - log_beta)
 
     def fitted(self, x: np.ndarray, weights: np.ndarray) -> "Beta":
-        """The one with the moments of x, or this one where x hardly varies."""
+        """The Beta with the weighted mean and variance of x, or this one if x hardly varies."""
         m = np.average(x, weights=weights)
         v = np.average((x - m) ** 2, weights=weights)
         if v < FLAT:
@@ -147,97 +157,102 @@ class Beta(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """What gaps say of agreement."""
+    """The gaps of tokens whose exits differ, and of tokens whose exits agree."""
 
     differs: Beta = Beta(1.0, 2.0)
     agrees: Beta = Beta(2.0, 1.0)
 
     def posterior(self, gaps: np.ndarray) -> np.ndarray:
-        """P(agrees | gap), where both are as likely before."""
+        """P(agrees | gap), with equal prior probabilities."""
         agrees, differs = self.agrees.density(gaps), self.differs.density(gaps)
         return agrees / np.maximum(agrees + differs, np.finfo(float).tiny)
 
     def responsibility(self, gaps: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-        """The weight of each token in the component of those that agree, from 0 to 1."""
+        """The weight of each token in the component of tokens that agree, from 0 to 1."""
         return TRUST * self.posterior(gaps) + (1 - TRUST) * agrees
 
     def fitted(self, gaps: np.ndarray, agrees: np.ndarray) -> "Mixture":
-        """After one more step of EM on all that was told: (N,) numbers and bool."""
+        """After one more step of EM on all pairs so far: gaps (N,) and agrees (N,) bool."""
         gaps = np.clip(np.asarray(gaps, np.float64), EDGE, 1 - EDGE)
         weights = self.responsibility(gaps, np.asarray(agrees, bool))
         return Mixture(self.differs.fitted(gaps, 1 - weights), self.agrees.fitted(gaps, weights))
 
     def threshold(self) -> float:
-        """lambda: the lowest point of GRID from which on all are likely to agree; the highest where it is not."""
+        """lambda: the lowest point of GRID from which on agreement is likely; the highest point if there is none."""
         likely = self.posterior(GRID) > LIKELY
+        # From the highest point down, cumprod counts the likely points without a gap.
         return float(GRID[min(len(GRID) - 1, len(GRID) - int(likely[::-1].cumprod().sum()))])
 
 
 class OnlineCalibrationSegments(TokenSegments):
-    """Those of a model with two exits, that note what each deep pass tells: `gaps`, and `agrees` of the same tokens."""
+    """Segments of a model with two exits that record each deep pass: `gaps`, and `agrees` of the same tokens."""
 
     def __init__(self, model: SharedExits, num_rows: int, capacity: int):
         super().__init__(model.backbone, model.exits, model.heads, "recompute", num_rows, capacity)
-        self._said: dict[tuple[int, int], tuple[float, int]] = {}  # (row, position) -> gap and token, at S
+        # (row, position) -> gap and token at S, until a deep pass reveals the token at L
+        self._shallow: dict[tuple[int, int], tuple[float, int]] = {}
         self.gaps: list[float] = []
         self.agrees: list[bool] = []
 
     def read_logits(self, k: int, state: TokenState) -> Reading:
         reading = super().read_logits(k, state)
         if k == 0:
-            said = zip(reading.breaking_ties.tolist(), reading.logits.argmax(axis=1).tolist())
+            predictions = zip(reading.breaking_ties.tolist(), reading.logits.argmax(axis=1).tolist())
             places = zip(state.rows, (positions[-1] for positions in state.positions))
-            self._said |= dict(zip(places, said))
+            self._shallow |= dict(zip(places, predictions))
         return reading
 
     def advance(self, k: int, state: TokenState) -> TokenState:
-        waited = [self.waiting[row][0][:-1] if k else [] for row in state.rows]  # without this token itself
+        # Read before super().advance empties it: the positions that exited at S since the last deep pass of each row,
+        # without the current token, which is the last.
+        waited = [self.waiting[row][0][:-1] if k else [] for row in state.rows]
         state = super().advance(k, state)
         if k:
             for row, positions, own, hidden in zip(state.rows, waited, state.positions, state.hidden):
+                # The deep pass has replaced the states of the waiting tokens; the current token is still in `state`.
                 deep = torch.cat((self.left[row, positions], hidden[-1:]))
                 tokens = self.decoder.lm_logits(deep).argmax(-1).tolist()
                 for position, token in zip([*positions, own[-1]], tokens):
-                    gap, said = self._said.pop((row, position))
+                    gap, shallow_token = self._shallow.pop((row, position))
                     self.gaps.append(gap)
-                    self.agrees.append(said == token)
+                    self.agrees.append(shallow_token == token)
         return state
 
 
 class Moved(NamedTuple):
-    """Texts that were written while lambda moved."""
+    """Texts that were generated while lambda changed."""
 
     written: list[Generated]
-    thresholds: list[float]  # under which each was, and the last
-    told: int  # tokens that deep passes told of
+    thresholds: list[float]  # the lambda of each text, and the last one
+    observed: int  # number of tokens whose agreement the deep passes revealed
 
 
 @torch.inference_mode()
 def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
-    """Continue what each text gives (up to its `start`), one after the other, under a lambda that learns from them."""
-    mixture, levels, written, gaps, agrees = Mixture(), [FIRST], [], [], []
+    """Continue the prompt of each text (up to its `start`), one text after the other; lambda adapts to them."""
+    mixture, thresholds, written, gaps, agrees = Mixture(), [FIRST], [], [], []
     stop = model.backbone.config.stop_tokens
     for text in texts:
         prompt = text.ids[: text.start + 1]
         (begin,) = model.backbone.decoder_start_tokens([prompt])
         segments = OnlineCalibrationSegments(model, 1, len(begin) + new_tokens)
-        written += gather(decode(segments, [prompt], new_tokens, Threshold(levels[-1], MEASURE), stop=stop), 1)
+        written += gather(decode(segments, [prompt], new_tokens, Threshold(thresholds[-1], MEASURE), stop=stop), 1)
         gaps, agrees = gaps + segments.gaps, agrees + segments.agrees
-        if gaps and len(levels) <= MOVES:
+        if gaps and len(thresholds) <= MOVES:
             mixture = mixture.fitted(gaps, agrees)
-            levels.append(mixture.threshold())
-    return Moved(written, levels, len(gaps))
+            thresholds.append(mixture.threshold())
+    return Moved(written, thresholds, len(gaps))
 
 
 # ---- Training ----
 class FreeTokens(SharedExits):
-    """Both exits of a decoder, whose skipped layers catch up."""
+    """Both exits of a decoder; tokens that skipped layers catch up."""
 
     missing_kv = "recompute"
 
 
 def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
-    """Two exits on a decoder, or on a classifier, which has a pool. Raises ValueError for an S that is not below L."""
+    """Two exits on a decoder, or on a classifier if there is a pool. Raises ValueError if S is not below L."""
     layers = backbone.config.num_hidden_layers
     exits = (config.shallow or exits[0], layers)
     if exits[0] >= layers:
@@ -246,27 +261,27 @@ def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, c
 
 
 def recipe(model: nn.Module, config: Config) -> list[Stage]:
-    """All at once."""
+    """One stage: everything is trained at once."""
     return [joint_stage(model, name="shallow-deep", loss=partial(shallow_deep_loss, config=config))]
 
 
 def gaps_of(recorded: Record) -> list[Rule]:
-    """The mixture's lambda on recorded rows, and thresholds at quantiles of their gaps."""
-    said = recorded.predictions
-    mixture = Mixture().fitted(recorded.confidence(MEASURE)[:, 0], said[:, 0] == said[:, 1])
+    """lambda, fitted to recorded examples, and thresholds at quantiles of their gaps."""
+    predictions = recorded.predictions
+    mixture = Mixture().fitted(recorded.confidence(MEASURE)[:, 0], predictions[:, 0] == predictions[:, 1])
     return sweep(Threshold(mixture.threshold(), MEASURE))(recorded)
 
 
-def moved_rule(model: SharedExits, source: Source, held: TextData) -> Chosen:
-    """The lambda that held-out texts move to; and for `mini-ee compare --sweep` others."""
-    found = moved(model, held.texts, source.follow)
+def moved_rule(model: SharedExits, source: Source, held_out: TextData) -> Chosen:
+    """lambda after the held-out texts, and other thresholds for `mini-ee compare --sweep`."""
+    found = moved(model, held_out.texts, source.follow)
     rule = Threshold(found.thresholds[-1], MEASURE)
-    rules = passing(record_texts(model, held.texts), rule)
+    rules = passing(record_texts(model, held_out.texts), rule)
     about = {"own": {"lambda": rule.to_dict()}, "sweep": {"lambda": [each.to_dict() for each in rules]}}
-    about |= {"thresholds": found.thresholds, "tokens_told": found.told}
+    about |= {"thresholds": found.thresholds, "tokens_told": found.observed}
     layers = float(np.mean([layers for text in found.written for layers in text.layers_run]))
-    path = f"lambda went from {FIRST} to {rule.threshold:.2f} over {len(found.thresholds) - 1} texts"
-    about["promised"] = f"{path}, whose tokens took {layers:.2f} layers of {model.exits[-1]}."
+    path = f"lambda changed from {FIRST} to {rule.threshold:.2f} over {len(found.thresholds) - 1} texts"
+    about["promised"] = f"{path}, whose tokens used {layers:.2f} of {model.exits[-1]} layers on average."
     return Chosen(rule, None, None, about)
 
 

@@ -1,4 +1,4 @@
-"""HashEE: a token leaves after the layer that a table gives its type. Nothing is asked, and nothing is learned for it.
+"""HashEE: a table gives each type of token the layer after which it exits. No confidence, and no trained exit rule.
 
 Paper: Sun, Liu, Zhu, Geng, Wu, He, Ni, Xie, Huang, Qiu, A Simple Hash-Based Early Exiting Approach For Language
 Understanding and Generation, Findings of ACL 2022, arXiv:2203.01670v1. Code: txsun1997/HashEE at a1d005c.
@@ -6,27 +6,31 @@ Understanding and Generation, Findings of ACL 2022, arXiv:2203.01670v1. Code: tx
 Symbols    V types of tokens; L layers; e(v) in 1 .. L, the table
            h_l (T, D)   states behind layer l: h_l[t] = Layer_l(h_{l-1})[t] where e(x_t) >= l, else h_{l-1}[t]
 
-A token that has left is still read: its state, which changes no more, gives keys and values to every later layer. Its
-query and its feed-forward part are what is saved. Types that training has not seen, the first token of a row and all
-special tokens ([CLS], [SEP], [UNK]) go through all layers. All is trained at once, tokens leaving as in use.
+A token that has exited is still attended to: its state stays the same and gives keys and values to every later layer.
+Its query and its feed-forward part are saved. Types that are not in the training set, the first token of a row and all
+special tokens ([CLS], [SEP], [UNK]) run through all layers. Everything is trained at once, with token exits as at
+inference.
 
-Tables     frequency   types by how often they occur; the commonest leave first
-           mi          by the mutual information of a token's type and the label; the highest leave first
-           random      drawn once
+Tables     frequency   by frequency of the type; the most frequent types exit first
+           mi          by mutual information of the type and the label; the highest exit first
+           random      in a random order, drawn once
 
-The types are put in G groups of equal size, and group g = 1 .. G leaves after layer 1 + (g - 1) floor(L / G): of 12
-layers and 6 groups after 1, 3, .., 11, of 6 layers after each. Types left over go through all layers.
+The types are divided into G groups of equal size. Group g = 1 .. G exits after layer 1 + (g - 1) floor(L / G): with 12
+layers and 6 groups after layers 1, 3, .., 11; with 6 layers after each. Remaining types run through all layers.
 
-How it runs: tokens of a row are put in order, those that go deepest first, so that each layer takes the first n of
-them, n that of the row with most. A row's layers are the mean over its tokens; its operations those of the batch.
+Computation: the tokens of a row are sorted by exit layer, deepest first. So each layer computes the first n tokens,
+where n is the largest number in any row. The depth of a row is the mean over its tokens; its FLOPs are those of the
+batch, shared equally.
 
 Deviations, pinned in tests/test_hashee.py:
-1. The released code has no attention mask: padding is read, so that a row's answer depends on its batch. Here it has.
-2. Counts are of train alone; theirs of dev too.
-3. `mi` counts every occurrence of a type (theirs not the first, and two labels at most).
-4. Heads read the mean over tokens by default, those that left included; theirs the first (`pool`), through a pooler.
-5. G is at most L. No clusters of embeddings, no tables of whole rows, and no layers drawn anew for each occurrence,
-   which may send [CLS] away.
+1. The released code has no attention mask: padding is attended to, so the logits of a row depend on its batch. Here
+   padding is masked.
+2. Counts are from train only; theirs include dev.
+3. `mi` counts every occurrence of a type (theirs leaves out the first, and takes at most two labels).
+4. Heads read the mean over tokens by default, including those that exited; theirs read the first (`pool`), through a
+   pooler.
+5. G is at most L. No clusters of embeddings, no tables of whole examples, and no random layer for each occurrence,
+   which could let [CLS] exit.
 """
 
 from dataclasses import dataclass
@@ -49,10 +53,12 @@ TABLES = ("frequency", "mi", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """Settings of the table. Raises ValueError on a value that makes no sense."""
+    """Settings of the table. Raises ValueError for an invalid value."""
 
-    table: str = option("frequency", "by which types of tokens are put in groups", choices=TABLES)
-    groups: int = option(6, "of types: one leaves after layer 1, the next L / groups layers later, and so on", least=1)
+    table: str = option("frequency", "order in which types of tokens are divided into groups", choices=TABLES)
+    groups: int = option(
+        6, "number of groups of types: one exits after layer 1, the next L / groups layers later, and so on", least=1
+    )
 
 
 # ---- The table ----
@@ -66,7 +72,7 @@ def exit_layers(data: RowData, vocabulary: int, layers: int, config: Config) -> 
         order = np.random.default_rng(0).permutation(seen)
     elif config.table == "mi":
         if data.task.regression:
-            raise ValueError(f"--table mi asks for classes, and {data.task.name} is a regression; give frequency")
+            raise ValueError(f"--table mi needs classes, and {data.task.name} is a regression; give frequency")
         labels = np.repeat(data.labels, [len(row) for row in data.encoded.ids])
         order = seen[np.argsort(-mutual_information(ids, labels, vocabulary)[seen], kind="stable")]
     else:
@@ -86,9 +92,9 @@ def mutual_information(ids: np.ndarray, labels: np.ndarray, vocabulary: int) -> 
     return (joint * np.log(np.divide(joint, alone, out=np.ones_like(joint), where=joint > 0))).sum(axis=1)
 
 
-# ---- A layer, for the tokens that go on ----
+# ---- A layer, for the tokens that have not exited ----
 def attend(layer: SplitLayer, first: Tensor, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """`attend` of a layer for the first tokens alone, which read all: (B, n, D), (B, T, D) -> (B, n, D)."""
+    """`attend` of a layer with queries of the first n tokens only: (B, n, D), keys (B, T, D) -> (B, n, D)."""
     if first.shape == hidden.shape:
         return layer.attend(hidden, mask)
     width, (weight, bias) = hidden.shape[2], (layer.qkv.weight, layer.qkv.bias)
@@ -102,54 +108,57 @@ def attend(layer: SplitLayer, first: Tensor, hidden: Tensor, mask: Tensor | None
 
 # ---- The model ----
 class HashExits(TokenwiseExits):
-    """A backbone whose tokens leave by a table: a parameter without gradient, as a graph knows no others."""
+    """A backbone whose tokens exit by a table: a parameter without gradient, because a graph knows no buffers."""
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
-        kept = backbone.split_layer(0).qkv.weight[backbone.config.hidden_size :].numel()
+        key_value = backbone.halves(0).qkv.weight[backbone.config.hidden_size :].numel()
         self.layers = backbone.config.num_hidden_layers
         self.table = nn.Parameter(torch.full((backbone.config.vocab_size,), float(self.layers)), requires_grad=False)
-        all_of_them, attention = backbone.layer_weights().values()
-        self.of_token = 2.0 * (all_of_them - kept)  # that goes on
-        self.of_pair = 4.0 * attention  # of it and one it reads
-        self.of_all = 2.0 * kept * self.layers  # of every token, in all layers
+        weights, attention = backbone.layer_weights().values()
+        self.of_token = 2.0 * (weights - key_value)  # FLOPs of a token that has not exited, per layer
+        self.of_pair = 4.0 * attention  # FLOPs of such a token with each token that it attends to
+        self.of_all = 2.0 * key_value * self.layers  # FLOPs of keys and values, of every token in all layers
 
     def depths(self, inputs) -> Tensor:
-        """How many layers each token runs, (B, T): 0 at padding."""
+        """The number of layers that each token runs, (B, T): 0 at padding."""
         device = self.table.device
         ids = tensor_on(device, inputs.input_ids)
         depths = torch.where(token_places(ids) == 0, float(self.layers), self.table[ids])
         return depths if inputs.attention_mask is None else depths * tensor_on(device, inputs.attention_mask)
 
     def run_reduced(self, inputs) -> RemainingTokens:
-        """The deepest first: a layer takes as many tokens as go on in any row, and those that do keep what it says."""
+        """Tokens sorted by depth, the deepest first: layer l computes the first n_l tokens, the most of any row.
+
+        In rows with fewer tokens that have not exited, the others keep their states.
+        """
         hidden, mask = self.backbone.embed(inputs), self.backbone.context(inputs).padding
         depths, order = self.depths(inputs).sort(dim=1, descending=True, stable=True)
         hidden, mask = in_order(order, hidden, mask)
-        goes_on = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
-        counts = goes_on.sum(dim=2)
-        most, alike = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)
+        runs = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
+        counts = runs.sum(dim=2)  # (B, L)
+        most, alike = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)  # (L,): n_l; whether all rows have n_l
         for depth, width in enumerate(sizes_of(most)):
-            layer, first = self.backbone.split_layer(depth), hidden[:, :width]
-            said = layer.feed_forward(attend(layer, first, hidden, mask))
-            said = said if torch.is_nonzero(alike[depth]) else torch.where(goes_on[:, depth, :width, None], said, first)
-            hidden = said if width == hidden.shape[1] else torch.cat((said, hidden[:, width:]), dim=1)
-        tokens, taken = depths.shape[1], most.sum().double()
-        operations = taken * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
+            layer, first = self.backbone.halves(depth), hidden[:, :width]
+            new = layer.feed(attend(layer, first, hidden, mask))
+            new = new if torch.is_nonzero(alike[depth]) else torch.where(runs[:, depth, :width, None], new, first)
+            hidden = new if width == hidden.shape[1] else torch.cat((new, hidden[:, width:]), dim=1)
+        tokens, computed = depths.shape[1], most.sum().double()
+        operations = computed * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
         return RemainingTokens(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
 
     def run_all(self, inputs) -> RemainingTokens:
-        """By the equation: a layer on all tokens, and those that have left keep their states."""
+        """By the equation: each layer runs on all tokens, and tokens that have exited keep their states."""
         hidden, context, depths = self.backbone.embed(inputs), self.backbone.context(inputs), self.depths(inputs)
         for depth in range(self.layers):
-            said = self.backbone.run_layers(hidden, context, depth, depth + 1)
-            hidden = torch.where(depths[..., None] > depth, said, hidden)
+            new = self.backbone.run_layers(hidden, context, depth, depth + 1)
+            hidden = torch.where(depths[..., None] > depth, new, hidden)
         return RemainingTokens(hidden, context.padding)
 
 
 # ---- Training ----
 def recipe(model: HashExits, config: Config) -> list[Stage]:
-    """One stage, which begins with the table."""
+    """One stage, which starts by filling the table."""
     return [
         Stage(
             name="fine-tune",
@@ -162,7 +171,7 @@ def recipe(model: HashExits, config: Config) -> list[Stage]:
 
 
 def fill_table(model: HashExits, data: RowData, config: Config) -> None:
-    """e of the types in the rows to learn from."""
+    """Compute e from the training examples."""
     table = exit_layers(data, len(model.table), model.layers, config)
     model.table.data.copy_(torch.from_numpy(table))
 

@@ -1,7 +1,7 @@
-"""Joint training: all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1).
+"""Joint training: all exits at once; their losses are summed, weighted by depth (ConsistentEE, Eq. 1).
 
-It is the recipe of every method that names no other (training/stages.py: joint_stage). PABEE, PCEE-BERT and Right-Tool
-train in this way too, and read the exits with rules of their own.
+This is the recipe of every method that names no other (training/stages.py: joint_stage). PABEE, PCEE-BERT and
+Right-Tool are trained in this way too, with their own rules.
 """
 
 from mini_ee.training.method import Method

@@ -1,8 +1,8 @@
-"""MM: independent models of several depths in a cascade, the other way to spend less on easy rows.
+"""MM: a cascade of independent models of several depths, another way to compute less for easy examples.
 
 Source: LoRAExit (see lora_exits.py), section 4, as a baseline; Rotem et al. 2023. Model k is the first e_k layers of
-the pretrained backbone with a head of its own, fine-tuned alone. A row that a model refuses begins anew in the next
-one: in layer passes the cost of LoRAExit's restart schedule, in memory K models.
+the pretrained backbone with its own head, fine-tuned alone. An example that does not stop at a model starts again in
+the next one. The layer passes are those of LoRAExit's restart schedule; the memory is that of K models.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class MultiModel(ExitModel):
 
     @property
     def backbone(self) -> nn.Module:
-        """That of the deepest model."""
+        """The backbone of the deepest model."""
         return self.models[-1].backbone
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
@@ -41,7 +41,7 @@ class MultiModel(ExitModel):
 
 
 def recipe(model: MultiModel, config: NoConfig) -> list[Stage]:
-    """One stage a model: plain fine-tuning."""
+    """One stage per model: plain fine-tuning."""
 
     def stage(k: int) -> Stage:
         return Stage(
@@ -58,7 +58,7 @@ class CascadeState(NamedTuple):
     """The rows still in the cascade."""
 
     inputs: object  # data.tokens.Inputs
-    running: RowState | None  # in the model that was asked last
+    running: RowState | None  # in the model that ran last
 
     def keep(self, rows: np.ndarray) -> "CascadeState":
         return CascadeState(self.inputs.take(rows), self.running and self.running.keep(rows))

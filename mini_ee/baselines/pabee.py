@@ -1,4 +1,4 @@
-"""PABEE (Zhou et al. 2020, arXiv:2006.04152v3): joint training; leave when several exits in a row say the same."""
+"""PABEE (Zhou et al. 2020, arXiv:2006.04152v3): joint training; exit if consecutive exits predict the same."""
 
 from mini_ee.rules import Patience
 from mini_ee.training.default_rule import sweep

@@ -1,21 +1,21 @@
-"""PALBERT: the exit is a latent variable, and a row leaves once it would most likely have left by now (Q-exit).
+"""PALBERT: the exit is a latent variable; an example exits once it has probably exited by now (Q-exit).
 
 Paper: Nikita Balagansky, Daniil Gavrilov, PALBERT: Teaching ALBERT to Ponder, NeurIPS 2022, arXiv:2204.03276v4; after
 PonderNet (Banino et al. 2021). Code: tinkoff-ai/palbert at 52a79af.
 
-Symbols:   s_k = tanh(pooler(h_k)), what the classifier of exit k reads, s_0 = 0;
-           lambda_k = sigmoid(MLP([s_k; s_{k-1}])), the chance to leave at k of a row that came to it;
-           p_k = lambda_k prod_{j<k} (1 - lambda_j), at the last exit the rest;
-           g = the prior, geometric with lambda_p in layers, cut off at the last.
-Training:  the mean over rows of sum_k p_k H(y, P_k) + beta KL.
-Inference: Q-exit, the rule q-exit: leave at the first k with 1 - prod_{j<=k} (1 - lambda_j) > q.
+Symbols:   s_k = tanh(pooler(h_k)), the input of the classifier of exit k, s_0 = 0;
+           lambda_k = sigmoid(MLP([s_k; s_{k-1}])), the probability to exit at k of an example that reached it;
+           p_k = lambda_k prod_{j<k} (1 - lambda_j), at the last exit the remaining probability;
+           g = the prior, geometric with lambda_p over layers, truncated at the last.
+Training:  the mean over examples of sum_k p_k H(y, P_k) + beta KL.
+Inference: Q-exit, the rule q-exit: exit at the first k with 1 - prod_{j<=k} (1 - lambda_j) > q.
 
-Deviations: 1. in the released training p_L is lambda_L prod_{j<L} (1 - lambda_j), so that probabilities may sum to less
-than 1, and where their sum passes .95 the others are set to .05 / L; here p_L is the rest, and all is in logarithms;
-2. KL(g || p) is the code's (`forward`), KL(p || g) the other reading of the paper (`reverse`); 3. every exit has a
-pooler and classifier of its own, as all systems here; the MLP is one for all; 4. where exits are fewer than layers, an
-exit takes the prior of the layers since the one before; 5. the rates are those that all systems share here (theirs:
-1e-5, up to 25 epochs, no dropout in the layers).
+Deviations: 1. in the released training p_L is lambda_L prod_{j<L} (1 - lambda_j), so the probabilities may sum to less
+than 1; once their sum exceeds .95 the others are set to .05 / L. Here p_L is the remaining probability, and all is
+computed in logarithms; 2. KL(g || p) is that of the code (`forward`), KL(p || g) the other reading of the paper
+(`reverse`); 3. every exit has its own pooler and classifier, as in all systems here; one MLP serves all exits; 4. if
+there are fewer exits than layers, an exit has the prior of the layers since the exit before; 5. learning rates and
+epochs are those that all systems share here (theirs: 1e-5, up to 25 epochs, no dropout in the layers).
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,12 @@ class Config(Settings):
     """Settings of the method."""
 
     beta: float = option(0.5, "weight of the divergence from the prior", least=0)
-    prior: float = option(0.1, "lambda_p: the chance to leave after a layer under the prior", above=0, below=1)
-    kl: str = option("forward", "KL(prior || p), or KL(p || prior) (reverse)", choices=DIRECTIONS)
+    prior: float = option(0.1, "lambda_p, probability to exit after a layer under the prior", above=0, below=1)
+    kl: str = option(
+        "forward",
+        "divergence from the prior: KL(prior || p) (forward), or KL(p || prior) (reverse)",
+        choices=DIRECTIONS,
+    )
 
 
 # ---- The equations ----
@@ -57,9 +61,9 @@ def log_exit_probabilities(exit_logits: Tensor) -> Tensor:
 
 
 def log_prior(exits: tuple[int, ...], chance: float) -> Tensor:
-    """ln g_k: (K,). Of layers a geometric distribution, cut off at the last, which takes the rest."""
-    still_there = (1 - chance) ** torch.tensor([0, *exits[:-1]], dtype=torch.float64)
-    return (still_there - torch.cat((still_there[1:], still_there.new_zeros(1)))).log().float()
+    """ln g_k: (K,). A geometric distribution over layers; the last exit has the remaining probability."""
+    survival = (1 - chance) ** torch.tensor([0, *exits[:-1]], dtype=torch.float64)  # P(no exit before exit k)
+    return (survival - torch.cat((survival[1:], survival.new_zeros(1)))).log().float()
 
 
 def pondering_loss(losses: Tensor, exit_logits: Tensor, prior: Tensor, config: Config) -> Tensor:
@@ -93,8 +97,8 @@ class PonderExits(RowExits):
     def each_state(self, *inputs: Tensor) -> list[Tensor]:
         """The state of every exit, (B, 2 D) each: its head reads the first half, the MLP both."""
         pooled = list(super().each_state(*inputs))
-        said = [head.inner(state) for head, state in zip(self.heads, pooled)]
-        return [torch.cat(pair, dim=1) for pair in zip(said, [torch.zeros_like(said[0]), *said])]
+        s = [head.inner(state) for head, state in zip(self.heads, pooled)]
+        return [torch.cat(pair, dim=1) for pair in zip(s, [torch.zeros_like(s[0]), *s])]
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, 2 D) -> logits (B, C) of exit k."""
@@ -113,44 +117,46 @@ def loss(model: PonderExits, batch: Batch, config: Config) -> Tensor:
 
 
 def recipe(model: PonderExits, config: Config) -> list[Stage]:
-    """One stage: all learns at once."""
+    """One stage: everything is trained at once."""
     return [joint_stage(model, name="ponder", loss=partial(loss, config=config))]
 
 
-# ---- Segments: what an exit said goes with its rows to the next ----
+# ---- Segments: s_k goes with the rows to the next exit ----
 class PonderState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
     context: LayerContext | None
-    said: Tensor | None = None  # s_k of the exit that was reached last, (B, D)
+    current: Tensor | None = None  # s_k of the exit just reached, (B, D)
     before: Tensor | None = None  # s_{k-1}
 
     def keep(self, rows: np.ndarray) -> "PonderState":
         index = tensor_on(self.hidden.device, rows)
-        return PonderState(self.hidden[index], self.context.keep(index), self.said[index], self.before[index])
+        return PonderState(self.hidden[index], self.context.keep(index), self.current[index], self.before[index])
 
 
 class PonderSegments(RowSegments):
     """The segments of a PonderExits."""
 
-    carried = "said"
+    carried = "current"
 
     def start(self, inputs) -> PonderState:
         return PonderState(*super().start(inputs))
 
     def advance(self, k: int, state: PonderState) -> PonderState:
         hidden, context = super().advance(k, state)[:2]
-        said = self.model.heads[k].inner(self.model.heads[k].state(hidden, context.padding))
-        return PonderState(hidden, context, said, torch.zeros_like(said) if state.said is None else state.said)
+        current = self.model.heads[k].inner(self.model.heads[k].state(hidden, context.padding))
+        return PonderState(
+            hidden, context, current, torch.zeros_like(current) if state.current is None else state.current
+        )
 
     def read_logits(self, k: int, state: PonderState) -> Reading:
-        return Reading(self.model.heads[k].conclude(state.said).float().numpy(force=True))
+        return Reading(self.model.heads[k].conclude(state.current).float().numpy(force=True))
 
     def read_state(self, k: int, state: PonderState) -> Reading:
         if not self._decides(k):
             return Reading(None)
-        return Reading(None, self._exit_logit(k, torch.cat((state.said, state.before), dim=1)))
+        return Reading(None, self._exit_logit(k, torch.cat((state.current, state.before), dim=1)))
 
     def flops(self, k: int, inputs) -> tuple[float, float]:
         layers, read = super().flops(k, inputs)
@@ -159,7 +165,7 @@ class PonderSegments(RowSegments):
         return layers + read - concluded, concluded
 
     def whole(self) -> RowSegments:
-        """The last exit alone: nobody asks what others say."""
+        """The last exit alone: the other heads and the MLP are not computed."""
         return RowSegments(self.model)
 
 

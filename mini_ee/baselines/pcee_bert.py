@@ -1,4 +1,4 @@
-"""PCEE-BERT (Zhang et al. 2022): joint training; leave when several exits in a row were confident.
+"""PCEE-BERT (Zhang et al. 2022): joint training; exit if consecutive exits are confident.
 
 Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early Exiting, Findings of NAACL 2022.
 """
@@ -12,10 +12,10 @@ from mini_ee.training.method import Method
 
 
 def confident_patiences(recorded: Record) -> list[Rule]:
-    """Every patience from 2 on with every fifth threshold on the max probability."""
-    levels = [rule.threshold for rule in sweep(Threshold(math.inf))(recorded)[::5]]
+    """Every patience from 2 on, with every fifth threshold on the maximum probability."""
+    thresholds = [rule.threshold for rule in sweep(Threshold(math.inf))(recorded)[::5]]
     patiences = range(2, len(recorded.segments.exits))
-    return [PatienceConfidence(patience, level) for patience in patiences for level in levels]
+    return [PatienceConfidence(patience, threshold) for patience in patiences for threshold in thresholds]
 
 
 METHOD = Method(candidates=confident_patiences, classes_only=True)

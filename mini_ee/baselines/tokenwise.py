@@ -1,9 +1,9 @@
-"""A row whose tokens exit: each layer computes fewer of them, and the row itself ends at L, its only exit.
+"""Token exits within an example: each layer computes fewer tokens, and the example itself exits at L, its only exit.
 
-What HashEE and TR-BERT have in common; which tokens exit is their own.
+The common part of HashEE and TR-BERT; each decides which tokens exit.
 
 TokenwiseExits      the model
-TokenwiseSegments   the same as segments for early_exit; what a row cost is known when it has run: `token_cost` of a
+TokenwiseSegments   its segments for early_exit; the cost of an example is known once it has run: `token_cost` of a
                     Reading
 """
 
@@ -19,22 +19,22 @@ from mini_ee.segments import Reading
 
 
 class RemainingTokens(NamedTuple):
-    """The tokens of each row that the head reads, behind all layers."""
+    """The tokens of each row that the head reads, after all layers."""
 
     hidden: Tensor  # (B, T', D)
     mask: Tensor | None  # (B, 1, 1, T'), true at tokens, None: nothing is padded
-    token_cost: Tensor | None = None  # (B, 2), as Reading has it
+    token_cost: Tensor | None = None  # (B, 2), as in Reading
 
 
 class TokenwiseExits(RowExits):
     """A backbone with one head, after the last layer. Raises ValueError for a backbone whose tokens cannot exit."""
 
     def run_reduced(self, inputs) -> RemainingTokens:
-        """From the inputs of the backbone to what the head reads."""
+        """From the inputs of the backbone to the tokens that the head reads."""
         raise NotImplementedError
 
     def run_all(self, inputs) -> RemainingTokens:
-        """The same up to rounding, but all tokens are computed in all layers: what it would cost without exits."""
+        """The same up to rounding, but every layer computes all tokens: the cost without token exits."""
         raise NotImplementedError
 
     def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
@@ -46,7 +46,7 @@ class TokenwiseExits(RowExits):
 
 
 class TokenwiseSegments(RowSegments):
-    """The one segment of a TokenwiseExits in eval mode. Its state is the inputs, then the remaining tokens.
+    """The only segment of a TokenwiseExits in eval mode. Its state is the inputs, then the remaining tokens.
 
     tokens_exit: False computes the same with all tokens; a speed-up is measured against that.
     """
@@ -70,17 +70,17 @@ class TokenwiseSegments(RowSegments):
         return TokenwiseSegments(self.model, tokens_exit=False)
 
     def full(self) -> RowSegments:
-        """The same backbone and head without token exits: what the model predicts then."""
+        """The same backbone and head without token exits."""
         return RowSegments(self.model)
 
 
 def in_order(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The tokens that the order names, in that order, and their mask. order (B, T') int64."""
+    """The tokens with the indices of `order`, in that order, and their mask. order (B, T') int64."""
     hidden = hidden.gather(1, order[..., None].expand(-1, -1, hidden.shape[2]))
     return hidden, mask if mask is None else mask.gather(3, order[:, None, None])
 
 
 def token_costs(layers: Tensor, operations: Tensor | float) -> Tensor:
-    """`token_cost` (B, 2) from the layers (B,) of each row and the operations, which are equal for all rows."""
+    """`token_cost` (B, 2) from the layers (B,) of each row and the FLOPs, which are equal for all rows."""
     layers = layers.double()
     return torch.stack((layers, torch.zeros_like(layers) + operations), dim=1)

@@ -1,32 +1,32 @@
-"""TR-BERT: at two depths a policy keeps some tokens of a row, and the others leave for good.
+"""TR-BERT: at two depths a policy selects the tokens of an example that go on; the others exit.
 
 Paper: Ye, Lin, Huang, Sun, TR-BERT: Dynamic Token Reduction for Accelerating BERT Inference, NAACL 2021,
 arXiv:2105.11618v1. Code: thunlp/TR-BERT at bfac1d9.
 
-Symbols    L layers; policies after layers 1 and L / 2, pi(keep | h_t) = sigmoid(W GELU(V h_t)) of each token's state
-           a     which tokens are kept, at both depths: those with pi >= .5; while it learns, drawn from pi
-           n_d   tokens of the row at depth d = 1, 2, among which the policy there chooses
-           d(a)  layers that a mean token of the row runs
-           R(a) = -H(y, P(x, a)) - alpha d(a) / L        what keeping these tokens is worth
+Symbols    L layers; policies after layers 1 and L / 2, pi(keep | h_t) = sigmoid(W GELU(V h_t)) from each token's state
+           a     the selection: which tokens are kept at both depths. At inference pi >= .5; in training drawn from pi
+           n_d   number of tokens of the example at depth d = 1, 2, from which the policy there selects
+           d(a)  mean number of layers that the tokens of the example run
+           R(a) = -H(y, P(x, a)) - alpha d(a) / L        the reward of this selection
 
-The first token ([CLS]) is always kept. A token that leaves is read no more, neither by others nor by the head.
+The first token ([CLS]) is always kept. A token that has exited is not read any more, by other tokens or by the head.
 
-Training   1. fine-tune all, no token leaving
-           2. the policies alone: REINFORCE over `samples` drawn selections of each row, the mean of the others as the
-              baseline: -(R(a) - b) (ln pi_1(a) / n_1 + ln pi_2(a) / n_2)
-           3. everything: the mean cross-entropy of the drawn selections and the loss of step 2
+Training   1. fine-tune everything without token exits
+           2. the policies alone: REINFORCE over `samples` drawn selections of each example; the baseline b of each is
+              the mean reward of the others: -(R(a) - b) (ln pi_1(a) / n_1 + ln pi_2(a) / n_2)
+           3. everything: the mean cross-entropy of the drawn selections plus the loss of step 2
 
 Deviations, pinned in tests/test_tr_bert.py:
-1. Theirs keeps as many tokens of every row as of the row with most, unmasked, so that at batches above 1 results depend
-   on the batch. Here rows are filled up to the longest with a mask.
-2. [CLS], which is forced, adds nothing to ln pi_d(a).
-3. alpha prices layers, per token of the row; theirs the mean share of tokens kept at the two depths, of the padded
-   length. But for padding they differ by the first layer.
-4. The baseline leaves the selection itself out, which the mean of all does not.
-5. Policies learn faster than what they read, which gets no gradient from them.
-6. No guide: their first drawn selection imitates, for half of step 2, the tokens with the largest gradients. No soft
-   targets in step 3, and the task's own learning rate.
-7. Heads read the mean over the tokens that are kept by default; theirs the first (`pool`).
+1. Theirs keeps equally many tokens of every row of a batch, as many as of the row with most, without a mask. So results
+   depend on the batch. Here rows are padded to the longest, with a mask.
+2. [CLS], which is always kept, adds nothing to ln pi_d(a).
+3. alpha is the price of layers, per token of the example; theirs of the mean share of tokens kept at the two depths,
+   relative to the padded length. Except for padding they differ by the first layer.
+4. The baseline excludes the selection itself; theirs is the mean over all.
+5. Policies have a larger learning rate than the backbone, which gets no gradient from them.
+6. No guide: for half of step 2, their first selection imitates the tokens with the largest gradients. No soft targets
+   in step 3, and the task's own learning rate.
+7. Heads read the mean over the kept tokens by default; theirs read the first (`pool`).
 """
 
 from collections.abc import Callable, Iterator
@@ -47,45 +47,45 @@ from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
 from mini_ee.training.stages import Batch, Stage, row_losses, task_loss
 
-KEPT = 0.9  # pi(keep) of every token before step 2
+INITIAL = 0.9  # pi(keep) of every token before step 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """Settings of the policies. Raises ValueError on a value that makes no sense."""
+    """Settings of the policies. Raises ValueError for an invalid value."""
 
-    alpha: float = option(0.2, "the price of all tokens in all layers, in nats: the knob for speed", least=0)
-    samples: int = option(8, "selections that are drawn of a row in a step", least=2)
-    policy_epochs: int = option(3, "of step 2", least=1)
+    alpha: float = option(0.2, "price of all tokens in all layers, in nats; a larger one keeps fewer tokens", least=0)
+    samples: int = option(8, "selections per example; the baseline of each is the mean reward of the others", least=2)
+    policy_epochs: int = option(3, "epochs of step 2", least=1)
     policy_lr: float = option(3e-3, "learning rate of the policies in step 2", above=0)
-    task_epochs: int = option(1, "of step 3", least=1)
+    task_epochs: int = option(1, "epochs of step 3", least=1)
 
 
 # ---- The model ----
 class Selected(NamedTuple):
-    """What is left of rows, how it came to be, and what it cost."""
+    """The remaining tokens of B rows, the log-probability of their selection, and its cost."""
 
     hidden: Tensor  # (B, T', D)
-    kept: Tensor  # (B, T') bool
-    layers: Tensor  # (B,), of a mean token
-    log_p: Tensor  # (B,), sum over depths of ln pi_d / n_d, of what was kept and what was not
-    operations: float  # of each row
+    kept: Tensor  # (B, T') bool: False at padding, and at tokens that have exited but are still computed
+    layers: Tensor  # (B,), the mean over the tokens of the row
+    log_p: Tensor  # (B,), sum over depths of ln pi_d / n_d, over tokens that were kept and that were not
+    operations: float  # FLOPs of each row
 
 
 def likely(logits: Tensor) -> Tensor:
-    """Which tokens the policy would keep, as in use: pi >= .5."""
+    """The selection at inference: tokens with pi >= .5."""
     return logits >= 0
 
 
 def draw(logits: Tensor) -> Tensor:
-    """Which tokens are kept, drawn from pi."""
+    """A selection drawn from pi."""
     return torch.rand_like(logits) < torch.sigmoid(logits)
 
 
 class ReducedExits(TokenwiseExits):
     """A backbone with policies that keep tokens. Raises ValueError for a backbone of one layer.
 
-    A state is that of the head, and with it the layers that a mean token ran over L: (B, D + 1).
+    A state is the input of the head and one number more, d(a) / L: (B, D + 1).
     """
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
@@ -95,31 +95,33 @@ class ReducedExits(TokenwiseExits):
         if self.layers < 2:
             raise ValueError(f"TR-BERT chooses between layers, and the backbone has {self.layers}; give a deeper one")
         self.ends = (*sorted({1, self.layers // 2}), self.layers)
-        self.selectors = nn.ModuleList(policy_network(width, KEPT) for _ in self.ends[:-1])
-        self.of_policy = 2.0 * POLICY_WIDTH * (width + 1)  # operations, of a token
+        self.selectors = nn.ModuleList(policy_network(width, INITIAL) for _ in self.ends[:-1])
+        self.of_policy = 2.0 * POLICY_WIDTH * (width + 1)  # FLOPs per token
 
-    def through(self, inputs, keep: Callable[[Tensor], Tensor], leave: bool = True) -> Selected:
-        """All layers. keep: logits (B, T) of the policy -> which tokens stay; leave: whether the others are computed
-        no more, else they are only read no more.
+    def through(self, inputs, keep: Callable[[Tensor], Tensor], remove: bool = True) -> Selected:
+        """Run all layers. keep: policy logits (B, T) -> which tokens are kept, (B, T) bool.
+
+        remove: the others are removed from the batch; if False, they are masked but still computed.
         """
         hidden, start, layers, log_p, operations = self.backbone.embed(inputs), 0, 0.0, 0.0, 0.0
         mask = tensor_on(hidden.device, inputs.attention_mask)
         kept = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
         length = kept.sum(dim=1)
-        for policy, stop in zip((*self.selectors, None), self.ends):
+        for policy, stop in zip((*self.selectors, None), self.ends):  # no policy after the last layer
             width = hidden.shape[1]
             hidden = self.backbone.run_layers(hidden, self.backbone.context(Tensors(kept, kept)), start, stop)
-            count = kept.sum(dim=1)
+            count = kept.sum(dim=1)  # n_d
             layers = layers + (stop - start) * count / length
             operations += (stop - start) * self.backbone.layer_flops(width)
             if policy is not None:
                 logits = policy(hidden.detach())[..., 0]
                 chosen = keep(logits)
+                # ln pi of the action of each token; 0 for tokens that had exited before, and [CLS] is left out.
                 log_pi = F.logsigmoid(torch.where(chosen, logits, -logits)) * kept
                 log_p = log_p + log_pi[:, 1:].sum(dim=1) / count
                 kept, start = kept & (chosen | (token_places(kept) == 0)), stop
                 operations += self.of_policy * width
-                hidden, kept = compact(hidden, kept) if leave else (hidden, kept)
+                hidden, kept = compact(hidden, kept) if remove else (hidden, kept)
         return Selected(hidden, kept, layers, log_p, operations)
 
     def run_reduced(self, inputs) -> RemainingTokens:
@@ -127,14 +129,14 @@ class ReducedExits(TokenwiseExits):
         return RemainingTokens(found.hidden, self._mask(found), token_costs(found.layers, found.operations))
 
     def run_all(self, inputs) -> RemainingTokens:
-        found = self.through(inputs, likely, leave=False)
+        found = self.through(inputs, likely, remove=False)
         return RemainingTokens(found.hidden, self._mask(found))
 
     def _mask(self, found: Selected) -> Tensor | None:
         return self.backbone.context(Tensors(found.kept, found.kept)).padding
 
-    def say(self, found: Selected) -> Tensor:
-        """Logits (B, C)."""
+    def logits_of(self, found: Selected) -> Tensor:
+        """Logits (B, C) from the remaining tokens."""
         return self.classify(0, self.heads[0].state(found.hidden, self._mask(found)))
 
     def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
@@ -148,7 +150,10 @@ class ReducedExits(TokenwiseExits):
 
 
 def compact(hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states without the tokens that are not kept, filled up to the longest row, and which are real."""
+    """Remove the tokens that are not kept; rows are padded to the longest. Returns the states, and which are real.
+
+    A stable sort of `kept` puts the kept tokens first, in their order; the first `most` columns contain them all.
+    """
     (most,) = sizes_of(kept.sum(dim=1).amax(dim=0, keepdim=True))
     order = kept.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
     return in_order(order, hidden, None)[0], kept.gather(1, order)
@@ -156,33 +161,35 @@ def compact(hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---- Training ----
 def explore(model: ReducedExits, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
-    """Of drawn selections: the losses of each row (B, n), and the policies' loss."""
+    """For n drawn selections of each example: its losses (B, n), and the REINFORCE loss of the policies."""
 
     def copies(each: Tensor) -> Tensor:
+        """Each example n times in a row, so that all selections run as one batch."""
         return each.repeat_interleave(config.samples, dim=0)
 
     found = model.through(Tensors(*map(copies, batch.inputs)), draw)
     by_row = (-1, config.samples)
-    losses = row_losses(model.say(found), copies(batch.labels)).view(by_row)
+    losses = row_losses(model.logits_of(found), copies(batch.labels)).view(by_row)
     rewards = reward(losses.detach(), found.layers.view(by_row) / model.layers, config)
+    # Losses are detached in the rewards: the policies learn from their values, the model from `losses` itself.
     return losses, -((rewards - leave_one_out(rewards)) * found.log_p.view(by_row)).mean()
 
 
 def reward(losses: Tensor, shares: Tensor, config: Config) -> Tensor:
-    """R, of losses and of d / L."""
+    """R from the losses and from d(a) / L."""
     return -losses - config.alpha * shares
 
 
 def joint_loss(model: ReducedExits, batch: Batch, config: Config) -> Tensor:
-    """Of step 3."""
-    losses, of_policies = explore(model, batch, config)
-    return losses.mean() + of_policies
+    """The loss of step 3."""
+    losses, policy_loss = explore(model, batch, config)
+    return losses.mean() + policy_loss
 
 
 @torch.no_grad()
-def held_out(model: ReducedExits, held: States, config: Config) -> dict[str, float]:
-    """Of rows whose tokens leave as in use: the mean reward as `score`, and the mean layers of a token."""
-    states, labels = held.batch(np.arange(len(held)), next(model.parameters()).device)
+def held_out_reward(model: ReducedExits, held_out: States, config: Config) -> dict[str, float]:
+    """The mean reward of the held-out set at inference as `score`, and the mean layers of a token."""
+    states, labels = held_out.batch(np.arange(len(held_out)), next(model.parameters()).device)
     shares = states[0][:, -1]
     rewards = reward(row_losses(model.classify(0, states[0]), labels), shares, config)
     return {"score": float(rewards.mean()), "mean_layers": float(shares.mean() * model.layers)}
@@ -205,14 +212,14 @@ def recipe(model: ReducedExits, config: Config) -> list[Stage]:
             name="policies",
             trainable=policies,
             loss=lambda model, batch: explore(model, batch, config)[1],
-            validate=partial(held_out, config=config),
+            validate=partial(held_out_reward, config=config),
             settings={"epochs": config.policy_epochs, "head_lr": config.policy_lr},
         ),
         Stage(
             name="everything",
             trainable=lambda name: True,
             loss=partial(joint_loss, config=config),
-            validate=partial(held_out, config=config),
+            validate=partial(held_out_reward, config=config),
             settings={"epochs": config.task_epochs},
         ),
     ]
