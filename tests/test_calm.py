@@ -11,7 +11,7 @@ import torch
 
 import mini_ee.baselines.calm as calm
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.calm import MEASURES, agreement, calibrate_texts, held_out_loss, promised_rule
+from mini_ee.baselines.calm import MEASURE_RULES, agreement, calibrate_texts, held_out_loss, promised_rule
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import decode, gather
@@ -79,10 +79,10 @@ def measured_by_hand(model, ids, k, measure):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "phi"])
-@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_a_recorded_measure_is_the_one_computed_token_by_token(kind, measure):
     model, texts = model_of(kind), texts_of(3)
-    found = confidence(record_texts(model, texts, last=False), MEASURES[measure])
+    found = confidence(record_texts(model, texts, last=False), MEASURE_RULES[measure])
     expected = [
         [measured_by_hand(model, text.ids[: at + 1], k, measure) for k in range(2)]
         for text in texts
@@ -91,11 +91,11 @@ def test_a_recorded_measure_is_the_one_computed_token_by_token(kind, measure):
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_the_loop_reads_the_recorded_measure(measure):
     """A token leaves in generation where its measure, computed at once over the whole text, passes the threshold."""
     model = model_of()
-    rule = passing(record_texts(model, texts_of()), MEASURES[measure])[PASSING.index(0.5)]
+    rule = passing(record_texts(model, texts_of()), MEASURE_RULES[measure])[PASSING.index(0.5)]
     found = set()
     for prompt in (text.ids[:5] for text in texts_of()):
         (text,) = model.write([Text(prompt, 4)], rule, max_new_tokens=1)
@@ -127,9 +127,9 @@ def test_a_rule_that_looks_at_states_alone_reads_no_head_before_the_exit():
         assert read == expected
 
 
-@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_no_threshold_passed_is_the_full_model_and_all_passed_the_first_head(measure):
-    model, texts, rule = model_of(), texts_of(4), MEASURES[measure]
+    model, texts, rule = model_of(), texts_of(4), MEASURE_RULES[measure]
     always = Policy(0.0) if measure == "classifier" else replace(rule, threshold=-math.inf)
     never = Policy(1.0) if measure == "classifier" else replace(rule, threshold=math.inf)
     assert model.write(texts, always, max_new_tokens=6) == model.write(texts, FixedExit(0), max_new_tokens=6)
@@ -296,7 +296,7 @@ def test_the_promise_is_broken_for_a_share_of_delta_of_calibration_sets_at_most(
 
 def test_a_sweep_lets_these_shares_pass_the_strictest_first():
     recorded = record_texts(model_of(), texts_of())
-    for rule in MEASURES.values():
+    for rule in MEASURE_RULES.values():
         values, rules = confidence(recorded, rule).astype(np.float64), passing(recorded, rule)
         for each, share in zip(rules, PASSING, strict=True):
             threshold = each.cut if isinstance(rule, Policy) else each.threshold

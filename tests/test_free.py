@@ -14,7 +14,7 @@ import mini_ee
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.baselines import free
 from mini_ee.baselines.free import (
-    GRID,
+    LAMBDAS,
     Beta,
     Config,
     FreeTokens,
@@ -219,14 +219,14 @@ def test_lambda_is_the_lowest_point_from_which_on_agreement_is_likely():
     for _ in range(50):
         differs, agrees = random.uniform(0.5, 6, 2), random.uniform(0.5, 6, 2)
         likely = []
-        for x in GRID:
+        for x in LAMBDAS:
             yes, no = beta_density(x, *agrees), beta_density(x, *differs)
             likely.append(yes / (yes + no) > 0.4)
-        expected = GRID[-1]
+        expected = LAMBDAS[-1]
         for at in reversed(range(10)):
             if not likely[at]:
                 break
-            expected = GRID[at]
+            expected = LAMBDAS[at]
         assert Mixture(Beta(*differs), Beta(*agrees)).threshold() == pytest.approx(expected)
 
 

@@ -271,7 +271,7 @@ def test_train_says_which_rules_keep_calms_promise(decoder_folder, text_file, ca
     ]
     assert main([*map(str, command)]) == 0
     shown = capsys.readouterr().out
-    assert "Texts lose at most 0.9 of Rouge-L in the mean, with confidence 95%, under each of:" in shown
+    assert "Texts lose at most 0.9 of Rouge-L on average, with confidence 95%, under each of:" in shown
     for measure, rule in json.loads((tmp_path / "run" / "metrics.json").read_text())["own"].items():
         assert f"{measure}: {rule_from_dict(rule)}" in shown
 

@@ -37,7 +37,7 @@ from mini_ee.training.method import Method, NoConfig
 
 COST = 10.0
 MOST_ROWS = 5000  # to which an SVM is fitted, drawn with a fixed seed
-MEASURES = "breaking_ties", "max_probability"
+SVM_INPUTS = "breaking_ties", "max_probability"
 LEAST_STD = 1e-6  # standard deviation of a measure, at least: it is divided by
 MOST_STEPS, GAP = 20_000, 1e-5  # of the solver: it stops once primal and dual differ by this share
 
@@ -70,7 +70,7 @@ class Svm(Rule):
             raise ValueError(f"{wanted}, got {len(self.gap)}")
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        gap, top = (confidence(reading, measure) for measure in MEASURES)
+        gap, top = (confidence(reading, measure) for measure in SVM_INPUTS)
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
     runtime_settings, runtime_inputs = ("margin",), {"threshold": "margin"}
@@ -78,7 +78,7 @@ class Svm(Rule):
 
     def compared(self, recorded: Record) -> np.ndarray:
         """The decisions, (N, K - 1)."""
-        gap, top = (recorded.confidence(measure) for measure in MEASURES)
+        gap, top = (recorded.confidence(measure) for measure in SVM_INPUTS)
         return np.array(self.gap) * gap + np.array(self.top) * top + np.array(self.bias)
 
     def flops(self, classes: int) -> float:
@@ -122,7 +122,7 @@ def bounds(y: np.ndarray, cost: float) -> np.ndarray:
 def svm(recorded: Record, right: np.ndarray) -> Svm:
     """The rule, fitted to recorded exits. right: (N, K - 1) bool, whether each exit is right."""
     rows = np.random.default_rng(0).permutation(len(right))[:MOST_ROWS]
-    measures = np.stack([recorded.confidence(measure)[rows] for measure in MEASURES], axis=2).astype(np.float64)
+    measures = np.stack([recorded.confidence(measure)[rows] for measure in SVM_INPUTS], axis=2).astype(np.float64)
     mean, spread = measures.mean(axis=0), np.maximum(measures.std(axis=0), LEAST_STD)
     scaled, weights = (measures - mean) / spread, []
     for k in range(right.shape[1]):

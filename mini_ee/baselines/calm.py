@@ -35,7 +35,7 @@ from mini_ee.training.policies import OneForAll
 from mini_ee.training.stages import Batch, Stage, joint_stage
 from mini_ee.training.texts import Source
 
-MEASURES = {
+MEASURE_RULES = {
     "gap": Threshold(0.5, "breaking_ties"),
     "saturation": Threshold(0.5, "saturation"),
     "classifier": Policy(),
@@ -105,13 +105,13 @@ def promised_rule(model: TokenExits, source: Source, held_out: TextData) -> Chos
     def risk(rule: Rule) -> list[float]:
         return [1 - rouge_l(*pair) for pair in zip(written(rule), full)]
 
-    rules = {measure: passing(recorded, rule) for measure, rule in MEASURES.items()}
+    rules = {measure: passing(recorded, rule) for measure, rule in MEASURE_RULES.items()}
     own = {measure: calibrate_texts(some, risk, TOLERANCE, DELTA) or NeverExit() for measure, some in rules.items()}
     about = {
         "own": {measure: rule.to_dict() for measure, rule in own.items()},
         "sweep": {measure: [rule.to_dict() for rule in some] for measure, some in rules.items()},
     }
-    promised = f"Texts lose at most {TOLERANCE} of Rouge-L in the mean, with confidence {1 - DELTA:.0%}, under each of:"
+    promised = f"Texts lose at most {TOLERANCE} of Rouge-L on average, with confidence {1 - DELTA:.0%}, under each of:"
     about["promised"] = promised
     promise = {"max_loss": TOLERANCE, "confidence": 1 - DELTA, "loss": "1 - Rouge-L of a text", "rows": len(tested)}
     return Chosen(own["gap"], None if isinstance(own["gap"], NeverExit) else promise, None, about)

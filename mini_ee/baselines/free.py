@@ -59,7 +59,7 @@ from mini_ee.training.texts import Source
 
 MATCHES = ("dynamic", "uniform", "last")
 MEASURE = "breaking_ties"
-FIRST, GRID, LIKELY = 0.9, np.linspace(0.3, 0.9, 10), 0.4  # the first lambda; its possible values; least P(agrees)
+FIRST, LAMBDAS, LIKELY = 0.9, np.linspace(0.3, 0.9, 10), 0.4  # the first lambda; its possible values; least P(agrees)
 TRUST = 0.8  # weight of the posterior; the label has the rest
 EDGE = 1e-4  # distance of gaps from 0 and 1, at least: there a Beta density may be infinite
 FLAT = 1e-6  # a Beta is not fitted to a variance below this
@@ -178,10 +178,10 @@ class Mixture(NamedTuple):
         return Mixture(self.differs.fitted(gaps, 1 - weights), self.agrees.fitted(gaps, weights))
 
     def threshold(self) -> float:
-        """lambda: the lowest point of GRID from which on agreement is likely; the highest point if there is none."""
-        likely = self.posterior(GRID) > LIKELY
+        """lambda: the lowest point of LAMBDAS from which on agreement is likely; the highest point if there is none."""
+        likely = self.posterior(LAMBDAS) > LIKELY
         # From the highest point down, cumprod counts the likely points without a gap.
-        return float(GRID[min(len(GRID) - 1, len(GRID) - int(likely[::-1].cumprod().sum()))])
+        return float(LAMBDAS[min(len(LAMBDAS) - 1, len(LAMBDAS) - int(likely[::-1].cumprod().sum()))])
 
 
 class OnlineCalibrationSegments(TokenSegments):

@@ -60,7 +60,7 @@ REWARDS = ("hardness-guided", "vanilla")
 
 ESTIMATORS = ("reinforce", "exact")
 
-TARGETS = ("label", "hard")
+TASK_TARGETS = ("label", "hard")
 
 SELECTIONS = ("vanilla", "learned")
 
@@ -83,7 +83,7 @@ class Config(Settings):
     policy_lr: float = option(3e-3, "learning rate of the policies", above=0)
     task_epochs: int = option(1, "epochs of a task step", least=1)
     task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)
-    target: str = option("label", "y: the label, or the prediction of the last exit (hard)", choices=TARGETS)
+    target: str = option("label", "y: the label, or the prediction of the last exit (hard)", choices=TASK_TARGETS)
     selection: str = option(
         "vanilla", "held-out reward that selects the weights: Eq. 3, or that of --reward (learned)", choices=SELECTIONS
     )

@@ -27,7 +27,7 @@ Deviations from the paper, and what it leaves open, with the test that pins it:
 Cost, which the paper does not report: adapters differ from layer 1 on, so exit k + 1 cannot continue from the hidden
 states of exit k. Either the streams run side by side through one shared product (Eq. 6; `parallel`), or an example that
 does not stop at an exit starts again from the embeddings (`restart`). `restart` is the default: on a CPU the time goes
-into arithmetic, and it does less of it. In layer passes:
+into arithmetic, of which it never needs more. In layer passes:
 
     exits at           3    6    9   12
     parallel          12   21   27   30

@@ -34,7 +34,7 @@ from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage
 from mini_ee.training.texts import Source, agreement_rule, texts_to_calibrate
 
-TARGETS = ("soft", "hard")
+HEAD_TARGETS = ("soft", "hard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Config(Settings):
     target: str = option(
         "hard",
         "target of the heads: the model's most likely token (hard), or its probabilities (soft)",
-        choices=TARGETS,
+        choices=HEAD_TARGETS,
     )
     init: str = option(
         "copy", "initial weights of the heads: copies of the LM head (copy), or random (scratch)", choices=INITS
