@@ -9,8 +9,8 @@ Symbols    C classes; K exits, the last after all L layers; n = K - 1 inner exit
 
     inner exit        dropout, Linear(D, 32), tanh, Linear(32, C), divided by a temperature
     meta classifier   input  [predicted class one-hot (C), the 32 hidden values, largest probability, its lead over the
-                      second, the probabilities of this class at exits k - 1 .. 1 (not at exit 0; zeros up to n - 2
-                      values), k / n]; then Linear(., 32), tanh, and the logit of F; one per exit, or one for all
+                      second, the probabilities of this class at exits k - 1 .. 1 (not at exit 0; zeros fill up to
+                      n - 2 values), k / n]; then Linear(., 32), tanh, and the logit of F; one per exit, or one for all
                       (`shared`)
 
 Stages: fine-tune, inner exits (mean cross-entropy), temperatures, meta classifiers (cross-entropy, both classes of F

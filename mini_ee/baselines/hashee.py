@@ -4,12 +4,12 @@ Paper: Sun, Liu, Zhu, Geng, Wu, He, Ni, Xie, Huang, Qiu, A Simple Hash-Based Ear
 Understanding and Generation, Findings of ACL 2022, arXiv:2203.01670v1. Code: txsun1997/HashEE at a1d005c.
 
 Symbols    V types of tokens; L layers; e(v) in 1 .. L, the table
-           h_l (T, D)   states behind layer l: h_l[t] = Layer_l(h_{l-1})[t] where e(x_t) >= l, else h_{l-1}[t]
+           h_l (T, D)   states after layer l: h_l[t] = Layer_l(h_{l-1})[t] where e(x_t) >= l, else h_{l-1}[t]
 
 A token that has exited is still attended to: its state stays the same and gives keys and values to every later layer.
-Its query and its feed-forward part are saved. Types that are not in the training set, the first token of a row and all
-special tokens ([CLS], [SEP], [UNK]) run through all layers. Everything is trained at once, with token exits as at
-inference.
+Its query and its feed-forward part need not be computed. Types that are not in the training set, the first token of a
+row and all special tokens ([CLS], [SEP], [UNK]) run through all layers. Everything is trained at once, with token exits
+as at inference.
 
 Tables     frequency   by frequency of the type; the most frequent types exit first
            mi          by mutual information of the type and the label; the highest exit first
@@ -19,8 +19,8 @@ The types are divided into G groups of equal size. Group g = 1 .. G exits after 
 layers and 6 groups after layers 1, 3, .., 11; with 6 layers after each. Remaining types run through all layers.
 
 Computation: the tokens of a row are sorted by exit layer, deepest first. So each layer computes the first n tokens,
-where n is the largest number in any row. The depth of a row is the mean over its tokens; its FLOPs are those of the
-batch, shared equally.
+where n is the largest number in any row. The depth of a row is the mean over its tokens; its FLOPs count the n
+tokens of each layer, as computed.
 
 Deviations, pinned in tests/test_hashee.py:
 1. The released code has no attention mask: padding is attended to, so the logits of a row depend on its batch. Here

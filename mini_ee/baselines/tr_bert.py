@@ -116,7 +116,7 @@ class ReducedExits(TokenwiseExits):
             if policy is not None:
                 logits = policy(hidden.detach())[..., 0]
                 chosen = keep(logits)
-                # ln pi of the action of each token; 0 for tokens that had exited before, and [CLS] is left out.
+                # ln pi of the action of each token; 0 at padding and at tokens that exited before; without [CLS].
                 log_pi = F.logsigmoid(torch.where(chosen, logits, -logits)) * kept
                 log_p = log_p + log_pi[:, 1:].sum(dim=1) / count
                 kept, start = kept & (chosen | (token_places(kept) == 0)), stop
