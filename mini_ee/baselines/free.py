@@ -11,8 +11,8 @@ Loss:      (S CE_S + L CE_L) / (S + L) + alpha KD, where KD is the mean over pai
            order (uniform), S alone with teacher L (last), or, from the last teacher down, the nearest layer below the
            student before (dynamic).
 Inference: a token exits at S if its gap is at least lambda. Any other token goes on through the layers above S, in one
-           block with all tokens that have exited since the last one (missing_kv="recompute"), so its text is that of full
-           caches. The graphs by segment of an export recompute too; its model.onnx copies states.
+           block with all tokens that have exited since the last one (missing_kv="recompute"), so its text is that of
+           full caches. The graphs by segment of an export recompute too; its model.onnx copies states.
 lambda:    each deep pass reveals (gap, agrees) of the tokens in it. Before the next text two Beta distributions are
            fitted to all pairs so far, one for the tokens that agree. lambda is then the lowest of 10 points from .3 to
            .9 from which on P(agrees | gap) > .4. It starts at .9, and changes at most MOVES times.
