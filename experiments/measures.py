@@ -33,7 +33,7 @@ from mini_ee.evaluation.evaluate import (
     timed_batches,
 )
 from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
-from mini_ee.evaluation.suits import savings_at, suitability, threshold_at
+from mini_ee.evaluation.estimate import savings_at, suitability, threshold_at
 from mini_ee.evaluation.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.exits.generation import Sampling
 from mini_ee.exits.prompts import PromptModel
@@ -179,7 +179,7 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
 
 
 def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
-    """What `mini-ee suits` says of the checkpoint, and what exits that were trained on it save at the same agreement.
+    """What `mini-ee estimate` says of the checkpoint, and what exits that were trained on it save at the same agreement.
 
     The threshold of the trained exits is that of the hold-out; layers are of the reported split.
     """

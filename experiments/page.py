@@ -313,7 +313,7 @@ OTHERS = """## Other pages
 | | what it shows |
 |---|---|
 | [shortest.md](shortest.md) | what the shortest commands give, `mini-ee reproduce shortest` |
-| [suits.md](suits.md) | whether `mini-ee suits` says before training what training finds, `mini-ee reproduce suits` |
+| [suits.md](suits.md) | whether `mini-ee estimate` says before training what training finds, `mini-ee reproduce suits` |
 | [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `tests/onnx_figures.py` |
 | [promises.md](promises.md) | how often each promise is broken on rows drawn again; `tests/promise_figures.py` |
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `tests/shards_figures.py` |

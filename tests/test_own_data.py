@@ -373,7 +373,7 @@ def refused(capsys, *argv):
 
 
 @pytest.mark.parametrize(
-    "command", [("train", "joint"), ("evaluate",), ("calibrate",), ("compare",), ("suits",), ("export",), ("demo",)]
+    "command", [("train", "joint"), ("evaluate",), ("calibrate",), ("compare",), ("estimate",), ("export",), ("demo",)]
 )
 def test_every_command_that_opens_a_task_says_how_it_may_be_read(command, capsys):
     with pytest.raises(SystemExit):
@@ -423,7 +423,7 @@ def test_a_task_that_moved_or_changed_is_asked_for(capsys, own_run, kunden, tmp_
 
 def test_options_of_a_task_need_a_task(capsys, own_run, checkpoint_folder, decoder_checkpoint, tmp_path):
     out = ("--out", tmp_path / "out")
-    for command in (("evaluate", own_run), ("compare", own_run), ("export", own_run, *out), ("suits",)):
+    for command in (("evaluate", own_run), ("compare", own_run), ("export", own_run, *out), ("estimate",)):
         line = refused(capsys, *command, "--split-file", 0)
         assert "--split-file says how the files of --task are read: give --task too" in line
     line = refused(capsys, "train", "joint", *out, "--label-column", "x")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_suits import FREE, write_task
+from test_estimate import FREE, write_task
 
 import mini_ee.training.holdout as holdout_module
 from mini_ee import train
@@ -21,7 +21,7 @@ from mini_ee.calibration import observe
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
-from mini_ee.evaluation import evaluate, suits
+from mini_ee.evaluation import estimate, evaluate
 from mini_ee.evaluation.texts import EPSILONS
 from mini_ee.experiments import measures, pictures, recipe, run, trainings
 from mini_ee.experiments.page import (
@@ -742,8 +742,8 @@ def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_
     figures, _ = measures.of_suits(run, task, None)
     (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
     some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
-    rules = [suits.threshold_at(observe(on)) for on in (some, others, there)]
-    found = [suits.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
+    rules = [estimate.threshold_at(observe(on)) for on in (some, others, there)]
+    found = [estimate.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
     assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
     assert len({each.saved for each in found}) == 3
     assert figures["full"] == exit_scores(there, task, dev.labels)[-1]

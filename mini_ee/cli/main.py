@@ -15,7 +15,7 @@ from mini_ee.data.files import STDOUT, errors_name
 from mini_ee.errors import WrongArguments
 
 COMMANDS = (
-    "suits",
+    "estimate",
     "demo",
     "train",
     "evaluate",

@@ -12,7 +12,7 @@ def add(sub) -> None:
     from mini_ee.experiments.recipe import PAGES
 
     sub.add_argument(
-        "paper", choices=PAGES, help="a paper; what the shortest commands give; or a check of `mini-ee suits`"
+        "paper", choices=PAGES, help="a paper; what the shortest commands give; or a check of `mini-ee estimate`"
     )
     sub.add_argument("--only", metavar="TABLE", help='one table, figure or claim, such as "Table 1"')
     sub.add_argument("--quick", action="store_true", help="a small part, on the built-in models and data")

@@ -318,7 +318,7 @@ def draw_loads(path: Path, rows: list[dict]) -> None:
     save_figure(figure, path)
 
 
-def draw_suits(path: Path, answer: dict) -> None:
+def draw_estimate(path: Path, answer: dict) -> None:
     """Left what each layer says, next to the last; right the layer from which on units do not change any more."""
     figure, (said, settled) = _panels(2)
     layers, unit = range(1, answer["layers"] + 1), answer["unit"]

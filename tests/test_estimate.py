@@ -13,7 +13,7 @@ import torch
 from conftest import BAD, GOOD, THINGS, WORDS, random_decoder
 from test_cli import answer, refused
 
-import mini_ee.evaluation.suits as suits
+from mini_ee.evaluation import estimate
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.calibration import Observed
 from mini_ee.cli.main import main
@@ -37,7 +37,7 @@ FREE = Costs(0.0, 0.0)
 
 @pytest.fixture(autouse=True)
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(suits, "RESAMPLES", 20)
+    monkeypatch.setattr(estimate, "RESAMPLES", 20)
 
 
 def drawn(units, layers, seed=0):
@@ -54,23 +54,23 @@ def test_settled_is_the_first_layer_behind_the_last_difference():
     for said in itertools.product((0, 1), repeat=5):
         row = np.array(said[:-1]) == said[-1]
         expected = next(layer for layer in range(1, 6) if all(each == said[-1] for each in said[layer - 1 :]))
-        assert suits.settled_layers(row[None]) == [expected]
+        assert estimate.settled_layers(row[None]) == [expected]
 
 
 def test_layers_and_heads_are_counted_as_by_hand():
     """At .7 the rows leave after layers 1, 2, 2 and 3, through as many heads, and all agree there."""
-    found = suits.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
+    found = estimate.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
     wrong = Threshold((0.6, 0.6, -math.inf))  # the third leaves after layer 1, wrongly
-    found = suits.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
+    found = estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
-    found = suits.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
+    found = estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (6 + 7 / 4 + 0.5 * 7 / 4) / 9.5))
 
 
 def test_an_exit_that_is_not_there_costs_its_layers_but_no_head():
     """Exits after layers 2 and 3 alone, at .7: leaving after 3, 2, 2 and 3 layers through 2, 1, 1 and 2 heads."""
-    found = suits.savings_at(suits.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0))
+    found = estimate.savings_at(estimate.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0))
     assert found == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
 
 
@@ -85,7 +85,7 @@ def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
             right.append(next((ok for each, ok in zip(sure, agrees) if each >= tau), True))
         return np.mean(right)
 
-    rule = suits.threshold_at(observed, level)
+    rule = estimate.threshold_at(observed, level)
     (tau,) = set(rule.threshold[:-1])
     assert rule.threshold[-1] == -math.inf and end_to_end(tau) >= level
     lower = observed.confidence[observed.confidence < tau]
@@ -95,8 +95,8 @@ def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
 def test_nobody_leaves_where_nothing_agrees_and_all_where_all_does():
     observed = drawn(15, 4)  # one of them is more than 5 %
     never, always = (observed._replace(agrees=np.full_like(observed.agrees, value)) for value in (False, True))
-    assert suits.threshold_at(never).threshold[:-1] == (math.inf,) * 3
-    assert suits.savings_at(always, suits.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
+    assert estimate.threshold_at(never).threshold[:-1] == (math.inf,) * 3
+    assert estimate.savings_at(always, estimate.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
 
 
 @pytest.mark.parametrize("head", [0.0, 0.3])
@@ -104,26 +104,26 @@ def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head):
     observed, costs = drawn(300, 5, 1), Costs(head, 0.0)
 
     def net(exits):
-        some = suits.at_exits(observed, exits)
-        return suits.savings_at(some, suits.threshold_at(some), exits, costs).net_saved
+        some = estimate.at_exits(observed, exits)
+        return estimate.savings_at(some, estimate.threshold_at(some), exits, costs).net_saved
 
     choices = [(*some, 5) for count in range(1, 5) for some in itertools.combinations(range(1, 5), count)]
-    few, saved = suits.few_exits(observed, costs)
+    few, saved = estimate.few_exits(observed, costs)
     assert saved == pytest.approx(net(few)) and saved >= max(map(net, choices)) - 0.03
 
 
 def test_a_head_that_costs_more_than_it_saves_is_left_out():
     observed = drawn(300, 5, 1)
-    assert len(suits.few_exits(observed, FREE)[0]) > 1
-    assert suits.few_exits(observed, Costs(50.0, 0.0)) == ((5,), 0.0)
-    none = suits.estimate(observed, (5,), Costs(50.0, 0.0), 0)
+    assert len(estimate.few_exits(observed, FREE)[0]) > 1
+    assert estimate.few_exits(observed, Costs(50.0, 0.0)) == ((5,), 0.0)
+    none = estimate.estimate(observed, (5,), Costs(50.0, 0.0), 0)
     assert none["kept"] == 1 and none["net_saved"] == none["saved"] == none["high"] == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_judged_keeps_the_level(seed):
     """Exits that were chosen on some rows, at a threshold of the same rows, would keep less of others."""
-    found = suits.suitability(Heard("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
+    found = estimate.suitability(Heard("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
     for each in (found["estimate"], found["few_exits"]):
         assert each["agreement"] == 0.95 <= each["kept"] < 1 and len(each["exits"]) > 2
         assert each["low"] <= each["saved"] <= each["high"]
@@ -134,8 +134,8 @@ def test_what_exits_save_is_counted_at_their_own_threshold():
     observed, exits, costs = drawn(80, 4, 1), (1, 3, 4), Costs(0.2, 0.0)
     some = Observed(observed.confidence[:, [0, 2]], observed.agrees[:, [0, 2]], observed.groups)
     found, expected = (
-        suits.estimate(observed, exits, costs, 0),
-        suits.savings_at(some, suits.threshold_at(some), exits, costs),
+        estimate.estimate(observed, exits, costs, 0),
+        estimate.savings_at(some, estimate.threshold_at(some), exits, costs),
     )
     assert (found["kept"], found["saved"], found["net_saved"]) == pytest.approx(expected)
 
@@ -145,7 +145,7 @@ def test_texts_are_drawn_whole():
     one = drawn(100, 4)
     many = Observed(*(np.repeat(each, 20, axis=0) for each in one))
     apart = many._replace(groups=np.arange(2000))
-    wide, same, narrow = (suits.estimate(each, (1, 2, 3, 4), FREE, 0) for each in (one, many, apart))
+    wide, same, narrow = (estimate.estimate(each, (1, 2, 3, 4), FREE, 0) for each in (one, many, apart))
     assert same.pop("exits") == wide.pop("exits") and same == pytest.approx(wide)
     assert narrow["high"] - narrow["low"] < (wide["high"] - wide["low"]) / 2
     assert wide["low"] <= wide["saved"] <= wide["high"]
@@ -153,7 +153,7 @@ def test_texts_are_drawn_whole():
 
 def test_the_answer_depends_on_the_seed_alone_and_is_json():
     heard = Heard("linear probe", drawn(200, 4), Costs(0.1, 0.0), [0.5, 0.6, 0.7, 0.7], 0.5)
-    found, again, other = (suits.suitability(heard, seed) for seed in (0, 0, 1))
+    found, again, other = (estimate.suitability(heard, seed) for seed in (0, 0, 1))
     assert found == again != other and json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["agreement"] == [*heard.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
     layers = [layer for layer, count in enumerate(found["oracle_counts"], 1) for _ in range(count)]
@@ -189,7 +189,7 @@ def about(net, low, oracle, settle=4, accuracy=0.9):
     ],
 )
 def test_the_advice_goes_by_the_cut_offs_that_it_names(given, begins, says):
-    found = suits.advice(given, 100)
+    found = estimate.advice(given, 100)
     assert found.startswith(begins) and says in found and found.endswith(".")
 
 
@@ -272,7 +272,7 @@ def planted(count, idle):
 
 
 def test_a_decoder_whose_later_layers_do_nothing_is_settled_at_the_first():
-    found = suits.suitability(hear_tokens(planted(4, (1, 2, 3)), texts_of(None)))
+    found = estimate.suitability(hear_tokens(planted(4, (1, 2, 3)), texts_of(None)))
     assert found["settle_layer"] == 1 and found["agreement"] == [1] * 4 and found["oracle_saved"] == 0.75
     assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith("Cut it")
 
@@ -282,7 +282,7 @@ def test_a_decoder_whose_last_layer_is_random_is_not():
     with torch.no_grad():
         for name in ("attention_output", "down"):
             getattr(decoder.layers[3], name).weight.mul_(30)
-    found = suits.suitability(hear_tokens(decoder, texts_of(None)))
+    found = estimate.suitability(hear_tokens(decoder, texts_of(None)))
     assert found["settle_layer"] == 4 and max(found["agreement"][:-1]) < 0.5 and found["oracle_saved"] < 0.4
     assert found["agreement"][0] == found["agreement"][1] == found["agreement"][2]
     assert not found["advice"].startswith(("Cut it", "Early exit should pay"))
@@ -296,7 +296,7 @@ def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labell
             torch.nn.init.zeros_(linear.weight)
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
     heard = hear_rows(backbone, encoded, rows.labels if labelled else None, 2, 0)
-    found = suits.suitability(heard)
+    found = estimate.suitability(heard)
     assert found["settle_layer"] == 1 and found["oracle_saved"] == pytest.approx(2 / 3)
     assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
 
@@ -334,12 +334,12 @@ def write_task(folder, count=200, splits=("train", "dev"), label=lambda name: na
 
 @pytest.fixture(scope="module")
 def words_task(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("suits") / "words")
+    return write_task(tmp_path_factory.mktemp("estimate") / "words")
 
 
 @pytest.fixture(scope="module")
 def words_text(tmp_path_factory):
-    path, random = tmp_path_factory.mktemp("suits") / "words.txt", np.random.default_rng(0)
+    path, random = tmp_path_factory.mktemp("estimate") / "words.txt", np.random.default_rng(0)
     path.write_text("".join(" ".join(random.choice(WORDS, 9)) + "\n" for _ in range(200)))
     return path
 
@@ -361,19 +361,19 @@ NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "n
 
 
 def test_the_built_in_encoder_and_reviews_are_what_is_meant_by_nothing(capsys, tmp_path):
-    found = answer(capsys, "suits", "--max-rows", 300, "--picture", tmp_path / "suits.png")
+    found = answer(capsys, "estimate", "--max-rows", 300, "--picture", tmp_path / "estimate.png")
     assert KEYS | {"accuracy", "majority", "rows", "task"} <= found.keys() and NUMBERS == found["estimate"].keys()
     assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 300
     assert found["layers"] == len(found["agreement"]) == len(found["accuracy"]) == 12 and found["task"] == "reviews"
     assert found["source"] == "reviews, train" and 0 < found["head_layers"] < 0.01
-    assert (tmp_path / "suits.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["suits", "bert-12x128", "--task", "reviews", "--max-rows", "300"]) == 0
+    assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["estimate", "bert-12x128", "--task", "reviews", "--max-rows", "300"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == found["advice"] and f"{found['agreement'][3]:.3f}" in shown
 
 
 def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path):
-    found = answer(capsys, "suits", "llama-12x256", "--texts", 40, "--picture", tmp_path / "suits.png")
+    found = answer(capsys, "estimate", "llama-12x256", "--texts", 40, "--picture", tmp_path / "estimate.png")
     assert KEYS | {"texts", "tokens"} <= found.keys() and "accuracy" not in found
     assert found["unit"] == "tokens" and found["texts"] == 40 and sum(found["oracle_counts"]) == found["tokens"] > 500
     assert found["layers"] == 12 and 0.2 < found["head_layers"] < 0.5
@@ -381,16 +381,16 @@ def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path):
 
 
 def test_a_decoder_reads_a_file_and_rows(capsys, decoder_checkpoint, words_task, words_text):
-    found = answer(capsys, "suits", decoder_checkpoint, "--text", words_text, "--texts", 45)
+    found = answer(capsys, "estimate", decoder_checkpoint, "--text", words_text, "--texts", 45)
     assert found["source"] == str(words_text) and found["texts"] == 45 and found["how"] == "logit lens"
-    others = answer(capsys, "suits", decoder_checkpoint, "--text", words_text, "--texts", 45, "--seed", 1)
+    others = answer(capsys, "estimate", decoder_checkpoint, "--text", words_text, "--texts", 45, "--seed", 1)
     assert others["agreement"] != found["agreement"]  # pieces are drawn, not the file's first
-    found = answer(capsys, "suits", decoder_checkpoint, "--task", words_task)
+    found = answer(capsys, "estimate", decoder_checkpoint, "--task", words_task)
     assert found["unit"] == "rows" and found["how"] == "linear probe" and len(found["accuracy"]) == 3
 
 
 def test_lines_without_labels_are_heard_through_their_neighbours(capsys, checkpoint_folder, words_text):
-    found = answer(capsys, "suits", checkpoint_folder, "--text", words_text, "--max-rows", 120)
+    found = answer(capsys, "estimate", checkpoint_folder, "--text", words_text, "--max-rows", 120)
     assert found["how"] == "nearest neighbour" and found["rows"] == 120 and "accuracy" not in found
     assert sum(found["oracle_counts"]) == 60
 
@@ -398,14 +398,14 @@ def test_lines_without_labels_are_heard_through_their_neighbours(capsys, checkpo
 def test_the_split_that_is_reported_is_not_looked_at(capsys, checkpoint_folder, words_task, tmp_path):
     (folder := tmp_path / "words").mkdir()
     shutil.copy(words_task / "train.jsonl", folder)
-    whole, alone = (answer(capsys, "suits", checkpoint_folder, "--task", each) for each in (words_task, folder))
+    whole, alone = (answer(capsys, "estimate", checkpoint_folder, "--task", each) for each in (words_task, folder))
     assert {**whole, "seconds": 0} == {**alone, "seconds": 0}
 
 
 def test_what_no_layer_knows_is_told(capsys, checkpoint_folder, tmp_path):
     random = np.random.default_rng(1)
     folder = write_task(tmp_path / "lots", label=lambda name: ("bad", "good")[random.integers(2)])
-    assert answer(capsys, "suits", checkpoint_folder, "--task", folder)["advice"].startswith("It cannot be told")
+    assert answer(capsys, "estimate", checkpoint_folder, "--task", folder)["advice"].startswith("It cannot be told")
 
 
 def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpoint, words_task, words_text, tmp_path):
@@ -444,16 +444,16 @@ def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpo
         ((decoder_checkpoint, "--texts", 39), "expected at least 40 texts"),
         ((decoder_checkpoint, "--text", tmp_path / "short.txt"), "tokens; give a longer text"),
     ):
-        assert says in refused(capsys, "suits", *argv, status=2), argv
+        assert says in refused(capsys, "estimate", *argv, status=2), argv
 
 
 def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path):
     train = ("--exits", "1,3", "--epochs", 1, "--max-train", 40, "--out", tmp_path / "run")
     answer(capsys, "train", "joint", "--model", checkpoint_folder, "--task", words_task, *train)
-    assert "is trained already" in refused(capsys, "suits", tmp_path / "run", "--task", words_task, status=2)
+    assert "is trained already" in refused(capsys, "estimate", tmp_path / "run", "--task", words_task, status=2)
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported" / "manifest.json").write_text("{}")
-    assert "is trained already" in refused(capsys, "suits", tmp_path / "exported", status=2)
+    assert "is trained already" in refused(capsys, "estimate", tmp_path / "exported", status=2)
 
 
 # ---- Real weights and data ----
@@ -463,11 +463,11 @@ def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path)
 def test_real_models_settle_as_they_were_seen_to(capsys):
     """MiniLM's layers know TREC early; heads of stories260K cost more than they save (results/self-supervised.md)."""
     weights, data = Path(SHARED) / "weights", Path(SHARED) / "data"
-    found = answer(capsys, "suits", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 800)
+    found = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 800)
     assert found["layers"] == 6 and min(found["accuracy"]) > found["majority"] + 0.2
     assert found["agreement"] == sorted(found["agreement"]) and found["advice"].startswith("Early exit should pay")
     stories = data / "TinyStories" / "tinystories_sample.txt"
-    found = answer(capsys, "suits", weights / "stories260K", "--text", stories, "--texts", 60)
+    found = answer(capsys, "estimate", weights / "stories260K", "--text", stories, "--texts", 60)
     assert found["layers"] == 5 and found["agreement"] == sorted(found["agreement"]) and found["agreement"][3] < 0.6
     assert 0.5 < found["head_layers"] < 0.8 and found["few_exits"]["exits"] == [5]
     assert found["advice"].startswith("It will hardly pay")

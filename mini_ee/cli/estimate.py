@@ -1,4 +1,4 @@
-"""`mini-ee suits`: will early exit pay for a model and its data? See evaluation/suits.py."""
+"""`mini-ee estimate`: will early exit pay for a model and its data? See evaluation/estimate.py."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from mini_ee.cli.options import add_task, positive, task_options
 from mini_ee.errors import WrongArguments
 
 HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
-EXAMPLE = "mini-ee suits bert-12x128 --task reviews"
+EXAMPLE = "mini-ee estimate bert-12x128 --task reviews"
 ROWS, TEXTS = 2000, 128
 SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
 
@@ -29,8 +29,8 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Read every layer, and say what follows."""
     from mini_ee.backbones.hub import load_backbone
-    from mini_ee.evaluation.figures import draw_suits
-    from mini_ee.evaluation.suits import suitability
+    from mini_ee.evaluation.figures import draw_estimate
+    from mini_ee.evaluation.estimate import suitability
     from mini_ee.training.train import check_device, say_left_out
 
     begin, folder = time.perf_counter(), _folder(args.model)
@@ -47,7 +47,7 @@ def run(args, say) -> dict:
     answer |= suitability(heard, args.seed)
     _tell(answer, say)
     if args.picture:
-        draw_suits(args.picture, answer)
+        draw_estimate(args.picture, answer)
         say(f"Picture: {args.picture}")
     return answer | {"seconds": time.perf_counter() - begin}
 
