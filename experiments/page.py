@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.metrics import spearman
+from mini_ee.experiments.markdown import made_by, markdown_row, markdown_table
 from mini_ee.experiments.recipe import Case, cases_of, is_choice, sides
 from mini_ee.experiments.trainings import MADE_WITH, read_case
 from mini_ee.experiments.verdicts import (
@@ -162,12 +163,12 @@ def _table_lines(table: dict, kept: Kept) -> list[str]:
     if all(cell == NOT_RUN for _, *cells in rows for cell in cells):
         lines += ["Ours: not run yet."]
     else:
-        lines += [*_head(["ours", *columns]), *map(_line, rows)]
+        lines += markdown_table(["ours", *columns], rows)
     if note := table.get("note"):
         lines += ["", note]
     if theirs := table.get("theirs"):
-        lines += ["", *_head(["the paper's", *theirs["columns"]])]
-        lines += [_line([name, *cells]) for name, cells in theirs["rows"].items()]
+        paper_rows = ([name, *cells] for name, cells in theirs["rows"].items())
+        lines += ["", *markdown_table(["the paper's", *theirs["columns"]], paper_rows)]
     return [*lines, ""]
 
 
@@ -177,14 +178,6 @@ def _cell(values: list[float], digits: int, seeds: int) -> str:
     about = [f"{least} to {most}"] if least != most else []
     about += [f"{len(values)} of {seeds} seeds"] if len(values) < seeds else []
     return f"{mean} ({'; '.join(about)})" if about else mean
-
-
-def _head(names: list[str]) -> list[str]:
-    return [_line(names), "|" + "---|" * len(names)]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
 
 # ---- The page ----
@@ -199,7 +192,7 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     lines = [f"# {recipe['title']}", "", f"*{recipe['source']}.* {recipe['about']}", ""]
     for each in in_short(recipe, kept):
         lines += [each, ""]
-    lines += [f"Made by `{command}` from the JSON files in {paper}/.", ""]
+    lines += [made_by(command, f"the JSON files in {paper}/"), ""]
     if done < total:
         lines += [f"Of {total} cases {done} have been run; `{NOT_RUN}` stands for the others. The command goes on.", ""]
     if judged:
@@ -251,11 +244,11 @@ def _rank_lines(ranks: dict, kept: Kept) -> list[str]:
 
 def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
     """Figures that an earlier page had, what stands in their place, and why."""
-    lines = _head(["figure", "then", "now", "why"])
+    lines = markdown_table(["figure", "then", "now", "why"])
     for each in changed:
         values, seeds = list(kept.values(each["case"], each["figure"]).values()), len(kept.found[each["case"]]["seeds"])
         now = _cell(values, each.get("digits", 3), seeds) if values else NOT_RUN
-        lines.append(_line([each["text"], each["then"], now, each["why"]]))
+        lines.append(markdown_row([each["text"], each["then"], now, each["why"]]))
     return lines
 
 
@@ -279,14 +272,14 @@ def _training_lines(kept: Kept) -> list[str]:
     lines = []
     if shared:
         lines += [f"Where a case does not say otherwise: {_listed(shared)}.", ""]
-    lines += _head(["case", "seeds", "settings", "chosen on the hold-out, of"])
+    lines += markdown_table(["case", "seeds", "settings", "chosen on the hold-out, of"])
     for name, case in run.items():
         found = kept.found[name]
         settings = {key: "not given" for key in shared if key not in case.options} | given[name]
         own = _listed({key: value for key, value in settings.items() if shared.get(key) != value})
         tried = "; ".join(f"{_given(each)}: {_digits(each['hold-out'])}" for each in found.get("tried", []))
         chosen = f"{_given(found['chosen'])} of ({tried})" if "chosen" in found else ""
-        lines.append(_line([name, len(found["seeds"]), own, chosen]))
+        lines.append(markdown_row([name, len(found["seeds"]), own, chosen]))
     return lines
 
 
@@ -340,7 +333,7 @@ def claims_page(
     lines += [f"{about} {_counted('claims of the papers', every, False)}", ""]
     if controls := _counted("controls of ours", every, True):
         lines += [controls, ""]
-    lines += _head(["paper", "", "claim", "verdict", "ours", "the paper"])
+    lines += markdown_table(["paper", "", "claim", "verdict", "ours", "the paper"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
             pairs = [
@@ -351,7 +344,7 @@ def claims_page(
             ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
             text = f"{'*control:* ' if one.claim.get('control') else ''}{one.claim['text']}"
-            lines.append(_line([link, number, text, one.verdict, ours, one.claim["paper"]]))
+            lines.append(markdown_row([link, number, text, one.verdict, ours, one.claim["paper"]]))
     return "\n".join([*lines, "", RULE, "", others]).rstrip() + "\n"
 
 

@@ -11,6 +11,7 @@ from filelock import FileLock
 from mini_ee.data.files import write_bytes
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.figures import can_draw
+from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
 from mini_ee.experiments.pictures import draw
 from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
@@ -41,8 +42,7 @@ def reproduce(
     found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
     asked = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
     for path, heading in ((out / "README.md", CLAIMS), (out / f"{paper}.md", f"# {recipe['title']}")):
-        if path.exists() and not path.read_text(encoding="utf-8").startswith(heading):
-            raise WrongArguments(f"{path}: is no page of `mini-ee reproduce`; name another folder with --out")
+        check_is_page(path, heading)
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
     wanted = [(case, first + k) for case in asked.values() for k in range(count or case.seeds or usual)]
     wanted.sort(key=itemgetter(1))

@@ -31,7 +31,6 @@ import numpy as np
 import onnxruntime
 import torch
 from safetensors.torch import save_file
-from wrapped import wrapped
 
 import mini_ee
 from mini_ee.calibration import calibrate, end_to_end, observe
@@ -45,6 +44,7 @@ from mini_ee.exits.rows import RowExits
 from mini_ee.exits.tokens import record_texts
 from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
 from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exported, leave_at
+from mini_ee.experiments.markdown import wrapped
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import share_threads

@@ -21,10 +21,10 @@ import numpy as np
 import repeated_trainings
 from repeated_trainings import every_method
 from tqdm import tqdm
-from wrapped import wrapped
 
 from mini_ee.calibration import COMPARED, agreement_by_sets, broken_guarantees, observe
 from mini_ee.data.tasks import Task, load_task
+from mini_ee.experiments.markdown import wrapped
 from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.statistics import POWER, paired_p_values, share_interval

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from wrapped import wrapped
 
 from mini_ee.evaluation.figures import draw_loads
 from mini_ee.experiments.bench import serving as bench
+from mini_ee.experiments.markdown import wrapped
 from mini_ee.export.serving import worker
 from mini_ee.export.serving.load import WARM, Answered
 

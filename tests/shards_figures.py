@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
-from wrapped import wrapped
 
+from mini_ee.experiments.markdown import wrapped
 from mini_ee.methods.raee_datastore import Datastore
 from mini_ee.methods.raee_shards import Shards
 
