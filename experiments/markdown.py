@@ -27,6 +27,11 @@ def made_by(command: str, source: str) -> str:
     return f"Made by `{command}` from {source}."
 
 
+def made_by_measuring(name: str) -> str:
+    """The same sentence on a measured page."""
+    return made_by(f"mini-ee reproduce {name}", f"[{name}.json]({name}.json), which `--measure` writes anew")
+
+
 def wrapped(text: str) -> str:
     """Wrap a page's paragraphs, which empty lines separate; tables, headings and lists stay as they are."""
     parts = text.strip().split("\n\n")

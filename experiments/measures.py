@@ -20,6 +20,7 @@ from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokens import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.compare import compare_tokens, rules_of
+from mini_ee.evaluation.estimate import savings_at, suitability, threshold_at
 from mini_ee.evaluation.evaluate import (
     LOSSES,
     by_exit,
@@ -33,7 +34,6 @@ from mini_ee.evaluation.evaluate import (
     timed_batches,
 )
 from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
-from mini_ee.evaluation.estimate import savings_at, suitability, threshold_at
 from mini_ee.evaluation.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.exits.generation import Sampling
 from mini_ee.exits.prompts import PromptModel

@@ -309,7 +309,7 @@ OTHERS = """## Other pages
 | [suits.md](suits.md) | whether `mini-ee estimate` says before training what training finds, `mini-ee reproduce suits` |
 | [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `tests/onnx_figures.py` |
 | [promises.md](promises.md) | how often each promise is broken on rows drawn again; `tests/promise_figures.py` |
-| [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `tests/shards_figures.py` |
+| [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `mini-ee reproduce shards` |
 | [serving.md](serving.md) | a server that takes rows together again after each exit; `tests/serving_figures.py` |
 
 `mini-ee bench all` prints benchmarks with their bars, as ratios on the machine at hand; it compares with transformers:

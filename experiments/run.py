@@ -1,6 +1,5 @@
 """`mini-ee reproduce`: all seeds of what a recipe's claims, tables and pictures read, and the pages made from that."""
 
-import os
 import time
 from collections.abc import Callable
 from operator import itemgetter
@@ -9,7 +8,6 @@ from pathlib import Path
 from filelock import FileLock
 
 from mini_ee.data.files import write_bytes
-from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.figures import can_draw
 from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
@@ -39,7 +37,7 @@ def reproduce(
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
-    found = Sources(sources or Path(os.environ.get("MINI_EE_SHARED", "../shared")), folder / "runs")
+    found = Sources(sources, folder / "runs")
     asked = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
     for path, heading in ((out / "README.md", CLAIMS), (out / f"{paper}.md", f"# {recipe['title']}")):
         check_is_page(path, heading)

@@ -40,10 +40,10 @@ class Held(Exception):
 
 
 class Sources:
-    """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME."""
+    """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME. DIR is by default $MINI_EE_SHARED, or ../shared."""
 
-    def __init__(self, folder: Path, made: Path):
-        self.folder, self.made = folder, made
+    def __init__(self, folder: Path | None, made: Path):
+        self.folder, self.made = folder or Path(os.environ.get("MINI_EE_SHARED", "../shared")), made
 
     def find(self, kind: str, name: str) -> Path:
         """A model's or a task's folder, a text's file. Raises WrongArguments where it is not there."""

@@ -13,13 +13,13 @@ import torch
 from conftest import BAD, GOOD, THINGS, WORDS, random_decoder
 from test_cli import answer, refused
 
-from mini_ee.evaluation import estimate
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.calibration import Observed
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import load_task
 from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
+from mini_ee.evaluation import estimate
 from mini_ee.evaluation.probes import PENALTY, Costs, Heard, hear_rows, hear_tokens, layer_states, neighbours, probe
 from mini_ee.rules import Threshold
 from mini_ee.training.run import encode

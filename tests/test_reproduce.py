@@ -23,7 +23,8 @@ from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.evaluation import estimate, evaluate
 from mini_ee.evaluation.texts import EPSILONS
-from mini_ee.experiments import measures, pictures, recipe, run, trainings
+from mini_ee.experiments import measured, measures, pictures, recipe, run, trainings
+from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.page import (
     OTHERS,
     Kept,
@@ -856,3 +857,60 @@ def test_readme_prints_no_figure_that_is_not_in_the_json():
     for shown, (paper, case, figure) in README_FIGURES.items():
         values = read_kept(RESULTS / paper, load_recipe(paper)).values(case, figure)
         assert shown == f"{100 * np.mean(list(values.values())):.1f} %", (paper, case, figure)
+
+
+# ---- Measured pages ----
+
+
+@pytest.fixture
+def measured_page(monkeypatch):
+    """A page of two parts in place of shards."""
+    parts = {
+        "first": lambda sources, work: {"first": 1, "about": str(sources.folder)},
+        "second": lambda *_: {"second": 2},
+    }
+    text = "# Two parts\n\n{first} {second}\n"
+    module = SimpleNamespace(PARTS=parts, PAGE_TEXT=text, page=lambda figures: text.format(**figures))
+    monkeypatch.setattr(measured, "import_module", lambda name: module)
+    return module
+
+
+def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
+    command = ["reproduce", "shards", "--out", str(tmp_path), "--sources", "here", "--json"]
+    assert main(command) == 2 and "`mini-ee reproduce shards --measure` writes it" in capsys.readouterr().err
+    assert main([*command, "--measure", "third"]) == 2
+    assert "--measure: expected some of first, second; found third" in capsys.readouterr().err
+    assert main([*command, "--measure", "first"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["page"] is None and answer["measured"] == ["first"] and not (tmp_path / "shards.md").exists()
+    assert main([*command, "--measure", "second"]) == 0
+    assert read_json(tmp_path / "shards.json", signed="first") == {"first": 1, "about": "here", "second": 2}
+    assert (tmp_path / "shards.md").read_text() == "# Two parts\n\n1 2\n"
+    capsys.readouterr()
+    for measure, parts in (([], []), (["--measure"], ["first", "second"])):
+        assert main([*command, *measure]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == parts
+
+
+def test_a_measured_page_does_not_replace_another_file(measured_page, tmp_path, capsys):
+    (tmp_path / "shards.md").write_text("# Notes\n")
+    assert main(["reproduce", "shards", "--out", str(tmp_path), "--measure"]) == 2
+    assert "is no page of `mini-ee reproduce`" in capsys.readouterr().err and not (tmp_path / "shards.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["shards", "--quick"], "--only, --quick and --seeds are for papers; shards has --measure PART"),
+        (["shards", "--only", "Table 1"], "--only, --quick and --seeds are for papers; shards has --measure PART"),
+        (["raee", "--measure"], "raee runs what is missing; leave it out"),
+    ],
+)
+def test_papers_and_measured_pages_have_options_of_their_own(command, error, capsys):
+    assert main(["reproduce", *command]) == 2 and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measured_page_names_its_command(name):
+    text = (RESULTS / f"{name}.md").read_text()
+    assert f"Made by `mini-ee reproduce {name}` from [{name}.json]({name}.json)" in " ".join(text.split())

@@ -1,20 +1,21 @@
 """A datastore in shards: nearest of all is nearest in its shard, and nothing else changes with their number."""
 
 import hashlib
-import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from shards_figures import FIGURES, PAGE, page
 
 import mini_ee
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokens import Encoded
+from mini_ee.experiments.measured.shards import page
 from mini_ee.export.runtime import Runtime
 from mini_ee.methods.raee_datastore import Collected, Datastore, build
 from mini_ee.methods.raee_shards import Shards
 
+RESULTS = Path(__file__).parent.parent / "results"
 ENCODER, WIDTH = "a test's encoder", 8
 
 
@@ -194,8 +195,8 @@ def test_a_run_and_what_is_exported_of_it_have_the_shards_that_were_asked_for(tm
 
 
 def test_the_page_is_made_of_the_figures_that_are_kept_and_recall_is_at_least_99_percent():
-    figures = json.loads(FIGURES.read_text())
-    assert page(figures) == PAGE.read_text(), "python tests/shards_figures.py --page"
+    figures = read_json(RESULTS / "shards.json")
+    assert page(figures) == (RESULTS / "shards.md").read_text(), "write the page anew: mini-ee reproduce shards"
     assert [case["shards"] for case in figures["cases"]] == [1, 2, 4, 8] and figures["rows"] == 67_349
     assert all(case["recall"] >= 0.99 for case in figures["cases"])
 

@@ -9,10 +9,20 @@ EXAMPLE = "mini-ee reproduce loraexit --quick"
 
 
 def add(sub) -> None:
+    from mini_ee.experiments.measured import MEASURED
     from mini_ee.experiments.recipe import PAGES
 
     sub.add_argument(
-        "paper", choices=PAGES, help="a paper; what the shortest commands give; or a check of `mini-ee estimate`"
+        "paper",
+        choices=(*PAGES, *MEASURED),
+        help=f"a paper; what the shortest commands give; a check of `mini-ee estimate`; or a page of measurements, "
+        f"which is written from its JSON: {', '.join(MEASURED)}",
+    )
+    sub.add_argument(
+        "--measure",
+        nargs="*",
+        metavar="PART",
+        help="of a page of measurements: measure these parts anew, or all, before the page is written",
     )
     sub.add_argument("--only", metavar="TABLE", help='one table, figure or claim, such as "Table 1"')
     sub.add_argument("--quick", action="store_true", help="a small part, on the built-in models and data")
@@ -26,15 +36,17 @@ def add(sub) -> None:
 
 
 def run(args, say) -> dict:
-    """Run what is missing, then write the page."""
+    """Run or measure what is missing or named, then write the page."""
+    from mini_ee import WrongArguments
+    from mini_ee.experiments.measured import MEASURED, make_page
     from mini_ee.experiments.run import reproduce
 
-    return reproduce(
-        args.paper,
-        only=args.only,
-        quick=args.quick,
-        seeds=(args.seed, args.seeds),
-        sources=args.sources,
-        out=args.out,
-        say=say,
-    )
+    places = {"sources": args.sources, "out": args.out, "say": say}
+    if args.paper in MEASURED:
+        if args.only is not None or args.quick or args.seeds:
+            raise WrongArguments(f"--only, --quick and --seeds are for papers; {args.paper} has --measure PART")
+        return make_page(args.paper, args.measure, **places)
+    if args.measure is not None:
+        raise WrongArguments(f"--measure is for {', '.join(MEASURED)}; {args.paper} runs what is missing; leave it out")
+    seeds = (args.seed, args.seeds)
+    return reproduce(args.paper, only=args.only, quick=args.quick, seeds=seeds, **places)

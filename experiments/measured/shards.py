@@ -1,30 +1,28 @@
-"""The figures of results/shards.md: a datastore in 1, 2, 4 and 8 shards on SST-2, and what a billion rows would take.
-
-    MINI_EE_SHARED=../shared python tests/shards_figures.py [--work /tmp/shards_figures]    measures; writes the JSON
-    python tests/shards_figures.py --page                                                   writes the page from it
+"""results/shards.md: a datastore in 1, 2, 4 and 8 shards on SST-2, and what a billion rows would take.
 
 Rows are SST-2's train, queries its dev, embeddings all-MiniLM-L6-v2's (kept in the work folder). Seconds are of a
 core: what each shard's own thread computed, whatever else runs on the machine.
 """
 
-import argparse
-import json
 import math
 import os
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
-from tqdm import tqdm
 
-from mini_ee.experiments.markdown import wrapped
+from mini_ee.data.progress import tqdm
+from mini_ee.data.tasks import load_task
+from mini_ee.data.tokens import Tokenizer, batches
+from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
+from mini_ee.experiments.trainings import Sources
 from mini_ee.methods.raee_datastore import Datastore
+from mini_ee.methods.raee_encoders import SentenceEncoder
 from mini_ee.methods.raee_shards import Shards
 
 SHARDS, K, ROUNDS, EXITS, AT_ONCE = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6), 1000
-RESULTS = Path(__file__).parent.parent / "results"
-FIGURES, PAGE = RESULTS / "shards.json", RESULTS / "shards.md"
 BILLION, MACHINE, CORES = 10**9, 192e9, 64  # rows; of a machine with 256 GB the bytes for its index; its cores
 
 
@@ -46,18 +44,11 @@ class Timed(Shards):
 
 
 # ---- Measuring ----
-def embedded(shared: Path, work: Path) -> tuple[np.ndarray, np.ndarray, list]:
+def embedded(sources: Sources, work: Path) -> tuple[np.ndarray, np.ndarray, list]:
     """Embeddings of train and dev, and train's texts."""
-    from mini_ee.data.tasks import load_task
-    from mini_ee.data.tokens import Tokenizer, batches
-    from mini_ee.methods.raee_encoders import SentenceEncoder
-
-    task, folder, path = (
-        load_task(shared / "data" / "SST-2"),
-        shared / "weights" / "all-MiniLM-L6-v2",
-        work / "sst2.npz",
-    )
+    task, path = load_task(sources.find("data", "SST-2")), work / "sst2.npz"
     if not path.exists():
+        folder = sources.find("weights", "all-MiniLM-L6-v2")
         encoder, tokenizer, found = SentenceEncoder(folder), Tokenizer.from_folder(folder, 128), {}
         for split in ("train", "dev"):
             encoded = tokenizer.encode(task.split(split).texts)
@@ -81,16 +72,16 @@ def filled(embeddings: np.ndarray, texts: list, shards: int) -> Datastore:
 
 def brute_force(embeddings: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """The K nearest rows of each query, (B, K), by all products of unit vectors."""
-    rows, asked = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (embeddings, queries))
-    return np.concatenate([np.argsort(-part @ rows.T, axis=1)[:, :K] for part in np.array_split(asked, 32)])
+    rows, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (embeddings, queries))
+    return np.concatenate([np.argsort(-part @ rows.T, axis=1)[:, :K] for part in np.array_split(queries, 32)])
 
 
-def measured(shared: Path, work: Path) -> dict:
-    """What the page is made of."""
-    Datastore.sharded = Timed
-    embeddings, queries, texts = embedded(shared, work)
+@patch.object(Datastore, "sharded", Timed)
+def measure_cases(sources: Sources, work: Path) -> dict:
+    """Everything that the page shows."""
+    embeddings, queries, texts = embedded(sources, work)
     exact, stores, cases = brute_force(embeddings, queries), {}, {}
-    for shards in SHARDS:
+    for shards in tqdm(SHARDS, desc="building"):
         store = filled(embeddings, texts, shards)
         with tempfile.TemporaryDirectory(dir=work) as folder:
             store.save(folder)
@@ -102,9 +93,8 @@ def measured(shared: Path, work: Path) -> dict:
         cases[shards] |= {"build_core": built.sum(), "build_longest": built.max()}
         cases[shards] |= {"index_bytes": sum(size for name, size in sizes.items() if name.endswith(".hnsw"))}
         cases[shards] |= {"entries_bytes": sizes["entries.safetensors"]}
-        print(cases[shards], flush=True)
     times = {shards: [] for shards in SHARDS}
-    for _ in range(ROUNDS):  # in turns
+    for _ in tqdm(range(ROUNDS), desc="searching"):  # in turns
         for shards, store in stores.items():
             store._shards.seconds[:] = 0
             for query in queries:
@@ -115,6 +105,9 @@ def measured(shared: Path, work: Path) -> dict:
         cases[shards] |= dict(zip(("query_core", "query_longest"), np.median(each, axis=0).tolist()))
     about = {"rows": len(embeddings), "queries": len(queries), "width": embeddings.shape[1], "k": K}
     return about | {"cores": os.cpu_count(), "exits": len(EXITS), "cases": list(cases.values())}
+
+
+PARTS = {"cases": measure_cases}
 
 
 # ---- The page ----
@@ -147,8 +140,9 @@ PAGE_TEXT = """# A datastore in shards
 
 `mini-ee train raee --shards N` puts RAEE's datastore into N hnswlib indexes. Threads of one process build them side
 by side and search them side by side; the answers are merged by distance, so that nothing is lost that a shard found
-(`mini_ee/methods/raee_shards.py`). `tests/shards_figures.py` measures, keeps [shards.json](shards.json), and writes
-this page from it.
+(`mini_ee/methods/raee_shards.py`).
+
+{made_by}
 
 ## Measured
 
@@ -199,19 +193,17 @@ def page(figures: dict) -> str:
     cases = []
     for case in figures["cases"]:
         built = [f"{case[key]:.1f}" for key in ("build_core", "build_longest")]
-        asked = [f"{case[key] * 1e3:.2f}" for key in ("query_core", "query_longest")]
-        cases.append([str(case["shards"]), f"{case['recall']:.4f}", *built, *asked])
+        searched = [f"{case[key] * 1e3:.2f}" for key in ("query_core", "query_longest")]
+        cases.append([str(case["shards"]), f"{case['recall']:.4f}", *built, *searched])
     found, paper = billion(figures), []
     for name in ("machine", "core"):
         at = found[name]
         numbers = f"{at['shards']:,}", f"{at['rows']:,.0f}", f"{at['hours']:.1f}", f"{at['query'] * 1e3:.2f}"
         paper.append([f"one a {name}", *numbers, f"{at['queries_a_second']:,.0f}"])
-    lines = {
-        name: "\n".join(f"| {' | '.join(row)} |" for row in rows) for name, rows in (("cases", cases), ("paper", paper))
-    }
     (build_a, build_b), (query_a, query_b) = (np.array(found[name]) * 1e3 for name in ("build", "query"))
     text = PAGE_TEXT.format(
-        **figures | {"cases": lines["cases"], "on_paper": lines["paper"]},
+        **figures | {"cases": markdown_rows(cases), "on_paper": markdown_rows(paper)},
+        made_by=made_by_measuring("shards"),
         **{"billion": BILLION, "terabytes": BILLION * found["index_row"] / 1e12, "machine": MACHINE / 1e9},
         **{"index_row": found["index_row"], "entries_row": found["entries_row"], "machines": found["machines"]},
         **{"entries": BILLION * found["entries_row"] / 1e9, "cores_each": CORES},
@@ -219,16 +211,3 @@ def page(figures: dict) -> str:
         factor=found["machine"]["rows"] / figures["rows"],
     )
     return wrapped(text)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--work", type=Path, default=Path("/tmp/shards_figures"))
-    parser.add_argument("--page", action="store_true", help="write the page alone")
-    given = parser.parse_args()
-    if not given.page:
-        given.work.mkdir(parents=True, exist_ok=True)
-        figures = measured(Path(os.environ["MINI_EE_SHARED"]), given.work)
-        FIGURES.write_text(json.dumps(figures, default=float, indent=2) + "\n")
-    PAGE.write_text(page(json.loads(FIGURES.read_text())))
-    print(PAGE.read_text())
