@@ -310,7 +310,7 @@ OTHERS = """## Other pages
 | [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `tests/onnx_figures.py` |
 | [promises.md](promises.md) | how often each promise is broken on rows drawn again; `tests/promise_figures.py` |
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `mini-ee reproduce shards` |
-| [serving.md](serving.md) | a server that takes rows together again after each exit; `tests/serving_figures.py` |
+| [serving.md](serving.md) | a server that takes rows together again after each exit; `mini-ee reproduce serving` |
 
 `mini-ee bench all` prints benchmarks with their bars, as ratios on the machine at hand; it compares with transformers:
 `pip install -e '.[bench]'`.

@@ -3,25 +3,28 @@
 import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import onnx_figures
 import pytest
-import serving_figures
 
 from mini_ee.backbones.hub import BUILT_IN_MODEL, save_backbone
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
+from mini_ee.experiments.measured import serving as serving_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
 from mini_ee.training.run import build_model
 
+RESULTS = Path(__file__).parent.parent / "results"
 MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
 
 
@@ -249,6 +252,16 @@ def test_the_page_of_onnx_is_made_of_the_figures_that_are_kept():
 
 
 def test_the_page_of_serving_is_made_of_the_figures_that_are_kept():
-    figures = json.loads(serving_figures.FIGURES.read_text())
-    assert serving_figures.page(figures) == serving_figures.PAGE.read_text(), "python tests/serving_figures.py --page"
-    assert all(row["holds"] for name in serving_figures.PARTS for row in figures[name])
+    figures = read_json(RESULTS / "serving.json")
+    made = serving_page.page(figures)
+    assert made == (RESULTS / "serving.md").read_text(), "write the page anew: mini-ee reproduce serving"
+    assert all(row["holds"] for name in serving_page.PARTS for row in figures[name])
+
+
+def test_the_processors_clock_times_batches_that_no_thread_runs(monkeypatch, runtime, task_folder):
+    put(monkeypatch, SATURATING=16, LOADS=(0.1, 0.8))
+    monkeypatch.setattr(serving_page, "SECONDS", 0.05)
+    sources = SimpleNamespace(find=lambda kind, name: {"weights": runtime.folder, "data": task_folder}[kind])
+    rows = serving_page.processor(sources, None)["processor"]
+    assert len(rows) == 4 and all(0 < load["p50"] <= load["p99"] for row in rows for load in row["loads"])
+    assert serving.Worker is not serving_page.Stepped and serving.ROUNDS == 3

@@ -1,35 +1,30 @@
-"""The figures of results/serving.md: what three servers bear, by the processor's clock and by the one on the wall.
+"""results/serving.md: what load three servers bear, by the processor's clock and by the one on the wall.
 
-    MINI_EE_SHARED=../shared python tests/serving_figures.py [processor|wall]    measures both, or one; writes the JSON
-    python tests/serving_figures.py --page                                       writes page and pictures from it
-
-wall       `mini-ee bench serve` as it stands, for a machine that nothing else uses
+wall       `mini-ee bench serve` as it is, for a machine that nothing else uses
 processor  the same on a machine that others use, too: batches run as they are chosen, one after the other, on one
            thread. Time is what they take of the processor, on a clock that stands still otherwise: requests come at
            their moments on that clock. Neighbours then take no part in it, nor do HTTP, tokenizing and what threads
            cost each other.
 """
 
-import argparse
-import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from mini_ee.evaluation.figures import draw_loads
+from mini_ee.evaluation.figures import can_draw, draw_loads
 from mini_ee.experiments.bench import serving as bench
-from mini_ee.experiments.markdown import wrapped
+from mini_ee.experiments.markdown import made_by_measuring, markdown_row, markdown_table, wrapped
+from mini_ee.experiments.measured.command import answer_of_command
+from mini_ee.experiments.trainings import Sources
 from mini_ee.export.serving import worker
 from mini_ee.export.serving.load import WARM, Answered
 
-RESULTS = Path(__file__).parent.parent / "results"
-FIGURES, PAGE = RESULTS / "serving.json", RESULTS / "serving.md"
-PICTURES = {"wall": RESULTS / "serving.png", "processor": RESULTS / "serving-processor.png"}
+PICTURES = {"wall": "serving.png", "processor": "serving-processor.png"}
+SECONDS = 4.0  # of each load, by the processor's clock
 SERVERS = ("whole", "graph", "rebatch")
 COMING = {"": "One by one (Poisson)", " bursts": "Bursts of eight"}
 
@@ -41,16 +36,20 @@ class Clock:
 
     @classmethod
     def perf_counter(cls):
+        """The moment."""
         return cls.now
 
 
 class Stepped(worker.Worker):
     """A worker without a thread: `step` runs the next batch."""
 
+    state = "ready"  # of a worker with a thread: whether that is alive
+
     def _loop(self):
         pass
 
     def step(self):
+        """Run one batch, and let the clock go on by what it took."""
         at, rows = self._next()
         begin = time.thread_time()
         self.engine.run(at, rows)
@@ -86,20 +85,27 @@ def saturation(stepped, texts):
     return len(texts) / Clock.now
 
 
-def processor(model: Path, task: Path) -> list[dict]:
+def processor(sources: Sources, work: Path) -> dict:
+    """The benchmark on one thread, timed by the processor's clock."""
     torch.set_num_threads(1)
-    worker.time, bench.Worker, bench.offer, bench.saturation = Clock, Stepped, offer, saturation
-    bench.ROUNDS, bench.SECONDS = 1, 4.0
-    return list(bench.bench_serve(model, 0, task))
+    model, task = _model_and_task(sources)
+    stepped = {"Worker": Stepped, "offer": offer, "saturation": saturation, "ROUNDS": 1, "SECONDS": SECONDS}
+    with patch.object(worker, "time", Clock), patch.multiple(bench, **stepped):
+        return {"processor": list(bench.bench_serve(model, 0, task)), "cores": os.cpu_count()}
 
 
-def wall(model: Path, task: Path) -> list[dict]:
-    command = ["bench", "serve", "--model", model, "--task", task, "--threads", "1", "--json"]
-    ran = subprocess.run([sys.executable, "-m", "mini_ee", *map(str, command)], stdout=subprocess.PIPE, check=True)
-    return json.loads(ran.stdout)["rows"]
+def wall(sources: Sources, work: Path) -> dict:
+    """The benchmark as a command."""
+    model, task = _model_and_task(sources)
+    answer = answer_of_command("bench", "serve", "--model", model, "--task", task, threads=1)
+    return {"wall": answer["rows"], "cores": os.cpu_count()}
 
 
-PARTS = {each.__name__: each for each in (wall, processor)}
+def _model_and_task(sources: Sources) -> tuple[Path, Path]:
+    return sources.find("weights", "all-MiniLM-L6-v2"), sources.find("data", "SST-2")
+
+
+PARTS = {"wall": wall, "processor": processor}
 
 # ---- The page ----
 PAGE_TEXT = """# Serving under load
@@ -113,10 +119,11 @@ saved. What is answered is not looked at here; that it is what the model answers
 - `graph`: `model.onnx` with its rule, which stops by itself
 - `rebatch`: `mini-ee serve`'s worker over graphs by segment, where rows of different requests go on together
 
-`tests/serving_figures.py` measures, keeps [serving.json](serving.json), and writes this page from it. HTTP and
-tokenizing are not in these figures. Goodput: the highest load at which p99 stays within what the whole graph takes at
-80 % of its saturation (the grey line). A ratio is the whole graph's goodput over the server's; `least` is the smallest
-share of the whole graph's answers in time at any load up to saturation.
+{made_by}
+
+HTTP and tokenizing are not in these figures. Goodput: the highest load at which p99 stays within what the whole graph
+takes at 80 % of its saturation (the grey line). A ratio is the whole graph's goodput over the server's; `least` is the
+smallest share of the whole graph's answers in time at any load up to saturation.
 
 ## By the clock on the wall
 
@@ -151,18 +158,19 @@ Time is processor time of the batches, so that what else the machine does has no
 
 
 def goodput_table(rows: list[dict]) -> str:
-    lines = [f"| case | requests a second | whole | ratio (bar {rows[0]['bar']:.3f}) | least | p99 within, ms |"]
-    lines.append("|---|---|---|---|---|---|")
+    """A line a case."""
+    bar = f"ratio (bar {rows[0]['bar']:.3f})"
+    lines = markdown_table(["case", "requests a second", "whole", bar, "least", "p99 within, ms"])
     for row in rows:
         own, whole = (f"{1 / row[key]:.0f}" for key in ("seconds", "against_seconds"))
         numbers = own, whole, f"{row['ratio']:.3f}", f"{row['least']:.2f}", f"{1e3 * row['limit']:.0f}"
-        lines.append(f"| `{row['case']}` | {' | '.join(numbers)} |")
+        lines.append(markdown_row([f"`{row['case']}`", *numbers]))
     return "\n".join(lines)
 
 
 def waits_table(loads: list[dict]) -> str:
     """A line a load; where a server was not offered it, nothing."""
-    lines = ["| load | requests a second | whole: p50, p95, p99 in ms | graph | rebatch |", "|---|---|---|---|---|"]
+    lines = markdown_table(["load", "requests a second", "whole: p50, p95, p99 in ms", *SERVERS[1:]])
     for load in dict.fromkeys(each["load"] for each in loads):
         there = {each["server"]: each for each in loads if each["load"] == load}
         times = (
@@ -170,7 +178,7 @@ def waits_table(loads: list[dict]) -> str:
             for server in SERVERS
         )
         offered = next(iter(there.values()))["offered"]
-        lines.append(f"| {load:.0%} | {offered:.0f} | {' | '.join(times)} |")
+        lines.append(markdown_row([f"{load:.0%}", f"{offered:.0f}", *times]))
     return "\n".join(lines)
 
 
@@ -184,21 +192,10 @@ def page(figures: dict) -> str:
             (loads,) = (row["loads"] for row in rows if row["loads"] and row["case"].endswith(f"rebatch{ending}"))
             parts += [f"### {coming}", waits_table(loads)]
         found[name] = "\n\n".join(parts)
-    text = PAGE_TEXT.format(**found, cores=figures["cores"])
-    return wrapped(text)
+    return wrapped(PAGE_TEXT.format(**found, cores=figures["cores"], made_by=made_by_measuring("serving")))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS))
-    parser.add_argument("--page", action="store_true", help="write page and pictures alone")
-    given = parser.parse_args()
-    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    for name in () if given.page else given.parts:
-        shared = Path(os.environ["MINI_EE_SHARED"])
-        found = PARTS[name](shared / "weights" / "all-MiniLM-L6-v2", shared / "data" / "SST-2")
-        figures |= {name: found, "cores": os.cpu_count()}
-        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-    for name, picture in PICTURES.items():
-        draw_loads(picture, figures[name])
-    PAGE.write_text(page(figures))
+def draw(figures: dict, folder: Path) -> None:
+    """The page's pictures, if matplotlib is installed."""
+    for name, picture in PICTURES.items() if can_draw() else ():
+        draw_loads(folder / picture, figures[name])
