@@ -179,7 +179,7 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
 
 
 def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
-    """What `mini-ee estimate` says of the checkpoint, and what exits that were trained on it save at the same agreement.
+    """What `mini-ee estimate` says of the checkpoint, and what exits trained on it save at the same agreement.
 
     The threshold of the trained exits is that of the hold-out; layers are of the reported split.
     """

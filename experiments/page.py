@@ -308,7 +308,7 @@ OTHERS = """## Other pages
 | [shortest.md](shortest.md) | what the shortest commands give, `mini-ee reproduce shortest` |
 | [suits.md](suits.md) | whether `mini-ee estimate` says before training what training finds, `mini-ee reproduce suits` |
 | [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `tests/onnx_figures.py` |
-| [promises.md](promises.md) | how often each promise is broken on rows drawn again; `tests/promise_figures.py` |
+| [promises.md](promises.md) | how often each promise is broken on rows drawn again; `mini-ee reproduce promises` |
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `mini-ee reproduce shards` |
 | [serving.md](serving.md) | a server that takes rows together again after each exit; `mini-ee reproduce serving` |
 

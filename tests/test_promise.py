@@ -3,19 +3,22 @@
 import json
 import math
 from math import comb, factorial
+from pathlib import Path
 
 import numpy as np
-import promise_figures
 import pytest
 
 import mini_ee.statistics as statistics
 import mini_ee.training.default_rule as default_rules
+from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Task
+from mini_ee.experiments.measured import promises
 from mini_ee.recording import Record, Recorded, predictions
 from mini_ee.rules import NeverExit, Patience, Threshold
 from mini_ee.statistics import fixed_sequence, p_values_of_counts, paired_p_values, rows_needed
 from mini_ee.training.default_rule import default_rule, paired_losses, sweep
 
+RESULTS = Path(__file__).parent.parent / "results"
 ALPHA = 0.05
 MAX_LOSS = 0.01
 CLASSES = Task("t", ("a", "b"), ("accuracy",), {})
@@ -456,15 +459,16 @@ def test_a_regression_is_guaranteed_in_mean_absolute_error():
 
 
 def test_the_page_is_made_of_the_figures_that_are_kept_and_the_promises_hold():
-    figures = json.loads(promise_figures.FIGURES.read_text())
-    assert promise_figures.page(figures) == promise_figures.PAGE.read_text(), "python tests/promise_figures.py --page"
+    figures = read_json(RESULTS / "promises.json")
+    made = promises.page(figures)
+    assert made == (RESULTS / "promises.md").read_text(), "write the page anew: mini-ee reproduce promises"
     assert all(each["promised"] and each["exceeded"] <= 0.05 for each in figures["default"])
-    kept, finer, _ = promise_figures.by_kind(figures["repeated"])
-    assert {each["method"] for each in kept} == {"joint", "lora-exits", "consistent", "right-tool"}
+    usual, finer, _ = promises.by_kind(figures["repeated"])
+    assert {each["method"] for each in usual} == {"joint", "lora-exits", "consistent", "right-tool"}
     assert [each["broken"] <= 0.05 * each["trainings"] for each in finer] == [True]
-    for each in kept:
+    for each in usual:
         assert each["trainings"] >= 100 and each["guaranteed"] > each["trainings"] / 2 and each["interval"][0] <= 0.05
-    assert promise_figures.together(kept)["broken"] <= 0.05 * promise_figures.together(kept)["trainings"]
+    assert promises.together(usual)["broken"] <= 0.05 * promises.together(usual)["trainings"]
     (untested,) = (each for each in figures["repeated"] if each["planted"] == "no test")
     assert untested["interval"][0] > 0.05, "what is measured can be broken"
     for each in figures["calibrate"]:

@@ -1,35 +1,27 @@
-"""The figures of results/promises.md: how often each promise is broken on rows that it was not made on.
-
-    MINI_EE_SHARED=../shared python tests/promise_figures.py [--work /tmp/promise_figures]    measures; writes the JSON
-    python tests/promise_figures.py --repeated      measures the repeated trainings anew, keeps the JSON's other figures
-    python tests/promise_figures.py --page          writes the page from it
+"""results/promises.md: how often each promise is broken on rows that it was not made on.
 
 One training of `joint` on MiniLM for each task; every exit is recorded once on rows of the task's own train split that
 the training never saw. Then rows are drawn again and again: some make the promise, all others say whether it is kept.
-Recordings stay in the work folder, so that a second run only draws.
+Recordings stay in the work folder, so that a second call only draws.
 """
 
-import argparse
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import repeated_trainings
-from repeated_trainings import every_method
-from tqdm import tqdm
 
 from mini_ee.calibration import COMPARED, agreement_by_sets, broken_guarantees, observe
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task, load_task
-from mini_ee.experiments.markdown import wrapped
+from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
+from mini_ee.experiments.measured import repeated_trainings
+from mini_ee.experiments.trainings import Sources
 from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.statistics import POWER, paired_p_values, share_interval
 from mini_ee.training.default_rule import default_rule, sweep
 from mini_ee.training.run import load_run
+from mini_ee.training.train import train
 
 SEED = 0
 
@@ -43,26 +35,22 @@ TASKS = {"SST-2": (6_000, 20_000, (600, 3_000)), "TREC": (2_000, None, (600, 1_5
 TRAININGS = 100  # of each method, each on rows of its own
 PROPOSING = 200  # rows at most, and a tenth of a hold-out, that propose rules; the others test them
 DRAWS, SETS, EPSILONS, MEASURE = 200, 1000, (0.9, 0.95), "max_probability"
-RESULTS = Path(__file__).parent.parent / "results"
-FIGURES, PAGE = RESULTS / "promises.json", RESULTS / "promises.md"
 
 
-def record_unseen(work: Path, shared: Path, name: str, rows: int, most: int | None) -> Path:
+def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int | None) -> Path:
     """Train on `rows` rows of train, and record what every exit says of the others: logits (N, K, C), labels (N,)."""
     path = work / f"{name}.npz"
     if path.exists():
         return path
-    header, *lines = (shared / "data" / name / "train.tsv").read_text().splitlines()
+    header, *lines = (sources.find("data", name) / "train.tsv").read_text().splitlines()
     lines = [lines[row] for row in np.random.default_rng(SEED).permutation(len(lines))]
     first = round(rows / 0.9)  # training holds a tenth of its rows out
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     for split, some in (("train", lines[:first]), ("dev", lines[first:][:most])):
         (folder / f"{split}.tsv").write_text("\n".join([header, *some]) + "\n")
-    model = shared / "weights" / "all-MiniLM-L6-v2"
-    command = ["-m", "mini_ee", "train", "joint", "--model", model, "--task", folder]
-    command += ["--exits", ",".join(map(str, EXITS))]
-    subprocess.run([sys.executable, *command, "--out", work / f"{name}-run"], check=True)
+    if not (work / f"{name}-run").exists():
+        train("joint", sources.find("weights", "all-MiniLM-L6-v2"), folder, work / f"{name}-run", exits=EXITS)
     run, unseen = load_run(work / f"{name}-run"), load_task(folder).split("dev")
     recorded = record(run.segments(), run.encode(unseen.texts), 64, progress=f"recording {name}")
     partial = path.with_suffix(".part.npz")
@@ -126,9 +114,9 @@ def calibrated(name: str, logits: np.ndarray) -> list[dict]:
     """What `calibrate` promises, over SETS draws of the rows that it is made on, for each of EPSILONS."""
     observed, found = observe(rows_of(logits), MEASURE), []
     for epsilon in EPSILONS:
-        kept = agreement_by_sets(observed, epsilon, SETS, SEED)
+        agreement = agreement_by_sets(observed, epsilon, SETS, SEED)
         broken = broken_guarantees(observed, epsilon, COMPARED, MEASURE, SETS, SEED)
-        found.append({"task": name, "epsilon": epsilon, "rows": kept.pop("groups_a_set"), "kept": kept})
+        found.append({"task": name, "epsilon": epsilon, "rows": agreement.pop("groups_a_set"), "kept": agreement})
         found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
     return found
 
@@ -140,6 +128,7 @@ SIZES = (300, 350, 400, 500, 600, 800, 1000, 1250, 1500, 2000, 2500, 3000, 4000,
 
 
 def exact(losses: np.ndarray) -> np.ndarray:
+    """The test that is used: Tango's score, exact."""
     return paired_p_values(losses, MAX_LOSS) <= ALPHA
 
 
@@ -178,11 +167,11 @@ def rows_by_bound() -> list[dict]:
     return rows
 
 
-def measured(shared: Path, work: Path) -> dict:
-    """What the page is made of."""
-    found = {"tasks": [], "default": [], "calibrate": [], "bounds": rows_by_bound()}
+def measure_tasks(sources: Sources, work: Path) -> dict:
+    """The default rule and `calibrate`, on rows that are drawn from each task."""
+    found = {"tasks": [], "default": [], "calibrate": []}
     for name, (trained, most, sizes) in TASKS.items():
-        with np.load(record_unseen(work, shared, name, trained, most)) as saved:
+        with np.load(record_unseen(work, sources, name, trained, most)) as saved:
             logits, labels = saved["logits"], saved["labels"]
         accuracy = (logits.argmax(-1) == labels[:, None]).mean(0)
         found["tasks"].append(
@@ -190,15 +179,23 @@ def measured(shared: Path, work: Path) -> dict:
         )
         found["default"] += [resample(name, logits, labels, size) for size in sizes]
         found["calibrate"] += calibrated(name, logits)
-    return found | {"repeated": every_method(work, TRAININGS)}
+    return found
+
+
+PARTS = {
+    "tasks": measure_tasks,
+    "bounds": lambda sources, work: {"bounds": rows_by_bound()},
+    "repeated": lambda sources, work: {"repeated": repeated_trainings.every_method(work, TRAININGS)},
+}
 
 
 # ---- The page ----
 PAGE_TEXT = """# Are the promises kept?
 
 A promise holds for rows like those that it was made on. Here rows are drawn again and again from one task: some make
-the promise, all others say whether it is kept. `tests/promise_figures.py` measures, keeps
-[promises.json](promises.json), and writes this page from it.
+the promise, all others say whether it is kept.
+
+{made_by}
 
 MiniLM with exits after layers {exits}, trained by `joint`; the rows drawn from are those of the task's train split that
 were not trained on.
@@ -229,12 +226,12 @@ an empirical Bernstein bound (Maurer & Pontil 2009).
 ## The default rule of trainings that are repeated: at most {repeated_loss} of accuracy lost, with confidence .95
 
 Each of the {trainings} trainings of a method draws its own rows to train on, to select epochs, temperatures and
-candidate rules, and to test the default rule; the loss is measured on fresh rows. The rows are generated and
-the BERT is small (`tests/repeated_trainings.py`). Broken: a guarantee is given, and on fresh rows the rule loses more;
-the interval of the share that is broken is that of Clopper and Pearson at 95 %. The last rows are planted mistakes.
-"The test rows choose": the rows that test the rule select everything else too, as they once did. "No test": the rule
-loses at most {repeated_loss} on the test rows themselves, which the measure finds. All methods draw the same rows, so
-the interval of all of them together is somewhat too narrow. On {fresh:,} fresh rows a loss is known to a few
+candidate rules, and to test the default rule; the loss is measured on fresh rows. The rows are generated and the BERT
+is small (`experiments/measured/repeated_trainings.py`). Broken: a guarantee is given, and on fresh rows the rule loses
+more; the interval of the share that is broken is that of Clopper and Pearson at 95 %. The last rows are planted
+mistakes. "The test rows choose": the rows that test the rule select everything else too, as they once did. "No test":
+the rule loses at most {repeated_loss} on the test rows themselves, which the measure finds. All methods draw the same
+rows, so the interval of all of them together is somewhat too narrow. On {fresh:,} fresh rows a loss is known to a few
 thousandths: some that are just below {repeated_loss} are counted as broken, and fewer the other way round, which the
 row with more fresh rows shows.
 
@@ -259,6 +256,7 @@ where the row has left.
 
 
 def share(value: float) -> str:
+    """As percent."""
     return f"{value:.1%}"
 
 
@@ -269,12 +267,12 @@ def by_kind(found: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
     return [each for each in found if each not in planted + finer], finer, planted
 
 
-def together(kept: list[dict]) -> dict:
+def together(trainings: list[dict]) -> dict:
     """Repeated trainings of several methods as one."""
-    sums = {name: sum(each[name] for each in kept) for name in ("trainings", "guaranteed", "broken")}
-    means = {name: float(np.mean([each[name] for each in kept])) for name in ("loss", "saved")}
+    sums = {name: sum(each[name] for each in trainings) for name in ("trainings", "guaranteed", "broken")}
+    means = {name: float(np.mean([each[name] for each in trainings])) for name in ("loss", "saved")}
     interval = share_interval(sums["broken"], sums["trainings"])
-    return kept[0] | sums | means | {"method": "all of these", "interval": interval}
+    return trainings[0] | sums | means | {"method": "all of these", "interval": interval}
 
 
 def page(figures: dict) -> str:
@@ -298,7 +296,7 @@ def page(figures: dict) -> str:
         + [share(each["broken"][key]) for key in ("paper", "delta")]
         for each in figures["calibrate"]
     ]
-    kept, finer, planted = by_kind(figures["repeated"])
+    usual, finer, planted = by_kind(figures["repeated"])
     repeated = [
         [
             ", ".join(filter(None, (each["method"], each["planted"]))),
@@ -308,28 +306,11 @@ def page(figures: dict) -> str:
         ]
         + [f"{each['guaranteed']} of {each['trainings']}", share(each["broken"] / each["trainings"])]
         + [" to ".join(map(share, each["interval"])), f"{each['loss']:.3f}", share(each["saved"])]
-        for each in [*kept, together(kept), *finer, *planted]
+        for each in [*usual, together(usual), *finer, *planted]
     ]
     tables = {"tasks": tasks, "default": default, "repeated": repeated, "bounds": bounds, "calibrate": calibrate}
-    lines = {name: "\n".join(f"| {' | '.join(row)} |" for row in rows) for name, rows in tables.items()}
+    lines = {name: markdown_rows(rows) for name, rows in tables.items()}
     exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
     numbers = {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED, "proposing": PROPOSING}
     numbers |= {"trainings": TRAININGS, "repeated_loss": repeated_trainings.MAX_LOSS, "fresh": repeated_trainings.FRESH}
-    text = PAGE_TEXT.format(**lines, **numbers, exits=exits)
-    return wrapped(text)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--work", type=Path, default=Path("/tmp/promise_figures"))
-    parser.add_argument("--page", action="store_true", help="write the page alone")
-    parser.add_argument("--repeated", action="store_true", help="measure the repeated trainings alone")
-    given = parser.parse_args()
-    if not given.page:
-        if given.repeated:
-            found = json.loads(FIGURES.read_text()) | {"repeated": every_method(given.work, TRAININGS)}
-        else:
-            found = measured(Path(os.environ["MINI_EE_SHARED"]), given.work)
-        FIGURES.write_text(json.dumps(found, indent=2) + "\n")
-    PAGE.write_text(page(json.loads(FIGURES.read_text())))
-    print(PAGE.read_text())
+    return wrapped(PAGE_TEXT.format(**lines, **numbers, exits=exits, made_by=made_by_measuring("promises")))

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import numpy as np
 import tokenizers
 import torch
-from tqdm import tqdm
 
 import mini_ee.training.default_rule as rule
 import mini_ee.training.row_unit as row_unit
@@ -27,6 +26,7 @@ import mini_ee.training.train as training
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import read_json
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.exits.rows import RowData
 from mini_ee.recording import predictions, record
