@@ -306,8 +306,8 @@ OTHERS = """## Other pages
 | | what it shows |
 |---|---|
 | [shortest.md](shortest.md) | what the shortest commands give, `mini-ee reproduce shortest` |
-| [suits.md](suits.md) | whether `mini-ee estimate` says before training what training finds, `mini-ee reproduce suits` |
-| [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `tests/onnx_figures.py` |
+| [suits.md](suits.md) | whether `mini-ee estimate` predicts what training finds, `mini-ee reproduce suits` |
+| [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `mini-ee reproduce onnx` |
 | [promises.md](promises.md) | how often each promise is broken on rows drawn again; `mini-ee reproduce promises` |
 | [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `mini-ee reproduce shards` |
 | [serving.md](serving.md) | a server that takes rows together again after each exit; `mini-ee reproduce serving` |

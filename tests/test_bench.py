@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import onnx_figures
 import pytest
+import torch
 
 from mini_ee.backbones.hub import BUILT_IN_MODEL, save_backbone
 from mini_ee.backbones.llama import DecoderConfig
@@ -18,6 +18,8 @@ from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
+from mini_ee.experiments.measured import onnx as onnx_page
+from mini_ee.experiments.measured import onnx_parts
 from mini_ee.experiments.measured import serving as serving_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import Threshold
@@ -246,8 +248,9 @@ def test_sgmv_takes_no_model(capsys):
 
 
 def test_the_page_of_onnx_is_made_of_the_figures_that_are_kept():
-    figures = json.loads(onnx_figures.FIGURES.read_text())
-    assert onnx_figures.page(figures) == onnx_figures.PAGE.read_text(), "python tests/onnx_figures.py --page"
+    figures = read_json(RESULTS / "onnx.json")
+    made = onnx_page.page(figures)
+    assert made == (RESULTS / "onnx.md").read_text(), "write the page anew: mini-ee reproduce onnx"
     assert all(each["labels"] == each["layers"] == each["rows"] for each in figures["parity"])
 
 
@@ -265,3 +268,21 @@ def test_the_processors_clock_times_batches_that_no_thread_runs(monkeypatch, run
     rows = serving_page.processor(sources, None)["processor"]
     assert len(rows) == 4 and all(0 < load["p50"] <= load["p99"] for row in rows for load in row["loads"])
     assert serving.Worker is not serving_page.Stepped and serving.ROUNDS == 3
+
+
+def test_parity_counts_answers_of_the_graph_that_are_torchs(monkeypatch, checkpoint_folder, task_folder, tmp_path):
+    monkeypatch.setattr(onnx_parts, "THREADS", torch.get_num_threads())
+    monkeypatch.setattr(onnx_parts, "METHODS", ("joint",))
+    monkeypatch.setattr(onnx_parts, "EXITS", (1, 2, 3))
+    monkeypatch.setattr(onnx_parts, "REPORTED", {"words": "dev"})
+    sources = SimpleNamespace(find=lambda kind, name: {"weights": checkpoint_folder, "data": task_folder}[kind])
+
+    def deeper_in_large_batches(*given):
+        result = early_exit(*given)
+        return result._replace(layers_run=result.layers_run + (len(result.layers_run) > 1))
+
+    monkeypatch.setattr(onnx_parts, "early_exit", deeper_in_large_batches)
+    single, large = onnx_parts.PARTS["parity"](sources, tmp_path)["parity"]
+    for case in (single, large):
+        assert case["labels"] == case["rows"] == 20 and case["difference"] < 1e-4
+    assert (single["batch"], single["layers"], large["batch"], large["layers"]) == (1, 20, 32, 0)

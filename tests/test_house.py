@@ -31,6 +31,7 @@ FLOORS = (  # what stands in one line may not import each other, but for the gro
     ("methods", "baselines"),
     ("evaluation",),
     ("export",),
+    ("weights",),
     ("experiments",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,265 @@
+"""What results/onnx.md shows is measured here: speed, parity, heads, memory, and a trained model end to end.
+
+bench     `mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2`
+price     what linear heads cost on TREC
+parity    each method's run on MiniLM (400 rows, one epoch) through torch, and its model.onnx through plain onnxruntime:
+          on how many rows of SST-2's dev and TREC's test, in batches of 1 and of 32, label and layers are equal
+memory    size on disk over the run's safetensors, seconds to load, private and resident megabytes of a session that has
+          run, in a process of its own, of a model with exits and of one without
+end       a run on SST-2, exported: what `mini-ee evaluate` measures of it, ROUNDS times
+decoder   the built-in decoder with heads of `mini-ee train self-supervised`: text under thresholds at which LEVEL of
+          other tokens agree over text without exits, in torch and in the exported graph; lossless over full decoding
+heads     leaving at each exit over its share of a model without exits, with dense and with linear heads; a model of the
+          first layers alone; LoRA exits over their graphs by segment
+Times want two quiet cores. Runs are kept in the work folder, so that a second call only measures.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from safetensors.torch import save_file
+
+import mini_ee
+from mini_ee.calibration import calibrate, end_to_end, observe
+from mini_ee.data.progress import tqdm
+from mini_ee.data.tasks import load_task
+from mini_ee.data.texts import Text
+from mini_ee.early_exit import early_exit
+from mini_ee.evaluation.texts import GRID, written_texts
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import generate, generate_lossless
+from mini_ee.exits.rows import RowExits
+from mini_ee.exits.tokens import record_texts
+from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
+from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exported, leave_at
+from mini_ee.experiments.measured.command import answer_of_command
+from mini_ee.experiments.trainings import Sources
+from mini_ee.export.row_segments import OrtModel
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.sessions import share_threads
+from mini_ee.export.writer import write_graphs
+from mini_ee.methods.lora_exits import LoRAExits
+from mini_ee.rules import NeverExit, Threshold
+from mini_ee.weights.pretrain_llama import read_stories
+
+MODEL = "all-MiniLM-L6-v2"
+METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")
+REPORTED = {"SST-2": "dev", "TREC": "test"}  # task -> its split that parity compares on
+EXITS = (2, 4, 6)
+
+THREADS, ROUNDS = 2, 3
+STORIES, TIMED, BEGINNING, NEW_TOKENS = 40, 8, 12, 48  # of the decoder: stories, those timed, words given, tokens
+LEVEL, MEASURE = 0.95, "breaking_ties"
+
+SESSION = """
+import sys, time, numpy, onnxruntime
+def memory(kind):
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(kind))
+options = onnxruntime.SessionOptions()
+options.log_severity_level, options.intra_op_num_threads = 3, 2
+before, begin = (memory("RssAnon"), memory("VmRSS")), time.perf_counter()
+session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+load = time.perf_counter() - begin
+ids = numpy.random.default_rng(0).integers(1000, 30000, (1, int(sys.argv[2])))
+feeds = {"input_ids": ids, "attention_mask": numpy.ones_like(ids), "token_type_ids": numpy.zeros_like(ids)}
+for _ in range(5):
+    session.run(None, feeds)
+private, resident = memory("RssAnon") - before[0], memory("VmRSS") - before[1]
+print([load, private, resident])
+"""
+
+
+def bench(sources: Sources, work: Path) -> list[dict]:
+    """The benchmark onnx."""
+    model = sources.find("weights", MODEL)
+    return answer_of_command("bench", "onnx", "--model", model, threads=THREADS)["rows"]
+
+
+def parity(sources: Sources, work: Path) -> list[dict]:
+    """Torch against the exported graph, of each method and task."""
+    found = []
+    for name, split in REPORTED.items():
+        rows = load_task(sources.find("data", name)).split(split)
+        for method in tqdm(METHODS, desc=name):
+            run = trained(sources, work / f"{method}-{name}", method, name, max_train=400, epochs=1)
+            with tempfile.TemporaryDirectory() as out:
+                mini_ee.export(run, f"{out}/exported", texts=rows.texts)
+                session = onnxruntime.InferenceSession(f"{out}/exported/model.onnx", providers=["CPUExecutionProvider"])
+                for size in (1, 32):
+                    about = {"task": name, "method": method, "batch": size}
+                    found.append(about | compare(run, session, run.encode(rows.texts), size))
+    return found
+
+
+def trained(sources: Sources, folder: Path, method: str, task: str, **options):
+    """The run in a folder; trained, where it is not there."""
+    if not folder.exists():
+        model, data = sources.find("weights", MODEL), sources.find("data", task)
+        mini_ee.train(method, model, data, folder, exits=EXITS, **options)
+    return mini_ee.load_run(folder)
+
+
+def compare(run, session, encoded, size: int) -> dict:
+    """On how many rows label and layers are equal, and the largest difference of a logit."""
+    labels = layers = 0
+    difference = 0.0
+    for first in range(0, len(encoded), size):
+        inputs = encoded.batch(np.arange(first, min(first + size, len(encoded))))
+        expected = early_exit(run.segments(), run.rule, inputs)
+        feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
+        logits, label, depth = session.run(["logits", "label", "layers"], feeds)
+        labels += int((label == expected.logits.argmax(axis=1)).sum())
+        layers += int((depth == expected.layers_run).sum())
+        difference = max(difference, float(abs(logits - expected.logits).max()))
+    return {"rows": len(encoded), "labels": labels, "layers": layers, "difference": difference}
+
+
+def memory(sources: Sources, work: Path) -> list[dict]:
+    """Sizes, loading and memory of a session, with exits and without."""
+    found = []
+    for name, config, exits, tokens in (("MiniLM", MINILM, EXITS, 32), ("BERT-base", BERT_BASE, (3, 6, 9, 12), 128)):
+        backbone = random_encoder(config, 0)
+        for kind, chosen in (("plain", exits[-1:]), ("exits", exits)):
+            model = RowExits(backbone, chosen, 2, pool="first").eval()
+            with tempfile.TemporaryDirectory() as folder:
+                folder = Path(folder)
+                write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder)
+                save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "run")
+                files = sum((folder / each).stat().st_size for each in ("model.onnx", "model.safetensors"))
+                command = [sys.executable, "-c", SESSION, str(folder / "model.onnx"), str(tokens)]
+                session = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+                about = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
+                found.append(about | dict(zip(("load", "private", "resident"), session)))
+    return found
+
+
+def heads(sources: Sources, work: Path) -> dict:
+    """Times of the graph's parts as shares, under each kind of head."""
+    share_threads(THREADS)
+    backbone, runs = random_encoder(MINILM, 0), {}
+    inputs = inputs_of(backbone.config, 1, 32, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("dense", "linear"):
+            models = {"exits": (backbone, EXITS), "plain": (backbone, (6,)), "alone": (backbone.first_layers(2), (2,))}
+            for name, (layers, exits) in models.items():
+                model = RowExits(layers, exits, 2, pool="first")
+                if kind == "linear":
+                    model.use_heads("linear")
+                graph = exported(model.eval(), Path(folder) / f"{kind}-{name}")
+                rules = [leave_at(k, 3) for k in range(3)] if name == "exits" else [NeverExit()]
+                runs |= {(kind, name, k): partial(early_exit, graph, rule, inputs) for k, rule in enumerate(rules)}
+        lora = LoRAExits(backbone, EXITS, 2, pool="first").eval()
+        (Path(folder) / "lora").mkdir()
+        about = write_graphs(lora, lora.segments(), Threshold(REACHED_BY_NONE), Path(folder) / "lora", segments=True)
+        graph = OrtModel(Path(folder) / "lora", about, threads=THREADS)
+        for name, engine in (("graph", graph), ("chain", graph.by_segment(NeverExit()))):
+            runs |= {("lora", name, k): partial(early_exit, engine, leave_at(k, 3), inputs) for k in range(3)}
+        seconds = dict(zip(runs, medians(list(runs.values()), "heads", seconds_a_case=20.0)))
+    found = {"lora": [seconds["lora", "graph", k] / seconds["lora", "chain", k] for k in range(3)]}
+    for kind in ("dense", "linear"):
+        whole = seconds[kind, "plain", 0]
+        found[kind] = [seconds[kind, "exits", k] / whole * 6 / layer for k, layer in enumerate(EXITS)]
+        found[f"{kind} alone"] = seconds[kind, "alone", 0] / whole * 3
+    return found
+
+
+def evaluated(path: Path, task: Path, *options: str) -> dict:
+    """What `mini-ee evaluate` measures of an exported folder or a run."""
+    answer = answer_of_command("evaluate", path, "--task", task, *options, threads=THREADS)
+    return {key: answer[key] for key in ("score", "full_score", "mean_layers", "per_exit_score", "speedup")}
+
+
+def price(sources: Sources, work: Path) -> dict:
+    """What `mini-ee evaluate` measures with each kind of head."""
+    found = {}
+    for head in ("dense", "linear"):
+        run = trained(sources, work / f"{head}-heads", "joint", "TREC", head=head, max_train=2000, epochs=3)
+        found[head] = evaluated(run.folder, sources.find("data", "TREC"))
+    return found
+
+
+def end(sources: Sources, work: Path) -> list[dict]:
+    """What `mini-ee evaluate` measures of an exported run."""
+    run = trained(sources, work / "end", "joint", "SST-2", max_train=6000, epochs=3)
+    with tempfile.TemporaryDirectory() as out:
+        mini_ee.export(run, Path(out) / "exported")
+        task = sources.find("data", "SST-2")
+        return [evaluated(Path(out) / "exported", task, "--batch-size", "1") for _ in range(ROUNDS)]
+
+
+def decoder(sources: Sources, work: Path) -> dict:
+    """Under thresholds at which LEVEL of other tokens are the full model's. A text at a time; times are of a token."""
+    folder = work / "decoder"
+    if not folder.exists():
+        mini_ee.train("self-supervised", out=folder)
+    run = mini_ee.load_run(folder)
+    model, backbone, middle = run.model, run.model.backbone, len(run.exits) // 2 - 1
+    _, stories = read_stories(sources.find("data", "TinyStories") / "tinystories_sample.txt")
+    texts = [" ".join(story.split()[:BEGINNING]) for story in stories[:STORIES]]
+    prompts = [run.tokenizer.backend.encode(text).ids for text in texts]
+    taken = observe(record_texts(model, written_texts(run, 0)[1]), MEASURE)
+    rules = (calibrate(taken, epsilon, measure=MEASURE) for epsilon in GRID)
+    rule = next(rule for rule in rules if end_to_end(taken, rule) >= LEVEL)
+    limits = {"max_new_tokens": NEW_TOKENS, "stop": backbone.config.stop_tokens}
+    draft = {"exit_layer": run.exits[middle], "head": model.heads[middle]}
+    with tempfile.TemporaryDirectory() as out:
+        mini_ee.export(run, Path(out) / "exported")
+        graph = Runtime(Path(out) / "exported", threads=THREADS).generate
+        ways = {
+            "full": partial(generate, backbone, **limits),
+            "early": partial(model.generate, rule=rule, missing_kv="copy_state", **limits),
+            "recompute": partial(model.generate, rule=rule, missing_kv="recompute", **limits),
+            "lossless": partial(generate_lossless, backbone, **limits, **draft),
+            "graph full": partial(graph, rule=NeverExit(), max_new_tokens=NEW_TOKENS),
+            "graph early": partial(graph, rule=rule, max_new_tokens=NEW_TOKENS),
+        }
+
+        def written(way: Callable, prompts: list) -> list:
+            return [gather(way([prompt]), 1)[0] for prompt in prompts]
+
+        outputs = {name: written(way, prompts) for name, way in ways.items()}
+        runs = [partial(written, way, prompts[:TIMED]) for way in ways.values()]
+        times = medians(runs, "decoder", 0.1, seconds_a_case=60.0)
+    tokens = (sum(len(text.tokens) for text in some[:TIMED]) for some in outputs.values())
+    of_token = {name: time / count for name, time, count in zip(outputs, times, tokens)}
+    layers = {name: np.concatenate([text.layers_run for text in some]) for name, some in outputs.items()}
+
+    def agreement(some: list) -> float:
+        continued = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, some)]
+        return float(record_texts(model, continued, last=False).logits[:, -1, 1].mean())
+
+    found = {"exits": list(run.exits), "texts": len(texts), "timed": TIMED}
+    found["thresholds"] = rule.to_dict()["threshold"][:-1]
+    for name in ("early", "recompute", "graph early", "lossless"):
+        against = of_token["graph full" if name.startswith("graph") else "full"]
+        figures = {"tokens": len(layers[name]), "layers": float(layers[name].mean())}
+        found[name] = figures | {"agreement": agreement(outputs[name]), "speedup": against / of_token[name]}
+    found["lossless"]["drafted"] = float((layers["lossless"] == run.exits[middle]).mean())
+    pairs = zip(outputs["lossless"], outputs["full"])
+    found["lossless"]["equal"] = sum(one.tokens == other.tokens for one, other in pairs)
+    found["graph early"]["equal"] = sum(one == other for one, other in zip(outputs["graph early"], outputs["early"]))
+    return found
+
+
+def _part(measure: Callable) -> Callable:
+    """The measurement as a part of the page: on THREADS threads, with what it was made on."""
+
+    def measured(sources: Sources, work: Path) -> dict:
+        torch.set_num_threads(THREADS)
+        found = measure(sources, work)
+        return {measure.__name__: found, "cores": os.cpu_count(), "onnxruntime": onnxruntime.__version__}
+
+    return measured
+
+
+MEASURES = (bench, price, parity, memory, end, decoder, heads)  # the last shares threads
+PARTS = {measure.__name__: _part(measure) for measure in MEASURES}
