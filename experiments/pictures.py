@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.evaluation.figures import new_figure, save_figure
+from mini_ee.evaluation.plots import new_figure, save_figure
 from mini_ee.experiments.page import Kept
 from mini_ee.experiments.recipe import filled
 from mini_ee.registry import METHODS

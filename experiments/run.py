@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from mini_ee.data.files import write_bytes
-from mini_ee.evaluation.figures import can_draw
+from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
 from mini_ee.experiments.pictures import draw

@@ -27,7 +27,7 @@ import mini_ee.cli.main as command_line
 import mini_ee.cli.open as opening
 import mini_ee.data.files as files
 import mini_ee.evaluation.evaluate as evaluation
-import mini_ee.evaluation.figures as figures
+import mini_ee.evaluation.plots as plots
 import mini_ee.methods.consistent_hardness as consistent_hardness
 import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.methods.lora_exits_streams as streams_module
@@ -823,9 +823,9 @@ def test_curves_of_one_group_of_seeds_have_one_colour_and_one_name_and_each_run_
         row("b/one", "raee"),
     ]
     drawn, groups = [], [{"how": "joint", "runs": ["a/one", "a/two"]}]
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
     answer = {"rows": rows, "over_seeds": groups, "task": "words", "split": "dev"}
-    figures.draw_curves(tmp_path / "curves.png", answer)
+    plots.draw_curves(tmp_path / "curves.png", answer)
     ((axes,),) = [figure.axes for figure in drawn]
     curves, stars = axes.lines[::2], axes.lines[1::2]
     assert [list(zip(*line.get_data())) for line in curves] == [
@@ -1078,13 +1078,13 @@ def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folde
 
 
 def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_ee.evaluation.figures.can_draw", lambda: False)
+    monkeypatch.setattr("mini_ee.evaluation.plots.can_draw", lambda: False)
     line = refused(capsys, "compare", run_folder, "--picture", tmp_path / "curves.png")
     assert "pip install mini-ee[plots]" in line
 
 
 def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
-    monkeypatch.setattr("mini_ee.evaluation.figures.can_draw", lambda: False)
+    monkeypatch.setattr("mini_ee.evaluation.plots.can_draw", lambda: False)
     argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
     assert main([*map(str, argv)]) == 0
     shown = capsys.readouterr().out

@@ -28,7 +28,7 @@ from mini_ee.data.texts import Text
 from mini_ee.data.tokens import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.evaluate import by_exit
-from mini_ee.evaluation.figures import draw_rewards
+from mini_ee.evaluation.plots import draw_rewards
 from mini_ee.exits.generation import Sampling
 from mini_ee.exits.rows import RowData, RowExits, States
 from mini_ee.exits.tokens import TextData, TokenExits

@@ -21,7 +21,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.multiple_choice import Benchmark, Question, QuestionRequests, Request
 from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.tokens import Tokenizer
-from mini_ee.evaluation.figures import draw_decoder, new_figure, save_figure
+from mini_ee.evaluation.plots import draw_decoder, new_figure, save_figure
 from mini_ee.evaluation.texts import (
     COMPARED,
     EPSILONS,

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mini_ee.evaluation.figures import can_draw, draw_loads
+from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.bench import serving as bench
+from mini_ee.experiments.bench.loads import draw_loads
 from mini_ee.experiments.markdown import made_by_measuring, markdown_row, markdown_table, wrapped
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources

@@ -35,7 +35,7 @@ def run(args, say) -> dict:
     import torch
 
     from mini_ee.errors import WrongArguments
-    from mini_ee.evaluation.figures import draw_loads
+    from mini_ee.experiments.bench.loads import draw_loads
     from mini_ee.export.sessions import share_threads
 
     names = list(BENCHES) if args.name == "all" else [args.name]
@@ -76,7 +76,7 @@ def _more(row: dict):
     if "build_seconds" in row:
         built, size = row["build_seconds"], row["bytes"] / 1e6
         yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each"
-    from mini_ee.evaluation.tables import loads_table
+    from mini_ee.experiments.bench.loads import loads_table
 
     if "least" in row:
         yield f"at no load below {row['least']:.2f} of the whole graph's answers in time "

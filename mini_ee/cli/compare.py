@@ -73,7 +73,7 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
     from mini_ee.evaluation.compare import compare_rows
     from mini_ee.evaluation.evaluate import over_seeds, rows_of
-    from mini_ee.evaluation.figures import draw_compared
+    from mini_ee.evaluation.plots import draw_compared
     from mini_ee.evaluation.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
     from mini_ee.training.train import check_task
 
@@ -104,7 +104,7 @@ def _rows(opened, args, say) -> dict:
 
 def _tokens(runs, args, say) -> dict:
     from mini_ee.evaluation.compare import compare_tokens, have_history
-    from mini_ee.evaluation.figures import draw_training, draw_writing
+    from mini_ee.evaluation.plots import draw_training, draw_writing
     from mini_ee.evaluation.tables import heads_table, writing_table
 
     why = "is not for decoders' runs: they write what they were trained to write"

@@ -119,7 +119,7 @@ def _begun(args, out: Path, given: dict) -> str:
 
 def _pictures(folder: Path, answer: dict) -> list[str]:
     """Names of the pictures drawn in a folder; none without matplotlib."""
-    from mini_ee.evaluation.figures import can_draw, draw_exits_by_hardness, draw_speed_accuracy
+    from mini_ee.evaluation.plots import can_draw, draw_exits_by_hardness, draw_speed_accuracy
 
     draws = {"speed_accuracy.png": draw_speed_accuracy}
     if "hardness" in answer:
@@ -215,6 +215,6 @@ def _report(answer: dict, regression: bool) -> str:
 
 
 def _curve_plot(answer: dict) -> str:
-    from mini_ee.evaluation.figures import text_plot
+    from mini_ee.evaluation.plots import text_plot
 
     return text_plot([(row["speedup"], row["score"]) for row in answer["curve"] + answer["rows"]], "speed-up", "score")

@@ -30,7 +30,7 @@ def run(args, say) -> dict:
     """Read every layer, and say what follows."""
     from mini_ee.backbones.hub import load_backbone
     from mini_ee.evaluation.estimate import suitability
-    from mini_ee.evaluation.figures import draw_estimate
+    from mini_ee.evaluation.plots import draw_estimate
     from mini_ee.training.train import check_device, say_left_out
 
     begin, folder = time.perf_counter(), _folder(args.model)

@@ -192,7 +192,7 @@ def _neighbours(planned: list[dict], rows, names: list[str], say) -> list[dict]:
 
 def _controls(method, given: tuple, args, answer: dict, say) -> dict:
     """A plan's figure needs others beside it, without which it says nothing. given: what Method.controls takes."""
-    from mini_ee.evaluation.figures import draw_ablation
+    from mini_ee.evaluation.plots import draw_ablation
     from mini_ee.evaluation.tables import ablation_table, controls_table
 
     told = {"controls": method.controls(*given)}
@@ -259,7 +259,7 @@ def _hear(opened, args):
 
 def _over_epsilon(opened, args, say) -> dict:
     from mini_ee.cli.rules import refuse_settings
-    from mini_ee.evaluation.figures import draw_decoder
+    from mini_ee.evaluation.plots import draw_decoder
     from mini_ee.evaluation.tables import epsilon_table
     from mini_ee.evaluation.texts import held_text, sweep
     from mini_ee.exits.tokens import record_texts

@@ -62,7 +62,7 @@ def answer_of(args) -> dict:
         return command.run(args)
     import torch
 
-    from mini_ee.evaluation.figures import check_picture
+    from mini_ee.evaluation.plots import check_picture
     from mini_ee.training.run import versions
 
     if args.threads:

@@ -254,14 +254,6 @@ def writing_table(rows: list[dict], swept: bool) -> str:
     return f"{told}\n\n{table(others, headings)}" if swept and others else told
 
 
-def loads_table(loads: list[dict]) -> str:
-    """What each server made of each load: requests a second that were offered, and answered in time; times in ms."""
-    times = ("p50", "p95", "p99")
-    rows = [load | {key: 1e3 * load[key] for key in times} for load in loads]
-    columns = {"server": "server", "load": "load:.0%", "offered": "offered:.1f", "in_time": "in time:.1f"}
-    return table(rows, columns | {key: f"{key}:.1f" for key in times})
-
-
 def heads_table(answer: dict) -> str:
     """Fig. 1 of self-supervised exits where training ended, and the layers at one end-to-end agreement."""
     lines = [

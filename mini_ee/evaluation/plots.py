@@ -124,7 +124,7 @@ def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
         panels.insert(1, lambda axes, *_: _draw_score(axes, answer, score))
     if history:
         panels[:0] = [lambda axes, *_, key=key: _draw_history(axes, history, key, layers) for key in HISTORY]
-    figure, grid = _panels(len(panels), columns=3 if len(panels) > 4 else 2)
+    figure, grid = new_panels(len(panels), columns=3 if len(panels) > 4 else 2)
     for axes, draw in zip(grid, panels):
         draw(axes, answer, layers)
     save_figure(figure, path)
@@ -132,7 +132,7 @@ def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
 
 def draw_training(path: Path, rows: list[dict]) -> None:
     """Fig. 1 of Valade 2024: agreement and entropy of every head while training, a line of panels for each run."""
-    figure, grid = _panels(2 * len(rows), height=2.6)
+    figure, grid = new_panels(2 * len(rows), height=2.6)
     for place, row in enumerate(rows):
         layers = [f"layer {layer}" for layer in row["exits"]]
         for axes, key in zip(grid[2 * place :], HISTORY):
@@ -209,7 +209,8 @@ def _shade(k: int, count: int):
     return colormaps["viridis"](0.95 * k / max(count - 1, 1))
 
 
-def _panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.6):
+def new_panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.6):
+    """A figure of so many panels, each `width` by `height` inches."""
     from matplotlib.figure import Figure
 
     lines = -(-count // columns)
@@ -222,7 +223,7 @@ def _panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.
 
 def draw_layers(path: Path, answer: dict) -> None:
     """Loss and accuracy at every layer (ConsistentEE, Fig. 2): of all rows, and, where it says, of those that left."""
-    figure, (losses, accuracies) = _panels(2)
+    figure, (losses, accuracies) = new_panels(2)
     for row in answer["rows"]:
         name, lines = f"{Path(row['run']).name} ({row['method']})", row["by_exit"]
         for axes, key in ((losses, "loss"), (accuracies, "accuracy")):
@@ -268,7 +269,7 @@ def draw_writing(path: Path, answer: dict) -> None:
 
 def new_figure():
     """A figure of README's width, and its axes."""
-    figure, (axes,) = _panels(1, columns=1, width=7, height=4.2)
+    figure, (axes,) = new_panels(1, columns=1, width=7, height=4.2)
     return figure, axes
 
 
@@ -287,7 +288,7 @@ def save_figure(figure, path: Path) -> None:
 
 def draw_ablation(path: Path, answer: dict) -> None:
     """RAEE's score and mean layers over k, a line for each size of the datastore (its Tables 3 and 4)."""
-    figure, panels = _panels(2)
+    figure, panels = new_panels(2)
     sizes = dict.fromkeys(point["database"] for point in answer["rows"])
     for axes, key, name in zip(panels, ("score", "mean_layers"), ("score", "mean layers")):
         for size in sizes:
@@ -301,26 +302,9 @@ def draw_ablation(path: Path, answer: dict) -> None:
     save_figure(figure, path)
 
 
-def draw_loads(path: Path, rows: list[dict]) -> None:
-    """p99 and p50 of each server against the load, a panel for each kind of arrivals."""
-    kinds = {"in bursts" if "bursts" in row["case"] else "one by one": row for row in rows if row.get("loads")}
-    figure, panels = _panels(len(kinds))
-    for axes, (kind, row) in zip(panels, kinds.items()):
-        for at, name in enumerate(dict.fromkeys(load["server"] for load in row["loads"])):
-            loads = [load for load in row["loads"] if load["server"] == name and load["p99"] < float("inf")]
-            for key, line in (("p99", "o-"), ("p50", ".:")):
-                times = [1e3 * load[key] for load in loads]
-                axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
-        axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
-        axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6)
-    save_figure(figure, path)
-
-
 def draw_estimate(path: Path, answer: dict) -> None:
     """Left what each layer says, next to the last; right the layer from which on units do not change any more."""
-    figure, (said, settled) = _panels(2)
+    figure, (said, settled) = new_panels(2)
     layers, unit = range(1, answer["layers"] + 1), answer["unit"]
     said.plot(layers, answer["agreement"], "o-", label="agree with the last layer")
     if "accuracy" in answer:

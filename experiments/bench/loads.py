@@ -1,0 +1,31 @@
+"""What `bench serve` measures at each load, as a table and as a picture."""
+
+from pathlib import Path
+
+from mini_ee.evaluation.plots import new_panels, save_figure
+from mini_ee.evaluation.tables import table
+
+
+def loads_table(loads: list[dict]) -> str:
+    """What each server made of each load: requests a second that were offered, and answered in time; times in ms."""
+    times = ("p50", "p95", "p99")
+    rows = [load | {key: 1e3 * load[key] for key in times} for load in loads]
+    columns = {"server": "server", "load": "load:.0%", "offered": "offered:.1f", "in_time": "in time:.1f"}
+    return table(rows, columns | {key: f"{key}:.1f" for key in times})
+
+
+def draw_loads(path: Path, rows: list[dict]) -> None:
+    """p99 and p50 of each server against the load, a panel for each kind of arrivals."""
+    kinds = {"in bursts" if "bursts" in row["case"] else "one by one": row for row in rows if row.get("loads")}
+    figure, panels = new_panels(len(kinds))
+    for axes, (kind, row) in zip(panels, kinds.items()):
+        for at, name in enumerate(dict.fromkeys(load["server"] for load in row["loads"])):
+            loads = [load for load in row["loads"] if load["server"] == name and load["p99"] < float("inf")]
+            for key, line in (("p99", "o-"), ("p50", ".:")):
+                times = [1e3 * load[key] for load in loads]
+                axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
+        axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
+        axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6)
+    save_figure(figure, path)
