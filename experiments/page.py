@@ -29,8 +29,8 @@ NOT_RUN, NONE = "·", "none"  # of a case that was run, and has no such figure
 NOTHING = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, UNSEEN)  # of a figure that no seed has, though all cases were run
 
 
-class Kept(NamedTuple):
-    """What is kept of all cases of a recipe."""
+class PageData(NamedTuple):
+    """The JSON of all cases of a recipe."""
 
     cases: dict[str, Case]
     found: dict[str, dict]  # case -> its JSON
@@ -49,16 +49,16 @@ class Judged(NamedTuple):
     verdict: str
 
 
-def read_kept(folder: Path, recipe: dict) -> Kept:
-    """All that is kept of a recipe's cases under a folder."""
+def read_data(folder: Path, recipe: dict) -> PageData:
+    """The JSON of a recipe's cases under a folder."""
     cases = cases_of(recipe)
-    return Kept(cases, {name: read_case(folder, case) for name, case in cases.items()})
+    return PageData(cases, {name: read_case(folder, case) for name, case in cases.items()})
 
 
 # ---- Claims ----
 
 
-def judge(claim: dict, kept: Kept) -> Judged:
+def judge(claim: dict, data: PageData) -> Judged:
     """What the claim's comparisons say, on the seeds that all of their cases have.
 
     Where the cases were run with enough seeds and too few have the figure, as where no rows left at a layer, the
@@ -66,53 +66,53 @@ def judge(claim: dict, kept: Kept) -> Judged:
     """
     comparisons = []
     for each in claim.get("compare", []):
-        both = [_side(kept, each, side) for side in ("more", "than")]
+        both = [_side(data, each, side) for side in ("more", "than")]
         seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
         names = {name for side in ("more", "than") for name, _ in sides(each, side)}
-        run = len(set.intersection(*(set(kept.found[name]["seeds"]) for name in names)))
+        run = len(set.intersection(*(set(data.found[name]["seeds"]) for name in names)))
         if not seeds:
             comparisons.append(NOTHING if run >= LEAST_SEEDS else None)
             continue
         more, than = ([values[seed] if values is not None else each["than"] for seed in seeds] for values in both)
-        said = compared(more, than, each.get("by", 0.0), each.get("exact", False))
-        comparisons.append(said._replace(verdict=UNSEEN) if said.seeds < LEAST_SEEDS <= run else said)
+        comparison = compared(more, than, each.get("by", 0.0), each.get("exact", False))
+        comparisons.append(comparison._replace(verdict=UNSEEN) if comparison.seeds < LEAST_SEEDS <= run else comparison)
     if "unseen" in claim:
         return Judged(claim, [], UNSEEN)
     verdict, tried = verdict_of(comparisons, claim.get("need", "all")), claim.get("tried", {"cases": []})
-    if verdict == FAILS and not all(kept.found[name]["seeds"] for name in tried["cases"]):
+    if verdict == FAILS and not all(data.found[name]["seeds"] for name in tried["cases"]):
         verdict = UNTRIED
     return Judged(claim, comparisons, verdict)
 
 
-def _side(kept: Kept, compare: dict, side: str) -> dict[str, float] | None:
+def _side(data: PageData, compare: dict, side: str) -> dict[str, float] | None:
     """Seed -> the mean of the side's cases; None for a number."""
     pairs = sides(compare, side)
     if not pairs:
         return None
-    found = [kept.values(*pair) for pair in pairs]
+    found = [data.values(*pair) for pair in pairs]
     shared = set.intersection(*(set(values) for values in found))
     return {seed: float(np.mean([values[seed] for values in found])) for seed in shared}
 
 
-def _claim_lines(number: int, judged: Judged, kept: Kept) -> list[str]:
+def _claim_lines(number: int, judged: Judged, data: PageData) -> list[str]:
     claim, comparisons, verdict = judged
     whose = "A control of ours; the paper" if claim.get("control") else "The paper"
     lines = [f"{number}. {claim['text']}: **{verdict}**. {whose}: {claim['paper']}."]
     if "unseen" in claim:
         return [f"{lines[0]} {claim['unseen']}"]
-    for each, said in zip(claim["compare"], comparisons):
-        if said in (None, NOTHING):
+    for each, comparison in zip(claim["compare"], comparisons):
+        if comparison in (None, NOTHING):
             continue
-        interval = f"{said.low:+.3f} to {said.high:+.3f}; " if said.high > said.low else ""
+        interval = f"{comparison.low:+.3f} to {comparison.high:+.3f}; " if comparison.high > comparison.low else ""
         wanted = f", wanted above {each['by']:+g}" if each.get("by") else ""
-        seeds = f"{said.seeds} seed{'s' if said.seeds > 1 else ''}"
+        seeds = f"{comparison.seeds} seed{'s' if comparison.seeds > 1 else ''}"
         more, than = _names(each)
         lines.append(
-            f"   - {more}{_digits(said.more)}, {than}{_digits(said.than)}: {said.difference:+.3f} "
-            f"({interval}{seeds}{wanted}){'' if said.verdict == FEW else f', {said.verdict}'}"
+            f"   - {more}{_digits(comparison.more)}, {than}{_digits(comparison.than)}: {comparison.difference:+.3f} "
+            f"({interval}{seeds}{wanted}){'' if comparison.verdict == FEW else f', {comparison.verdict}'}"
         )
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
-        found = {name: list(kept.values(name, tried["figure"]).values()) for name in tried["cases"]}
+        found = {name: list(data.values(name, tried["figure"]).values()) for name in tried["cases"]}
         means = {name: float(np.mean(values)) for name, values in found.items() if values}
         if len(means) > 1:
             best = (min if tried.get("least") else max)(means, key=means.get)
@@ -149,14 +149,14 @@ def _digits(value: float, digits: int = 3) -> str:
 # ---- Tables ----
 
 
-def _table_lines(table: dict, kept: Kept) -> list[str]:
+def _table_lines(table: dict, data: PageData) -> list[str]:
     columns = table["columns"]
     rows = []
     for name, row in table["rows"].items():
         cells = []
         for column in columns.values():
             case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
-            values, seeds = list(kept.values(case, figure).values()), len(kept.found[case]["seeds"])
+            values, seeds = list(data.values(case, figure).values()), len(data.found[case]["seeds"])
             cells.append(_cell(values, table.get("digits", 3), seeds) if values else NONE if seeds else NOT_RUN)
         rows.append([name, *cells])
     lines = [f"**{table['id']}: {table['title']}**", ""]
@@ -183,14 +183,14 @@ def _cell(values: list[float], digits: int, seeds: int) -> str:
 # ---- The page ----
 
 
-def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> str:
+def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -> str:
     """The page as Markdown. folder: where its pictures are, those that were drawn."""
-    made = [one["how"] for each in kept.found.values() for one in each["seeds"].values()]
-    judged = [judge(claim, kept) for claim in recipe["claims"]]
-    total = len(kept.cases)
-    done = sum(bool(each["seeds"]) for each in kept.found.values())
+    made = [one["how"] for each in data.found.values() for one in each["seeds"].values()]
+    judged = [judge(claim, data) for claim in recipe["claims"]]
+    total = len(data.cases)
+    done = sum(bool(each["seeds"]) for each in data.found.values())
     lines = [f"# {recipe['title']}", "", f"*{recipe['source']}.* {recipe['about']}", ""]
-    for each in in_short(recipe, kept):
+    for each in in_short(recipe, data):
         lines += [each, ""]
     lines += [made_by(command, f"the JSON files in {paper}/"), ""]
     if done < total:
@@ -198,20 +198,20 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     if judged:
         lines += ["## Claims", "", *([recipe["names"], ""] if "names" in recipe else [])]
         for number, each in enumerate(judged, 1):
-            lines += _claim_lines(number, each, kept)
+            lines += _claim_lines(number, each, data)
         lines += ["", RULE, ""]
     about = "Ours: the mean over seeds and, in brackets, the range where they differ, and how many have it, if not all."
-    lines += ["## Tables and figures", "", " ".join([about, *_dropped(kept)]), ""]
+    lines += ["## Tables and figures", "", " ".join([about, *_dropped(data)]), ""]
     for table in recipe["tables"]:
-        lines += _table_lines(table, kept)
+        lines += _table_lines(table, data)
     if ranks := recipe.get("ranks"):
-        lines += [*_rank_lines(ranks, kept), ""]
+        lines += [*_rank_lines(ranks, data), ""]
     for picture in recipe["pictures"]:
         if (folder / picture["file"]).exists():
             lines += [f"**{picture['title']}**", "", f"![{picture['title']}]({paper}/{picture['file']})", ""]
     if recipe.get("changed"):
-        lines += ["## What changed against the figures before", "", *_changed_lines(recipe["changed"], kept), ""]
-    lines += ["## How it was trained", "", *_training_lines(kept), ""]
+        lines += ["## What changed against the figures before", "", *_changed_lines(recipe["changed"], data), ""]
+    lines += ["## How it was trained", "", *_training_lines(data), ""]
     for key, title in (("differs", "What differs from the paper"), ("next", "What would tell more")):
         lines += [f"## {title}", "", *(f"- {each}" for each in recipe[key]), ""]
     about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in MADE_WITH if made}
@@ -223,49 +223,49 @@ def page(paper: str, recipe: dict, kept: Kept, folder: Path, command: str) -> st
     return "\n".join(lines).rstrip() + "\n"
 
 
-def in_short(recipe: dict, kept: Kept) -> list[str]:
+def in_short(recipe: dict, data: PageData) -> list[str]:
     """What came out, in a few sentences: a figure's mean over seeds stands where they have {case | figure}."""
 
     def mean(named: re.Match) -> str:
-        values = [*kept.values(*named.groups()).values()]
+        values = [*data.values(*named.groups()).values()]
         return _digits(float(np.mean(values))) if values else NOT_RUN
 
     return [re.sub(r"\{(.+?) \| (.+?)\}", mean, each) for each in recipe.get("short", [])]
 
 
-def _rank_lines(ranks: dict, kept: Kept) -> list[str]:
+def _rank_lines(ranks: dict, data: PageData) -> list[str]:
     """How the means of two figures rank the same cases: Spearman's correlation."""
-    pairs = [[kept.values(case, ranks[key]) for key in ("x", "y")] for case in kept.cases]
+    pairs = [[data.values(case, ranks[key]) for key in ("x", "y")] for case in data.cases]
     means = [[float(np.mean([*each.values()])) for each in pair] for pair in pairs if all(pair)]
     if len(means) < 3:
         return [f"{ranks['text']}: {MISSING}."]
     return [f"{ranks['text']}, over {len(means)} pairs of model and task: **{_digits(spearman(*zip(*means)))}**."]
 
 
-def _changed_lines(changed: list[dict], kept: Kept) -> list[str]:
+def _changed_lines(changed: list[dict], data: PageData) -> list[str]:
     """Figures that an earlier page had, what stands in their place, and why."""
     lines = markdown_table(["figure", "then", "now", "why"])
     for each in changed:
-        values, seeds = list(kept.values(each["case"], each["figure"]).values()), len(kept.found[each["case"]]["seeds"])
+        values, seeds = list(data.values(each["case"], each["figure"]).values()), len(data.found[each["case"]]["seeds"])
         now = _cell(values, each.get("digits", 3), seeds) if values else NOT_RUN
         lines.append(markdown_row([each["text"], each["then"], now, each["why"]]))
     return lines
 
 
-def _dropped(kept: Kept) -> list[str]:
+def _dropped(data: PageData) -> list[str]:
     """A sentence on the test rows that were dropped, by task, if there are any."""
     counts = {}
-    for name, case in kept.cases.items():
-        for one in kept.found[name]["seeds"].values():
+    for name, case in data.cases.items():
+        for one in data.found[name]["seeds"].values():
             if count := one.get("test_rows_dropped", 0):
                 counts[case.options["task"]] = count
     listed = ", ".join(f"{count} of {task}" for task, count in sorted(counts.items()))
     return [f"Test rows that the train split has word for word are dropped: {listed}."] if counts else []
 
 
-def _training_lines(kept: Kept) -> list[str]:
-    """The settings that most cases share, then every case's others; of a choice what the hold-out said."""
-    run = {name: case for name, case in kept.cases.items() if kept.found[name]["seeds"]}
+def _training_lines(data: PageData) -> list[str]:
+    """The settings that most cases share, then every case's others; of a choice what the hold-out preferred."""
+    run = {name: case for name, case in data.cases.items() if data.found[name]["seeds"]}
     given = {name: {k: _setting(v) for k, v in case.options.items() if not is_choice(v)} for name, case in run.items()}
     often = Counter(setting for each in given.values() for setting in each.items())
     shared = {key: value for (key, value), cases in often.items() if len(run) > 2 and 2 * cases > len(run)}
@@ -274,7 +274,7 @@ def _training_lines(kept: Kept) -> list[str]:
         lines += [f"Where a case does not say otherwise: {_listed(shared)}.", ""]
     lines += markdown_table(["case", "seeds", "settings", "chosen on the hold-out, of"])
     for name, case in run.items():
-        found = kept.found[name]
+        found = data.found[name]
         settings = {key: "not given" for key in shared if key not in case.options} | given[name]
         own = _listed({key: value for key, value in settings.items() if shared.get(key) != value})
         tried = "; ".join(f"{_given(each)}: {_digits(each['hold-out'])}" for each in found.get("tried", []))
@@ -337,9 +337,9 @@ def claims_page(
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
             pairs = [
-                f"{_digits(said.more)} beside {_digits(said.than)}"
-                for said in one.comparisons
-                if said not in (None, NOTHING)
+                f"{_digits(comparison.more)} beside {_digits(comparison.than)}"
+                for comparison in one.comparisons
+                if comparison not in (None, NOTHING)
             ]
             ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
@@ -350,6 +350,6 @@ def claims_page(
 
 def _counted(what: str, judged: list[Judged], control: bool) -> str:
     """How many there are of each verdict; nothing where there are none."""
-    said = Counter(one.verdict for one in judged if bool(one.claim.get("control")) == control)
-    counts = ", ".join(f"*{verdict}* {count}" for verdict, count in said.most_common())
-    return f"Of {said.total()} {what}: {counts}." if said else ""
+    verdicts = Counter(one.verdict for one in judged if bool(one.claim.get("control")) == control)
+    counts = ", ".join(f"*{verdict}* {count}" for verdict, count in verdicts.most_common())
+    return f"Of {verdicts.total()} {what}: {counts}." if verdicts else ""

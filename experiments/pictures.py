@@ -5,19 +5,19 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.evaluation.plots import new_figure, save_figure
-from mini_ee.experiments.page import Kept
+from mini_ee.experiments.page import PageData
 from mini_ee.experiments.recipe import filled
 from mini_ee.registry import METHODS
 
 GRID = 40  # points at which curves of several seeds are averaged
 
 
-def draw(path: Path, picture: dict, kept: Kept) -> None:
+def draw(path: Path, picture: dict, data: PageData) -> None:
     """Draw one picture of a recipe. Nothing is written where none of its series was measured."""
     figure, axes = new_figure()
     drawn = 0
     for number, (name, series) in enumerate(picture["series"].items()):
-        points = (_over if "over" in series else _lists)(series, kept)
+        points = (_over if "over" in series else _lists)(series, data)
         if points is None:
             continue
         x, mean, low, high = points
@@ -63,22 +63,22 @@ def colour_of(name: str, number: int):
     return colormaps["Dark2"].colors[number % 8]
 
 
-def _over(series: dict, kept: Kept):
+def _over(series: dict, data: PageData):
     """x, mean, low and high of a figure over the values of a setting."""
     points = []
     for value in series["over"]:
         case = filled(series["case"], value)
-        y = list(kept.values(case, filled(series["y"], value)).values())
-        x = list(kept.values(case, filled(series["x"], value)).values()) if "x" in series else [float(value)]
+        y = list(data.values(case, filled(series["y"], value)).values())
+        x = list(data.values(case, filled(series["x"], value)).values()) if "x" in series else [float(value)]
         if y:
             points.append((float(np.mean(x)), float(np.mean(y)), min(y), max(y)))
     return list(zip(*sorted(points))) if points else None
 
 
-def _lists(series: dict, kept: Kept):
+def _lists(series: dict, data: PageData):
     """The mean and range of a curve over seeds, on a grid that all of them span."""
     curves = []
-    for made in kept.found[series["case"]]["seeds"].values():
+    for made in data.found[series["case"]]["seeds"].values():
         if series["x"] in made["lists"]:
             x, y = (np.array(made["lists"][series[key]]) for key in "xy")
             order = np.argsort(x, kind="stable")

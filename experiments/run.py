@@ -10,7 +10,7 @@ from filelock import FileLock
 from mini_ee.data.files import write_bytes
 from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.markdown import check_is_page
-from mini_ee.experiments.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_kept
+from mini_ee.experiments.page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_data
 from mini_ee.experiments.pictures import draw
 from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
 from mini_ee.experiments.trainings import Held, Sources, is_kept, run_case
@@ -38,22 +38,22 @@ def reproduce(
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
     found = Sources(sources, folder / "runs")
-    asked = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
+    cases = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
     for path, heading in ((out / "README.md", CLAIMS), (out / f"{paper}.md", f"# {recipe['title']}")):
         check_is_page(path, heading)
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
-    wanted = [(case, first + k) for case in asked.values() for k in range(count or case.seeds or usual)]
+    wanted = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
     wanted.sort(key=itemgetter(1))
     missing = [(case, seed) for case, seed in wanted if not is_kept(folder, case, seed)]
     for case, _ in missing:
         found.check(case)
     folder.mkdir(parents=True, exist_ok=True)
-    say(f"{len(asked)} cases, {len(wanted)} with their seeds; {len(missing)} to run.")
-    left, before, ran, pages = wanted, None, 0, out / ".pages.lock"
-    while left != before:
-        before, left = left, []
+    say(f"{len(cases)} cases, {len(wanted)} with their seeds; {len(missing)} to run.")
+    waiting, before, ran, pages = wanted, None, 0, out / ".pages.lock"
+    while waiting != before:
+        before, waiting = waiting, []
         for case, seed in before:
-            reference = asked.get(case.reference, case)
+            reference = cases.get(case.reference, case)
             if is_kept(folder, case, seed):
                 continue
             try:
@@ -61,14 +61,14 @@ def reproduce(
                     raise Held(reference.name)
                 run_case(folder, case, seed, found, say)
             except Held:
-                left.append((case, seed))
+                waiting.append((case, seed))
                 continue
             ran += 1
             with FileLock(pages):
                 write_page(paper, recipe, out, quick)
             say(f"{sum(is_kept(folder, *each) for each in wanted)} of {len(wanted)} are there.")
-    if left:
-        say(f"{len(left)} are left to other processes, which are running them or what they are compared with.")
+    if waiting:
+        say(f"{len(waiting)} are left to other processes, which are running them or what they are compared with.")
     with FileLock(pages):
         path = write_page(paper, recipe, out, quick)
         write_claims(out, quick)
@@ -77,13 +77,13 @@ def reproduce(
 
 
 def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
-    """The paper's page and pictures, from what is kept of it."""
-    kept = read_kept(out / paper, recipe)
+    """The paper's page and pictures, from the JSON of its cases."""
+    data = read_data(out / paper, recipe)
     for picture in recipe["pictures"] if can_draw() else []:
-        draw(out / paper / picture["file"], picture, kept)
+        draw(out / paper / picture["file"], picture, data)
     command = f"mini-ee reproduce {paper}{' --quick' if quick else ''}"
     path = out / f"{paper}.md"
-    write_bytes(path, page(paper, recipe, kept, out / paper, command).encode())
+    write_bytes(path, page(paper, recipe, data, out / paper, command).encode())
     return path
 
 
@@ -92,7 +92,7 @@ def write_claims(out: Path, quick: bool) -> None:
     judged, titles, shorts = {}, {}, {}
     for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
         recipe = load_recipe(paper, quick)
-        kept = read_kept(out / paper, recipe)
-        judged[paper], titles[paper] = [judge(claim, kept) for claim in recipe["claims"]], recipe["title"]
-        shorts[paper] = in_short(recipe, kept)
+        data = read_data(out / paper, recipe)
+        judged[paper], titles[paper] = [judge(claim, data) for claim in recipe["claims"]], recipe["title"]
+        shorts[paper] = in_short(recipe, data)
     write_bytes(out / "README.md", claims_page(judged, titles, shorts, "" if quick else OTHERS).encode())

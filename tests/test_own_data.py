@@ -20,7 +20,7 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.experiments import trainings
-from mini_ee.experiments.page import Kept, page
+from mini_ee.experiments.page import PageData, page
 from mini_ee.experiments.recipe import Case
 from mini_ee.training import doubts
 from mini_ee.training.run import load_run
@@ -261,7 +261,7 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
         assert read_json(trainings.file_of(tmp_path, case.name))["seeds"]["0"]["test_rows_dropped"] == 2
     assert measured == [["a b e", "c a b"]] * 2
     assert told.count("  2 test rows are dropped, which train has word for word") == 2
-    kept = Kept({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
+    kept = PageData({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
     recipe = dict.fromkeys(("tables", "pictures", "claims", "differs", "next"), [])
     text = page("x", recipe | {"title": "t", "source": "s", "about": "a"}, kept, tmp_path, "command")
     assert "Test rows that the train split has word for word are dropped: 2 of twice." in text

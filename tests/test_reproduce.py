@@ -27,7 +27,7 @@ from mini_ee.experiments import measured, measures, pictures, recipe, run, train
 from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.page import (
     OTHERS,
-    Kept,
+    PageData,
     _cell,
     _claim_lines,
     _training_lines,
@@ -35,7 +35,7 @@ from mini_ee.experiments.page import (
     in_short,
     judge,
     page,
-    read_kept,
+    read_data,
 )
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.experiments.trainings import read_case
@@ -184,7 +184,7 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     seeds = [
         {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
     ]
-    kept = Kept(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
+    kept = PageData(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
     compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
     claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
     judged = judge(claim, kept)
@@ -208,7 +208,7 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
 def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(having, run, verdict):
     """No loss is there where no row left."""
     seeds = {seed: {"figures": {"x": 0.9 + 0.001 * int(seed)} if seed in having else {}} for seed in run}
-    kept = Kept({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
+    kept = PageData({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
     claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
     judged = judge(claim, kept)
     assert judged.verdict == verdict
@@ -221,7 +221,7 @@ def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
     found = {
         name: {"seeds": {seed: {"figures": {"x": x}} for seed, x in each.items()}} for name, each in values.items()
     }
-    kept = Kept({name: Case(name, "rows", {}) for name in values}, found)
+    kept = PageData({name: Case(name, "rows", {}) for name in values}, found)
     for more in (["long", "short"], ["short", "long"]):
         compare = {"more": more, "than": "other", "figure": "x"}
         (said,) = judge({"text": "", "paper": "", "compare": [compare]}, kept).comparisons
@@ -346,7 +346,7 @@ def test_settings_that_most_cases_share_are_said_once():
     options = {"a": {"lr": {"choose": [1, 2]}}, "b": {"task": "SST-2"}, "c": {"rank": 8}}
     cases = {name: Case(name, "rows", shared | own) for name, own in options.items()}
     del cases["c"].options["exits"]
-    kept = Kept(cases, {name: {"seeds": {"0": {}}} for name in cases})
+    kept = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
     assert _training_lines(kept) == [
         "Where a case does not say otherwise: task TREC, exits 2,4.",
         "",
@@ -672,7 +672,7 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     found = load_recipe(paper)
     cases = cases_of(found)
-    kept = {name: sorted(map(int, made["seeds"])) for name, made in read_kept(RESULTS / paper, found).found.items()}
+    kept = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
     assert kept == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
     assert all(trainings.is_kept(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
@@ -681,7 +681,7 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
 @pytest.mark.parametrize("paper", PAGES)
 def test_a_page_says_what_its_json_says(paper):
     found = load_recipe(paper)
-    made = page(paper, found, read_kept(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
+    made = page(paper, found, read_data(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
     assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
 
 
@@ -689,7 +689,7 @@ def test_a_page_says_what_its_json_says(paper):
 def test_a_page_of_nothing_yet_says_so(paper, tmp_path):
     """It is written after the first case of a fresh folder, when all others are missing."""
     found = load_recipe(paper)
-    made = page(paper, found, read_kept(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
+    made = page(paper, found, read_data(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
     assert f"Of {len(cases_of(found))} cases 0 have been run; `·` stands for the others." in made
 
 
@@ -797,7 +797,7 @@ def test_the_table_of_claims_says_what_the_json_says():
     judged, titles, shorts = {}, {}, {}
     for paper in PAPERS:
         found = load_recipe(paper)
-        kept = read_kept(RESULTS / paper, found)
+        kept = read_data(RESULTS / paper, found)
         judged[paper], titles[paper] = [judge(claim, kept) for claim in found["claims"]], found["title"]
         shorts[paper] = in_short(found, kept)
         assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
@@ -815,7 +815,7 @@ def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
         {"more": name, "than": 0.5, "figure": "full", "exact": True},
     ]
     claims = [{"text": "Both", "paper": "-", "compare": compare}]
-    text = page("raee", TINY | {"claims": claims}, read_kept(tmp_path, TINY), tmp_path, "command")
+    text = page("raee", TINY | {"claims": claims}, read_data(tmp_path, TINY), tmp_path, "command")
     assert "1. Both: **runs are missing**. The paper: -.\n" in text
     assert "\n   - reviews joint, full: ours .750, wanted .500: +0.250 (3 seeds), holds\n" in text
 
@@ -838,7 +838,7 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     found = load_recipe("raee")
 
     def made():
-        return page("raee", found, read_kept(folder, found), folder, "command")
+        return page("raee", found, read_data(folder, found), folder, "command")
 
     first = made()
     assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
@@ -855,7 +855,7 @@ def test_readme_prints_no_figure_that_is_not_in_the_json():
     printed = set(re.findall(r"(?<![\w.])\d+\.\d %", text))
     assert printed == README_FIGURES.keys()
     for shown, (paper, case, figure) in README_FIGURES.items():
-        values = read_kept(RESULTS / paper, load_recipe(paper)).values(case, figure)
+        values = read_data(RESULTS / paper, load_recipe(paper)).values(case, figure)
         assert shown == f"{100 * np.mean(list(values.values())):.1f} %", (paper, case, figure)
 
 
