@@ -260,7 +260,9 @@ def assert_shows_what_is_compared(browser, run, rule, about):
     memory, last = {}, len(run.exits) - 1
     for k, words in enumerate(shown):
         if k in (last, *range(at + 1, last)):
-            assert words == ("not run; it would say this" if k > at else "the last exit takes all that is left")
+            assert words == (
+                "not run; its prediction would be this" if k > at else "the last exit: every text that comes here exits"
+            )
             continue
         assert words.endswith("it exits" if k == at else "it goes on")
         if not rule.runtime_inputs:
