@@ -1,13 +1,9 @@
-"""The loop of early exit: it runs segments until the rule stops every row.
+"""The loop of early exit. One turn of it at a time also runs in the server (export/serving/engines.py). Two things exit
+early without it: model.onnx contains the loop as nested Ifs (export/model_graph.py), and in lossless decoding an exit
+drafts tokens and the full model verifies them (exits/generation.py).
 
 A model with exits e_1 < ... < e_K = L consists of K segments: the layers between two exits, and the head of the second
-one. The loop runs a segment, lets the rule decide which rows stop at its exit, and runs the next segment on the other
-rows alone. A row is an example or a token. segments.py defines segments, rules.py defines rules.
-
-Everything that exits early uses this loop, with two exceptions: model.onnx contains the loop as nested Ifs
-(export/model_graph.py); in lossless decoding an exit drafts tokens and the full model verifies them
-(exits/generation.py). The server calls one turn of the loop at a time (export/serving/engines.py). No torch here: the
-ONNX runtime and the server import this file.
+one. After a segment the rule decides which rows (examples or tokens) stop; the next one runs on the others. No torch.
 """
 
 import sys
@@ -19,7 +15,7 @@ import numpy as np
 
 from mini_ee import CallableModule
 from mini_ee.rules import Rule
-from mini_ee.segments import BatchResult, Cost, Reading, Segments
+from mini_ee.segments import BatchResult, Cost, Reading, Segments, known_logits
 
 
 class ExitResult(NamedTuple):
@@ -66,9 +62,8 @@ def run_segments(segments: Segments, rule: Rule, inputs: Sized) -> BatchResult:
     plan, state = rule.plan(inputs), segments.start(inputs)
     state = select_heads(segments, rule, plan, state)
     rows = np.arange(len(inputs))  # of each row that has not stopped: its number in the batch
-    memory: dict[str, np.ndarray] = {}
-    exit_index = np.empty(len(inputs), np.int64)
-    readings: list[tuple[np.ndarray, Reading]] = []
+    exit_index, memory = np.empty(len(inputs), np.int64), dict[str, np.ndarray]()
+    readings = list[tuple[np.ndarray, Reading]]()
     evaluated: list[str | None] = [None] * len(segments.exits)
     for k in range(len(segments.exits)):
         state, exited, evaluated[k] = at_exit(segments, rule, k, state, memory, plan)
@@ -94,9 +89,8 @@ def at_exit(
 ) -> tuple[Any, ExitedRows | None, str | None]:
     """One turn of the loop, for the N rows that reach exit k.
 
-    Returns their state there; ExitedRows, or None if no row stops; and what the rule read of all N rows: "logits",
-    "state" or None. memory: arrays by row that the rule keeps from exit to exit. plan (N,): the exit index of each row
-    if the rule knows it beforehand.
+    Returns their state; ExitedRows, or None if no row stops; what the rule read of all: "logits", "state" or None.
+    memory: arrays by row that the rule keeps. plan (N,): exit index of each row, if the rule knows it beforehand.
     """
     state, evaluated = segments.advance(k, state), None
     if k == len(segments.exits) - 1:
@@ -131,10 +125,7 @@ def select_heads(segments: Segments, rule: Rule, plan: np.ndarray | None, state:
 
 
 def in_batch_order(readings: list[tuple[np.ndarray, Reading]], size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Logits (size, C) in the order of the batch, and token cost (size, 2), or None if the readings have none.
-
-    readings: of several exits, each with the batch rows that stopped there.
-    """
+    """Logits (size, C) and token cost (size, 2) or None, from readings of several exits with their batch rows."""
     _, first = readings[0]
     some = known_logits(first)
     logits = np.empty((size, some.shape[1]), some.dtype)
@@ -144,12 +135,6 @@ def in_batch_order(readings: list[tuple[np.ndarray, Reading]], size: int) -> tup
         if token_cost is not None:
             token_cost[rows] = reading.token_cost
     return logits, token_cost
-
-
-def known_logits(reading: Reading) -> np.ndarray:
-    """The logits (N, C) of a head that was computed."""
-    assert reading.logits is not None
-    return reading.logits
 
 
 sys.modules[__name__].__class__ = CallableModule

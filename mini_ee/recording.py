@@ -15,9 +15,9 @@ from mini_ee.confidence import MEASURES
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokens import Encoded, batches
-from mini_ee.early_exit import ExitResult, early_exit, known_logits
+from mini_ee.early_exit import ExitResult, early_exit
 from mini_ee.rules import Planned, Rule
-from mini_ee.segments import Reading, Segments
+from mini_ee.segments import Reading, Segments, known_logits
 
 
 def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -1,15 +1,15 @@
-"""When to stop. A rule is asked at every exit but the last, which takes whoever is left.
+"""Exit rules: which rows (examples or tokens) stop at which exit. At the last exit all rows stop.
 
-    rule.plan(inputs) -> (N,) exit index, or None      known before the model runs; None: it does not plan
-    rule.stop(k, reading, memory) -> (N,) bool         decided at exit k; memory is arrays by unit, kept with the units
-    rule.needs                                         what `stop` looks at: "logits", "state" (no logits), or None
-    rule.flops(classes)                                what one decision costs for one unit
-    rule.plan_flops(inputs)                            what a plan costs for one unit
-    rule.from_loose_to_strict(recorded, n)             the rule with other values of its `knob`, as a sweep tries them
-    rule.to_dict() <-> rule_from_dict                  as it stands in a run's config.json
+    rule.plan(inputs) -> (N,) exit index, or None      decided before the model runs; None: the rule does not plan
+    rule.stop(k, reading, memory) -> (N,) bool         decided at exit k; memory: arrays by row, kept from exit to exit
+    rule.needs                                         what `stop` reads: "logits", "state" (no logits), or None
+    rule.flops(classes)                                FLOPs of one decision for one row
+    rule.plan_flops(inputs)                            FLOPs of a plan for one row
+    rule.from_loose_to_strict(recorded, n)             the rule with other values of its `knob`, for a sweep
+    rule.to_dict() <-> rule_from_dict                  the rule in a run's config.json
 
-A rule is numpy code, which also runs on the values of a graph that stops by itself (export/tracing.py).
-A rule is a frozen dataclass; its fields carry their help, from which the command line's options are made.
+`plan` and `stop` are numpy code. The same code also runs on graph values, which writes model.onnx (export/tracing.py).
+A rule is a frozen dataclass; the command line makes its options from the fields and their help.
 
 Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
 """
@@ -20,7 +20,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -31,97 +31,98 @@ from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as METHOD_RULES
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
-"""Measures that are no function of logits: name -> smallest and largest threshold that makes sense."""
-LIMITS = {measure: tuple(limits) for measure, (_, *limits) in MEASURES.items()} | STATE_MEASURES
-"""Measure -> smallest and largest threshold that makes sense, of all of them."""
+"""Measures that are not computed from logits: name -> (smallest, largest) useful threshold."""
+LIMITS = {measure: (least, most) for measure, (_, least, most) in MEASURES.items()} | STATE_MEASURES
+"""Every measure -> (smallest, largest) useful threshold."""
 
 NO_POLICY = (
-    "the rule {} needs a model that says when to leave, this one does not; "
+    "the rule {} needs a model with a policy, and this one has none; "
     "give a run of a method that trains policies, exported with such a rule if it is exported, or choose another rule"
 )
 
-NO_STATES = "{} is a measure of hidden states, which this model does not hand over; choose another measure"
+NO_STATES = "{} is computed from hidden states, which this model does not provide; choose another measure"
 
 
 class Rule:
-    """What all rules share: they do not plan, and look at logits."""
+    """The base of all rules. By default a rule does not plan, and reads logits."""
 
     name = ""
     needs: str | None = "logits"
-    needs_policy = False  # True where `stop` looks at the exit_logit
-    plans_from_texts = False  # True where `plan` looks at the units themselves, not only at how many they are
-    embed: Callable | None = None  # what such a rule plans by: Inputs -> (N, D), with a name
+    needs_policy = False  # True if `stop` reads the exit_logit
+    plans_from_texts = False  # True if `plan` reads the inputs, not only their number
+    embed: Callable | None = None  # the embedding that such a rule plans with: Inputs -> (N, D); it has a name
 
-    def plan(self, inputs) -> np.ndarray | None:
+    def plan(self, inputs: Any) -> np.ndarray | None:
         return None
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         if self.needs is not None:
             raise NotImplementedError(f"{type(self).__name__} has no stop(k, reading, memory)")
         return np.zeros(len(reading.logits), bool)
 
     def check(self, num_exits: int) -> None:
-        """Raise ValueError where the rule does not fit a model with so many exits."""
+        """Raise ValueError if the rule does not fit a model with this number of exits."""
 
     def flops(self, classes: int) -> float:
         return 0.0
 
-    def plan_flops(self, inputs) -> float:
-        """What a plan costs for one row."""
+    def plan_flops(self, inputs: Any) -> float:
+        """FLOPs of a plan for one row."""
         return 0.0
 
     def of_batches(self, inputs: Iterable) -> "Iterable[tuple[object, Rule]]":
-        """Each batch of inputs with the rule that it is run under."""
+        """Each batch of inputs with the rule for it."""
         return ((batch, self) for batch in inputs)
 
     # ---- The curve of a rule: the same rule with other values of one setting ----
     knob: ClassVar[str | None] = None  # the setting that trades layers for score; None: no setting does
-    never: ClassVar[float] = math.inf  # its value under which no unit exits early
+    never: ClassVar[float] = math.inf  # the value of the knob with which no row exits early
 
     @property
     def knob_range(self) -> tuple[float, float]:
-        """Smallest and largest value of the knob that makes sense, `never` aside: those of its option."""
-        about = self.__dataclass_fields__[self.knob].metadata
+        """Smallest and largest useful value of the knob, apart from `never`: the limits of its option."""
+        about = self.__dataclass_fields__[self.knob].metadata  # type: ignore[attr-defined]  # of subclasses
         least, most = about["least"], about["most"]
         return -math.inf if least is None else least, math.inf if most is None else most
 
-    def compared(self, recorded) -> np.ndarray:
-        """(N, K - 1): what the rule compares with its knob at every exit but the last. recorded: a Record."""
+    def compared(self, recorded: Any) -> np.ndarray:
+        """(N, K - 1): the numbers that are compared with the knob, at every exit but the last. recorded: a Record."""
         raise NotImplementedError(f"{type(self).__name__} has a knob, and no compared(recorded)")
 
-    def from_loose_to_strict(self, recorded, count: int) -> list["Rule"]:
-        """The rule with other values of its knob, under which ever fewer units exit early; the last lets none exit.
+    def from_loose_to_strict(self, recorded: Any, count: int) -> Sequence["Rule"]:
+        """The rule with increasing values of its knob: fewer and fewer rows exit early, with the last value none.
 
-        The values are `count` quantiles of what is compared with the knob, and the rule's own. Empty if the
-        model has one exit.
+        The values are `count` quantiles of `compared`, and the rule's own value. Empty if the model has one exit.
+        recorded: a Record.
         """
         if self.knob is None or len(recorded.segments.exits) < 2:
             return []
         levels = np.quantile(self.compared(recorded), np.linspace(0, 1, count))
         own = np.atleast_1d(getattr(self, self.knob))
         values = np.clip([*levels, *own[own != self.never]], *self.knob_range)
-        return [replace(self, **{self.knob: value}) for value in np.unique([*values, self.never]).tolist()]
+        every = np.unique([*values, self.never]).tolist()
+        return [replace(self, **{self.knob: value}) for value in every]  # type: ignore[type-var]
 
-    # ---- In a graph that stops by itself (export/model_graph.py) ----
-    runtime_settings: tuple[str, ...] = ()  # settings that such a graph takes as inputs
+    # ---- In model.onnx, the graph that contains the loop (export/model_graph.py) ----
+    runtime_settings: tuple[str, ...] = ()  # settings that are inputs of the graph
     runtime_inputs: ClassVar[dict[str, str]] = {}
-    """Input of the graph -> the attribute that `stop` compares with. Of a `threshold` inf means that nobody exits."""
+    """Input of the graph -> the attribute that `stop` compares with. With a `threshold` of inf no row exits."""
 
     def runtime_values(self, count: int) -> dict[str, np.ndarray]:
-        """Input -> its own values, for `count` exits besides the last: (count,) float32, or (1,) of an integer."""
+        """Input -> the rule's values at the first `count` exits: (count,) float32, or (1,) for an integer."""
         return {
             name: _runtime_value(getattr(self, attribute), count) for name, attribute in self.runtime_inputs.items()
         }
 
     def with_runtime(self, values: dict) -> Self:
-        """The rule with these values of its inputs, as they are at one exit."""
+        """The rule with the graph's inputs at one exit in place of its own settings."""
         rule = copy(self)
         for name, value in values.items():
             object.__setattr__(rule, self.runtime_inputs[name], value)
         return rule
 
     def served_by(self, other: "Rule") -> bool:
-        """Whether a graph with the rule `other` in it can be fed so that it stops by this one."""
+        """Whether a graph that contains the rule `other` computes this one, if it gets other inputs."""
         return type(self) is type(other) and all(
             value == getattr(other, name)
             for name, value in self.settings().items()
@@ -129,15 +130,15 @@ class Rule:
         )
 
     def opened(self, folder: Path, config: dict, model) -> "Rule":
-        """The rule of a run on disk, with what it needs of the run's other files. Most need nothing."""
+        """The rule of a run on disk, completed from the run's other files. Most rules need none."""
         return self
 
     def save(self, folder: Path) -> None:
-        """Write the files that an exported rule asks, where it plans by an `embed`."""
+        """Write the files that the exported rule reads, if it plans with an `embed`."""
 
     def served(self, folder: Path, embed: Callable) -> "Rule":
-        """The rule of an exported folder, with what `save` wrote and its `embed`, which is a graph there."""
-        raise ValueError(f"the rule {self.name} plans by no embeddings, the folder holds a graph for them")
+        """The rule of an exported folder, with the files of `save`. embed: the exported graph of the embedding."""
+        raise ValueError(f"the rule {self.name} uses no embeddings, but the folder has a graph for them; export again")
 
     def settings(self) -> dict:
         """The fields of the rule by name."""
@@ -147,15 +148,15 @@ class Rule:
         return {"name": self.name} | {key: _json(value) for key, value in self.settings().items()}
 
 
-def _runtime_value(value, count: int) -> np.ndarray:
+def _runtime_value(value: Any, count: int) -> np.ndarray:
     if isinstance(value, int):
         return np.array([value])
     values = value[:count] if isinstance(value, tuple) else [value] * count
     return np.array(values, np.float32)
 
 
-def _json(value):
-    """A setting as JSON holds it: lists for tuples, and strings for what JSON has no numbers for, inf and -inf."""
+def _json(value: Any) -> Any:
+    """A setting in JSON: a list for a tuple, and the strings "inf" and "-inf", for which JSON has no numbers."""
     if isinstance(value, tuple):
         return [_json(each) for each in value]
     return str(value) if value in (math.inf, -math.inf) else value
@@ -163,7 +164,7 @@ def _json(value):
 
 @dataclass(frozen=True)
 class NeverExit(Rule):
-    """Every row runs to the last exit; only that head is read. The full model."""
+    """The full model: every row runs to the last exit, and only that head is computed."""
 
     name = "never"
     needs = None
@@ -171,13 +172,13 @@ class NeverExit(Rule):
 
 @dataclass(frozen=True)
 class FixedExit(Rule):
-    """Every row leaves at one exit, whatever it says. `exit` is an index into exits, from 0."""
+    """Every row exits at the same exit. `exit` is an index into exits, from 0."""
 
-    exit: int = option(help="the layer at which all leave", flag="--layer")
+    exit: int = option(help="layer at which every example or token exits", flag="--layer")
     name = "fixed"
     needs = None
 
-    def plan(self, inputs) -> np.ndarray:
+    def plan(self, inputs: Any) -> np.ndarray:
         return np.full(len(inputs), self.exit)
 
     def check(self, num_exits: int) -> None:
@@ -187,7 +188,7 @@ class FixedExit(Rule):
 
 @dataclass(frozen=True)
 class Planned(Rule):
-    """The exits of one batch, known already: exit indices of its B rows. cost: operations that a row's plan took."""
+    """A plan for one batch: the exit indices of its B rows. cost: FLOPs of the plan of one row."""
 
     exit_index: tuple[int, ...]
     cost: float = 0.0
@@ -197,12 +198,12 @@ class Planned(Rule):
     def __post_init__(self):
         object.__setattr__(self, "exit_index", tuple(np.asarray(self.exit_index).tolist()))
 
-    def plan(self, inputs) -> np.ndarray:
+    def plan(self, inputs: Any) -> np.ndarray:
         if len(inputs) != len(self.exit_index):
-            raise ValueError(f"expected the {len(self.exit_index)} rows that were planned, found {len(inputs)}")
+            raise ValueError(f"expected the {len(self.exit_index)} planned rows, found {len(inputs)}; plan again")
         return np.asarray(self.exit_index, np.int64)
 
-    def plan_flops(self, inputs) -> float:
+    def plan_flops(self, inputs: Any) -> float:
         return self.cost
 
     def check(self, num_exits: int) -> None:
@@ -210,25 +211,25 @@ class Planned(Rule):
             raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
 
 
-def confidence(reading, measure: str) -> np.ndarray:
-    """(B,): a measure, computed here from the logits unless the engine handed it over with the reading."""
-    handed_over = getattr(reading, measure, None)
-    if handed_over is None and measure in STATE_MEASURES:
+def confidence(reading: Any, measure: str) -> np.ndarray:
+    """(B,): a confidence measure, from the reading if the engine has computed it, else from the logits."""
+    computed = getattr(reading, measure, None)
+    if computed is None and measure in STATE_MEASURES:
         raise WrongArguments(NO_STATES.format(measure))
-    return MEASURES[measure][0](reading.logits) if handed_over is None else handed_over
+    return MEASURES[measure][0](reading.logits) if computed is None else computed
 
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """Leave where a confidence is at least the threshold: one number, or one for each exit (the last is not asked).
+    """Exit if a confidence measure is at least the threshold: one number, or one for each exit (the last is unused).
 
     Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy), CALM
-    (breaking_ties, and saturation: the cosine of a decoder's state with the one at the exit before).
+    (breaking_ties, and saturation: the cosine of a decoder's state and its state at the exit before).
     inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
     """
 
     threshold: float | tuple[float, ...] = option(help="one number, or one for each exit: --threshold=.8,.8,.9")
-    measure: str = option("max_probability", "what a threshold is on", choices=tuple(LIMITS))
+    measure: str = option("max_probability", "confidence measure", choices=tuple(LIMITS))
     name = "threshold"
 
     def __post_init__(self):
@@ -243,10 +244,10 @@ class Threshold(Rule):
                 raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
 
     @property
-    def needs(self) -> str:
+    def needs(self) -> str:  # type: ignore[override]  # it depends on the measure
         return "state" if self.measure in STATE_MEASURES else "logits"
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
         return confidence(reading, self.measure) >= threshold
 
@@ -257,7 +258,7 @@ class Threshold(Rule):
     def knob_range(self) -> tuple[float, float]:
         return LIMITS[self.measure]
 
-    def compared(self, recorded) -> np.ndarray:
+    def compared(self, recorded: Any) -> np.ndarray:
         return recorded.confidence(self.measure)
 
     def check(self, num_exits: int) -> None:
@@ -270,14 +271,14 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class Patience(Rule):
-    """Leave when `patience` exits in a row repeat the prediction of the exit before them.
+    """Exit if `patience` consecutive exits repeat the prediction of the exit before them.
 
     Source: PABEE (Zhou et al. 2020): patience t needs t + 1 equal predictions. For regression (C = 1) two
-    predictions are equal when they differ by less than `tolerance`.
+    predictions are equal if they differ by less than `tolerance`.
     """
 
-    patience: int = option(help="exits in a row that must agree, or be sure")
-    tolerance: float = option(0.5, "regression: numbers that differ by less are equal", above=0)
+    patience: int = option(help="consecutive exits that must agree (patience) or be confident")
+    tolerance: float = option(0.5, "for regression: predictions that differ by less are equal", above=0)
     name = "patience"
 
     def __post_init__(self):
@@ -286,7 +287,8 @@ class Patience(Rule):
         if not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+        # At the first exit nothing is equal: the memory is empty, and inf and -1 are no prediction.
         if reading.prediction is None and reading.logits.shape[1] == 1:
             prediction = reading.logits[:, 0]
             same = abs(prediction - memory.get("prediction", np.inf)) < self.tolerance
@@ -300,8 +302,8 @@ class Patience(Rule):
     runtime_settings, runtime_inputs = ("patience",), {"patience": "patience"}
     knob = "patience"
 
-    def from_loose_to_strict(self, recorded, count: int) -> list[Rule]:
-        """Every patience, however many there are."""
+    def from_loose_to_strict(self, recorded: Any, count: int) -> list["Patience"]:
+        """Every possible patience, whatever the count."""
         return [replace(self, patience=patience) for patience in range(1, len(recorded.segments.exits))]
 
     def flops(self, classes: int) -> float:
@@ -310,14 +312,14 @@ class Patience(Rule):
 
 @dataclass(frozen=True)
 class PatienceConfidence(Rule):
-    """Leave when `patience` exits in a row were confident, whatever they predicted.
+    """Exit if `patience` consecutive exits were confident, whatever they predicted.
 
-    Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` of at least `threshold`, one for all exits.
+    Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` is at least `threshold`, the same for all exits.
     """
 
-    patience: int = option(help="exits in a row that must agree, or be sure")
+    patience: int = option(help="consecutive exits that must agree (patience) or be confident")
     threshold: float = option(help="one number")
-    measure: str = option("max_probability", "what a threshold is on", choices=tuple(LIMITS))
+    measure: str = option("max_probability", "confidence measure", choices=tuple(LIMITS))
     name = "patience-confidence"
 
     def __post_init__(self):
@@ -328,10 +330,10 @@ class PatienceConfidence(Rule):
         object.__setattr__(self, "threshold", threshold)
 
     @property
-    def needs(self) -> str:
+    def needs(self) -> str:  # type: ignore[override]  # it depends on the measure
         return "state" if self.measure in STATE_MEASURES else "logits"
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         confident = confidence(reading, self.measure) >= self.threshold
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
@@ -345,29 +347,29 @@ class PatienceConfidence(Rule):
 
 @dataclass(frozen=True)
 class Policy(Rule):
-    """Leave where the probability of leaving, the sigmoid of the model's exit_logit, is above the cut.
+    """Exit if the exit probability, the sigmoid of the policy's exit_logit, is above the cut.
 
-    Sources: ConsistentEE (a policy network), BERxiT (the certainty of a learning-to-exit module); both cut at .5.
-    0 means always, 1 never. Raises ValueError for another cut, and at an exit of a model that has no policy.
+    Sources: ConsistentEE (a policy network), BERxiT (the certainty of a learning-to-exit module); both use .5.
+    0 means always, 1 never. Raises ValueError for a cut outside [0, 1], and if the model has no policy.
     """
 
-    cut: float = option(0.5, "leave where the probability of leaving is above", least=0, most=1)
+    cut: float = option(0.5, "exit if the policy's probability is above", least=0, most=1)
     name = "policy"
     needs = "state"
     needs_policy = True
 
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
-            raise ValueError(f"the cut on the probability of leaving must be from 0 to 1, got {self.cut}")
-        # Where the sigmoid reaches the cut: its values near 0 and 1 are equal in float32, the logits are not.
+            raise ValueError(f"the cut on the exit probability must be from 0 to 1, got {self.cut}")
+        # The logit at which the sigmoid is the cut. Logits are compared: near 0 and 1 sigmoids are equal in float32.
         at_ends = math.inf if self.cut else -math.inf
         least = at_ends if self.cut in (0, 1) else math.log(self.cut / (1 - self.cut))
         object.__setattr__(self, "least_logit", least)
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY.format(self.name))
-        return reading.exit_logit > self.least_logit
+        return reading.exit_logit > self.least_logit  # type: ignore[attr-defined]  # set in __post_init__
 
     runtime_settings, runtime_inputs = (
         ("cut",),
@@ -375,8 +377,8 @@ class Policy(Rule):
     )  # float32 holds more of the logit than of the cut
     knob, never = "cut", 1.0
 
-    def compared(self, recorded) -> np.ndarray:
-        """The probabilities of leaving."""
+    def compared(self, recorded: Any) -> np.ndarray:
+        """The exit probabilities."""
         return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
 
     def flops(self, classes: int) -> float:
@@ -385,34 +387,34 @@ class Policy(Rule):
 
 @dataclass(frozen=True)
 class QExit(Rule):
-    """Leave where the probability of having left by now, 1 - prod (1 - sigmoid(exit_logit)), is above q.
+    """Exit if the cumulative exit probability, 1 - prod (1 - sigmoid(exit_logit)), is above q.
 
-    Source: PALBERT (Balagansky and Gavrilov 2022). 0 means always, 1 never. Raises ValueError for another q, and at an
-    exit of a model that has no policy. The memory is -ln of the probability to be still there, a sum over exits.
+    Source: PALBERT (Balagansky and Gavrilov 2022). 0 means always, 1 never. Raises ValueError for a q outside [0, 1],
+    and if the model has no policy. The memory is -ln prod (1 - sigmoid(exit_logit)), a sum of softplus over exits.
     """
 
-    q: float = option(0.5, "leave where the probability of having left by now is above", least=0, most=1)
+    q: float = option(0.5, "exit if the cumulative exit probability is above", least=0, most=1)
     name = "q-exit"
     needs = "state"
     needs_policy = True
 
     def __post_init__(self):
         if not 0 <= self.q <= 1:
-            raise ValueError(f"q, a probability of having left, must be from 0 to 1, got {self.q}")
+            raise ValueError(f"q, a cumulative exit probability, must be from 0 to 1, got {self.q}")
         at_ends = math.inf if self.q else -math.inf
         object.__setattr__(self, "least_hazard", at_ends if self.q in (0, 1) else -math.log1p(-self.q))
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY.format(self.name))
         memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
-        return memory["hazard"] > self.least_hazard
+        return memory["hazard"] > self.least_hazard  # type: ignore[attr-defined]  # set in __post_init__
 
     runtime_settings, runtime_inputs = ("q",), {"threshold": "least_hazard"}
     knob, never = "q", 1.0
 
-    def compared(self, recorded) -> np.ndarray:
-        """The probabilities of having left by each exit."""
+    def compared(self, recorded: Any) -> np.ndarray:
+        """The cumulative exit probabilities."""
         return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
 
     def flops(self, classes: int) -> float:
@@ -422,8 +424,8 @@ class QExit(Rule):
 RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)}
 
 
-def rule_class(name: str) -> type[Rule]:
-    """The class of a name, of these here or of one that a method brings. Raises ValueError for another name."""
+def rule_class(name: Any) -> type[Rule]:
+    """The rule class of a name, from this file or from a method. Raises ValueError for an unknown name."""
     if name not in RULES and name in METHOD_RULES:
         import_module(METHOD_RULES[name])
     if name not in RULES:
@@ -432,7 +434,7 @@ def rule_class(name: str) -> type[Rule]:
 
 
 def rule_from_dict(config: dict) -> Rule:
-    """The rule that `to_dict` described. Raises ValueError for an unknown name, key or value."""
+    """The rule from the dict that `to_dict` returned. Raises ValueError for an unknown name, key or value."""
     settings = {key: float(value) if value in ("inf", "-inf") else value for key, value in config.items()}  # see _json
     name = settings.pop("name", None)
     kind = rule_class(name)

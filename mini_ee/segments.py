@@ -39,6 +39,12 @@ class Reading(NamedTuple):
         return Reading(self.logits[rows], token_cost=token_cost)
 
 
+def known_logits(reading: Reading) -> np.ndarray:
+    """The logits (N, C) of a head that was computed."""
+    assert reading.logits is not None
+    return reading.logits
+
+
 class Segments:
     """The parts of a model. An engine implements start, advance, read and flops; the other methods have defaults.
 

@@ -1256,7 +1256,7 @@ def test_a_broken_task_file_is_one_line_that_names_it(capsys, tmp_path, run_fold
 def test_a_measure_of_states_is_refused_for_rows(capsys, run_folder, task_folder):
     asked = "--task", task_folder, "--measure", "saturation", "--threshold", ".5"
     line = refused(capsys, "evaluate", run_folder, *asked, status=2)
-    assert line.endswith("which this model does not hand over; choose another measure")
+    assert line.endswith("which this model does not provide; choose another measure")
 
 
 def test_a_regression_refuses_confidence_and_takes_patience(capsys, tmp_path, checkpoint_folder):

@@ -641,7 +641,7 @@ def test_a_weight_that_is_no_number_is_told_and_leaves_no_folder(tmp_path):
 
 
 def test_a_rule_that_asks_for_more_than_the_model_says_is_told(tmp_path):
-    with pytest.raises(ValueError, match="the rule policy needs a model that says when to leave"):
+    with pytest.raises(ValueError, match="the rule policy needs a model with a policy"):
         with_heads(load_backbone(GOLDEN / "llama"), rule=Policy()).export(tmp_path / "exported")
 
 

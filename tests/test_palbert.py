@@ -223,12 +223,12 @@ def test_the_candidates_are_the_papers_q_and_quantiles_of_the_chances():
 
 @pytest.mark.parametrize("q", [-0.1, 1.1, float("nan")])
 def test_a_q_is_a_probability(q):
-    with pytest.raises(ValueError, match="q, a probability of having left, must be from 0 to 1"):
+    with pytest.raises(ValueError, match="q, a cumulative exit probability, must be from 0 to 1"):
         QExit(q)
 
 
 def test_a_model_without_chances_is_told(random_model, padded_inputs):
-    with pytest.raises(ValueError, match="the rule q-exit needs a model that says when to leave"):
+    with pytest.raises(ValueError, match="the rule q-exit needs a model with a policy"):
         early_exit(random_model().segments(), QExit(0.5), padded_inputs)
 
 

@@ -841,7 +841,7 @@ def test_a_plan_of_all_rows_replays_on_a_record(random_model):
     np.testing.assert_array_equal(planned.exit_index, rule.plan(encoded.batch(np.arange(30))))
     recorded = record(segments, encoded, 8)
     np.testing.assert_array_equal(recorded.replay(planned).exit_index, planned.exit_index)
-    with pytest.raises(ValueError, match="expected the 30 rows that were planned, found 29"):
+    with pytest.raises(ValueError, match="expected the 30 planned rows, found 29"):
         planned.plan(range(29))
     with pytest.raises(ValueError, match="must name the 2 exits by index"):
         planned.check(2)

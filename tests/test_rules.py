@@ -139,7 +139,7 @@ def test_the_cut_has_to_be_a_probability(cut):
 
 
 def test_the_rule_policy_needs_a_model_that_says_when_to_leave():
-    with pytest.raises(ValueError, match="needs a model that says when to leave, this one does not; give a run of"):
+    with pytest.raises(ValueError, match="needs a model with a policy, and this one has none; give a run of"):
         replay(Policy(), random_logits())
 
 

@@ -565,7 +565,7 @@ def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, o
         (["RUN", "--task", "DATA", "--rule", "threshold"], 2, "the rule threshold needs --threshold"),
         (["RUN", "--task", "DATA", "--threshold", ".1,.2"], 2, "expected one threshold or 3"),
         (["RUN", "--task", "DATA", "--threshold", "2"], 2, "a threshold on breaking_ties must be from 0.0 to 1.0"),
-        (["RUN", "--task", "DATA", "--rule", "policy"], 2, "the rule policy needs a model that says when to leave"),
+        (["RUN", "--task", "DATA", "--rule", "policy"], 2, "the rule policy needs a model with a policy"),
         (["RUN", "--task", "DATA", "--split", "dev"], 2, "--split is for classifiers"),
         (["RUN", "--task", "DATA", "--rule", "never", "--layer", "1"], 2, "the rule never does not take --layer"),
         (

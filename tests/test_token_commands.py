@@ -571,7 +571,7 @@ def test_generate_takes_every_rule_that_the_heads_can_answer(capsys, trained, de
 
 def test_a_policy_is_not_asked_of_a_run_that_has_none(capsys, trained):
     line = refused(capsys, "generate", trained, "--prompt", "a", "--cut", ".5")
-    assert "the rule policy needs a model that says when to leave, this one does not" in line
+    assert "the rule policy needs a model with a policy, and this one has none" in line
 
 
 def test_classify_refuses_a_decoders_run_and_generate_a_classifiers(

@@ -302,7 +302,7 @@ def test_texts_that_are_sampled_from_one_prompt_in_several_batches_differ():
 
 
 def test_a_rule_that_asks_for_a_policy_needs_one():
-    with pytest.raises(ValueError, match="the rule policy needs a model that says when to leave, this one does not"):
+    with pytest.raises(ValueError, match="the rule policy needs a model with a policy, and this one has none"):
         record_texts(model_of(), UNEVEN).replay(Policy())
 
 
