@@ -167,6 +167,8 @@ def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
     """Of the first 1, 2, .. N rows."""
     order = np.argsort(groups, kind="stable")
     _, begins, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+    # Sorted by text, the rows of a text stand next to each other, in their order: a running count minus its value where
+    # the text begins counts within the text.
     before = np.concatenate(([0], np.cumsum(agrees[order])))
     n, x = np.empty((2, len(order)), np.int64)  # of the row's own text, up to the row: its n_i and x_i so far
     n[order] = np.arange(len(order)) - np.repeat(begins, sizes) + 1
@@ -246,7 +248,8 @@ def _worst_case(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: floa
     # It rises with worse rows and falls with better ones, which the bound rests on: this holds with rounding too.
     score = np.minimum.accumulate(score[:, ::-1], axis=1)[:, ::-1]
     score = np.minimum.accumulate(score, axis=0)
-    # (R, better rows): for how many numbers of worse rows, from 0 on, the statistic is so low.
+    # as_low[r, b]: for b better rows the statistic is as low as that of rule r with 0, 1, .., as_low - 1 worse rows. It
+    # rises with worse rows, so a count replaces the list of them.
     as_low = np.stack([(score <= score[b, w] + 1e-12).sum(axis=1) for w, b in zip(worse, better)])
     highest = np.zeros(len(worse))
     for low, high in zip(ends, ends[1:]):  # a cell: p(better) from low to high, and p(worse) = p(better) + max_loss
@@ -261,6 +264,7 @@ def _worst_case(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: floa
         others = (rows - betters)[:, None]
         of_worse = binomial_pmf(worses, others, min((low + max_loss) / (1 - high), 1), log_factorial)
         of_worse = np.concatenate((np.zeros((len(betters), 1)), np.cumsum(of_worse, axis=1)), axis=1)
+        # of_worse[i, j] = P(fewer than worses[0] + j worse rows | betters[i]); as_low gives j, less worses[0].
         count = np.clip(as_low[np.ix_(plausible, betters)] - worses[0], 0, len(worses))
         bound = of_worse[np.arange(len(betters)), count] @ of_better
         highest[plausible] = np.maximum(highest[plausible], bound)
