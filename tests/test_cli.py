@@ -1,5 +1,6 @@
 """The command line: the answers as one JSON object, and wrong input as one line."""
 
+import argparse
 import errno
 import json
 import math
@@ -344,6 +345,18 @@ def test_help_says_where_defaults_differ(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "".join(words.split()) in "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+
+
+def test_the_help_of_every_option_with_a_default_ends_with_it_and_says_it_once():
+    commands = parser([])._subparsers._group_actions[0].choices
+    train = parser(["train", "joint"])._subparsers._group_actions[0].choices["train"]
+    methods = train._subparsers._group_actions[0].choices
+    for sub in (*commands.values(), *methods.values()):
+        for action in sub._actions:
+            text, has_default = sub._get_formatter()._get_help_string(action), action.default is not argparse.SUPPRESS
+            if has_default and action.default not in (None, []) and not isinstance(action.default, bool):
+                assert text.endswith("(default %(default)s)") and text.count("default") == 2, (sub.prog, text)
+    assert "(default 5e-05)" in methods["joint"].format_help()
 
 
 def test_the_examples_in_the_help_parse():

@@ -18,7 +18,7 @@ def add(sub) -> None:
     add_task(sub, "rows like those that will be served; by default those of the training that were held out as a test")
     sub.add_argument("--split", help="of --task; by default its train rows that were held out to test the default rule")
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
-    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument("--epsilon", type=number, required=True, help="the least share that agrees, above 0, at most 1")
     sub.add_argument("--delta", type=number, help="the promise holds for fresh rows but for this chance")
     sub.add_argument(

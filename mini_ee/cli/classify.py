@@ -22,9 +22,9 @@ def add_where(sub, device: bool = True, schedules: bool = True) -> None:
     """Where a run's parts are and what computes; said here without torch, opened in cli/open.py."""
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
     if device:
-        sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+        sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     if schedules:
-        sub.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together; restart")
+        sub.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together (default restart)")
 
 
 def run(args, say) -> dict:

@@ -15,11 +15,11 @@ BATCH_SIZE = 32
 def add(sub) -> None:
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     add_task(sub, "task folder; by default the one of the trainings")
-    sub.add_argument("--split", help="dev by default where there is one, else test")
+    sub.add_argument("--split", help="split to report (default dev if there is one, else test)")
     sub.add_argument("--max-rows", type=positive, metavar="N", help="rows of the task, or texts that are written; 100")
-    sub.add_argument("--batch-size", type=positive, help="of rows; 32 by default, 1 shows latency")
+    sub.add_argument("--batch-size", type=positive, help="rows of a batch; 1 shows latency (default 32)")
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the runs' backbone is now, if it moved")
-    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument(
         "--schedule", type=_schedules, metavar="S", help="runs whose exits have streams, under each: restart,parallel"
     )

@@ -22,7 +22,7 @@ def add(sub) -> None:
     sub.add_argument(
         "--texts", type=positive, metavar="N", help=f"of a decoder, as pieces or as it writes them; {TEXTS}"
     )
-    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument("--picture", type=Path, metavar="PNG", help="what each layer says, and where units settle")
 
 

@@ -20,9 +20,9 @@ def add(sub) -> None:
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
     add_task(sub, "task folder; by default the one of the training; of tokens a benchmark's: HellaSwag, ...")
-    sub.add_argument("--split", help="dev by default where there is one, else test")
+    sub.add_argument("--split", help="split to report (default dev if there is one, else test)")
     sub.add_argument("--max-rows", type=positive, metavar="N", help="of the task, drawn with the seed")
-    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 shows latency")
+    sub.add_argument("--batch-size", type=positive, default=32, help="rows of a batch; 1 shows latency")
     add_where(sub)
     add_rule(sub)
     add_own(sub)

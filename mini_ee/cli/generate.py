@@ -26,7 +26,7 @@ def add(sub) -> None:
     sub.add_argument("--max-new-tokens", type=positive, metavar="N", help="100, or what the context has room for")
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
     add_sampling(sub)
-    sub.add_argument("--repetition-penalty", type=number, default=1.0, help="above 1: less of what is there; 1")
+    sub.add_argument("--repetition-penalty", type=number, default=1.0, help="above 1, tokens of the text get rarer")
     add_where(sub, schedules=False)
     add_rule(sub)
     early = sub.add_argument_group("a run with exits")
@@ -44,7 +44,7 @@ def add(sub) -> None:
 
 def add_sampling(sub) -> None:
     """How a token is drawn."""
-    sub.add_argument("--temperature", type=number, default=0.0, help="0, the default, takes the likeliest token")
+    sub.add_argument("--temperature", type=number, default=0.0, help="temperature; 0 takes the likeliest token")
     sub.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens")
     sub.add_argument("--top-p", type=number, metavar="P", help="draw from the fewest tokens that hold P of it all")
 

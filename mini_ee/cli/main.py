@@ -51,8 +51,8 @@ def parser(argv: list[str]) -> Parser:
 def add_common(sub: Parser) -> None:
     """What every command takes."""
     sub.add_argument("--json", action="store_true", help="print exactly one JSON object")
-    sub.add_argument("--seed", type=seed, default=0, help="of all that is drawn; 0")
-    sub.add_argument("--threads", type=threads, help="processor threads; by default torch's or ONNX Runtime's choice")
+    sub.add_argument("--seed", type=seed, default=0, help="random seed")
+    sub.add_argument("--threads", type=threads, help="processor threads (default torch's or ONNX Runtime's choice)")
 
 
 def answer_of(args) -> dict:

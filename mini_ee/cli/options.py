@@ -14,6 +14,16 @@ WITHOUT_TASK = "says how the files of --task are read: give --task too"
 MAX_THREADS = 1024  # more than torch can start would end the process without a word
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Ends the help of each option that has a default with that default."""
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool):
+            return action.help
+        return f"{action.help} (default %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
     """Errors in one line, help with a working example."""
 
@@ -21,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             *args,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             epilog=f"example:\n  {example}" if example else None,
             **kwargs,
         )
@@ -48,7 +58,7 @@ def add_options(parser, settings: type, defaults: dict | None = None, lacks: tup
         kind, about = scalar_type(each.type), each.metadata
         default = (defaults or {}).get(each.name, None if each.default is MISSING else each.default)
         said = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        told = about["help"] + (f"; {said}" if default is not None and kind is not bool else "")
+        told = about["help"] + (f" (default {said})" if default is not None and kind is not bool else "")
         told = told.replace("%", "%%")
         flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
         if kind is bool:

@@ -31,7 +31,7 @@ def add_rule(parser) -> None:
     parser.add_argument("--rule", choices=tuple(named_rules()), help="instead of the run's own rule")
     group = parser.add_argument_group("settings of a rule")
     for name, each in rule_settings().items():
-        about, usual = each.metadata, "" if each.default is MISSING else f"; {each.default}"
+        about, usual = each.metadata, "" if each.default is MISSING else f" (default {each.default})"
         kind = {"type": READERS.get(each.type), "choices": about["choices"]}
         group.add_argument(flag_of(name, about), dest=name, help=about["help"] + usual, **kind)
 

@@ -38,10 +38,10 @@ EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
 def add(sub) -> None:
     """Its options."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED")
-    sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="standard input by default")
-    sub.add_argument("--out", type=Path, metavar="FILE", help="standard output by default")
-    sub.add_argument("--batch-size", type=positive, default=32, help="32 by default; 1 for answers line by line")
-    sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="onnx by default")
+    sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="file to read (default standard input)")
+    sub.add_argument("--out", type=Path, metavar="FILE", help="file to write (default standard output)")
+    sub.add_argument("--batch-size", type=positive, default=32, help="rows of a batch; 1 for answers line by line")
+    sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="library that runs the export")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
     decoder = sub.add_argument_group("a decoder", "lines are prompts; it writes the likeliest text")
     decoder.add_argument(

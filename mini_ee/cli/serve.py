@@ -33,22 +33,22 @@ OF_RAY = {  # environment, where it does not say otherwise; Ray reads it when it
 def add(sub) -> None:
     """Its options."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED", help="best exported with --segments")
-    sub.add_argument("--host", default="127.0.0.1", help="127.0.0.1, this machine alone; 0.0.0.0 for all others")
+    sub.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 opens it to other machines")
     told = "name in the Host header of requests, beside --host's; may be given several times; * for any (default: none)"
     sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=told)
-    sub.add_argument("--port", type=whole_number, default=8000, help="8000; 0 for a free one")
+    sub.add_argument("--port", type=whole_number, default=8000, help="port; 0 for a free one")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
-    sub.add_argument("--batch-size", type=positive, default=BATCH, help=f"rows of a batch, or texts at once; {BATCH}")
-    told = f"how long a row may be held for company; {MAX_WAIT * 1e3:.0f}"
+    sub.add_argument("--batch-size", type=positive, default=BATCH, help="rows of a batch, or texts at once")
+    told = "maximum time to wait for a fuller batch, in ms"
     sub.add_argument("--max-wait", type=number, default=MAX_WAIT * 1e3, metavar="MS", help=told)
-    told = f"requests that may be open at once, the next is refused; {MAX_OPEN}"
+    told = "requests that may be open at once; the next is refused"
     sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=told)
     replicas = sub.add_argument_group("on Ray")
     told = (
-        "local, one process, by default; ray: replicas, each with --threads, 1 by default, on the processor by default"
+        "local: one process; ray: replicas, each with --threads, 1 if not given, on the processor without --device"
     )
     replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=told)
-    told = "how many; 1-4: as many as the load asks for; 1 by default"
+    told = "number of replicas; 1-4: as many as the load needs (default 1)"
     replicas.add_argument("--replicas", type=span, metavar="N", help=told)
     promise = sub.add_argument_group("the promise in service")
     promise.add_argument("--shadow", type=number, metavar="SHARE", help="of requests that run to full depth beside")
