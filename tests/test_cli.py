@@ -359,6 +359,16 @@ def test_the_help_of_every_option_with_a_default_ends_with_it_and_says_it_once()
     assert "(default 5e-05)" in methods["joint"].format_help()
 
 
+def test_the_help_lists_every_command_once_in_its_group_and_begins_with_a_first_step(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "First step: mini-ee demo" in text
+    listed = re.findall(r"^(?:(\w+):|  ([a-z]+) .+)$", text.partition("\ntrain:")[2], re.M)
+    assert [name for _, name in listed if name] == list(COMMANDS)
+    assert [group for group, _ in listed if group] == ["measure", "deploy"]
+
+
 def test_the_examples_in_the_help_parse():
     commands = parser([])._subparsers._group_actions[0].choices
     methods = commands["train"]._subparsers._group_actions[0].choices

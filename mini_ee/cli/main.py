@@ -14,37 +14,33 @@ from mini_ee.cli.options import Parser, seed, threads
 from mini_ee.data.files import STDOUT, errors_name
 from mini_ee.errors import WrongArguments
 
-COMMANDS = (
-    "estimate",
-    "demo",
-    "train",
-    "evaluate",
-    "compare",
-    "classify",
-    "generate",
-    "calibrate",
-    "export",
-    "run",
-    "serve",
-    "bench",
-    "reproduce",
-)
+GROUPS = {
+    "train": ("demo", "estimate", "train"),
+    "measure": ("evaluate", "compare", "classify", "generate", "bench", "reproduce"),
+    "deploy": ("calibrate", "export", "run", "serve"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 SERVING = ("run", "serve", "evaluate", "classify")  # graphs share threads: no torch model computes in turns with them
 
 
 def parser(argv: list[str]) -> Parser:
     """The command line. argv: where it begins with a command, that one alone is added, and of `train` one method."""
-    main = Parser("mini-ee", description="Early-exit transformers from scratch.")
+    main = Parser("mini-ee", description="Early-exit transformers from scratch. First step: mini-ee demo")
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    lines = {}
     for name in [name for name in COMMANDS if argv[:1] == [name]] or COMMANDS:
         module = import_module(f"mini_ee.cli.{name}")
+        lines[name] = f"  {name:<10} {module.HELP}"
         if name == "train":
             module.add(commands, argv)
         else:
-            sub = commands.add_parser(name, help=module.HELP, description=module.HELP, example=module.EXAMPLE)
+            sub = commands.add_parser(name, description=module.HELP, example=module.EXAMPLE)
             add_common(sub)
             module.add(sub)
+    if len(lines) == len(COMMANDS):
+        groups = (f"{group}:\n" + "\n".join(lines[name] for name in names) for group, names in GROUPS.items())
+        main.epilog = "\n\n".join(groups)
     return main
 
 

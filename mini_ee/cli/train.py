@@ -18,7 +18,7 @@ EXAMPLE = "mini-ee train joint --out run"
 def add(commands, argv: list[str]) -> None:
     """The sub-commands: the method that is named first, imported for its options, or all of them by name."""
     about = f"{HELP}; `mini-ee train METHOD --help` shows a method's options"
-    parser = commands.add_parser("train", help=HELP, description=about, example=EXAMPLE)
+    parser = commands.add_parser("train", description=about, example=EXAMPLE)
     methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser)
     asked = argv[1:] if argv[:1] == ["train"] else []
     named = [name for name in METHODS if asked[:1] == [name]]
