@@ -119,7 +119,9 @@ def test_help_shows_its_options(registered, command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(words in shown for words in ("--level", "--decay", "mean-confidence", "weight of a confidence", "(default 0.5)"))
+    assert all(
+        words in shown for words in ("--level", "--decay", "mean-confidence", "weight of a confidence", "(default 0.5)")
+    )
 
 
 def test_it_is_named_by_a_command_and_by_its_first_setting_alone(trained, task_folder, capsys):

@@ -44,9 +44,7 @@ def add(sub) -> None:
     told = "requests that may be open at once; the next is refused"
     sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=told)
     replicas = sub.add_argument_group("on Ray")
-    told = (
-        "local: one process; ray: replicas, each with --threads, 1 if not given, on the processor without --device"
-    )
+    told = "local: one process; ray: replicas, each with --threads, 1 if not given, on the processor without --device"
     replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=told)
     told = "number of replicas; 1-4: as many as the load needs (default 1)"
     replicas.add_argument("--replicas", type=span, metavar="N", help=told)
