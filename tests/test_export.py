@@ -32,8 +32,8 @@ import mini_ee.export.runtime as runtime
 import mini_ee.export.segment_graphs as segment_graphs
 import mini_ee.export.sessions as sessions
 import mini_ee.export.writer as writer
-from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import Bert, BertConfig
+from mini_ee.backbones.cache import GraphBlock
 from mini_ee.backbones.hub import load_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines.multi_model import MultiModel
@@ -420,12 +420,12 @@ def turned(of, becomes):
 
 
 PROMPT_BUGS = {
-    "the future is read": turned("GreaterOrEqual", "LessOrEqual"),
+    "the future is read": turned("LessOrEqual", "GreaterOrEqual"),
     "no final norm": (Decoder, "lm_logits", in_graphs(lambda right, self, *args: right(without_norm(self), *args))),
     "padding is counted": (
-        Decoder,
-        "_graph_context",
-        lambda right, self, inputs: right(self, Tensors(inputs.input_ids, ~inputs.attention_mask.bool())),
+        GraphBlock,
+        "of_texts",
+        lambda right, decoder, mask: right(decoder, ~mask),
     ),
 }
 

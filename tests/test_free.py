@@ -329,7 +329,7 @@ def test_its_tokens_are_no_rows_for_a_datastore(trained, task_folder, tmp_path, 
 def test_the_shortest_commands_are_asked_for(tmp_path):
     """Defaults for text that the built-in decoder writes are none of rows on the built-in encoder."""
     tokens, rows = (asked("free", None, task, tmp_path / "x", False, {}) for task in (None, TOY))
-    assert (tokens.unit, tokens.texts.texts, rows.unit, rows.train.epochs) == ("tokens", 1000, "rows", 4)
+    assert (tokens.unit.name, tokens.texts.texts, rows.unit.name, rows.train.epochs) == ("tokens", 1000, "rows", 4)
 
 
 @pytest.mark.parametrize(

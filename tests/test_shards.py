@@ -126,7 +126,7 @@ def test_a_shard_that_is_gone_or_of_another_place_is_told(tmp_path):
 def test_a_manifest_with_a_wrong_number_of_shards_is_told(tmp_path):
     filled().save(tmp_path)
     manifest = read_json(tmp_path / "manifest.json")
-    for shards, message in ((0, "expected in index.shards a whole number from 1"), (2, "gave its files other names")):
+    for shards, message in ((0, "expected in index.shards a whole number from 1"), (2, "which used other file names")):
         write_json(tmp_path / "manifest.json", manifest | {"index": manifest["index"] | {"shards": shards}})
         with pytest.raises(ValueError, match=message):
             Datastore.load(tmp_path, ENCODER)

@@ -125,7 +125,8 @@ def test_a_run_holds_heads_history_rule_and_tokenizer(trained, decoder_folder):
     files = {path.name for path in trained.iterdir()}
     assert files == {"config.json", "model.safetensors", "metrics.json", "tokenizer.json"}
     assert read_json(trained / "tokenizer.json") == read_json(decoder_folder / "tokenizer.json")
-    _, config, model, _, rule, _ = load_run(trained)
+    run = load_run(trained)
+    config, model, rule = run.config, run.model, run.rule
     assert model.exits == (1, 2, 3, 4) and config["settings"]["init"] == "copy" and config["unit"] == "tokens"
     assert {"seed", "versions"} <= config.keys() and config["rank"] is None and config["text"]["kind"] == "pieces"
     assert isinstance(rule, Threshold) and rule.measure == "breaking_ties" and len(rule.threshold) == 4

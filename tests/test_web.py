@@ -672,7 +672,7 @@ def test_a_model_that_is_read_through_a_prompt_is_refused(run):
 
 def test_a_model_whose_tokens_leave_within_a_row_is_refused(tmp_path):
     made = train("hashee", out=tmp_path / "run", max_train=40, epochs=1)
-    with pytest.raises(WrongArguments, match="here tokens leave within a row"):
+    with pytest.raises(WrongArguments, match="here tokens exit within a row"):
         page.check_page(made)
 
 

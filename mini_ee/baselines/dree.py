@@ -175,7 +175,7 @@ class DreeExits(ExitModel):
         """From the state of exit k - 1, or the embeddings, to that of exit k: (B, T, 2 D), or (B, T, D)."""
         backbone, start, stop = self.backbone, self.exits[k - 1] if k else 0, self.exits[k]
         if k:  # finish the layer of exit k - 1, which has run but for its last norm
-            layer, (attended, added) = backbone.halves(start - 1), hidden.chunk(2, dim=-1)
+            layer, (attended, added) = backbone.split_layer(start - 1), hidden.chunk(2, dim=-1)
             hidden = layer.output_norm(attended + layer.dropout(added))
         if k == len(self.exits) - 1:
             return backbone.run_layers(hidden, context, start, stop)

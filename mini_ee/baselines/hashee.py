@@ -112,7 +112,7 @@ class HashExits(TokenwiseExits):
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
-        key_value = backbone.halves(0).qkv.weight[backbone.config.hidden_size :].numel()
+        key_value = backbone.split_layer(0).qkv.weight[backbone.config.hidden_size :].numel()
         self.layers = backbone.config.num_hidden_layers
         self.table = nn.Parameter(torch.full((backbone.config.vocab_size,), float(self.layers)), requires_grad=False)
         weights, attention = backbone.layer_weights().values()
@@ -139,8 +139,8 @@ class HashExits(TokenwiseExits):
         counts = runs.sum(dim=2)  # (B, L)
         most, alike = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)  # (L,): n_l; whether all rows have n_l
         for depth, width in enumerate(sizes_of(most)):
-            layer, first = self.backbone.halves(depth), hidden[:, :width]
-            new = layer.feed(attend(layer, first, hidden, mask))
+            layer, first = self.backbone.split_layer(depth), hidden[:, :width]
+            new = layer.feed_forward(attend(layer, first, hidden, mask))
             new = new if torch.is_nonzero(alike[depth]) else torch.where(runs[:, depth, :width, None], new, first)
             hidden = new if width == hidden.shape[1] else torch.cat((new, hidden[:, width:]), dim=1)
         tokens, computed = depths.shape[1], most.sum().double()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
@@ -38,11 +39,9 @@ class OwnStates:
             query = self.mean(inputs).numpy(force=True)
         return check_finite(query, "the mean of the states")
 
-    def graph(self, g) -> None:
-        """The same as an ONNX graph: input_ids, attention_mask -> embedding (B, D)."""
-        with g.tracing():
-            embedding = pooled(*self.backbone.text_states(g.inputs(), self.layer), "mean").float()
-        g.output("embedding", embedding.name, "batch", self.backbone.config.hidden_size, dtype=np.float32)
+    def mean(self, inputs) -> Tensor:
+        """(B, D) float32: the mean of the states of each example."""
+        return pooled(*self.backbone.text_states(inputs, self.layer), "mean").float()
 
     def flops(self, inputs: Inputs) -> float:
         return self.backbone.text_flops(self.layer, inputs.input_ids.shape[1])

@@ -8,6 +8,7 @@ import numpy as np
 from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.rows import RowData, RowExits
@@ -98,7 +99,8 @@ class RowUnit(Unit):
         return config["num_labels"], config["pool"]
 
     def read(self, folder, config, backbone_folder):
-        return read_trained(self, folder, config, backbone_folder)
+        model = read_trained(self, folder, config, backbone_folder)
+        return model, Tokenizer.from_folder(folder, config["max_length"])
 
     def check(self, config):
         check_labelled(config)

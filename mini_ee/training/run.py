@@ -289,8 +289,8 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
     return Run(folder, config, model.eval(), tokenizer, rule, metrics=read_json(folder / "metrics.json"))
 
 
-def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:
-    """Exits that were trained, on the backbone that the run holds or names."""
+def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> nn.Module:
+    """Exits that were trained, on the backbone that the run contains or names."""
     source = config["backbone"]
     base = config | config.get("base", {})  # RAEE's: method and settings of the run that it was collected on
     method = load_method(base["method"])
@@ -304,7 +304,7 @@ def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> tup
     tensors = read_tensors(path, config["files"]["model.safetensors"])
     load_strict(model, tensors, {name: (name,) for name in model.own_state()}, path)
     model.load_parts(folder, config["files"])
-    return model, Tokenizer.from_folder(folder, config["max_length"])
+    return model
 
 
 def backbone_of(source: dict, run: Path, folder: str | Path | None):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER, check_generates, empty_backbone, generates, without_memory
 from mini_ee.data.files import json_sha256
+from mini_ee.data.tokens import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.tokens import TokenExits
 from mini_ee.training.options import KINDS, CommonOptions, TextOptions
@@ -85,9 +86,9 @@ class TokenUnit(Unit):
         return TokenExits(backbone, exits, "copy", method.policy, config["rank"])
 
     def read(self, folder, config, backbone_folder):
-        model, tokenizer = read_trained(self, folder, config, backbone_folder)
+        model = read_trained(self, folder, config, backbone_folder)
         model.fold()
-        return model, tokenizer
+        return model, Tokenizer.from_folder(folder, None)  # a text is read whole, even if config.json has a max_length
 
 
 def _tokens(data) -> int:
