@@ -126,8 +126,7 @@ class GraphRule:
 
     def __init__(self, folder: Path, manifest: dict):
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
-        self._index_of_depth = np.full(manifest["exits"][-1] + 1, -1)
-        self._index_of_depth[list(manifest["exits"])] = np.arange(self._last + 1)
+        self._exit_of_depth = {depth: k for k, depth in enumerate(manifest["exits"])}
         in_graph = "encoder" not in manifest and manifest.get("rule_in_graph", True)
         self._rule = rule_from_dict(manifest["rule"]) if in_graph else NeverExit()
         self._latest: tuple = (None, None)
@@ -157,12 +156,10 @@ class GraphRule:
     def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
         """Exit index (B,) of each depth (B,) that the graph returned, and what the rule read at each exit."""
         try:
-            index = self._index_of_depth[layers]
-        except IndexError:
-            index = np.array([-1])
-        if index.min() < 0:
+            index = np.array([self._exit_of_depth[depth] for depth in layers.tolist()], np.int64)
+        except KeyError:
             found = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
-            raise ValueError(f"{self._folder}: {found}; export the run again")
+            raise ValueError(f"{self._folder}: {found}; export the run again") from None
         return index, [*[rule.needs if plan is None else None] * self._last, None]
 
     def unsupported(self, rule: Rule) -> ValueError:
