@@ -114,7 +114,7 @@ PAGE_TEXT = """# Serving under load
 MiniLM (all-MiniLM-L6-v2, exits after 2, 4 and 6 of 6 layers) on the 872 sentences of SST-2's dev, one thread. Its heads
 are drawn, and its thresholds set so that .6 and .3 of the rows leave at the first two exits: half of the layers are
 saved. What is answered is not looked at here; that it is what the model answers at batch 1 is tested
-(`tests/test_serving.py`, `tests/test_conformance.py`). Three servers get the same requests:
+(`tests/serving/test_serving.py`, `tests/contract/test_conformance.py`). Three servers get the same requests:
 
 - `whole`: `model.onnx` to full depth, batches of what is there: the model without early exits, with dynamic batching
 - `graph`: `model.onnx` with its rule, which stops by itself
@@ -149,12 +149,12 @@ Time is processor time of the batches, so that what else the machine does has no
 ## What tests hold
 
 - at 1.5 times the saturation load each request is answered or refused, once, with the label and the layers of batch 1:
-  `tests/test_serving.py`
+  `tests/serving/test_serving.py`
 - clients of a server that is killed under load get an answer or an error within their deadline:
-  `MINI_EE_KILLS=50 pytest tests/test_serve_http.py`, and on Ray `tests/test_serve_ray.py`
-- requests that are no requests bring nothing down, and others are answered meanwhile: `tests/test_serve_http.py`
+  `MINI_EE_KILLS=50 pytest tests/serving/test_serve_http.py`, and on Ray `tests/serving/test_serve_ray.py`
+- requests that are no requests bring nothing down, and others are answered meanwhile: `tests/serving/test_serve_http.py`
 - thresholds are raised while a promise is broken, and the interval of `--shadow` covers the true agreement:
-  `tests/test_serve_promise.py`
+  `tests/serving/test_serve_promise.py`
 """
 
 

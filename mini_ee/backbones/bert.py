@@ -7,7 +7,7 @@ All four are one stack of post-norm layers. They differ here, and nowhere else:
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
     ElasticBERT   every layer has a pooler of its own
 
-Agreement with transformers, hidden states and logits, is pinned in tests/test_bert.py.
+Agreement with transformers, hidden states and logits, is pinned in tests/parity/test_bert.py.
 """
 
 from dataclasses import asdict, dataclass

@@ -17,7 +17,7 @@ K and Q do not depend on the input. Here only the rows that some i - j reaches a
 with adapters once for each stream; in ONNX they and their adapters are constants, which ONNX Runtime folds as it loads.
 
 The masked-LM head is the one that `cls.predictions` or `lm_predictions.lm_head` holds: both compute the same.
-Transformers (5.23) agrees in every hidden state and logit: tests/test_deberta.py.
+Transformers (5.23) agrees in every hidden state and logit: tests/parity/test_deberta.py.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ run costs nothing. Text is written over caches as by any decoder; a token that h
 of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
 
 In ONNX graphs of tokens the keys and values of all layers come from a graph of their own, which runs once: see T5Block.
-Transformers (5.23) agrees in every hidden state and logit: tests/test_t5.py.
+Transformers (5.23) agrees in every hidden state and logit: tests/parity/test_t5.py.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ examples of train that the stages before have not seen, half of `apart` each. An
 cut by `mini-ee calibrate --promise conformal` (calibration.py), which every other method can use too, is the paper's
 shared calibration.
 
-Deviations, 1 to 5 of them pinned in tests/test_cat.py:
+Deviations, 1 to 5 of them pinned in tests/methods/test_cat.py:
 1. One logit for F, the difference of the paper's two: the same loss and the same scores.
 2. Heads read the mean over tokens by default; theirs read the first (`pool`). Exits need not be after every layer.
 3. No regression (theirs counts |difference| <= .5 as agreement), and no tokens, which have too many classes as input.

@@ -18,7 +18,7 @@ Stage 1 fine-tunes everything for the last exit. Stage 2 trains the adapters, LN
 else is frozen. Examples exit by Patience. At an exit its layer has run but for LN; the branch is extra work. A segment
 passes a and FFN(a) on, concatenated as (B, T, 2 D): an exit reads both, and the layers above start with LN(FFN(a) + a).
 
-Deviations from the published code, 1 to 3 and 5 of them pinned in tests/test_dree.py:
+Deviations from the published code, 1 to 3 and 5 of them pinned in tests/methods/test_dree.py:
 1. M is drawn in each training and saved with the model. Theirs is neither parameter nor buffer, so a checkpoint is
    valid only with the seed of its training.
 2. LN' copies weight and bias of LN at every exit; theirs copies the bias at the last inner exit only.

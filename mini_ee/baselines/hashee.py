@@ -22,7 +22,7 @@ Computation: the tokens of a row are sorted by exit layer, deepest first. So eac
 where n is the largest number in any row. The depth of a row is the mean over its tokens; its FLOPs count the n
 tokens of each layer, as computed.
 
-Deviations, pinned in tests/test_hashee.py:
+Deviations, pinned in tests/methods/test_hashee.py:
 1. The released code has no attention mask: padding is attended to, so the logits of a row depend on its batch. Here
    padding is masked.
 2. Counts are from train only; theirs include dev.

@@ -16,7 +16,7 @@ Training   1. fine-tune everything without token exits
               the mean reward of the others: -(R(a) - b) (ln pi_1(a) / n_1 + ln pi_2(a) / n_2)
            3. everything: the mean cross-entropy of the drawn selections plus the loss of step 2
 
-Deviations, pinned in tests/test_tr_bert.py:
+Deviations, pinned in tests/methods/test_tr_bert.py:
 1. Theirs keeps equally many tokens of every row of a batch, as many as of the row with most, without a mask. So results
    depend on the batch. Here rows are padded to the longest, with a mask.
 2. [CLS], which is always kept, adds nothing to ln pi_d(a).

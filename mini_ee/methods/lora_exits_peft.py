@@ -1,6 +1,6 @@
 """The adapters of LoRAExit on disk: PEFT's layout, one folder per exit.
 
-PEFT is Hugging Face's library for adapters, and its PeftModel loads these folders (tests/test_peft.py).
+PEFT is Hugging Face's library for adapters, and its PeftModel loads these folders (tests/parity/test_peft.py).
 """
 
 import json

@@ -1,8 +1,8 @@
 """Self-supervised early exits, equation by equation: Eq. 1 (the loss of the heads) and its optimum, the measures of
 Fig. 1, Table 1, and Eq. 2 and 3 (confidence and agreement). The method: mini_ee/methods/self_supervised.py.
 
-The thresholds tau_k on larger samples: tests/test_calibration.py. Training, resuming and writing text:
-tests/test_self_supervised.py.
+The thresholds tau_k on larger samples: tests/contract/test_calibration.py. Training, resuming and writing text:
+tests/methods/test_self_supervised.py.
 """
 
 import math

@@ -2,7 +2,7 @@
 gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: mini_ee/methods/consistent.py.
 
 With K exits there are only K trajectories, so each expectation is checked against an enumeration. Eq. 1 is the weighted
-sum of training/stages.py. Training, tokens and evaluation: tests/test_consistent.py.
+sum of training/stages.py. Training, tokens and evaluation: tests/methods/test_consistent.py.
 """
 
 import itertools

@@ -1,0 +1,916 @@
+"""`mini-ee reproduce`: verdicts against hand-made numbers, a tiny recipe to its page, pages beside their JSON."""
+
+import json
+import math
+import re
+import shutil
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_estimate import FREE, write_task
+
+import mini_ee.training.holdout as holdout_module
+from mini_ee import train
+from mini_ee.calibration import observe
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json, sole_writer, write_json
+from mini_ee.data.tasks import holdout, load_task, toy_task
+from mini_ee.evaluation import estimate, evaluate
+from mini_ee.evaluation.texts import EPSILONS
+from mini_ee.experiments import measured, measures, pictures, recipe, run, trainings
+from mini_ee.experiments.measured import MEASURED
+from mini_ee.experiments.page import (
+    OTHERS,
+    PageData,
+    _cell,
+    _claim_lines,
+    _training_lines,
+    claims_page,
+    in_short,
+    judge,
+    page,
+    read_data,
+)
+from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
+from mini_ee.experiments.trainings import read_case
+from mini_ee.experiments.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
+from mini_ee.recording import exit_scores, record, summary
+from mini_ee.registry import METHODS
+from mini_ee.rules import NeverExit, Threshold, rule_from_dict
+from mini_ee.training.default_rule import sweep
+from mini_ee.training.holdout import split_rows
+from mini_ee.training.loop import Diverged
+from mini_ee.training.method import load_method
+from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
+
+RESULTS = Path(__file__).parents[2] / "results"
+README_FIGURES = {  # as printed -> page, case, figure
+    "90.2 %": ("loraexit", "TREC mean segd", "score after 2"),
+    "82.7 %": ("loraexit", "TREC mean two-stage", "score after 2"),
+    "90.4 %": ("loraexit", "TREC mean sweet", "score after 2"),
+    "91.2 %": ("loraexit", "TREC mean joint", "score after 2"),
+    "15.4 %": ("self-supervised", "stories260K scratch .95 soft", "saved at .9"),
+    "19.0 %": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
+    "86.7 %": ("self-supervised", "built-in copy 0 soft", "decoded agreement at epsilon .8"),
+    "65.2 %": ("raee", "TREC encoder fallback 3", "score"),
+    "58.9 %": ("raee", "TREC encoder fallback 3", "random layers"),
+    "61.0 %": ("raee", "TREC encoder fallback 3", "full"),
+    "76.6 %": ("raee", "TREC encoder fallback 3", "kNN votes"),
+    "37.8 %": ("consistentee", "TREC consistent alpha 0.1", "saved at one point"),
+    "18.3 %": ("consistentee", "TREC pabee", "saved at one point"),
+    "55.0 %": ("consistentee", "TREC joint", "saved at one point"),
+}
+MADE = {"figures": {}, "lists": {}, "how": trainings.how_made()}  # of one seed
+JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
+TINY = {
+    "title": "Tiny",
+    "source": "nobody",
+    "about": "A recipe of this test.",
+    "short": ["Of rows, {reviews joint | full} and {reviews two-stage | full} are right."],
+    "differs": ["Everything."],
+    "next": ["More rows."],
+    "experiments": [
+        {
+            "name": "reviews {method}",
+            "measure": "rows",
+            "axes": {"method": {"joint": JOINT, "two-stage": {"method": "two-stage"}}},
+            "options": {"model": None, "task": "reviews", "exits": [2, 12], "max_train": 60, "epochs": 1},
+            "reference": "reviews joint",
+        }
+    ],
+    "claims": [
+        {"text": "One is above", "paper": ".5", "compare": [{"more": "reviews joint", "than": 0.1, "figure": "full"}]},
+        {
+            "text": "Two",
+            "paper": ".6",
+            "control": True,
+            "compare": [{"more": "reviews joint", "than": "reviews two-stage", "figure": "full"}],
+        },
+        {"text": "Large", "paper": ".7", "unseen": "It needs another machine."},
+    ],
+    "tables": [
+        {
+            "id": "Table 1",
+            "title": "scores",
+            "case": "reviews {method}",
+            "figure": "{figure}",
+            "rows": {"joint": {"method": "joint"}, "two-stage": {"method": "two-stage"}},
+            "columns": {"full": {"figure": "full"}, "saved": {"figure": "saved at one point"}},
+            "theirs": {"columns": ["full"], "rows": {"joint": ["50.0"]}},
+        }
+    ],
+    "pictures": [
+        {
+            "file": "fig.png",
+            "title": "Fig. 3: a curve",
+            "x": "share of the layers saved",
+            "y": "accuracy",
+            "series": {"joint": {"case": "reviews joint", "x": "curve saved", "y": "curve score"}},
+        }
+    ],
+    "quick": {},
+}  # fmt: skip
+
+
+# ---- Verdicts ----
+
+
+def test_a_comparison_is_students_t_on_the_paired_differences():
+    more, than = [0.92, 0.95, 0.91, 0.94], [0.90, 0.92, 0.90, 0.90]
+    differences = [a - b for a, b in zip(more, than)]
+    half = 3.182 * statistics.stdev(differences) / 2  # t of 3 degrees of freedom, from a printed table
+    found = compared(more, than)
+    assert found.low == pytest.approx(statistics.mean(differences) - half)
+    assert found.high == pytest.approx(statistics.mean(differences) + half)
+    assert found.verdict == "holds" and compared(than, more).verdict == "does not hold"
+    assert compared(more, than, by=0.02).verdict == "cannot be seen here"
+    assert compared(more, than, by=0.08).verdict == "does not hold"
+
+
+def test_pairing_sees_what_the_spread_between_seeds_hides():
+    more, than = [0.71, 0.81, 0.91], [0.70, 0.799, 0.90]
+    assert compared(more, than).verdict == "holds"
+    assert compared(more, than[::-1]).verdict == "cannot be seen here"
+
+
+def test_seeds_that_all_give_the_same_say_nothing_unless_it_is_counted():
+    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be seen here"
+    assert compared([230.0] * 3, [92.1] * 3, exact=True).verdict == "holds"
+    assert compared([0.532] * 3, [0.55, 0.552, 0.551]).verdict == "does not hold"
+
+
+def test_two_seeds_say_nothing():
+    assert compared([0.9, 0.9], [0.1, 0.1]).verdict == "too few seeds"
+
+
+@pytest.mark.parametrize(
+    "said, need, verdict",
+    [
+        ("hhh", "all", "holds"),
+        ("hhu", "all", "cannot be seen here"),
+        ("hhf", "all", "does not hold"),
+        ("hhf", 2, "holds"),
+        ("huf", 2, "cannot be seen here"),
+        ("hff", 2, "does not hold"),
+        ("hhw", 2, "holds"),
+        ("huw", 2, "too few seeds"),
+        ("huw-", 2, "runs are missing"),
+        ("h-", "all", "runs are missing"),
+        ("hf-", "all", "does not hold"),
+    ],
+)
+def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
+    sides = {
+        "h": ([3, 3.1, 2.9], [1, 1, 1]),
+        "f": ([1, 1, 1], [3, 3.1, 2.9]),
+        "u": ([1, 2, 3], [3, 2, 1]),
+        "w": ([3], [1]),
+    }
+    found = [compared(*map(list, sides[each])) if each in sides else None for each in said]
+    assert verdict_of(found, need) == verdict
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"), [([0.2, 0.1], "does not hold"), ([0.2, None], UNTRIED), ([0.9], "holds")]
+)
+def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdict):
+    cases = {name: Case(name, "rows", {}) for name in ("first", "second")[: len(figures)]}
+    seeds = [
+        {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
+    ]
+    kept = PageData(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
+    compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
+    claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
+    judged = judge(claim, kept)
+    assert judged.verdict == verdict
+    if verdict == "does not hold":
+        assert "of 2 settings the best is first" in _claim_lines(1, judged, kept)[-1]
+        tried["least"] = True
+        assert "of 2 settings the best is second" in _claim_lines(1, judged, kept)[-1]
+
+
+@pytest.mark.parametrize(
+    ("having", "run", "verdict"),
+    [
+        ("012", "012", "holds"),
+        ("01", "012", "cannot be seen here"),
+        ("", "012", "cannot be seen here"),
+        ("01", "01", "too few seeds"),
+        ("", "01", "runs are missing"),
+    ],
+)
+def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(having, run, verdict):
+    """No loss is there where no row left."""
+    seeds = {seed: {"figures": {"x": 0.9 + 0.001 * int(seed)} if seed in having else {}} for seed in run}
+    kept = PageData({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
+    claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
+    judged = judge(claim, kept)
+    assert judged.verdict == verdict
+    assert len(_claim_lines(1, judged, kept)) == 1 + bool(having)
+
+
+def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
+    """A case that takes long has fewer seeds than the one beside it."""
+    values = {"long": {"0": 0.5, "1": 0.6}, "short": {"2": 0.1, "1": 0.2, "0": 0.4}, "other": dict.fromkeys("012", 0.3)}
+    found = {
+        name: {"seeds": {seed: {"figures": {"x": x}} for seed, x in each.items()}} for name, each in values.items()
+    }
+    kept = PageData({name: Case(name, "rows", {}) for name in values}, found)
+    for more in (["long", "short"], ["short", "long"]):
+        compare = {"more": more, "than": "other", "figure": "x"}
+        (said,) = judge({"text": "", "paper": "", "compare": [compare]}, kept).comparisons
+        assert (said.seeds, said.more, said.than) == (2, pytest.approx((0.45 + 0.4) / 2), pytest.approx(0.3))
+
+
+# ---- Recipes ----
+
+
+@pytest.mark.parametrize(("paper", "quick"), [*((page, False) for page in PAGES), *((paper, True) for paper in PAPERS)])
+def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods_have(paper, quick):
+    found = load_recipe(paper, quick)
+    cases = cases_of(found)
+    assert cases_named(found, cases) == cases  # none is trained for nothing
+    order = list(cases)
+    assert all(order.index(case.reference or case.name) <= order.index(case.name) for case in cases.values())
+    for case in cases.values():
+        of = cases[case.reference or case.name]
+        assert (case.seeds or LEAST_SEEDS) <= (of.seeds or LEAST_SEEDS), f"{case.name}: seeds that {of.name} lacks"
+        for options in (case.options, case.options.get("base")):
+            if options:
+                known = {"method", "model", "task", "base"}
+                parts = load_method(options["method"]).config, TrainConfig, RowOptions, TextOptions
+                known |= {field.name for part in parts for field in fields(part)}
+                assert options.keys() <= known, (case.name, options.keys() - known)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_recipes_papers_own_numbers_are_in_its_tables_shape(paper):
+    for table in load_recipe(paper)["tables"]:
+        for name, row in table.get("theirs", {"rows": {}})["rows"].items():
+            assert len(row) == len(table["theirs"]["columns"]), (table["id"], name)
+
+
+def test_two_experiments_cannot_make_one_case_differently():
+    other = {"name": "reviews joint", "measure": "rows", "axes": {}, "options": {"method": "joint"}}
+    with pytest.raises(ValueError, match="two experiments make the case 'reviews joint'"):
+        cases_of({"experiments": [*TINY["experiments"], other]})
+
+
+def test_a_case_that_no_experiment_makes_is_named():
+    claims = [{"text": "", "paper": "", "compare": [{"more": "nothing", "than": 1, "figure": "full"}]}]
+    with pytest.raises(ValueError, match="no experiment makes nothing"):
+        cases_named(TINY | {"claims": claims}, cases_of(TINY))
+
+
+# ---- Measures ----
+
+
+def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
+    lora = train("lora-exits", out=tmp_path / "run", exits=(4, 12), max_train=32, epochs=1)
+    ran = []
+    monkeypatch.setattr(measures, "medians", lambda ways, name, **how: ran.append([way() for way in ways]) or [2.0] * 5)
+    figures, _ = measures.of_streams(lora, toy_task(), None)
+    ways = ("SGMV", "loop over adapters", "one by one", "no adapters", "full model")
+    assert figures == {f"{way}, {count} rows": 2000.0 for count in (1, 2, 4, 8) for way in ways}
+    for count, (together, _, one_by_one, _, full) in zip((1, 2, 4, 8), ran):
+        assert len(together.logits) == count
+        np.testing.assert_allclose(together.logits, one_by_one.logits, atol=1e-4)
+        np.testing.assert_allclose(together.logits, full.logits, atol=1e-4)
+
+
+# ---- From a recipe to its page ----
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The tiny recipe in place of RAEE's."""
+    (tmp_path / "raee.json").write_text(json.dumps(TINY))
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path)
+    monkeypatch.setattr(run, "PAPERS", ("loraexit", "raee"))  # the first has no page: no row, and no recipe is read
+    monkeypatch.setattr(measures, "HELD_ROWS", 100)
+    monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
+    monkeypatch.setattr(evaluate, "TIMED_ROWS", 16)
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
+    return tmp_path / "out"
+
+
+def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    labelled, rules_of = [], measures.rules_of
+    monkeypatch.setattr(
+        measures, "rules_of", lambda run, on, task: labelled.append(on.labels is not None) or rules_of(run, on, task)
+    )
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json", "--threads", "1"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ran"] == 2 and "1 of 2 are there.\n" in said.err and "2 of 2 are there.\n" in said.err
+    assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
+    text, kept = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
+    figures = kept["seeds"]["0"]["figures"]
+    assert 0.3 < figures["full"] < 1 and 0 <= figures["saved at one point"] < 1
+    assert figures["steps"] == 2 and figures["trained parameters"] > 1e5
+    assert {each["lr"] for each in kept["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
+    assert kept["chosen"]["lr"] == max(kept["tried"], key=lambda each: each["hold-out"])["lr"]
+    assert f"| joint | {figures['full']:.3f}".replace(" 0.", " .") in text
+    assert "| the paper's | full |" in text and "| joint | 50.0 |" in text
+    assert "3. Large: **cannot be seen here**. The paper: .7. It needs another machine." in text
+    assert "**too few seeds**" in text
+    assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
+    claims = (tiny / "README.md").read_text()
+    assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in claims
+    assert "Of 2 claims of the papers: " in claims and "*cannot be seen here* 1" in claims
+    assert "Of 1 controls of ours: *too few seeds* 1." in claims and "| *control:* Two |" in claims
+    assert "2. Two: **too few seeds**. A control of ours; the paper: .6." in text
+    assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
+
+    def refuse(*args, **settings):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(trainings, "train", refuse)
+    assert main(command) == 0  # everything is there: nothing is trained
+    assert (tiny / "raee.md").read_text() == text
+    assert main([*command, "--only", ""]) == 2
+    assert main([*command, "--only", "Table 9"]) == 2
+    assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
+
+
+def test_settings_that_most_cases_share_are_said_once():
+    shared = {"task": "TREC", "exits": [2, 4]}
+    options = {"a": {"lr": {"choose": [1, 2]}}, "b": {"task": "SST-2"}, "c": {"rank": 8}}
+    cases = {name: Case(name, "rows", shared | own) for name, own in options.items()}
+    del cases["c"].options["exits"]
+    kept = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
+    assert _training_lines(kept) == [
+        "Where a case does not say otherwise: task TREC, exits 2,4.",
+        "",
+        "| case | seeds | settings | chosen on the hold-out, of |",
+        "|---|---|---|---|",
+        "| a | 1 |  |  |",
+        "| b | 1 | task SST-2 |  |",
+        "| c | 1 | exits not given, rank 8 |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "joint", "two_stage"),
+    [
+        ([], [0, 1, 2], [0]),
+        (["--seed", "4"], [4, 5, 6], [4]),
+        (["--seeds", "2", "--seed", "4"], [4, 5], [4, 5]),
+        (["--quick"], [0], [0]),
+    ],
+)
+def test_a_case_is_run_with_the_seeds_that_its_page_has_unless_others_are_asked_for(
+    tiny, monkeypatch, asked, joint, two_stage
+):
+    (experiment,) = TINY["experiments"]
+    methods = experiment["axes"]["method"]
+    axes = {"method": methods | {"two-stage": methods["two-stage"] | {"seeds": 1}}}
+    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"axes": axes}]}))
+    ran = []
+    monkeypatch.setattr(run, "is_kept", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(run, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    assert main(["reproduce", "raee", "--out", str(tiny), *asked]) == 0
+    both = {"reviews joint": joint, "reviews two-stage": two_stage}
+    assert ran == [(name, seed) for seed in joint for name in both if seed in both[name]]
+
+
+def test_a_cell_says_how_many_seeds_have_its_figure():
+    assert _cell([0.2, 0.3], 3, 3) == ".250 (.200 to .300; 2 of 3 seeds)"
+    assert _cell([0.2], 3, 3) == ".200 (1 of 3 seeds)" and _cell([0.2] * 3, 3, 3) == ".200"
+
+
+def test_of_one_claim_only_what_it_compares_is_run():
+    of_paper = recipe.load_recipe("consistentee")
+    asked = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
+    methods = ("two-stage", "consistent alpha 0.1", "pabee", "berxit")  # the first is what all are measured against
+    assert set(asked) == {f"{task} {method}" for task in ("TREC", "SST-2") for method in methods}
+
+
+def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
+    """Killed in its third candidate: the two before are not trained again, the best of all is the seed's own run."""
+    trained = []
+
+    class Made:
+        config = {}
+
+        def __init__(self, folder):
+            self.folder = folder
+
+    def train(method, out, lr, seed, **options):
+        if lr == 3.0 and trained.count(3.0) == 0:
+            trained.append(lr)
+            raise KeyboardInterrupt
+        trained.append(lr)
+        out.mkdir(parents=True)
+        (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [{1.0: 0.2, 2.0: 0.9, 3.0: 0.5}[lr]]}))
+        return Made(out)
+
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "load_run", Made)
+    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
+    case = Case("a", "rows", {"method": "joint", "task": "reviews", "lr": {"choose": [1.0, 2.0, 3.0]}})
+    sources = trainings.Sources(tmp_path, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
+    trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
+    kept = read_json(tmp_path / "a.json")
+    assert trained == [1.0, 2.0, 3.0, 3.0] and kept["chosen"] == {"lr": 2.0} and set(kept["seeds"]) == {"0"}
+    trainings.run_case(tmp_path, case, 1, sources, lambda text: None)
+    assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
+
+
+@pytest.mark.parametrize(
+    "best, asked",
+    [
+        (2.0, [1.0, 2.0, 4.0]),
+        (4.0, [1.0, 2.0, 4.0, 8.0]),
+        (8.0, [1.0, 2.0, 4.0, 8.0, 16.0]),
+        (0.5, [1.0, 2.0, 4.0, 0.5, 0.25]),
+    ],
+)
+def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, asked):
+    scores = {}
+    while value := trainings.next_to_try([1.0, 2.0, 4.0], scores):
+        scores[value] = -abs(np.log(value / best))
+    assert [*scores] == asked
+
+
+def test_scores_at_equal_operations_stand_between_the_points_beside_them():
+    found = measures._at_equal_operations({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
+    assert found == {"score at two thirds": pytest.approx(0.8 + 0.1 / 3)}  # a third: cheaper than all its points
+
+
+def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp_path, monkeypatch):
+    """A run that was stopped before it was measured, and then the recipe changed; a reference that was made anew."""
+    trained = []
+
+    class Made:
+        config = {}
+
+    def train(method, out, seed, **options):
+        out.mkdir(parents=True)
+        trained.append(options["epochs"])
+        return Made()
+
+    def measured(run, task, reference):
+        return {"full": 0.5 + len(trained) / 10} | ({"reference": reference["full"]} if reference else {}), {}
+
+    monkeypatch.setattr(trainings, "train", train)
+    sources, say = trainings.Sources(tmp_path, tmp_path), lambda text: None
+    with monkeypatch.context() as patch:
+        patch.setitem(trainings.MEASURES, "rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainings.run_case(tmp_path, Case("a", "rows", {"method": "joint", "epochs": 1}), 0, sources, say)
+    monkeypatch.setitem(trainings.MEASURES, "rows", measured)
+    first = Case("a", "rows", {"method": "joint", "epochs": 6})
+    second = Case("b", "rows", {"method": "joint", "epochs": 2}, reference="a")
+    for case in (first, second):
+        trainings.run_case(tmp_path, case, 0, sources, say)
+        assert trainings.is_kept(tmp_path, case, 0)
+    assert trained == [1, 6, 2]
+    trainings.file_of(tmp_path, "a").unlink()
+    trainings.run_case(tmp_path, first, 0, sources, say)
+    assert not trainings.is_kept(tmp_path, second, 0)
+    trainings.run_case(tmp_path, second, 0, sources, say)
+    assert trained == [1, 6, 2, 6, 2] and trainings.is_kept(tmp_path, second, 0)
+
+
+def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
+    for rows in (2452, 2500):
+        for right in range(1, rows + 1):
+            asked = trainings._short(right / rows) - measures.ROUNDED
+            assert (right - 1) / rows < asked <= right / rows
+
+
+def test_writing_says_nothing_of_shares_that_its_curve_does_not_reach(monkeypatch):
+    curve = [{"layers_saved": 0.0, "rouge_l": 1.0}, {"layers_saved": 0.2, "rouge_l": 0.6}]
+    row = {"measure": "gap", "rouge_l": 0.7, "layers_saved": 0.15, "curve": curve}
+    monkeypatch.setattr(measures, "compare_tokens", lambda *_: {"rows": [{"rouge_l_reference": 0.5}, row]})
+    figures, _ = measures.of_writing(SimpleNamespace(config={"seed": 0}), None, None)
+    assert figures["Rouge-L at 10% saved"] == pytest.approx(0.8) and figures["Rouge-L at 20% saved"] == 0.6
+    assert "Rouge-L at 30% saved" not in figures
+
+
+def test_the_promise_of_epsilon_is_that_of_each_head_that_decides_a_token(monkeypatch):
+    row = dict.fromkeys(("end_to_end", "layers_saved", "decoded_agreement", "speedup", "decoded_layers"), 0.5)
+    rows = [row | {"agreement": [0.9, None, 0.8], "exit_counts": [1, 0, 1, 2]} for _ in EPSILONS]
+    monkeypatch.setattr(measures, "of_tokens", lambda *_: ({}, {}))
+    monkeypatch.setattr(measures, "sweep", lambda *_: {"rows": rows})
+    figures, _ = measures.of_tokens_over_epsilon(SimpleNamespace(config={"seed": 0}, exits=(1, 2, 3, 4)), None, None)
+    heads = {name: share for name, share in figures.items() if name.startswith("head") and name.endswith(" .95")}
+    assert heads == {"head 1 at epsilon .95": 0.9, "head 3 at epsilon .95": 0.8}
+
+
+@pytest.mark.parametrize(("held", "ran"), [("reviews joint", 0), ("reviews two-stage", 1)])
+def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
+    """What another process holds is left to it, and what is compared with that; the rest is run."""
+    trained = []
+
+    def train(folder, options, *about):
+        trained.append(options["method"])
+        folder.mkdir(parents=True)
+        return SimpleNamespace(config={})
+
+    monkeypatch.setattr(trainings, "_trained", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    stale = trainings.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
+    stale.parent.mkdir(parents=True)
+    write_json(stale, {"options": {}, "seeds": {"0": MADE | {"figures": {"full": 0.1}}}})
+    with sole_writer(trainings.file_of(tiny / "raee", held)):
+        assert main(command) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ran"] == len(trained) == ran
+    assert f"{2 - ran} are left to other processes" in said.err
+    assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": []},
+        {"seeds": None},
+        {"seeds": {"0": None}},
+        {"seeds": {"0": {}}},
+        {"seeds": {"one": MADE}},
+        {"seeds": {"0": MADE | {"figures": {"full": "0.5"}}}},
+        {"seeds": {"0": MADE | {"figures": {"full": True}}}},
+        {"seeds": {"0": MADE | {"figures": [0.5]}}},
+        {"seeds": {"0": MADE | {"lists": {"curve": 0.5}}}},
+        {"seeds": {"0": MADE | {"lists": {"curve": ["0.5"]}}}},
+        {"seeds": {"0": MADE | {"how": {"commit": "abc"}}}},
+        {"seeds": {"0": MADE}, "tried": 5},
+        {"seeds": {"0": MADE}, "tried": [0.5]},
+        {"seeds": {"0": MADE}, "chosen": {"lr": "fast"}},
+    ],
+)
+def test_figures_of_a_wrong_type_are_one_line(tmp_path, change):
+    case = Case("a", "rows", {"method": "joint"})
+    write_json(tmp_path / "a.json", {"case": "a", "measure": "rows", "options": case.options} | change)
+    with pytest.raises(
+        ValueError, match="a.json: expected figures, lists of numbers.*remove the file to make it again"
+    ):
+        read_case(tmp_path, case)
+
+
+def test_figures_without_their_checksum_are_refused(tmp_path):
+    case = Case("a", "rows", {"method": "joint"})
+    kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    (tmp_path / "a.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="a.json: damaged or edited: the checksum that was written with it is gone"):
+        read_case(tmp_path, case)
+    write_json(tmp_path / "a.json", kept)
+    assert read_case(tmp_path, case)["seeds"] == {"0": MADE}
+
+
+def test_other_settings_are_run_anew(tmp_path):
+    case = Case("a", "rows", {"method": "joint", "epochs": 1})
+    kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    write_json(tmp_path / "a.json", kept)
+    assert trainings.read_case(tmp_path, case)["seeds"] == {"0": MADE}
+    assert trainings.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
+
+
+def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
+    assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "is not there; give --sources a folder with weights/ and data/" in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "raee.md"])
+def test_a_file_of_anothers_stays(tiny, capsys, name):
+    tiny.mkdir()
+    (tiny / name).write_text("# My notes\n")
+    assert main(["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]) == 2
+    assert f"{name}: is no page of `mini-ee reproduce`; name another folder with --out" in capsys.readouterr().err
+    assert [path.name for path in tiny.iterdir()] == [name] and (tiny / name).read_text() == "# My notes\n"
+
+
+def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_same_call(tiny, monkeypatch, capsys):
+    made = []
+
+    def measured(run, task, reference):
+        made.append(reference)
+        about = {"full": 0.5, "hold-out full": len(made) / 10}  # as many right of the test, others of the hold-out
+        return about | ({"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}), {}
+
+    monkeypatch.setattr(
+        trainings, "_trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
+    )
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASURES, "rows", measured)
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    assert main(command) == 0 and len(made) == 2
+    trainings.file_of(tiny / "raee", "reviews joint").unlink()
+    capsys.readouterr()
+    assert main(command) == 0 and json.loads(capsys.readouterr().out)["ran"] == 2
+    assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
+    assert main([*command[:-2], "2", "--json"]) == 0  # the second seed is counted from the reference's second
+    assert made[5]["hold-out full"] == 0.5
+
+
+def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_path, monkeypatch):
+    tried = []
+
+    def train(folder, options, seed, sources):
+        tried.append((options["lr"], seed))
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        if options["lr"] == 4.0:
+            raise Diverged("the loss became nan")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [1 / options["lr"]]}))
+        return SimpleNamespace(config={}, folder=folder)
+
+    monkeypatch.setattr(trainings, "_trained", train)
+    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({}, {}))
+    case = Case("a", "rows", {"task": "reviews", "lr": {"choose": [2.0, 4.0, 1.0]}})
+    sources = trainings.Sources(tmp_path, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainings.run_case(tmp_path, case, 0, sources, print)
+    monkeypatch.setattr(
+        trainings, "next_to_try", lambda values, scores: next((v for v in values if v not in scores), 0)
+    )
+    trainings.run_case(tmp_path, case, 1, sources, print)
+    assert tried == [(2.0, 0), (4.0, 0), (2.0, 1), (4.0, 1), (1.0, 1), (1.0, 1)]
+    kept = read_json(tmp_path / "a.json")
+    assert kept["tried"][1] == {"lr": 4.0, "hold-out": 0.0} and kept["chosen"] == {"lr": 1.0}
+
+
+def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
+    for name, rows in (
+        ("SST-5/train", ["bad\t0", "poor\t1", "so so\t2", "good\t3", "great\t4"]),
+        ("SST-2/dev", ["fine\t1"]),
+    ):
+        path = tmp_path / "data" / f"{name}.tsv"
+        path.parent.mkdir(parents=True)
+        path.write_text("\n".join(["sentence\tlabel", *rows, ""]))
+    folder = trainings.Sources(tmp_path, tmp_path / "made").find("data", "SST-2 sentences")
+    assert folder.name == "SST-2"
+    assert (folder / "train.tsv").read_text() == "sentence\tlabel\nbad\t0\npoor\t0\ngood\t1\ngreat\t1\n"
+    assert (folder / "dev.tsv").read_text() == "sentence\tlabel\nfine\t1\n"
+    shutil.rmtree(tmp_path / "made")  # several processes that start together: all find what one makes
+    with ThreadPoolExecutor(4) as pool:
+        sources = [trainings.Sources(tmp_path, tmp_path / "made") for _ in range(4)]
+        assert set(pool.map(lambda each: each.find("data", "SST-2 sentences"), sources)) == {folder}
+
+
+# ---- What is committed ----
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_the_command_runs_what_a_page_shows_and_no_more(paper):
+    found = load_recipe(paper)
+    cases = cases_of(found)
+    kept = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
+    assert kept == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
+    assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
+    assert all(trainings.is_kept(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_a_page_says_what_its_json_says(paper):
+    found = load_recipe(paper)
+    made = page(paper, found, read_data(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
+    assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_a_page_of_nothing_yet_says_so(paper, tmp_path):
+    """It is written after the first case of a fresh folder, when all others are missing."""
+    found = load_recipe(paper)
+    made = page(paper, found, read_data(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
+    assert f"Of {len(cases_of(found))} cases 0 have been run; `·` stands for the others." in made
+
+
+def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_folder, task_folder):
+    run = train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    figures, _ = measures.of_rows(run, load_task(task_folder), None)
+    assert 0 < figures["full"] <= 1 and "policy saved" not in figures
+
+
+def draw_weights(run):
+    """So that exits say different things."""
+    torch.manual_seed(0)
+    for name, parameter in run.model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.3)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_the_reported_split(
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, own
+):
+    """A loss is counted from the full model's own score on those rows, or from that of another model."""
+    task, given = load_task(task_folder), {"exits": (1, 2, 3), "max_train": 30, "epochs": 1}
+    run = train("joint", checkpoint_folder, task_folder, tmp_path / "run", **given)
+    draw_weights(run)
+    fitted, every, dev = split_rows(task, 0, 30).train, task.split("train"), task.split("dev")
+    others = every.take(np.array([text not in fitted.texts for text in every.texts]))
+    on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
+    points = evaluate.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
+    full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
+    least = full if own else max(point["score"] for point in points)
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: [1.0] * len(runs))
+    figures, _ = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
+    assert figures["hold-out full"] == full != there == figures["full"]
+    assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
+    for name, loss in (("no loss", 0.0), ("one point", 0.01)):
+        good = [point for point in points if point["score"] >= least - loss - measures.ROUNDED]
+        rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
+        said = summary(on_dev.replay(rule), on_dev, task, dev.labels)
+        assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (said["score"], said["layers_saved"])
+    losses = [each["loss"] for each in evaluate.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
+    assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
+
+
+def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_of_the_hold_out(
+    tmp_path, checkpoint_folder
+):
+    folder = write_task(tmp_path / "words")
+    run = train("joint", checkpoint_folder, folder, tmp_path / "run", exits=(1, 2, 3), max_train=30, epochs=1)
+    draw_weights(run)
+    task = load_task(folder)
+    figures, _ = measures.of_suits(run, task, None)
+    (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
+    some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
+    rules = [estimate.threshold_at(observe(on)) for on in (some, others, there)]
+    found = [estimate.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
+    assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
+    assert len({each.saved for each in found}) == 3
+    assert figures["full"] == exit_scores(there, task, dev.labels)[-1]
+
+
+@pytest.mark.parametrize("method", ["multi-model", "lora-exits"])
+def test_where_nobody_leaves_the_model_without_exits_is_counted_and_timed(
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, method
+):
+    run = train(method, checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    monkeypatch.setattr(measures, "rules_of", lambda run, on, task: [NeverExit()])
+    timed = []
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: timed.extend(runs) or [1.0] * len(runs))
+    figures, _ = measures.of_rows(run, load_task(task_folder), None)
+    assert figures["operations at one point"] == 1 and figures["saved at one point"] == 0
+    assert {segments.exits for segments, *_ in timed} == {(3,)}
+
+
+def test_what_read_another_text_is_not_taken(tmp_path):
+    case = Case("writes", "writing", {"method": "calm"}, reads="old.txt")
+    write_json(trainings.file_of(tmp_path, "writes"), read_case(tmp_path, case) | {"seeds": {"0": MADE}})
+    assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
+
+
+@pytest.mark.parametrize("name", ["joint", "a decoder of some length, heads from scratch, lambda .95"])
+def test_a_pictures_legend_stands_within_it(tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    lists = {"x": [0.0, 1.0], "y": [0.5, 0.7]}
+    series = {f"{name} {number}": {"case": "one", "x": "x", "y": "y"} for number in range(4)}
+    kept = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
+    pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, kept)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    inside = legend.get_window_extent()
+    assert 0 <= inside.x0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
+
+
+def test_twenty_methods_have_colours_of_their_own_the_first_ten_the_strong_ones():
+    pytest.importorskip("matplotlib")
+    colours = [pictures.colour_of(name, 0) for name in METHODS]
+    assert len(set(colours[:20])) == 20
+    strength = [max(colour) - min(colour) for colour in colours[:4]]
+    assert min(strength) > 0.4  # the four papers' methods: no pale ones
+
+
+def test_the_table_of_claims_says_what_the_json_says():
+    judged, titles, shorts = {}, {}, {}
+    for paper in PAPERS:
+        found = load_recipe(paper)
+        kept = read_data(RESULTS / paper, found)
+        judged[paper], titles[paper] = [judge(claim, kept) for claim in found["claims"]], found["title"]
+        shorts[paper] = in_short(found, kept)
+        assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
+    assert claims_page(judged, titles, shorts, OTHERS) == (RESULTS / "README.md").read_text()
+
+
+def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
+    cases = cases_of(TINY)
+    name = "reviews joint"
+    made = {"figures": {"full": 0.75}, "lists": {}, "how": trainings.how_made()}
+    kept = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
+    write_json(trainings.file_of(tmp_path, name), kept)
+    compare = [
+        {"more": "reviews two-stage", "than": 0.1, "figure": "full"},
+        {"more": name, "than": 0.5, "figure": "full", "exact": True},
+    ]
+    claims = [{"text": "Both", "paper": "-", "compare": compare}]
+    text = page("raee", TINY | {"claims": claims}, read_data(tmp_path, TINY), tmp_path, "command")
+    assert "1. Both: **runs are missing**. The paper: -.\n" in text
+    assert "\n   - reviews joint, full: ours .750, wanted .500: +0.250 (3 seeds), holds\n" in text
+
+
+def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
+    """A figure changed by hand, in the page or in the JSON, and the two are not equal any more."""
+    cases = cases_of(TINY)
+    folder = tiny / "raee"
+    folder.mkdir(parents=True)
+    for number, (name, case) in enumerate(cases.items()):
+        seeds = {
+            "0": {
+                "figures": {"full": 0.5 + number / 10, "saved at one point": 0.25},
+                "lists": {},
+                "how": trainings.how_made(),
+            }
+        }
+        kept = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
+        write_json(trainings.file_of(folder, name), kept)
+    found = load_recipe("raee")
+
+    def made():
+        return page("raee", found, read_data(folder, found), folder, "command")
+
+    first = made()
+    assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
+    assert "\nOf rows, .500 and .600 are right.\n" in first
+    path = trainings.file_of(folder, "reviews two-stage")
+    kept = read_json(path)
+    kept["seeds"]["0"]["figures"]["full"] = 0.7
+    write_json(path, kept)
+    assert made() != first and "| two-stage | .700 | .250 |" in made()
+
+
+def test_readme_prints_no_figure_that_is_not_in_the_json():
+    text = re.sub(r"```.*?```", "", (RESULTS.parent / "README.md").read_text(), flags=re.S)
+    printed = set(re.findall(r"(?<![\w.])\d+\.\d %", text))
+    assert printed == README_FIGURES.keys()
+    for shown, (paper, case, figure) in README_FIGURES.items():
+        values = read_data(RESULTS / paper, load_recipe(paper)).values(case, figure)
+        assert shown == f"{100 * np.mean(list(values.values())):.1f} %", (paper, case, figure)
+
+
+# ---- Measured pages ----
+
+
+@pytest.fixture
+def measured_page(monkeypatch):
+    """A page of two parts in place of shards."""
+    parts = {
+        "first": lambda sources, work: {"first": 1, "about": str(sources.folder)},
+        "second": lambda *_: {"second": 2},
+    }
+    text = "# Two parts\n\n{first} {second}\n"
+    module = SimpleNamespace(PARTS=parts, PAGE_TEXT=text, page=lambda figures: text.format(**figures))
+    monkeypatch.setattr(measured, "import_module", lambda name: module)
+    return module
+
+
+def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
+    command = ["reproduce", "shards", "--out", str(tmp_path), "--sources", "here", "--json"]
+    assert main(command) == 2 and "`mini-ee reproduce shards --measure` writes it" in capsys.readouterr().err
+    assert main([*command, "--measure", "third"]) == 2
+    assert "--measure: expected some of first, second; found third" in capsys.readouterr().err
+    assert main([*command, "--measure", "first"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["page"] is None and answer["measured"] == ["first"] and not (tmp_path / "shards.md").exists()
+    assert main([*command, "--measure", "second"]) == 0
+    assert read_json(tmp_path / "shards.json", signed="first") == {"first": 1, "about": "here", "second": 2}
+    assert (tmp_path / "shards.md").read_text() == "# Two parts\n\n1 2\n"
+    capsys.readouterr()
+    for measure, parts in (([], []), (["--measure"], ["first", "second"])):
+        assert main([*command, *measure]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == parts
+
+
+def test_a_measured_page_does_not_replace_another_file(measured_page, tmp_path, capsys):
+    (tmp_path / "shards.md").write_text("# Notes\n")
+    assert main(["reproduce", "shards", "--out", str(tmp_path), "--measure"]) == 2
+    assert "is no page of `mini-ee reproduce`" in capsys.readouterr().err and not (tmp_path / "shards.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["shards", "--quick"], "--only, --quick and --seeds are for papers; shards has --measure PART"),
+        (["shards", "--only", "Table 1"], "--only, --quick and --seeds are for papers; shards has --measure PART"),
+        (["raee", "--measure"], "raee runs what is missing; leave it out"),
+    ],
+)
+def test_papers_and_measured_pages_have_options_of_their_own(command, error, capsys):
+    assert main(["reproduce", *command]) == 2 and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measured_page_names_its_command(name):
+    text = (RESULTS / f"{name}.md").read_text()
+    assert f"Made by `mini-ee reproduce {name}` from [{name}.json]({name}.json)" in " ".join(text.split())

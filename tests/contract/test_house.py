@@ -1,0 +1,274 @@
+"""The plan of the house: what stands where, imports that go down the floors, and sizes that a reader can take in."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mini_ee.registry import METHODS
+
+ROOT = Path(__file__).parents[2]
+GROUND = (
+    "errors",
+    "early_exit",
+    "segments",
+    "recording",
+    "rules",
+    "confidence",
+    "calibration",
+    "statistics",
+    "registry",
+    "data",
+)
+FLOORS = (  # what stands in one line may not import each other, but for the ground floor
+    ("__init__",),
+    GROUND,
+    ("backbones",),
+    ("exits",),
+    ("training",),
+    ("methods", "baselines"),
+    ("evaluation",),
+    ("export",),
+    ("weights",),
+    ("experiments",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+WITHOUT_TORCH = (  # with everything that they import: what is exported runs on these alone
+    "__init__",
+    "errors",
+    "early_exit",
+    "recording",
+    "segments",
+    "rules",
+    "confidence",
+    "calibration",
+    "statistics",
+    "registry",
+    "data.columns",
+    "data.files",
+    "data.glue",
+    "data.lines",
+    "data.metrics",
+    "data.multiple_choice",
+    "data.options",
+    "data.progress",
+    "data.prompts",
+    "data.reviews",
+    "data.table_files",
+    "data.tasks",
+    "data.texts",
+    "data.tokens",
+    "data.values",
+    "exits.decoding",
+    "methods.raee",
+    "methods.raee_controls",
+    "methods.raee_datastore",
+    "methods.raee_files",
+    "methods.raee_index",
+    "methods.raee_shards",
+    "baselines.adainfer",
+    "training.options",
+    "export.manifest",
+    "export.sessions",
+    "export.row_segments",
+    "export.token_segments",
+    "export.runtime",
+    "export.serving.__init__",
+    "export.serving.app",
+    "export.serving.engines",
+    "export.serving.hosts",
+    "export.serving.load",
+    "export.serving.replicas",
+    "export.serving.server",
+    "export.serving.triton_model",
+    "export.serving.watch",
+    "export.serving.worker",
+    "cli.main",
+    "cli.run",
+    "cli.serve",
+)
+HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "matplotlib")  # of which the runtime loads none at once
+OUTSIDE = ("export", "experiments")  # of mini_ee/, and installed into it
+MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
+MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS = 450, 60, 7
+WIDE = {  # functions with more parameters than that
+    "kernel": "a Triton kernel takes pointers and sizes one by one",
+    "generate": "the ways to decode are named one by one, as in transformers' generate",
+    "generate_lossless": "as generate",
+    "generated_texts": "as generate, which it calls",
+}
+
+
+def name_of(path):
+    """As it is imported, after `mini_ee.`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] in OUTSIDE else parts[1:])
+
+
+def room_of(name):
+    return name.split(".")[0]
+
+
+def imported(path, inside=True):
+    """Names of the modules that a file imports; `inside` its functions too."""
+    tree = ast.parse(path.read_text())
+    names = set(map(name_of, MODULES))
+    for node in ast.walk(tree) if inside else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            package = node.module.removeprefix("mini_ee").lstrip(".")
+            for alias in node.names:
+                if f"{package}.{alias.name}".lstrip(".") in names:
+                    yield f"{node.module}.{alias.name}"
+
+
+def functions():
+    """(file, function) of every function there is."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield path, node
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down_the_floors(path):
+    own = room_of(name_of(path))
+    for name in imported(path):
+        if name.startswith("mini_ee."):
+            room = room_of(name.removeprefix("mini_ee."))
+            level = room == own or own in GROUND and room in GROUND
+            assert level or FLOOR[room] < FLOOR[own], f"{name_of(path)} imports {name}, which is not below it"
+
+
+def test_methods_do_not_import_each_other():
+    for module in METHODS.values():
+        (path,) = [path for path in MODULES if f"mini_ee.{name_of(path)}" == module]
+        assert not set(imported(path)) & set(METHODS.values()) - {module}, f"{module} imports another method"
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_the_torch_free_floor_imports_no_torch(name):
+    """At once, by itself or through what it imports."""
+    paths, asked = {name_of(path): path for path in MODULES}, [name]
+    for module in asked:
+        for other in imported(paths[module], inside=False):
+            assert other.split(".")[0] not in HEAVY, f"{module}, which {name} imports, imports {other}"
+            other = other.removeprefix("mini_ee.")
+            asked += [other] if other in paths and other not in asked else []
+
+
+def test_every_bar_is_one_that_spares_log_files():
+    """See data/progress.py."""
+    assert {name_of(path) for path in MODULES if "tqdm" in imported(path)} == {"data.progress"}
+    assert not {name_of(path) for path in MODULES if "tqdm.auto" in path.read_text()}
+
+
+def test_there_are_no_circles():
+    """Of what is imported at once. Between folders the floors see to it."""
+    names = set(map(name_of, MODULES))
+    loads = {name_of(path): imported(path, inside=False) for path in MODULES}
+    graph = {
+        own: {name.removeprefix("mini_ee.") for name in found if name.startswith("mini_ee.")} & names
+        for own, found in loads.items()
+    }
+    done = set()
+    while len(done) < len(graph):
+        ready = {name for name in graph if name not in done and graph[name] <= done}
+        assert ready, f"these import each other: {sorted(set(graph) - done)}"
+        done |= ready
+
+
+def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
+    """A family is asked for what it offers: no isinstance of a backbone, no list of families, no family's file."""
+    families = ast.parse((ROOT / "mini_ee" / "registry.py").read_text())
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in families.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "BACKBONES"
+    ]
+    for path in MODULES:
+        if path.parent.name in ("backbones", "bench", "measured") or path.name == "registry.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                asked = ast.unparse(node.args[1])
+                assert not re.search("Bert|Llama|Backbone|Decoder|Encoder", asked), f"{path}: isinstance of {asked}"
+            if isinstance(node, ast.Constant):
+                assert node.value not in names, f"{path}: names the family {node.value}"
+
+
+def test_files_and_functions_are_of_a_size_to_read():
+    long = {name_of(path): lines for path in MODULES if (lines := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long
+    for path, node in functions():
+        length = node.end_lineno - node.lineno + 1
+        assert length <= LONGEST_FUNCTION, f"{name_of(path)}: {node.name} has {length} lines"
+        given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len(set(given) - {"self", "cls"})
+        assert count <= MOST_PARAMETERS or node.name in WIDE, f"{name_of(path)}: {node.name} takes {count}"
+
+
+def test_the_loop_is_on_a_page_whose_first_sentence_names_what_goes_round_it():
+    """Also what runs it a turn at a time. Whoever takes rows out of a batch calls at_exit or keep_in_graph."""
+    source = (ROOT / "mini_ee" / "early_exit.py").read_text()
+    tree = ast.parse(source)
+    (loop,) = [node for node in tree.body if getattr(node, "name", "") == "run_segments"]
+    assert len(source.splitlines()) <= 140 and loop.end_lineno - loop.lineno < 30
+    named = set(re.findall(r"([\w/]+)\.py", ast.get_docstring(tree).split("\n\n")[0]))
+    files = {name_of(path).replace(".", "/"): path.read_text() for path in MODULES}
+    assert named <= set(files)
+    round_it = {name for name, text in files.items() if re.search(r"import at_exit|segments\.keep_in_graph\(", text)}
+    assert round_it | {"exits/generation"} == named
+
+
+def test_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "tutorial.md", "CONTRIBUTING.md", "weights/README.md", "export/serving/README.md"]
+)
+def test_files_that_a_page_names_are_there(page):
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"`((?:mini_ee|tests|weights|export|experiments|results)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_the_figures_of_the_weights_are_those_of_their_recipes():
+    page = " ".join((ROOT / "weights" / "README.md").read_text().split())
+    bert, llama = (
+        json.loads((ROOT / f"weights/{name}/recipe.json").read_text()) for name in ("bert-12x128", "llama-12x256")
+    )
+    said, texts = bert["held_out"], bert["texts"]
+    assert f"{bert['parameters']:,} parameters" in page and f"{llama['parameters']:,} parameters" in page
+    assert f"Kept: {sum(texts.values()):,} texts, of which {texts['held_out']:,}, drawn by seed" in page
+    assert f"loss {said['mlm']:.2f} nats (by token frequency alone: {said['unigram_loss']:.2f})" in page
+    assert f"{said['right'] * 100:.1f} % of the masked tokens guessed" in page
+    cosines = (f"{said[key]:.3f}".removeprefix("0") for key in ("cosine", "pooler_cosine"))
+    assert "{} from the mean of the last layer and {} from the pooler".format(*cosines) in page
+    said, stories = llama["held_out"], llama["stories"]
+    assert f"({stories['train']:,}, {llama['tokens_of_all_stories']:,} tokens)" in page
+    alone = f"(by token frequency alone: {said['unigram_loss']:.2f} nats)"
+    assert f"{said['loss']:.2f} nats a token, perplexity {said['perplexity']:.1f} {alone}" in page
+
+
+def test_the_package_ships_nothing_above_20_megabytes():
+    assert all(path.stat().st_size < 20e6 for path in (ROOT / "weights").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "weights").glob("*.py"))], ids=name_of)
+def test_nothing_is_unpickled_and_public_things_are_explained(path):
+    source = path.read_text()
+    assert not re.search(r"\bpickle|torch\.load\(|strict=False|TODO|FIXME", source)
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree) or not source
+    for node in tree.body:
+        explained = path.parent.name == "cli" and getattr(node, "name", "") == "add"  # by the HELP of the command
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not explained:
+            assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"

@@ -1,0 +1,172 @@
+"""What a method costs: one file and one line. This one has an option, a module of its own, and a policy.
+
+The same block stands in README.md. It is written into a temporary package, registered by one line, and then trained,
+evaluated, calibrated, compared, exported and run like any other, on rows and on tokens.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import random_decoder
+
+from mini_ee import registry
+from mini_ee.backbones.hub import save_backbone
+from mini_ee.backbones.llama import Decoder
+from mini_ee.cli.main import main
+from mini_ee.rules import Policy
+from mini_ee.training.default_rule import CURVE_POINTS
+from mini_ee.training.run import load_run
+
+ROOT = Path(__file__).parents[2]
+METHOD = '''\
+"""Doubt: an example stops at an exit if a small module predicts that the exit is correct."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import nn
+
+from mini_ee.data.options import Settings, option
+from mini_ee.rules import Policy
+from mini_ee.training.default_rule import sweep
+from mini_ee.training.method import Method
+from mini_ee.training.stages import Stage, joint_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    caution: float = option(2.0, "weight of wrong exits in the loss", least=1)
+
+
+class Trust(nn.Module):
+    def __init__(self, width, exits):
+        super().__init__()
+        self.linear = nn.ModuleList(nn.Linear(width, 1) for _ in exits[:-1])
+        self.flops = 2.0 * width
+
+    def exit_logit(self, k, state):
+        return self.linear[k](state.detach())[..., 0]
+
+
+def recipe(model, config):
+    def loss(model, batch):
+        total = 0.0
+        for k, logit in enumerate(model.exit_logits(batch.states).unbind(1)):
+            correct = (model.classify(k, batch.states[k]).argmax(-1) == batch.labels).float()
+            weight = 1 + (config.caution - 1) * (1 - correct)
+            total = total + F.binary_cross_entropy_with_logits(logit, correct, weight)
+        return total
+
+    heads = joint_stage(model, trainable=lambda name: not name.startswith("policy."))
+    last = Stage("trust", lambda name: name.startswith("policy."), loss, score=lambda scores: 0.0, on_states=True)
+    return [heads, last]
+
+
+METHOD = Method(Config, recipe, policy=Trust, candidates=sweep(Policy()), classes_only=True)
+'''
+LINE = {"doubt": "my_methods.doubt"}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The method's file in a package of its own, and its line in the registry."""
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "my_methods").mkdir()
+    (folder / "my_methods" / "__init__.py").write_text("")
+    (folder / "my_methods" / "doubt.py").write_text(METHOD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setattr(registry, "METHODS", registry.METHODS | LINE)
+        for module in ("mini_ee.training.method", "mini_ee.cli.train", "mini_ee.evaluation.compare"):
+            __import__(module)
+            patch.setattr(sys.modules[module], "METHODS", registry.METHODS)
+        yield folder
+
+
+def answer(capsys, *argv):
+    """The JSON answer of a command that ends well."""
+    capsys.readouterr()
+    status = main([*map(str, argv), "--json"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return json.loads(captured.out)
+
+
+@pytest.fixture(scope="module")
+def trained(package, checkpoint_folder, task_folder, tmp_path_factory):
+    """A run on rows."""
+    out = tmp_path_factory.mktemp("doubt") / "run"
+    options = ["--model", checkpoint_folder, "--task", task_folder, "--out", out, "--epochs", 2, "--caution", 3]
+    assert main([*map(str, ("train", "doubt", *options))]) == 0
+    return out
+
+
+def test_its_help_shows_its_option_and_no_other_methods(package, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "doubt", "--help"])
+    told = capsys.readouterr().out
+    assert "--caution" in told and "wrong exit" in told and "--alpha" not in told and "--tau" not in told
+
+
+def test_a_foreign_option_and_a_wrong_value_are_one_line(package, checkpoint_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "doubt", "--out", str(tmp_path / "x"), "--tau", ".5"])
+    assert ended.value.code == 2 and "--tau" in capsys.readouterr().err
+    assert main(["train", "doubt", "--out", str(tmp_path / "x"), "--caution", ".5"]) == 2
+    assert "caution must be a number of at least 1, got 0.5" in capsys.readouterr().err
+
+
+def test_it_is_trained_and_loaded_again(trained):
+    run = load_run(trained)
+    assert run.config["method"] == "doubt" and run.config["settings"] == {"caution": 3.0} and run.unit == "rows"
+    assert run.model.policy.linear[0].weight.abs().max() > 0
+    assert run.classify(["the film was good"])[0].label in ("bad", "good")
+
+
+def test_it_is_evaluated_calibrated_and_compared(trained, task_folder, tmp_path, capsys):
+    swept = answer(capsys, "evaluate", trained, "--task", task_folder, "--sweep")
+    assert len(swept["rows"]) == CURVE_POINTS + 1 and swept["mean_layers"] <= 3
+    cut = answer(capsys, "evaluate", trained, "--task", task_folder, "--rule", "policy", "--cut", 0.4)
+    assert cut["rule"] == {"name": "policy", "cut": 0.4}
+    compared = answer(capsys, "compare", trained, "--task", task_folder, "--sweep")
+    assert {point["rule"]["name"] for point in compared["rows"][0]["curve"]} == {"never", "policy"}
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(trained), str(copy)], check=True)
+    assert answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", 0.5)["epsilon"] == 0.5
+
+
+@pytest.mark.parametrize("engine", ["onnx", "torch"])
+def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, capsys, engine):
+    out, lines, answers = tmp_path / "exported", tmp_path / "in.txt", tmp_path / "out.jsonl"
+    found = answer(capsys, "export", trained, "--out", out, "--rule", "policy", "--task", task_folder)
+    assert found["verified"]["exit_agreement"] == 1.0
+    lines.write_text("the film was good\nthe book was awful\n")
+    told = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine)
+    assert (told["rows"], told["failed"]) == (2, 0)
+    run = load_run(trained)._replace(rule=Policy(found["rule"]["cut"]))
+    written = [json.loads(line) for line in answers.read_text().splitlines()]
+    expected = run.classify(lines.read_text().splitlines())
+    assert [(each["label"], each["layers"]) for each in written] == [(each.label, each.layers) for each in expected]
+
+
+def test_it_teaches_tokens_too(package, decoder_checkpoint, tmp_path, capsys):
+    out, model = tmp_path / "run", tmp_path / "model"
+    config = random_decoder("llama", 2).config
+    save_backbone(Decoder(replace(config, max_position_embeddings=64)), model)
+    shutil.copy(decoder_checkpoint / "tokenizer.json", model)
+    options = ["--model", model, "--exits", "1,2", "--texts", 160, "--new-tokens", 8, "--epochs", 1]
+    answer(capsys, "train", "doubt", *options, "--out", out, "--caution", 4)
+    run = load_run(out)
+    assert run.unit == "tokens" and len(run.generate(["the film"], max_new_tokens=4)) == 1
+
+
+def test_readme_shows_this_very_method():
+    text = (ROOT / "README.md").read_text()
+    shown = textwrap.dedent(text[text.index("# my_methods/doubt.py") :]).split("```")[0]
+    assert METHOD.split('"""', 2)[2].strip() in shown

@@ -1,0 +1,184 @@
+"""Every baseline, method and backbone family but joint training and BERT can be deleted: its files, and its lines in
+the registry. Nothing else knows its name, but experiments/, which measures what it names."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from mini_ee.registry import BACKBONES, METHODS
+
+ROOT = Path(__file__).parents[2]
+KEPT = ("mini_ee.baselines.joint", "mini_ee.backbones.bert")
+REMOVABLE = sorted({*METHODS.values(), *BACKBONES.values()} - set(KEPT))
+GROUPS = {  # what is removed at once: methods and baselines do not import each other, see test_house.py
+    "methods": [module for module in REMOVABLE if ".methods." in module],
+    "baselines": [module for module in REMOVABLE if ".baselines." in module],
+} | {module: [module] for module in REMOVABLE if ".backbones." in module}
+ALONE = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in str(each).lower()]
+def forget():  # the next folder's modules are imported anew; torch and its like stay
+    for name in [name for name in sys.modules if name.startswith("mini_ee")]:
+        del sys.modules[name]
+"""  # no package is found but the one in sys.path[0]
+IMPORT_ALL = """
+import importlib, json
+def told(names):
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            if not isinstance(error, ModuleNotFoundError) or error.name.startswith("mini_ee"):  # not Ray, Triton, ...
+                yield name, f"{type(error).__name__}: {error}"
+for folder, names in json.load(sys.stdin):
+    sys.path[0] = folder
+    print(json.dumps(dict(told(names))))
+    forget()
+"""
+LIFE = """
+import json, os, torch
+torch.set_num_threads(1)
+folders, commands = json.load(sys.stdin)
+for folder in folders:
+    sys.path[0] = folder
+    os.chdir(folder)
+    from mini_ee.cli.main import main
+    for line in commands:
+        if status := main(line.split()):
+            sys.exit(f"{folder}: {line}: status {status}")
+    forget()
+"""
+COMMANDS = (
+    "train joint --out run --max-train 64 --epochs 1 --exits 2,12",
+    "evaluate run --max-rows 8 --batch-size 8",
+    "export run --out exported",
+    "run exported rows.txt --out answers.jsonl",
+)
+
+
+def files_of(module, package):
+    """The files that go with a module, in a package's folder."""
+    stem = module.removeprefix("mini_ee.").replace(".", "/")
+    patterns = (stem, f"{stem}_*")
+    return [path for pattern in patterns for path in package.glob(f"{pattern}.py")]
+
+
+def without(modules, folder):
+    """The package in a folder, as it is installed, without the files of these modules and their lines."""
+    package = folder / "mini_ee"
+    copytree(ROOT / "mini_ee", package)
+    for room in ("export", "experiments"):
+        copytree(ROOT / room, package / room)
+    (package / "weights").symlink_to(ROOT / "weights")
+    registry = package / "registry.py"
+    for module in modules:
+        gone, lines = files_of(module, package), registry.read_text().splitlines(keepends=True)
+        names = [f'"{dotted(path, folder)}"' for path in gone]
+        kept = [line for line in lines if not any(name in line for name in names)]
+        assert gone and len(kept) < len(lines), module
+        registry.write_text("".join(kept))
+        for path in gone:
+            path.unlink()
+            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+                compiled.unlink()
+    return folder
+
+
+def modules_in(folder):
+    for path in sorted((folder / "mini_ee").rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if path.stem != "__main__":
+            yield ".".join(parts[:-1] if path.stem == "__init__" else parts)
+
+
+def imported_in(folders):
+    """Of each folder: module -> why it is not imported, of those that are not. One process imports them all."""
+    given = json.dumps([(str(folder), list(modules_in(folder))) for folder in folders])
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE + IMPORT_ALL],
+        input=given,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=folders[0],
+    )
+    return list(map(json.loads, done.stdout.splitlines()))
+
+
+def names_in(path):
+    """What a file imports, inside its functions too, and its texts but for docstrings."""
+    tree = ast.parse(path.read_text())
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+def dotted(path, root=ROOT):
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts if parts[0] == "mini_ee" else ("mini_ee", *parts))
+
+
+def test_no_other_file_names_one_of_them():
+    paths = [*(ROOT / "mini_ee").rglob("*.py"), *(ROOT / "export").rglob("*.py")]
+    names = {dotted(path): set(names_in(path)) for path in paths}
+    for module in REMOVABLE:
+        own = set(map(dotted, files_of(module, ROOT / "mini_ee")))
+        gone = own | {name for name, where in (METHODS | BACKBONES).items() if where == module}
+        for path, found in names.items():
+            named = found & gone if path not in own | {"mini_ee.registry"} else ()
+            assert not named, f"{path} names {sorted(named)}"
+
+
+def check_imports(groups, tmp_path):
+    """Without each of these groups every module is imported, but of experiments/."""
+    folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
+    for group, told in zip(groups, imported_in(folders)):
+        told = {name: why for name, why in told.items() if not name.startswith("mini_ee.experiments")}
+        assert not told, f"without {group}: {told}"
+
+
+def test_without_them_every_other_module_is_imported(tmp_path):
+    check_imports([*GROUPS.values(), REMOVABLE], tmp_path)
+
+
+def check_life(groups, tmp_path):
+    """Without each of these groups joint training on the built-in data is trained, evaluated, exported and run."""
+    folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
+    for folder in folders:
+        (folder / "rows.txt").write_text("the film was good\na dull meal\n")
+    given = json.dumps((list(map(str, folders)), COMMANDS))
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE + LIFE], input=given, text=True, capture_output=True, cwd=folders[0]
+    )
+    assert done.returncode == 0, done.stderr
+    for group, folder in zip(groups, folders):
+        answers = [json.loads(line)["label"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+        assert len(answers) == 2 and set(answers) <= {"negative", "positive"}, f"without {group}"
+
+
+def test_without_all_of_them_joint_training_lives(tmp_path):
+    check_life([REMOVABLE], tmp_path)
+
+
+slow = pytest.mark.skipif("MINI_EE_SLOW" not in os.environ, reason="slow: set MINI_EE_SLOW=1")
+
+
+@slow
+def test_without_each_of_them_every_other_module_is_imported(tmp_path):
+    check_imports([[module] for module in REMOVABLE], tmp_path)
+
+
+@slow
+def test_without_each_of_them_joint_training_lives(tmp_path):
+    check_life([[module] for module in REMOVABLE], tmp_path)
