@@ -17,11 +17,11 @@ from mini_ee.baselines.adainfer import right_of, svm
 from mini_ee.calibration import observe
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
-from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.compare import compare_tokens, rules_of
-from mini_ee.evaluation.estimate import savings_at, suitability, threshold_at
-from mini_ee.evaluation.evaluate import (
+from mini_ee.evaluation.comparison import compare_tokens, rules_of
+from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
+from mini_ee.evaluation.row_evaluation import (
     LOSSES,
     by_exit,
     curve,
@@ -33,11 +33,11 @@ from mini_ee.evaluation.evaluate import (
     rows_of,
     timed_batches,
 )
-from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
-from mini_ee.evaluation.texts import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.evaluation.savings_estimate import savings_at, suitability, threshold_at
+from mini_ee.evaluation.token_evaluation import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.exits.generation import Sampling
-from mini_ee.exits.prompts import PromptModel
-from mini_ee.exits.tokens import record_texts
+from mini_ee.exits.prompt_exits import PromptModel
+from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import medians
 from mini_ee.experiments.bench.streams import bare_streams, over_adapters
 from mini_ee.methods.consistent_hardness import hardness_in_training
@@ -49,7 +49,7 @@ from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.default_rule import choose
 from mini_ee.training.holdout import split_rows
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 from mini_ee.training.stages import task_loss
 
 BATCH = 32
@@ -178,7 +178,7 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
 # ---- Suitability ----
 
 
-def of_suits(run: Run, task: Task, reference: dict | None) -> Measured:
+def of_estimate(run: Run, task: Task, reference: dict | None) -> Measured:
     """What `mini-ee estimate` says of the checkpoint, and what exits trained on it save at the same agreement.
 
     The threshold of the trained exits is that of the hold-out; layers are of the reported split.
@@ -411,13 +411,14 @@ def of_writing(run: Run, text: Path | None, reference: dict | None, sampling: Sa
     return figures, lists
 
 
-OF_ROWS = ("rows", "streams", "prompts", "compared through prompts", "suits")  # read a task; others a text, or nothing
+# these read a task; the others read a text, or nothing
+OF_ROWS = ("rows", "streams", "prompts", "compared through prompts", "estimate")
 MEASURES = {
     "rows": of_rows,
     "streams": of_streams,
     "prompts": of_retrieval,
     "compared through prompts": of_compared,
-    "suits": of_suits,
+    "estimate": of_estimate,
     "tokens": of_tokens,
     "tokens over epsilon": of_tokens_over_epsilon,
     "writing": of_writing,

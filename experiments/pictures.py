@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.evaluation.plots import new_figure, save_figure
-from mini_ee.experiments.page import PageData
 from mini_ee.experiments.recipe import filled
+from mini_ee.experiments.result_page import PageData
 from mini_ee.registry import METHODS
 
 GRID = 40  # points at which curves of several seeds are averaged

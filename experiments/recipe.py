@@ -14,7 +14,7 @@ from mini_ee.errors import WrongArguments
 
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")
-PAGES = (*PAPERS, "shortest", "suits")
+PAGES = (*PAPERS, "shortest", "estimate")
 
 
 class Case(NamedTuple):

@@ -26,9 +26,9 @@ from mini_ee.errors import WrongArguments
 from mini_ee.experiments.measures import MEASURES, OF_ROWS
 from mini_ee.experiments.recipe import Case, is_choice
 from mini_ee.training.loop import Diverged
-from mini_ee.training.run import Run, load_run, training_folder
+from mini_ee.training.run_folder import Run, load_run, training_folder
 from mini_ee.training.state import STATE
-from mini_ee.training.train import train
+from mini_ee.training.train_run import train
 
 MADE_WITH = ("commit", "torch", "machine", "threads")  # what is said of it
 DIGITS = 5  # of a figure in JSON

@@ -64,6 +64,8 @@ def read_manifest(folder: Path) -> dict:
     if "fill" in manifest:  # the name and value of missing_kv in exports of 0.1.0
         fill = manifest.pop("fill")
         manifest["missing_kv"] = "copy_state" if fill == "propagate" else fill
+    if "promise" in manifest:  # the name of guarantee in exports of 0.1.0
+        manifest["guarantee"] = manifest.pop("promise")
     for name, digest in manifest["files"].items():
         path = folder / name
         if not path.is_file():

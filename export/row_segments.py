@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.backbones.shapes import check_finite
-from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.early_exit import run_segments
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session

@@ -19,8 +19,8 @@ import numpy as np
 
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import max_probability
-from mini_ee.data.prompts import Prompt, PromptTokenizer
-from mini_ee.data.tokens import Encoded, Tokenizer, batches, check_rows, in_order
+from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
+from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 from mini_ee.export.manifest import blaming_manifest, read_manifest

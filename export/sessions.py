@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.export.manifest import MANIFEST, WEIGHTS
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.cache import GraphBlock
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.segments import Reading, Segments
 
 

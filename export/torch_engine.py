@@ -9,14 +9,14 @@ from torch import nn
 
 from mini_ee.backbones.hub import empty_backbone, load_strict, read_tensors, without_memory
 from mini_ee.exits.generation import token_segments
-from mini_ee.exits.prompts import PromptModel
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.prompt_exits import PromptModel
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export.builder import SOME_ROWS
 from mini_ee.export.manifest import WEIGHTS, blaming_manifest, read_manifest
 from mini_ee.export.runtime import open_tokenizer
 from mini_ee.segments import Segments
 from mini_ee.training.method import load_method
-from mini_ee.training.run import build_model
+from mini_ee.training.run_folder import build_model
 
 
 def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callable[[str, int, int], Segments]:

@@ -20,7 +20,7 @@ from onnx import TensorProto, ValueInfoProto
 from mini_ee.data.files import atomic_folder, write_bytes
 from mini_ee.export import writer
 from mini_ee.export.serving.worker import BATCH
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 TEXTS = {1: ("text",), 2: ("text", "text_b")}
 """Number of texts in a row -> names of the inputs, as in requests to `mini-ee serve`."""

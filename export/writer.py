@@ -11,7 +11,7 @@ exported/segment_{layer}.onnx  with `segments`: the layers up to an exit, for ro
 exported/memory.onnx           for an encoder-decoder that writes text: the encoder, run once per prompt
 exported/model.safetensors     the weights of all graphs, each stored once under its name in torch
 exported/tokenizer.json
-exported/index.html            with `web`: a page for the browser and its files, see page.py
+exported/index.html            with `web`: a page for the browser and its files, see web_page.py
 exported/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
                                datastore/; encoder/ has the tokenizer of the encoder if it is another one
 
@@ -30,10 +30,10 @@ from onnx import helper
 from torch import nn
 
 from mini_ee.backbones.hub import write_tensors
+from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS
 from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.tasks import toy_task
-from mini_ee.data.texts import CALIBRATION_PROMPTS
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
 from mini_ee.exits.generation import token_segments, token_weights
@@ -41,16 +41,16 @@ from mini_ee.export.builder import OPSET, int8_maps, parameters_of
 from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
 from mini_ee.export.model_graph import write_model_graph
-from mini_ee.export.page import check_page, write_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.segment_graphs import segment_graphs
 from mini_ee.export.sessions import CPU
 from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.tracing import NotTraceable
+from mini_ee.export.web_page import check_page, write_page
 from mini_ee.recording import plan_rows, predictions, read_every_exit, record
 from mini_ee.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.segments import Segments
-from mini_ee.training.run import Run, versions
+from mini_ee.training.run_folder import Run, versions
 
 PRECISIONS = ("float32", "float16", "int8")
 
@@ -60,10 +60,10 @@ OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
 OF_ROWS = ("unit", "pool", "head", "num_labels")
 """Attributes of a model of rows that the manifest has."""
 
-OF_ITS_RULE = ("promise", "exit_counts")
+OF_ITS_RULE = ("guarantee", "exit_counts")
 """Keys that it also copies if the rule is the run's own."""
 
-WEB = "model_web"  # the graph of the page, see page.py
+WEB = "model_web"  # the graph of the page, see web_page.py
 
 VERIFIED_TEXTS = 64
 
@@ -92,7 +92,7 @@ def export(
     precision: float32, float16, or int8 for the linear maps within the layers (default float32). segments: also write
     one graph per segment. They are for rules that model.onnx does not contain, for servers that batch rows again after
     each exit, and for recomputing caches; a decoder that was trained with "recompute" always gets them. web: also write
-    a page that runs the model in a browser, see page.py. Warns if the tokenizer has tokens that the model lacks.
+    a page that runs the model in a browser, see web_page.py. Warns if the tokenizer has tokens that the model lacks.
     Raises FileExistsError if `out` exists; WrongArguments if the rule reads hidden states and `segments` is given;
     ValueError if a weight is NaN, infinite or too large for the precision, if the rule cannot be exported, or if
     float32 graphs differ from torch by more than TOLERANCE. Then no folder is written.

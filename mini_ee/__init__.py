@@ -6,13 +6,13 @@ The public names are imported when they are asked for: whoever runs an exported 
 from importlib import import_module
 from types import ModuleType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 PUBLIC = {
     "load_backbone": "mini_ee.backbones.hub",
     "save_backbone": "mini_ee.backbones.hub",
-    "train": "mini_ee.training.train",
-    "load_run": "mini_ee.training.run",
+    "train": "mini_ee.training.train_run",
+    "load_run": "mini_ee.training.run_folder",
     "WrongArguments": "mini_ee.errors",
     "NeverExit": "mini_ee.rules",
     "FixedExit": "mini_ee.rules",

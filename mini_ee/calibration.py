@@ -1,14 +1,14 @@
-"""Thresholds that keep a promise: how sure an exit must be, so that it agrees with the full model as often as epsilon.
+"""Thresholds that keep a guarantee: so confident must an exit be to agree with the full model at rate epsilon.
 
 Source: Valade 2024, Accelerating Large Language Model Inference with Self-Supervised Early Exits, section 3.3. An exit
 agrees (Eq. 3) where its likeliest token, or class, is that of the last exit; no label is needed. The paper's tau
-keeps the promise on the rows that it was taken from. On fresh rows chance breaks it, for half of all calibration sets
+keeps the guarantee on the rows that it was taken from. On fresh rows chance breaks it, for half of all calibration sets
 or more; with `delta` it is broken for a share of delta of them at most (Angelopoulos et al. 2021, Learn then Test;
 Schuster et al. 2022, CALM): cuts are tested one after the other from the strictest down, until the first that fails.
 
 A group is what was drawn independently: a text with all its tokens, or a classifier's row. The test of a cut is
 
-    groups of one row   exact binomial: the promise holds whatever the rows are like
+    groups of one row   exact binomial: the guarantee holds whatever the rows are like
     larger groups       binomial of as many independent rows as the sample is worth (Korn & Graubard 1998), with one
                         more text, as long as the longest, in which every row is wrong: so nothing rests on a text
                         that has not been seen. It assumes that the correlation within texts shows in the sample; it
@@ -16,10 +16,10 @@ A group is what was drawn independently: a text with all its tokens, or a classi
 
 statistics.py has both.
 
-A third promise is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, 2104.08803v2).
+A third guarantee is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, 2104.08803v2).
 
 Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: the least share that agrees, in (0, 1];
-           delta: the chance that the promise is broken, over all K - 1 exits together.
+           delta: the chance that the guarantee is broken, over all K - 1 exits together.
 """
 
 import math
@@ -42,7 +42,7 @@ A_SET = "a calibration set is a quarter of the rows or texts"
 
 
 class TooFew(ValueError):
-    """Not even full agreement would keep the promise. needed: rows, or texts like those at hand, that could."""
+    """Not even full agreement would keep the guarantee. needed: rows, or texts like those at hand, that could."""
 
     def __init__(self, message: str, needed: int):
         super().__init__(message)
@@ -64,7 +64,7 @@ class Observed(NamedTuple):
 def calibrate(
     observed: Observed, epsilon: float, delta: float | None = None, measure: str = "max_probability"
 ) -> Threshold:
-    """tau of every exit, as a rule: the paper's, or with `delta` one that keeps the promise on fresh rows too.
+    """tau of every exit, as a rule: the paper's, or with `delta` one that keeps the guarantee on fresh rows too.
 
     measure: the one in which the confidence was observed. inf: that exit takes no row. The last exit takes all.
     Raises ValueError for an epsilon or delta outside its range, and where there are too few rows or texts for them.
@@ -150,7 +150,7 @@ def tau_with_confidence(
 
 
 def check_guarantee(epsilon: float, delta: float | None) -> None:
-    """Raise ValueError where no thresholds can promise this, whatever the rows are."""
+    """Raise ValueError where no thresholds can guarantee this, whatever the rows are."""
     if not 0 < epsilon <= 1:
         raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
     if delta is None:
@@ -159,7 +159,7 @@ def check_guarantee(epsilon: float, delta: float | None) -> None:
         raise ValueError(f"delta must be at least {LEAST} and below 1, got {delta}")
     if epsilon > 1 - LEAST:
         raise ValueError(
-            f"epsilon {epsilon} cannot be promised for fresh rows: too many are needed; take .99, or no delta"
+            f"epsilon {epsilon} cannot be guaranteed for fresh rows: too many are needed; take .99, or no delta"
         )
 
 
@@ -170,13 +170,13 @@ def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
         sizes = np.unique(groups, return_counts=True)[1]
         needed, kind = groups_needed(sizes, epsilon, delta), "rows" if sizes.max() == 1 else "texts like these"
         raise TooFew(
-            f"too few to promise epsilon {epsilon} with this delta: at least {needed} {kind} are needed, "
+            f"too few to guarantee epsilon {epsilon} with this delta: at least {needed} {kind} are needed, "
             f"got {len(sizes)}; calibrate on more, or lower epsilon, or leave delta out",
             needed,
         )
 
 
-# ---- The conformal promise ----
+# ---- The conformal guarantee ----
 POLICY = "exit_logit"  # the measure that the rule Policy is on
 
 COMPARED = 0.05  # delta of the thresholds that a conformal cut is compared with
@@ -190,7 +190,7 @@ def conformal(observed: Observed, epsilon: float, measure: str = "max_probabilit
     an epsilon outside (0, 1) and for confidences that are no numbers, TooFew where no cut but infinity would do.
     """
     if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon must be above 0 and below 1 for a conformal promise, got {epsilon}")
+        raise ValueError(f"epsilon must be above 0 and below 1 for a conformal guarantee, got {epsilon}")
     if not np.isfinite(observed.confidence).all():
         raise ValueError("every confidence must be a finite number, found NaN or infinity: did the model diverge?")
     needed = math.ceil(1 / (1 - epsilon) - 1 - ROUNDING)
@@ -201,7 +201,7 @@ def conformal(observed: Observed, epsilon: float, measure: str = "max_probabilit
 
 
 def conformal_cut(observed: Observed, epsilon: float) -> float:
-    """tau: who leaves where the confidence is above it keeps the promise (shared calibration of CAT, in the form of
+    """tau: who leaves where the confidence is above it keeps the guarantee (shared calibration of CAT, in the form of
     conformal risk control, Angelopoulos et al. 2024, which takes texts too).
 
     A row is lost at tau, at worst, where an exit that disagrees is surer than tau: where M, the largest confidence of
@@ -317,7 +317,7 @@ def broken_guarantees(
     sets: int = 1000,
     seed: int = 0,
 ) -> dict:
-    """How often a promise is broken on fresh groups: the share of so many calibration sets, for each of the two rules.
+    """How often a guarantee is broken on new groups: the share of so many calibration sets, for each of the two rules.
 
     A set is a seeded quarter of the groups; fresh are the others. Broken: at some exit the fresh rows that are sure
     enough agree in a share below epsilon. Raises TooFew where a quarter is too little for epsilon and delta.
@@ -369,8 +369,8 @@ def calibrate_record(
         units = math.ceil(2 * error.needed * len(observed.groups) / len(names))
         what = "rows are" if recorded.groups is None else f"texts like these, {units} tokens, are"
         raise ValueError(
-            f"too few to promise epsilon {epsilon} with delta {delta}: at least {2 * error.needed} {what} needed (half "
-            f"of them to check), got {len(names)}; give more, or lower epsilon, or leave delta out"
+            f"too few to guarantee epsilon {epsilon} with delta {delta}: at least {2 * error.needed} {what} needed "
+            f"(half of them to check), got {len(names)}; give more, or lower epsilon, or leave delta out"
         ) from None
     answer = {"epsilon": epsilon, "delta": delta, "measure": measure, "thresholds": rule.to_dict()["threshold"][:-1]}
     answer["tau_intervals"] = _intervals(taken, epsilon) if delta is None else None
@@ -391,13 +391,13 @@ def calibrate_conformal(
         rule = conformal(observed.take(drawn), epsilon, measure)
     except TooFew as error:
         raise ValueError(
-            f"too few for a conformal promise of epsilon {epsilon}: at least {2 * error.needed} rows or texts are "
+            f"too few for a conformal guarantee of epsilon {epsilon}: at least {2 * error.needed} rows or texts are "
             f"needed (half of them to check), got {len(names)}; give more, or lower epsilon"
         ) from None
     fresh, last = observed.take(~drawn), observed.confidence.shape[1]
     outcome = replay(fresh, rule)
     exited = [outcome.agrees[outcome.exit_index == k] for k in range(last)]
-    answer = {"promise": "conformal", "epsilon": epsilon, "delta": None, "measure": measure}
+    answer = {"guarantee": "conformal", "epsilon": epsilon, "delta": None, "measure": measure}
     answer |= {"thresholds": [rule.to_dict()[rule.knob]] * last, "tau_intervals": None}
     answer["agreement"] = [float(agrees.mean()) if len(agrees) else None for agrees in exited]
     answer["end_to_end"] = mean_of_groups(outcome.agrees, fresh.groups)

@@ -14,7 +14,7 @@ import numpy as np
 from mini_ee.confidence import MEASURES
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Encoded, batches
+from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.early_exit import ExitResult, early_exit
 from mini_ee.rules import Planned, Rule
 from mini_ee.segments import Reading, Segments, known_logits
@@ -118,7 +118,7 @@ class Record(NamedTuple):
     """All exits of N rows (examples or tokens), and the cost of the full model."""
 
     segments: Recorded
-    logits: np.ndarray  # (N, K, C); for recorded texts see exits/tokens.py, record_texts
+    logits: np.ndarray  # (N, K, C); for recorded texts see exits/token_exits.py, record_texts
     full_flops: float  # mean over rows: all layers, last head only
     groups: np.ndarray | None = None  # (N,), the text of each token; None: every row is a sample of its own
     labels: np.ndarray | None = None  # (N,), if rules may be fitted to labels

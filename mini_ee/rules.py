@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mini_ee.confidence import MEASURES
-from mini_ee.data.options import option
+from mini_ee.data.settings import option
 from mini_ee.data.values import is_whole
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as METHOD_RULES

@@ -18,7 +18,7 @@ The probability is not taken at points of the nuisance but bounded over cells of
 only lower the statistic, so a cell's highest probability is at most that of its least p(worse) with its highest
 p(better). The test is valid for every n. It needs fewer rows than the bounds that hold for any bounded loss: for a rule
 with p(worse) = p(better) = .02, max_loss .01 and four hold-outs in five, 3,000; a betting test (Waudby-Smith & Ramdas
-2024) 6,000, an empirical Bernstein bound (Maurer & Pontil 2009) 8,000 (results/promises.md).
+2024) 6,000, an empirical Bernstein bound (Maurer & Pontil 2009) 8,000 (results/guarantees.md).
 """
 
 import math
@@ -210,7 +210,7 @@ def paired_p_values(losses: np.ndarray, max_loss: float) -> np.ndarray:
 def p_values_of_counts(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: float) -> np.ndarray:
     """The same from the numbers of worse and better rows, (R,) each, among so many. 1 where the loss is not below."""
     if not 0 < max_loss < 1:
-        raise ValueError(f"max_loss must be above 0 and below 1 for a promise, got {max_loss}")
+        raise ValueError(f"max_loss must be above 0 and below 1 for a guarantee, got {max_loss}")
     p_values = np.ones(len(worse))
     hopeful = worse - better < rows * max_loss
     if hopeful.any():

@@ -15,15 +15,15 @@ import torch
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.data.tokens import Inputs, Tokenizer
-from mini_ee.exits.rows import RowExits
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.data.tokenizer import Inputs, Tokenizer
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import Session
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import Threshold
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 collect_ignore = ["make_golden.py"]  # a script, which needs transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other

@@ -15,8 +15,8 @@ from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
 from mini_ee.data.progress import tqdm
-from mini_ee.data.tokens import Inputs
-from mini_ee.exits.rows import even_exits
+from mini_ee.data.tokenizer import Inputs
+from mini_ee.exits.row_exits import even_exits
 from mini_ee.rules import Threshold
 
 MINILM = BertConfig(

@@ -13,7 +13,7 @@ from mini_ee.baselines.adainfer import Svm
 from mini_ee.baselines.hashee import HashExits
 from mini_ee.baselines.tr_bert import ReducedExits
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     forced_out,
@@ -29,7 +29,7 @@ from mini_ee.experiments.bench.common import (
 )
 from mini_ee.rules import NeverExit, Patience, Policy, QExit, Rule, Threshold
 from mini_ee.training.method import load_method
-from mini_ee.training.run import build_model
+from mini_ee.training.run_folder import build_model
 
 OWN_HEADS = {  # method -> its rule; the first has the heads that the others are held to
     "joint": Threshold(0.9),

@@ -13,12 +13,12 @@ import torch
 from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
 from mini_ee.backbones.llama import Decoder
 from mini_ee.confidence import max_probability
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.evaluate import REST
+from mini_ee.evaluation.row_evaluation import REST
 from mini_ee.exits.decoding import Generated, decode, gather
-from mini_ee.exits.rows import RowExits, even_exits
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.row_exits import RowExits, even_exits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     inputs_of,

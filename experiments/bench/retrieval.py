@@ -11,7 +11,7 @@ import numpy as np
 from mini_ee.backbones.bert import Bert
 from mini_ee.data.progress import tqdm
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     full_model,

@@ -19,8 +19,8 @@ import torch
 from mini_ee.backbones.hub import BUILT_IN_MODEL
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import load_task, toy_task
-from mini_ee.data.tokens import Tokenizer
-from mini_ee.exits.rows import RowExits
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.experiments.bench.common import minilm_of, row_of, three_exits
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
@@ -31,7 +31,7 @@ from mini_ee.export.sessions import CPU
 from mini_ee.export.writer import export
 from mini_ee.recording import record
 from mini_ee.rules import NeverExit, Rule, Threshold
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 LEAVE = (0.6, 0.3)  # which share of all rows leaves at the first two of three exits: half of the layers are saved
 

@@ -9,7 +9,7 @@ import torch
 
 import mini_ee.methods.lora_exits_sgmv as lora_exits_sgmv
 from mini_ee.baselines.multi_model import MultiModel
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.experiments.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
 from mini_ee.methods.lora_exits import LoRAExits

@@ -1,6 +1,6 @@
 """Measured pages: OUT/NAME.md is made from OUT/NAME.json alone, and `--measure` writes that file.
 
-A page is a module of this folder, with
+A page NAME is the module NAME_page of this folder, with
     PARTS        part -> function (sources, work) that measures it and returns keys of the JSON, the part's name among
                  them; `work` is a folder for trained runs, which a second call finds again
     PAGE_TEXT    the template of the page
@@ -18,7 +18,7 @@ from mini_ee import WrongArguments
 from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.experiments.markdown import check_is_page
 
-MEASURED = ("onnx", "promises", "shards", "serving")
+MEASURED = ("onnx", "guarantees", "shards", "serving")
 
 
 def make_page(
@@ -33,7 +33,7 @@ def make_page(
     measure: names of parts; empty: all of them; None: none, the page alone. Raises WrongArguments, before anything is
     measured, for an unknown part, and if another file has the page's name or there is no JSON.
     """
-    module, out = import_module(f"{__name__}.{name}"), out or Path("results")
+    module, out = import_module(f"{__name__}.{name}_page"), out or Path("results")
     json_path, page_path, parts = out / f"{name}.json", out / f"{name}.md", list(module.PARTS)
     if unknown := [part for part in measure or () if part not in parts]:
         raise WrongArguments(f"--measure: expected some of {', '.join(parts)}; found {', '.join(unknown)}")

@@ -30,15 +30,15 @@ from safetensors.torch import save_file
 
 import mini_ee
 from mini_ee.calibration import calibrate, end_to_end, observe
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import load_task
-from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.texts import GRID, written_texts
+from mini_ee.evaluation.token_evaluation import GRID, written_texts
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate, generate_lossless
-from mini_ee.exits.rows import RowExits
-from mini_ee.exits.tokens import record_texts
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
 from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exported, leave_at
 from mini_ee.experiments.measured.command import answer_of_command

@@ -22,17 +22,17 @@ import torch
 
 import mini_ee.training.default_rule as rule
 import mini_ee.training.row_unit as row_unit
-import mini_ee.training.train as training
+import mini_ee.training.train_run as training
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import read_json
 from mini_ee.data.progress import tqdm
-from mini_ee.data.tokens import Tokenizer
-from mini_ee.exits.rows import RowData
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.exits.row_exits import RowData
 from mini_ee.recording import predictions, record
 from mini_ee.statistics import share_interval
 from mini_ee.training.holdout import Parts, split_rows
-from mini_ee.training.run import Run, load_run
+from mini_ee.training.run_folder import Run, load_run
 
 WORTH = np.array([1, 0, -1] * 16)  # of each word
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -135,7 +135,7 @@ def draw(work: Path, method: str, seed: int, fresh: RowData) -> dict:
     settings = COMMON | REPEATED[method] | {"seed": seed}
     training.train(method, checkpoint(work), task, out, **settings)
     run, metrics = load_run(out), read_json(out / "metrics.json")
-    loss, guaranteed = loss_on(run, fresh), run.config["promise"] is not None
+    loss, guaranteed = loss_on(run, fresh), run.config["guarantee"] is not None
     return {
         "guaranteed": guaranteed,
         "broken": guaranteed and loss > MAX_LOSS,

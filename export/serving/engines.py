@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.early_exit import at_exit, early_exit, select_heads
 from mini_ee.exits.decoding import Tokens, greedy
 from mini_ee.export.runtime import Answer, Continuation, Runtime, TokenRuntime
-from mini_ee.export.serving.watch import Promise, Watch
+from mini_ee.export.serving.watch import Guarantee, Watch
 from mini_ee.export.serving.worker import BATCH, Row
 from mini_ee.rules import NeverExit, Planned, Rule
 
@@ -49,8 +49,8 @@ class TextRow(Row):
 class RowEngine:
     """Runs an exported folder of rows.
 
-    rule: by default the folder's. rebatch: run by segment if possible. promise: observes every shadow row. seed: draws
-    which rows run in the shadow.
+    rule: by default the folder's. rebatch: run by segment if possible. guarantee: observes every shadow row. seed:
+    draws which rows run in the shadow.
     """
 
     by_length, room = True, 10**6
@@ -60,20 +60,20 @@ class RowEngine:
         runtime: Runtime,
         rule: Rule | None = None,
         rebatch: bool = True,
-        promise: Promise | None = None,
+        guarantee: Guarantee | None = None,
         seed: int = 0,
     ):
-        self.runtime, self.promise = runtime, promise
+        self.runtime, self.guarantee = runtime, guarantee
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
         self.rule.check(len(runtime.exits))
-        self.watch = Watch(runtime.exits, promise, runtime.config.get("exit_counts"))
+        self.watch = Watch(runtime.exits, guarantee, runtime.config.get("exit_counts"))
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)
-        names = map(str, runtime.exits) if self._segments else ("model", "shadow") if promise else ("model",)
+        names = map(str, runtime.exits) if self._segments else ("model", "shadow") if guarantee else ("model",)
         self.queues = ("plan",) * self._plans + tuple(names)
-        if promise and not runtime.label_names:
+        if guarantee and not runtime.label_names:
             raise ValueError(f"{runtime.folder}: agreement is of classes, this is a regression; leave out --shadow")
-        if promise and "whole" in runtime.config["graphs"]:
+        if guarantee and "whole" in runtime.config["graphs"]:
             raise ValueError(f"{runtime.folder}: tokens leave within a row, none has full depth; leave out --shadow")
 
     def _by_segment(self):
@@ -88,7 +88,7 @@ class RowEngine:
         expected, found = self.runtime.num_texts, 1 if isinstance(texts, str) else len(texts)
         if found != expected:
             raise ValueError(f"expected {expected} texts, found {found}")
-        shadowed = self.promise is not None and self._random.random() < self.promise.share
+        shadowed = self.guarantee is not None and self._random.random() < self.guarantee.share
         try:
             return TextRow(self.runtime.encode([texts]), shadowed)
         except ValueError as error:
@@ -155,7 +155,7 @@ class RowEngine:
             if answer.exit == self._last:
                 row.queue = None
                 if row.shadowed and row.rule is self.rule:  # else it says nothing about the rule in force
-                    self.rule = self.promise.observe(answer.label == row.answer.label, self.rule)
+                    self.rule = self.guarantee.observe(answer.label == row.answer.label, self.rule)
             elif not row.shadowed:
                 row.queue = None
             elif row.plan is not None:

@@ -1,9 +1,9 @@
-"""Metrics of a server in Prometheus' text format, and its promise: the agreement of answers with the full model.
+"""Metrics of a server in Prometheus' text format, and its guarantee: the agreement of answers with the full model.
 
 A share of the requests runs on after the answer, in the shadow, to the last exit. The metrics show how many of them
 agree with their answer, with an exact interval (Clopper and Pearson 1934). With `tighten`, the agreement is tested
 every LOOK shadow rows. The n-th test has the level LEVEL / (n (n + 1)). These levels add up to LEVEL, so that all tests
-together reject a rule that keeps the promise with probability at most LEVEL. If a test rejects, the rule is made
+together reject a rule that keeps the guarantee with probability at most LEVEL. If a test rejects, the rule is made
 stricter, a line is logged, and counting and testing start again. The rule is never made looser: calibrate again on
 requests of the server, and export.
 """
@@ -27,25 +27,25 @@ RECENT = 1000  # latest answers, of which the drift is computed
 
 WINDOW = 2000  # latest shadow rows, of which the agreement is computed
 
-LEVEL, LOOK = 0.1, 20  # of the test of a promise: error probability, and shadow rows between two tests
+LEVEL, LOOK = 0.1, 20  # of the test of a guarantee: error probability, and shadow rows between two tests
 
 NEAR = 1e-3  # a threshold this close to its largest value becomes `never`
 
 log = logging.getLogger("mini_ee.serve")
 
 
-class Promise:
+class Guarantee:
     """Observes the agreement of early exits with the full model.
 
-    share: of the requests that run in the shadow. epsilon: the promised agreement; None: the agreement is only shown.
-    tighten: make the rule stricter if the promise is broken.
+    share: of the requests that run in the shadow. epsilon: the guaranteed agreement; None: the agreement is only shown.
+    tighten: make the rule stricter if the guarantee is broken.
     """
 
     def __init__(self, share: float, epsilon: float | None = None, tighten: bool = False):
         if not 0 < share <= 1:
             raise ValueError(f"the share in the shadow must be above 0 and at most 1, got {share}")
         if epsilon is not None and not 0 < epsilon < 1:
-            raise ValueError(f"the agreement that is promised must be above 0 and below 1, got {epsilon}")
+            raise ValueError(f"the agreement that is guaranteed must be above 0 and below 1, got {epsilon}")
         self.share, self.epsilon, self.tighten = share, epsilon, tighten
         self.seen: deque[bool] = deque(maxlen=WINDOW)
         self.rows = self.tightened = self._looks = 0
@@ -64,7 +64,7 @@ class Promise:
         self.tightened, self._looks = self.tightened + 1, 0
         self.seen.clear()
         log.warning(
-            "%d of %d rows agree with full depth, below the promised agreement of %s: the rule is now %s",
+            "%d of %d rows agree with full depth, below the guaranteed agreement of %s: the rule is now %s",
             *(agreeing, count, self.epsilon, tighter.to_dict()),
         )
         return tighter
@@ -97,9 +97,9 @@ def _raised(value: float, least: float, most: float, never: float) -> float:
 class Watch:
     """Counters of one worker."""
 
-    def __init__(self, exits: Sequence[int], promise: Promise | None, expected: Sequence[int] | None):
+    def __init__(self, exits: Sequence[int], guarantee: Guarantee | None, expected: Sequence[int] | None):
         """expected: exit counts of the calibration (default: those of the first RECENT answers)."""
-        self.exits, self.promise = exits, promise
+        self.exits, self.guarantee = exits, guarantee
         self.requests = Counter(dict.fromkeys(("answered", "refused", "late", "cancelled", "failed"), 0))
         self.responses = Counter()  # of an HTTP server, by status
         self.exit_counts, self.batches, self.rows = Counter(), Counter(), Counter()
@@ -156,7 +156,7 @@ class Watch:
         if drift is not None:
             about = "distance of the latest exits from the expected, 0 to 1"
             add("exit_drift", "gauge", about, {"": round(drift, 6)})
-        if self.promise:
+        if self.guarantee:
             self._agreement(add)
         return "\n".join(made) + "\n"
 
@@ -167,11 +167,11 @@ class Watch:
         return "\n".join([*lines, f"{name}_sum {self._total:.6f}", f"{name}_count {so_far[-1]}"])
 
     def _agreement(self, add) -> None:
-        promise, seen = self.promise, list(self.promise.seen)
-        add("shadow_total", "counter", "rows that ran to full depth in the shadow", {"": promise.rows})
-        add("tightened_total", "counter", "times that the rule was made stricter", {"": promise.tightened})
-        if promise.epsilon is not None:
-            add("promised_agreement", "gauge", "what is promised", {"": promise.epsilon})
+        guarantee, seen = self.guarantee, list(self.guarantee.seen)
+        add("shadow_total", "counter", "rows that ran to full depth in the shadow", {"": guarantee.rows})
+        add("tightened_total", "counter", "times that the rule was made stricter", {"": guarantee.tightened})
+        if guarantee.epsilon is not None:
+            add("guaranteed_agreement", "gauge", "what is guaranteed", {"": guarantee.epsilon})
         if seen:
             low, high = share_interval(sum(seen), len(seen))
             ends = {"low": round(low, 6), "mean": round(sum(seen) / len(seen), 6), "high": round(high, 6)}

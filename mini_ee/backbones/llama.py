@@ -4,7 +4,8 @@
     generative.py     where tokens are, what they read, the final norm and the head to words
     cache.py          the key/value cache, and the contexts of layers
 
-All are pre-norm with rotary positions (Su et al. 2021). Agreement with transformers is pinned in tests/parity/test_decoder.py.
+All are pre-norm with rotary positions (Su et al. 2021). Agreement with transformers:
+tests/parity/test_decoder.py.
 
 LongRoPE (Phi-3) has factors for short and for long texts. Here the length of each row chooses them; in transformers the
 longest row of a batch chooses for all. So in a batch of long and short rows each row equals what transformers computes

@@ -151,7 +151,7 @@ def svms(recorded: Record) -> list[Rule]:
 
 def svm_of_texts(model, source, held_out) -> Chosen:
     """The SVMs of held-out tokens. The first is the default rule; `mini-ee compare --sweep` takes other margins too."""
-    from mini_ee.exits.tokens import record_texts
+    from mini_ee.exits.token_exits import record_texts
 
     recorded = record_texts(model, held_out.texts, last=False)
     own = {label: svm(recorded, right) for label, right in right_of(recorded).items()}

@@ -25,15 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.data.metrics import rouge_l
-from mini_ee.exits.rows import States
-from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.exits.row_exits import States
+from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.rules import NeverExit, Policy, Rule, Threshold
 from mini_ee.statistics import chernoff
 from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.stages import Batch, Stage, joint_stage
-from mini_ee.training.texts import Source
+from mini_ee.training.training_text import Source
 
 MEASURE_RULES = {
     "gap": Threshold(0.5, "breaking_ties"),
@@ -87,7 +87,7 @@ def held_out_loss(model: nn.Module, held_out: States) -> float:
     return float(F.binary_cross_entropy_with_logits(logits, truth))
 
 
-def promised_rule(model: TokenExits, source: Source, held_out: TextData) -> Chosen:
+def guaranteed_rule(model: TokenExits, source: Source, held_out: TextData) -> Chosen:
     """For each measure the loosest threshold with CALM's guarantee on held-out texts; the first is the default rule.
 
     The risk of a text is 1 - Rouge-L against the greedy text of the full model. The same texts have selected the best
@@ -111,10 +111,12 @@ def promised_rule(model: TokenExits, source: Source, held_out: TextData) -> Chos
         "own": {measure: rule.to_dict() for measure, rule in own.items()},
         "sweep": {measure: [rule.to_dict() for rule in some] for measure, some in rules.items()},
     }
-    promised = f"Texts lose at most {TOLERANCE} of Rouge-L on average, with confidence {1 - DELTA:.0%}, under each of:"
-    about["promised"] = promised
-    promise = {"max_loss": TOLERANCE, "confidence": 1 - DELTA, "loss": "1 - Rouge-L of a text", "rows": len(tested)}
-    return Chosen(own["gap"], None if isinstance(own["gap"], NeverExit) else promise, None, about)
+    guaranteed = (
+        f"Texts lose at most {TOLERANCE} of Rouge-L on average, with confidence {1 - DELTA:.0%}, under each of:"
+    )
+    about["guaranteed"] = guaranteed
+    guarantee = {"max_loss": TOLERANCE, "confidence": 1 - DELTA, "loss": "1 - Rouge-L of a text", "rows": len(tested)}
+    return Chosen(own["gap"], None if isinstance(own["gap"], NeverExit) else guarantee, None, about)
 
 
 # ---- Calibration on whole texts ----
@@ -138,7 +140,7 @@ def calibrate_texts(
         if chernoff(0.0, tolerance, len(risks)) > delta:
             needed = math.ceil(math.log(delta) / math.log1p(-tolerance))
             raise ValueError(
-                f"too few texts to promise a tolerance of {tolerance} with delta {delta}: "
+                f"too few texts to guarantee a tolerance of {tolerance} with delta {delta}: "
                 f"at least {needed} are needed, got {len(risks)}"
             )
         if chernoff(sum(risks) / len(risks), tolerance, len(risks)) > delta:
@@ -152,7 +154,7 @@ METHOD = Method(
     units=("tokens", "rows"),
     policy=OneForAll,
     candidates=sweep(Policy()),
-    default_rule=promised_rule,
+    default_rule=guaranteed_rule,
     classes_only=True,
     defaults={"tokens": {"lr": 2e-3, "head_lr": 8e-3, "rank": 8}},
 )

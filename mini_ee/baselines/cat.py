@@ -17,7 +17,7 @@ Stages: fine-tune, inner exits (mean cross-entropy), temperatures, meta classifi
 with the same weight in a batch); each freezes what the stages before it trained. While meta classifiers learn, there is
 dropout on the states that inner exits read and on the 32 hidden values. Temperatures and meta classifiers learn from
 examples of train that the stages before have not seen, half of `apart` each. An example exits by the rule Policy. Its
-cut by `mini-ee calibrate --promise conformal` (calibration.py), which every other method can use too, is the paper's
+cut by `mini-ee calibrate --guarantee conformal` (calibration.py), which every other method can use too, is the paper's
 shared calibration.
 
 Deviations, 1 to 5 of them pinned in tests/methods/test_cat.py:
@@ -44,9 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, LayerContext, tensor_on
-from mini_ee.data.options import Settings, option
+from mini_ee.data.settings import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead
-from mini_ee.exits.rows import RowExits, RowSegments, States
+from mini_ee.exits.row_exits import RowExits, RowSegments, States
 from mini_ee.rules import Policy
 from mini_ee.segments import Reading
 from mini_ee.training.default_rule import sweep

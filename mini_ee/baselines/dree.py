@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, LayerContext, SplitLayer, Tensors
-from mini_ee.data.options import Settings, option
+from mini_ee.data.settings import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT, pooled
-from mini_ee.exits.rows import ExitModel, RowSegments, RowState, check_exits
+from mini_ee.exits.row_exits import ExitModel, RowSegments, RowState, check_exits
 from mini_ee.rules import Patience
 from mini_ee.segments import Reading
 from mini_ee.training.default_rule import sweep

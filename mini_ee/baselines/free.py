@@ -43,19 +43,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.data.options import Settings, option
-from mini_ee.data.texts import Text
+from mini_ee.data.decoder_texts import Text
+from mini_ee.data.settings import Settings, option
 from mini_ee.exits.decoding import Generated, TokenState, decode, gather
 from mini_ee.exits.generation import TokenSegments
-from mini_ee.exits.rows import RowExits
-from mini_ee.exits.tokens import SharedExits, TextData, record_texts
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.exits.token_exits import SharedExits, TextData, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import Rule, Threshold
 from mini_ee.segments import Reading
 from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
-from mini_ee.training.texts import Source
+from mini_ee.training.training_text import Source
 
 MATCHES = ("dynamic", "uniform", "last")
 MEASURE = "breaking_ties"
@@ -281,7 +281,7 @@ def moved_rule(model: SharedExits, source: Source, held_out: TextData) -> Chosen
     about |= {"thresholds": found.thresholds, "tokens_told": found.observed}
     layers = float(np.mean([layers for text in found.written for layers in text.layers_run]))
     path = f"lambda changed from {FIRST} to {rule.threshold:.2f} over {len(found.thresholds) - 1} texts"
-    about["promised"] = f"{path}, whose tokens used {layers:.2f} of {model.exits[-1]} layers on average."
+    about["guaranteed"] = f"{path}, whose tokens used {layers:.2f} of {model.exits[-1]} layers on average."
     return Chosen(rule, None, None, about)
 
 

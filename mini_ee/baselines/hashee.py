@@ -43,8 +43,8 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, SplitLayer, sizes_of, tensor_on, token_places
 from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
-from mini_ee.data.options import Settings, option
-from mini_ee.exits.rows import RowData
+from mini_ee.data.settings import Settings, option
+from mini_ee.exits.row_exits import RowData
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Stage, task_loss
 

@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.data.options import Settings, option
+from mini_ee.data.settings import Settings, option
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate_lossless
-from mini_ee.exits.rows import RowExits, RunLayers
-from mini_ee.exits.tokens import SharedExits, TextData
+from mini_ee.exits.row_exits import RowExits, RunLayers
+from mini_ee.exits.token_exits import SharedExits, TextData
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, joint_stage, task_loss
-from mini_ee.training.texts import Source, agreement_rule
+from mini_ee.training.training_text import Source, agreement_rule
 
 RAMPS, CURRICULA = ("constant", "exponential"), ("rotational", "gradual")
 DRAFTED_TEXTS = 16  # number of texts that each exit drafts at the end of a training
@@ -142,7 +142,7 @@ def drafting_rule(model: SharedExits, source: Source, held_out: TextData) -> Cho
         drafts.append(float(np.mean([each == layer for text in written for each in text.layers_run])))
     shares = ", ".join(f"layer {layer} {share:.0%}" for layer, share in zip(model.exits, drafts))
     message = f"Share of the full model's text (--lossless) that each exit drafts: {shares}."
-    return chosen._replace(about=chosen.about | {"drafts": drafts, "promised": message})
+    return chosen._replace(about=chosen.about | {"drafts": drafts, "guaranteed": message})
 
 
 METHOD = Method(

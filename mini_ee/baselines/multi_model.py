@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from mini_ee.exits.rows import ExitModel, RowExits, RowState, check_exits
+from mini_ee.exits.row_exits import ExitModel, RowExits, RowState, check_exits
 from mini_ee.segments import Reading, Segments
 from mini_ee.training.method import Method, NoConfig
 from mini_ee.training.stages import Stage, task_loss

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import LayerContext, tensor_on
-from mini_ee.data.options import Settings, option
+from mini_ee.data.settings import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT
-from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.rules import QExit
 from mini_ee.segments import Reading
 from mini_ee.training.default_rule import sweep

@@ -6,7 +6,7 @@ An example exits if the calibrated maximum probability reaches a threshold.
 import numpy as np
 import torch
 
-from mini_ee.exits.rows import RowData, RowExits
+from mini_ee.exits.row_exits import RowData, RowExits
 from mini_ee.recording import record
 from mini_ee.training.method import Method
 from mini_ee.training.stages import joint_stage

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.data.files import file_sha256
-from mini_ee.data.options import Settings, option
 from mini_ee.data.progress import tqdm
-from mini_ee.data.tokens import Tokenizer
-from mini_ee.exits.tokens import BATCH, NO_LABEL, TextData, TokenExits
+from mini_ee.data.settings import Settings, option
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.exits.token_exits import BATCH, NO_LABEL, TextData, TokenExits
 from mini_ee.rules import NeverExit
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
@@ -164,7 +164,7 @@ def own_rule(model: ShortDecoder, source, held_out: TextData) -> Chosen:
     layers = model.full.exits[-1]
     removed = [layer + 1 for layer in range(layers) if layer not in model.kept_layers]
     message = f"{len(removed)} of {layers} layers were removed: {', '.join(map(str, removed)) or 'none'}."
-    return Chosen(NeverExit(), None, None, {"own": {"what is left": NeverExit().to_dict()}, "promised": message})
+    return Chosen(NeverExit(), None, None, {"own": {"what is left": NeverExit().to_dict()}, "guaranteed": message})
 
 
 def build(backbone: Backbone, exits, num_labels: int, pool: str, config: Config) -> ShortDecoder:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.segments import Reading
 
 

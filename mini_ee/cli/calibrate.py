@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from mini_ee.cli.options import add_task, given_options, number, positive, refuse, refuse_task_options
+from mini_ee.cli.command_options import add_task, given_options, number, positive, refuse, refuse_task_options
 from mini_ee.confidence import MEASURES
 from mini_ee.errors import WrongArguments
 
@@ -20,9 +20,9 @@ def add(sub) -> None:
     sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
     sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument("--epsilon", type=number, required=True, help="the least share that agrees, above 0, at most 1")
-    sub.add_argument("--delta", type=number, help="the promise holds for fresh rows but for this chance")
+    sub.add_argument("--delta", type=number, help="the guarantee holds for fresh rows but for this chance")
     sub.add_argument(
-        "--promise",
+        "--guarantee",
         choices=("exits", "conformal"),
         default="exits",
         help="of each exit; or, with one cut for all, of the answer wherever a row leaves",
@@ -41,7 +41,7 @@ def run(args, say) -> dict:
     """Calibrate, write the rule into the run, and say what the thresholds keep on units they were not taken from."""
     from mini_ee.cli.open import open_run
     from mini_ee.evaluation.tables import table
-    from mini_ee.training.run import write_rule
+    from mini_ee.training.run_folder import write_rule
 
     _check(args)
     opened = open_run(args.run, args)
@@ -51,8 +51,8 @@ def run(args, say) -> dict:
         raise WrongArguments(f"{args.run}: has one exit, where all leave: there is nothing to calibrate")
     tokens = opened.generates
     recorded, about = (_texts if tokens else _rows)(opened, args)
-    rule, answer, promise = _calibrated(args, opened, recorded)
-    write_rule(args.run, rule, promise, answer["exit_counts"])
+    rule, answer, guarantee = _calibrated(args, opened, recorded)
+    write_rule(args.run, rule, guarantee, answer["exit_counts"])
     exits = opened.exits
     columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
     rows = [
@@ -71,7 +71,7 @@ def run(args, say) -> dict:
     say(
         f"Thresholds from {answer['rows_calibration']} {what} of {source}. On {answer['rows_fresh']} other {what} of "
         f"it {answer['end_to_end']:.1%} get the full model's answer, after {answer['mean_layers']:.2f} layers of "
-        f"{exits[-1]}. What is promised is promised for {what} like these."
+        f"{exits[-1]}. What is guaranteed is guaranteed for {what} like these."
     )
     if below := below_line(answer, exits):
         say(below)
@@ -82,21 +82,21 @@ def run(args, say) -> dict:
 
 
 def _check(args) -> None:
-    """Raise WrongArguments for a promise that nothing could keep."""
+    """Raise WrongArguments for a guarantee that nothing could keep."""
     from mini_ee.calibration import POLICY, check_guarantee
 
     try:
         check_guarantee(args.epsilon, args.delta)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
-    if args.promise == "conformal" and (args.delta is not None or args.epsilon == 1):
-        raise WrongArguments("--promise conformal takes an --epsilon below 1 and no --delta")
-    if args.promise != "conformal" and args.measure == POLICY:
-        raise WrongArguments(f"--measure {POLICY} is for --promise conformal")
+    if args.guarantee == "conformal" and (args.delta is not None or args.epsilon == 1):
+        raise WrongArguments("--guarantee conformal takes an --epsilon below 1 and no --delta")
+    if args.guarantee != "conformal" and args.measure == POLICY:
+        raise WrongArguments(f"--measure {POLICY} is for --guarantee conformal")
 
 
 def _calibrated(args, opened, recorded) -> tuple:
-    """The rule, the JSON answer, and the promise that the run keeps of it."""
+    """The rule, the JSON answer, and the guarantee that the run keeps of it."""
     from mini_ee.calibration import POLICY, calibrate_conformal, calibrate_record
 
     has_policy = recorded.segments.exit_logits is not None
@@ -104,24 +104,24 @@ def _calibrated(args, opened, recorded) -> tuple:
         raise WrongArguments(f"{args.run}: has no policy, whose {POLICY} could be calibrated; choose another --measure")
     usual = "breaking_ties" if opened.unit == "tokens" else "max_probability"
     measure = args.measure or getattr(opened.rule, "measure", usual)
-    if args.promise == "exits":
+    if args.guarantee == "exits":
         rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
-        promised = () if args.delta is None else ("epsilon", "delta", "measure")
-        return rule, answer, {name: answer[name] for name in promised} or None
+        guaranteed = () if args.delta is None else ("epsilon", "delta", "measure")
+        return rule, answer, {name: answer[name] for name in guaranteed} or None
     measure = args.measure or (POLICY if has_policy else measure)
     rule, answer = calibrate_conformal(recorded, args.epsilon, measure, args.seed, args.sets or 0)
-    return rule, answer, {name: answer[name] for name in ("promise", "epsilon", "measure")}
+    return rule, answer, {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
 
 
 def _rows(opened, args):
     """Rows that were named; or the held-out test part, which chose the default rule alone: these thresholds replace it.
 
-    Rows that chose the epoch would promise too much: the model fits them better than others.
+    Rows that chose the epoch would guarantee too much: the model fits them better than others.
     """
     from mini_ee.cli.open import open_task_of
     from mini_ee.recording import record
     from mini_ee.training.holdout import split_rows
-    from mini_ee.training.train import check_task, trained_on
+    from mini_ee.training.train_run import check_task, trained_on
 
     if not opened.label_names:
         raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
@@ -143,8 +143,8 @@ def _rows(opened, args):
 
 def _texts(opened, args):
     """Texts that the decoder writes, or of a file."""
-    from mini_ee.exits.tokens import record_texts
-    from mini_ee.training.texts import Source, TextOptions, texts_to_calibrate
+    from mini_ee.exits.token_exits import record_texts
+    from mini_ee.training.training_text import Source, TextOptions, texts_to_calibrate
 
     if args.task is not None or args.split is not None:
         raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")
@@ -166,30 +166,30 @@ def _texts(opened, args):
 def below_line(answer: dict, exits: tuple[int, ...]) -> str:
     """If the other units agree less often than was asked for: where, in words. Else empty."""
     places = {f"the exit after layer {layer}": share for layer, share in zip(exits, answer["agreement"])}
-    places = {} if "promise" in answer else places  # a conformal guarantee is about the answers alone
+    places = {} if "guarantee" in answer else places  # a conformal guarantee is about the answers alone
     places["the exits that they take"] = answer["end_to_end"]
     below = [f"{share:.1%} at {at}" for at, share in places.items() if share is not None and share < answer["epsilon"]]
     if not below:
         return ""
-    advice = " --delta .05 gives stricter thresholds." if answer["delta"] is None and "promise" not in answer else ""
+    advice = " --delta .05 gives stricter thresholds." if answer["delta"] is None and "guarantee" not in answer else ""
     return f"This is below the agreement that was asked for, {answer['epsilon']:.1%}: {', '.join(below)}.{advice}"
 
 
 def kept_line(answer: dict) -> str:
-    """What a conformal promise keeps, in words; the answer of a calibration with --sets."""
+    """What a conformal guarantee keeps, in words; the answer of a calibration with --sets."""
     of = answer["kept"]
     return (
         f"Over {of['sets']} calibration sets of {of['groups_a_set']} the others get the full model's answer for "
-        f"{of['conformal']:.2%} on average, promised are {answer['epsilon']:.2%}; by the paper's thresholds "
+        f"{of['conformal']:.2%} on average, guaranteed are {answer['epsilon']:.2%}; by the paper's thresholds "
         f"{of['paper']:.2%}, by those with delta .05 {of['delta']:.2%}."
     )
 
 
 def broken_line(answer: dict) -> str:
-    """How often a promise broke, in words; the answer of a calibration with --sets."""
+    """How often a guarantee broke, in words; the answer of a calibration with --sets."""
     broken = answer["broken"]
     line = (
-        f"Of {broken['sets']} calibration sets of {broken['groups_a_set']} the paper's rule breaks the promise of "
+        f"Of {broken['sets']} calibration sets of {broken['groups_a_set']} the paper's rule breaks the guarantee of "
         f"{answer['epsilon']} on the rest for {broken['paper']:.1%}"
     )
     if "delta" in broken:

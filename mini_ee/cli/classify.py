@@ -8,7 +8,7 @@ SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 
 
 def add(sub) -> None:
-    from mini_ee.cli.rules import add_own, add_rule
+    from mini_ee.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED")
     sub.add_argument("--text", required=True, help="the sentence")
@@ -32,13 +32,13 @@ def run(args, say) -> dict:
     import numpy as np
 
     from mini_ee.cli.open import of_rows, open_trained
-    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.confidence import log_softmax, max_probability
     from mini_ee.early_exit import early_exit
     from mini_ee.errors import WrongArguments
     from mini_ee.evaluation.tables import table
     from mini_ee.recording import read_every_exit
-    from mini_ee.training.texts import checked_prompt
+    from mini_ee.training.training_text import checked_prompt
 
     given = (("--text", args.text), ("--text-b", args.text_b))
     text = tuple(checked_prompt(some, name, "a sentence") for name, some in given if some is not None)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from mini_ee.cli.classify import SCHEDULES
+from mini_ee.cli.command_options import add_task, positive, refuse, refuse_task_options
 from mini_ee.cli.generate import add_sampling, sampling_of
-from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
 from mini_ee.errors import WrongArguments
 
 HELP = "several runs in one table, on one clock"
@@ -54,7 +54,7 @@ def run(args, say) -> dict:
 def _opened(folder: Path, schedules, args) -> list:
     """A run, once under each schedule that was asked for where it has any."""
     from mini_ee.cli.open import open_trained, schedule_of
-    from mini_ee.evaluation.compare import Compared
+    from mini_ee.evaluation.comparison import Compared
 
     first = open_trained(folder, args)
     if schedules == (None,) or not getattr(first, "schedule", None):
@@ -71,11 +71,11 @@ def _opened(folder: Path, schedules, args) -> list:
 
 def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
-    from mini_ee.evaluation.compare import compare_rows
-    from mini_ee.evaluation.evaluate import over_seeds, rows_of
+    from mini_ee.evaluation.comparison import compare_rows
     from mini_ee.evaluation.plots import draw_compared
+    from mini_ee.evaluation.row_evaluation import over_seeds, rows_of
     from mini_ee.evaluation.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
-    from mini_ee.training.train import check_task
+    from mini_ee.training.train_run import check_task
 
     refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders' runs")
     task = open_task_of([each.one for each in opened], args)
@@ -103,7 +103,7 @@ def _rows(opened, args, say) -> dict:
 
 
 def _tokens(runs, args, say) -> dict:
-    from mini_ee.evaluation.compare import compare_tokens, have_history
+    from mini_ee.evaluation.comparison import compare_tokens, have_history
     from mini_ee.evaluation.plots import draw_training, draw_writing
     from mini_ee.evaluation.tables import heads_table, writing_table
 

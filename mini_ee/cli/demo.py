@@ -4,7 +4,7 @@ import time
 from operator import itemgetter
 from pathlib import Path
 
-from mini_ee.cli.options import add_options, add_task, given_options
+from mini_ee.cli.command_options import add_options, add_task, given_options
 from mini_ee.data.columns import TaskOptions
 from mini_ee.errors import WrongArguments
 
@@ -30,7 +30,7 @@ CURVE_COLUMNS = {
 
 
 def add(sub) -> None:
-    from mini_ee.training.options import RowOptions, TrainOptions
+    from mini_ee.training.train_settings import RowOptions, TrainOptions
 
     built_in = "the built-in 12-layer BERT, for which some defaults differ"
     sub.add_argument("--model", type=Path, metavar="DIR", help=f"a checkpoint's folder; {built_in}")
@@ -49,11 +49,11 @@ def run(args, say) -> dict:
 
     import mini_ee
     from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
-    from mini_ee.evaluation.evaluate import evaluate, read_rows, rows_of
+    from mini_ee.evaluation.row_evaluation import evaluate, read_rows, rows_of
     from mini_ee.training.default_rule import usual_rule
-    from mini_ee.training.options import RowOptions, TrainOptions
-    from mini_ee.training.run import versions
-    from mini_ee.training.train import open_task
+    from mini_ee.training.run_folder import versions
+    from mini_ee.training.train_run import open_task
+    from mini_ee.training.train_settings import RowOptions, TrainOptions
 
     begin, out, seed = time.perf_counter(), args.out, args.seed
     if out.exists() and not (out / ANSWER).is_file():
@@ -72,8 +72,8 @@ def run(args, say) -> dict:
         recorded = read_rows(trained, encoded, rows.labels, batch_size)
         rules = usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)[:-1]  # the last is the full model
         measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, rules)
-        answer = {"method": "joint", "split": split, "promise": trained.config["promise"], **measured}
-        answer |= {"promised": read_json(trained.folder / "metrics.json")["promised"], "curve": answer.pop("rows")}
+        answer = {"method": "joint", "split": split, "guarantee": trained.config["guarantee"], **measured}
+        answer |= {"guaranteed": read_json(trained.folder / "metrics.json")["guaranteed"], "curve": answer.pop("rows")}
         answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
         answer["rows"] = _exit_rows(segments, encoded, answer)
         answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded)
@@ -105,7 +105,7 @@ def run(args, say) -> dict:
 def _begun(args, out: Path, given: dict) -> str:
     """What is about to be trained; WrongArguments where it cannot be."""
     from mini_ee.backbones.hub import read_config
-    from mini_ee.training.train import asked, exits_of
+    from mini_ee.training.train_run import asked, exits_of
 
     request = asked("joint", args.model, args.task, out, False, given)
     if request.task is None:
@@ -133,7 +133,7 @@ def _pictures(folder: Path, answer: dict) -> list[str]:
 
 def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
     """One row an exit: its score on all sentences, the share that leaves there, the time when all leave there."""
-    from mini_ee.evaluation.evaluate import measure_seconds, timed_batches
+    from mini_ee.evaluation.row_evaluation import measure_seconds, timed_batches
     from mini_ee.rules import FixedExit, NeverExit
 
     runs = [(segments, rule, encoded) for rule in (NeverExit(), *map(FixedExit, range(len(segments.exits))))]
@@ -150,7 +150,7 @@ def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
 
 def _latency_speedup(segments, rule, encoded) -> float:
     """How many times as fast the rule is where sentences come one by one."""
-    from mini_ee.evaluation.evaluate import measure_seconds, timed_batches
+    from mini_ee.evaluation.row_evaluation import measure_seconds, timed_batches
     from mini_ee.rules import NeverExit
 
     runs = [(segments, NeverExit(), encoded), (segments, rule, encoded)]
@@ -200,7 +200,7 @@ def _report(answer: dict, regression: bool) -> str:
         f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
         f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, "
         f"{answer['speedup']:.2f} times as fast ({answer['latency_speedup']:.2f} times one by one).",
-        answer["promised"],
+        answer["guaranteed"],
     ]
     if best:
         parts.append(

@@ -1,9 +1,9 @@
-"""`mini-ee estimate`: will early exit pay for a model and its data? See evaluation/estimate.py."""
+"""`mini-ee estimate`: will early exit pay for a model and its data? See evaluation/savings_estimate.py."""
 
 import time
 from pathlib import Path
 
-from mini_ee.cli.options import add_task, positive, task_options
+from mini_ee.cli.command_options import add_task, positive, task_options
 from mini_ee.errors import WrongArguments
 
 HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
@@ -29,9 +29,9 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Read every layer, and say what follows."""
     from mini_ee.backbones.hub import load_backbone
-    from mini_ee.evaluation.estimate import suitability
     from mini_ee.evaluation.plots import draw_estimate
-    from mini_ee.training.train import check_device, say_left_out
+    from mini_ee.evaluation.savings_estimate import suitability
+    from mini_ee.training.train_run import check_device, say_left_out
 
     begin, folder = time.perf_counter(), _folder(args.model)
     check_device(args.device)
@@ -56,7 +56,7 @@ def _folder(model: str | None) -> Path:
     """The checkpoint that was named, or a built-in one where no folder has its name."""
     from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
     from mini_ee.export.manifest import MANIFEST
-    from mini_ee.training.run import is_run
+    from mini_ee.training.run_folder import is_run
 
     built_in = {folder.name: folder for folder in (BUILT_IN_MODEL, BUILT_IN_DECODER)}
     if model is None or model in built_in and not Path(model).is_dir():
@@ -69,10 +69,10 @@ def _folder(model: str | None) -> Path:
 
 def _tokens(backbone, folder: Path, args) -> tuple:
     """A decoder's tokens: (Heard, what they are)."""
-    from mini_ee.data.tokens import Tokenizer
+    from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import hear_tokens, texts_to_read
-    from mini_ee.training.options import TextOptions
-    from mini_ee.training.texts import Source
+    from mini_ee.training.train_settings import TextOptions
+    from mini_ee.training.training_text import Source
 
     task_options(args)
     if args.max_rows:
@@ -89,10 +89,10 @@ def _tokens(backbone, folder: Path, args) -> tuple:
 def _rows(backbone, folder: Path, args) -> tuple:
     """Rows of a task, or lines of a file: (Heard, what they are)."""
     from mini_ee.backbones.hub import BUILT_IN_MODEL
-    from mini_ee.data.tokens import Tokenizer
+    from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import hear_rows, rows_to_read
-    from mini_ee.training.run import encode
-    from mini_ee.training.train import open_task
+    from mini_ee.training.run_folder import encode
+    from mini_ee.training.train_run import open_task
 
     options = task_options(args)
     if args.texts:

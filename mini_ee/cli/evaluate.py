@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.cli.classify import add_where
-from mini_ee.cli.options import add_task, positive, refuse, refuse_task_options
+from mini_ee.cli.command_options import add_task, positive, refuse, refuse_task_options
 from mini_ee.data.metrics import majority
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import MEASURES
@@ -16,7 +16,7 @@ EXAMPLE = "mini-ee evaluate run --sweep"
 
 
 def add(sub) -> None:
-    from mini_ee.cli.rules import add_own, add_rule
+    from mini_ee.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
     add_task(sub, "task folder; by default the one of the training; of tokens a benchmark's: HellaSwag, ...")
@@ -43,7 +43,7 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Measure one run, and print what a reader wants to know."""
     from mini_ee.cli.open import of_rows, open_trained
-    from mini_ee.training.train import say_left_out
+    from mini_ee.training.train_run import say_left_out
 
     opened = open_trained(args.run, args, plain=True)
     if not opened.is_exported:
@@ -58,11 +58,11 @@ def run(args, say) -> dict:
 
 def _rows(opened, args, say) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
-    from mini_ee.cli.rules import chosen_rule
-    from mini_ee.evaluation.evaluate import evaluate, read_rows, rows_of
+    from mini_ee.cli.rule_options import chosen_rule
+    from mini_ee.evaluation.row_evaluation import evaluate, read_rows, rows_of
     from mini_ee.evaluation.tables import exits_table, score_name, sweep_table
     from mini_ee.training.method import load_method
-    from mini_ee.training.train import check_task
+    from mini_ee.training.train_run import check_task
 
     refuse(args, ("text",), f"is for a decoder's tokens; {args.run} holds a classifier")
     if len(opened.exits) == 1:
@@ -132,7 +132,7 @@ def _encoded(opened, task, split: str, rows, say) -> tuple:
 
 
 def _overthinking(recorded, task, rows, say) -> dict:
-    from mini_ee.evaluation.evaluate import overthinking
+    from mini_ee.evaluation.row_evaluation import overthinking
 
     found = overthinking(recorded, task, rows)
     for row in found["rows"]:
@@ -210,9 +210,9 @@ def _controls(method, given: tuple, args, answer: dict, say) -> dict:
 
 
 def _tokens(opened, args, say) -> dict:
-    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.evaluation.tables import table
-    from mini_ee.evaluation.texts import benchmark_answer
+    from mini_ee.evaluation.token_evaluation import benchmark_answer
 
     if opened.is_exported:
         raise WrongArguments(f"{args.run}: is exported already; give the run that it came from")
@@ -249,7 +249,7 @@ def _tokens(opened, args, say) -> dict:
 
 def _hear(opened, args):
     from mini_ee.data.multiple_choice import load_benchmark
-    from mini_ee.evaluation.texts import hear
+    from mini_ee.evaluation.token_evaluation import hear
 
     benchmark = load_benchmark(args.task)
     if args.max_rows:
@@ -258,11 +258,11 @@ def _hear(opened, args):
 
 
 def _over_epsilon(opened, args, say) -> dict:
-    from mini_ee.cli.rules import refuse_settings
+    from mini_ee.cli.rule_options import refuse_settings
     from mini_ee.evaluation.plots import draw_decoder
     from mini_ee.evaluation.tables import epsilon_table
-    from mini_ee.evaluation.texts import held_text, sweep
-    from mini_ee.exits.tokens import record_texts
+    from mini_ee.evaluation.token_evaluation import held_text, sweep
+    from mini_ee.exits.token_exits import record_texts
 
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run with exits")

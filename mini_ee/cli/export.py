@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from mini_ee.cli.options import add_task, refuse_task_options
+from mini_ee.cli.command_options import add_task, refuse_task_options
 
 HELP = "a run as ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
@@ -11,7 +11,7 @@ EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
 def add(sub) -> None:
     from mini_ee.cli.classify import add_where
-    from mini_ee.cli.rules import add_own, add_rule
+    from mini_ee.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN", help="or a decoder's checkpoint")
     where = sub.add_mutually_exclusive_group(required=True)
@@ -36,11 +36,11 @@ def run(args, say) -> dict:
     """Export, and say how far the graphs are from torch."""
     import mini_ee
     from mini_ee.cli.open import open_run, open_task_of
-    from mini_ee.cli.rules import chosen_rule
+    from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.errors import WrongArguments
-    from mini_ee.export.page import fetch_libraries, vendor_command
     from mini_ee.export.triton import write_repository
-    from mini_ee.training.train import check_task
+    from mini_ee.export.web_page import fetch_libraries, vendor_command
+    from mini_ee.training.train_run import check_task
 
     if args.triton and args.web:
         raise WrongArguments("--web: the page has a folder of its own; name it with --out, apart from --triton")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mini_ee.cli.classify import add_where
-from mini_ee.cli.options import number, positive, refuse
+from mini_ee.cli.command_options import number, positive, refuse
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, Step
 
@@ -17,7 +17,7 @@ COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the 
 
 
 def add(sub) -> None:
-    from mini_ee.cli.rules import add_rule
+    from mini_ee.cli.rule_options import add_rule
 
     sub.add_argument("run", type=Path, nargs="?", metavar="RUN", help="or a decoder's checkpoint; the built-in Llama")
     prompt = sub.add_mutually_exclusive_group(required=True)
@@ -123,7 +123,7 @@ def run(args, say) -> dict:
 
 def _prompt(args) -> str:
     from mini_ee.data.files import read_text
-    from mini_ee.training.texts import checked_prompt
+    from mini_ee.training.training_text import checked_prompt
 
     given = args.prompt if args.prompt_file is None else read_text(args.prompt_file)
     return checked_prompt(given, str(args.prompt_file or "--prompt"))
@@ -131,7 +131,7 @@ def _prompt(args) -> str:
 
 def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
     """The steps of one text, and what the answer says of how they come about."""
-    from mini_ee.cli.rules import chosen_rule, refuse_settings
+    from mini_ee.cli.rule_options import chosen_rule, refuse_settings
     from mini_ee.exits.generation import Sampling, generate_lossless
     from mini_ee.rules import NeverExit
 

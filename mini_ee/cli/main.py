@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 
 from mini_ee import __version__
-from mini_ee.cli.options import Parser, seed, threads
+from mini_ee.cli.command_options import Parser, seed, threads
 from mini_ee.data.files import STDOUT, errors_name
 from mini_ee.errors import WrongArguments
 
@@ -59,7 +59,7 @@ def answer_of(args) -> dict:
     import torch
 
     from mini_ee.evaluation.plots import check_picture
-    from mini_ee.training.run import versions
+    from mini_ee.training.run_folder import versions
 
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.cli.options import task_options
-from mini_ee.cli.rules import refuse_settings
+from mini_ee.cli.command_options import task_options
+from mini_ee.cli.rule_options import refuse_settings
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.errors import WrongArguments
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
-from mini_ee.training.run import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
-from mini_ee.training.train import check_device, open_task
+from mini_ee.training.run_folder import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
+from mini_ee.training.train_run import check_device, open_task
 from mini_ee.training.unit import load_unit
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mini_ee.cli.options import positive
+from mini_ee.cli.command_options import positive
 
 HELP = "run a paper's experiments and write the page of its results"
 EXAMPLE = "mini-ee reproduce loraexit --quick"
@@ -39,7 +39,7 @@ def run(args, say) -> dict:
     """Run or measure what is missing or named, then write the page."""
     from mini_ee import WrongArguments
     from mini_ee.experiments.measured import MEASURED, make_page
-    from mini_ee.experiments.run import reproduce
+    from mini_ee.experiments.reproduce import reproduce
 
     places = {"sources": args.sources, "out": args.out, "say": say}
     if args.paper in MEASURED:

@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime
 
 from mini_ee import __version__
-from mini_ee.cli.options import positive
+from mini_ee.cli.command_options import positive
 from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
 from mini_ee.data.progress import tqdm

@@ -8,12 +8,12 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from mini_ee.cli.options import number, positive, span, whole_number
+from mini_ee.cli.command_options import number, positive, span, whole_number
 from mini_ee.errors import WrongArguments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
 from mini_ee.export.serving.hosts import Hosts
-from mini_ee.export.serving.watch import Promise, stricter
+from mini_ee.export.serving.watch import Guarantee, stricter
 from mini_ee.export.serving.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 from mini_ee.export.sessions import PROVIDERS, share_threads
 
@@ -48,11 +48,11 @@ def add(sub) -> None:
     replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=told)
     told = "number of replicas; 1-4: as many as the load needs (default 1)"
     replicas.add_argument("--replicas", type=span, metavar="N", help=told)
-    promise = sub.add_argument_group("the promise in service")
-    promise.add_argument("--shadow", type=number, metavar="SHARE", help="of requests that run to full depth beside")
-    kept = "the agreement to keep; by default that of calibrate --delta or --promise conformal"
-    promise.add_argument("--epsilon", type=number, help=kept)
-    promise.add_argument("--tighten", action="store_true", help="raise thresholds while it is not kept")
+    guarantee = sub.add_argument_group("the guarantee in service")
+    guarantee.add_argument("--shadow", type=number, metavar="SHARE", help="of requests that run to full depth beside")
+    kept = "the agreement to keep; by default that of calibrate --delta or --guarantee conformal"
+    guarantee.add_argument("--epsilon", type=number, help=kept)
+    guarantee.add_argument("--tighten", action="store_true", help="raise thresholds while it is not kept")
 
 
 def run(args) -> dict:
@@ -130,13 +130,13 @@ def _worker(args) -> Worker:
 
 
 def _engine(args, runtime: Runtime):
-    """The engine, with a promise where one is watched."""
+    """The engine, with a guarantee where one is watched."""
     if runtime.config["unit"] == "tokens":
         if args.shadow is not None or args.tighten or args.epsilon is not None:
             raise WrongArguments(f"--shadow, --tighten and --epsilon are for rows; {args.exported} holds a decoder")
         return engine_of(runtime, room=args.batch_size)
-    promise = runtime.config.get("promise") or {}
-    epsilon = args.epsilon if args.epsilon is not None else promise.get("epsilon")
+    guarantee = runtime.config.get("guarantee") or {}
+    epsilon = args.epsilon if args.epsilon is not None else guarantee.get("epsilon")
     if args.shadow is None:
         if args.tighten or args.epsilon is not None:
             raise WrongArguments("--tighten and --epsilon go by the rows in the shadow: say which share, --shadow .05")
@@ -148,7 +148,7 @@ def _engine(args, runtime: Runtime):
     try:
         if args.tighten:
             stricter(runtime.rule)
-        watched = Promise(args.shadow, epsilon, args.tighten)
+        watched = Guarantee(args.shadow, epsilon, args.tighten)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
-    return engine_of(runtime, promise=watched, seed=args.seed)
+    return engine_of(runtime, guarantee=watched, seed=args.seed)

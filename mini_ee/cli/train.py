@@ -6,9 +6,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee.cli.options import Parser, add_options, add_task, given_options
+from mini_ee.cli.command_options import Parser, add_options, add_task, given_options
 from mini_ee.data.columns import TaskOptions
-from mini_ee.data.options import flag_of
+from mini_ee.data.settings import flag_of
 from mini_ee.registry import METHODS
 
 HELP = "give a checkpoint exits and train them"
@@ -41,7 +41,7 @@ def _first_line(name: str) -> str:
 def _add_method(sub: Parser, name: str) -> None:
     from mini_ee.cli.main import add_common
     from mini_ee.training.method import load_method
-    from mini_ee.training.options import TrainOptions
+    from mini_ee.training.train_settings import TrainOptions
     from mini_ee.training.unit import load_unit
 
     method = load_method(name)
@@ -89,8 +89,8 @@ def run(args, say) -> dict:
     """Train, and say what came out."""
     from mini_ee.evaluation.tables import stages_table
     from mini_ee.training.method import load_method
-    from mini_ee.training.options import TrainOptions
-    from mini_ee.training.train import train
+    from mini_ee.training.train_run import train
+    from mini_ee.training.train_settings import TrainOptions
     from mini_ee.training.unit import load_unit
 
     begin, method = time.perf_counter(), load_method(args.method)
@@ -101,7 +101,7 @@ def run(args, say) -> dict:
     if metrics.get("epochs"):
         say(stages_table(metrics["epochs"]))
     answer = {"method": args.method, "unit": trained.unit, "exits": list(trained.exits)}
-    answer |= {"rule": trained.rule.to_dict(), "promise": trained.config["promise"], "run": str(args.out)}
+    answer |= {"rule": trained.rule.to_dict(), "guarantee": trained.config["guarantee"], "run": str(args.out)}
     told = (_of_tokens if trained.generates else _of_rows)(trained, metrics, say)
     say(f"Run: {args.out}")
     return answer | told | {"seconds": time.perf_counter() - begin}
@@ -125,7 +125,7 @@ def _of_rows(trained, metrics: dict, say) -> dict:
     )
     scores = ", ".join(f"{name} {held[name]:.3f}" for name in trained.config["task"]["metrics"])
     say(f"On {metrics['rows_held']} rows held out: {scores}, {held['layers_saved']:.0%} of the layers saved.")
-    say(metrics["promised"])
+    say(metrics["guaranteed"])
     for line in metrics["doubts"]:
         say(line)
     names = ("rows_truncated", "rows_held", "rows_tested", "rows_needed", "doubts")
@@ -138,8 +138,8 @@ def _of_tokens(trained, metrics: dict, say) -> dict:
 
     if "agreement" in metrics:
         say(heads_trained_table(metrics, trained.exits))
-    if "promised" in metrics:
-        say(metrics["promised"])
+    if "guaranteed" in metrics:
+        say(metrics["guaranteed"])
     for measure, rule in metrics.get("own", {}).items():
         say(f"    {measure}: {rule_from_dict(rule)}")
     calibration = metrics.get("calibration")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_ee.data.options import Settings, flag_of, option
+from mini_ee.data.settings import Settings, flag_of, option
 from mini_ee.data.table_files import file_error
 from mini_ee.data.values import shortened
 

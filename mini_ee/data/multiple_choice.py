@@ -36,9 +36,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.data.decoder_texts import END
 from mini_ee.data.files import read_text
 from mini_ee.data.table_files import text_flaw
-from mini_ee.data.texts import END
 
 LETTERS = "ABCD"
 

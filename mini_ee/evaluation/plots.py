@@ -115,11 +115,11 @@ def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
     """Valade 2024's figures in one picture: training (Fig. 1), score, speed-up and exits over epsilon (Fig. 2 to 4).
 
     answer: of measure.texts.sweep; history: Fig. 1, as metrics.json has it, or empty. Where no benchmark was
-    scored Fig. 2 is perplexity, where that was not either it is left out. Also: what is kept of the promise.
+    scored Fig. 2 is perplexity, where that was not either it is left out. Also: what is kept of the guarantee.
     """
     layers = [f"layer {layer}" for layer in answer["exits"]]
     score = next((key for key in ("accuracy", "perplexity") if key in answer["rows"][0]), None)
-    panels = [_draw_promise, _draw_speedup, _draw_distribution]
+    panels = [_draw_guarantee, _draw_speedup, _draw_distribution]
     if score:
         panels.insert(1, lambda axes, *_: _draw_score(axes, answer, score))
     if history:
@@ -158,14 +158,14 @@ def _draw_history(axes, history: list[dict], key: str, layers: list[str]) -> Non
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_promise(axes, answer: dict, layers: list[str]) -> None:
+def _draw_guarantee(axes, answer: dict, layers: list[str]) -> None:
     epsilons = [row["epsilon"] for row in answer["rows"]]
-    axes.plot(epsilons, epsilons, ":", color="0.6", label="promised")
+    axes.plot(epsilons, epsilons, ":", color="0.6", label="guaranteed")
     for k, layer in enumerate(layers[:-1]):
         shares = [float("nan") if row["agreement"][k] is None else row["agreement"][k] for row in answer["rows"]]
         axes.plot(epsilons, shares, ".-", linewidth=1, color=_shade(k, len(layers)), label=layer)
     axes.plot(epsilons, [row["end_to_end"] for row in answer["rows"]], "s-", color="tab:red", label="end to end")
-    axes.set(title="The promise on fresh text", xlabel="epsilon", ylabel="agreement with the full model")
+    axes.set(title="The guarantee on fresh text", xlabel="epsilon", ylabel="agreement with the full model")
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Backbone, padding_mask
 from mini_ee.calibration import Observed, observe
 from mini_ee.confidence import MEASURES
+from mini_ee.data.decoder_texts import Text, cut_text
 from mini_ee.data.files import read_text
 from mini_ee.data.metrics import majority
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
-from mini_ee.data.texts import Text, cut_text
-from mini_ee.data.tokens import Encoded, batches
+from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.generation import token_weights
 from mini_ee.exits.heads import pooled
-from mini_ee.exits.rows import STATES_BATCH
-from mini_ee.exits.tokens import BATCH, record_texts
-from mini_ee.training.texts import Source, check_reads_on, texts_to_calibrate
+from mini_ee.exits.row_exits import STATES_BATCH
+from mini_ee.exits.token_exits import BATCH, record_texts
+from mini_ee.training.training_text import Source, check_reads_on, texts_to_calibrate
 
 LEAST = 40  # texts, or rows that are asked
 PIECE = 64  # tokens of a text

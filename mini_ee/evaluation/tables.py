@@ -1,6 +1,6 @@
 """Answers as text tables. Functions return text; the command line prints."""
 
-from mini_ee.evaluation.evaluate import LOSSES, RANGES
+from mini_ee.evaluation.row_evaluation import LOSSES, RANGES
 from mini_ee.rules import RULES
 
 LOSS_HEADINGS = {"no_loss": "saved at no loss", "one_point": "at one point of loss"}

@@ -26,8 +26,8 @@ from mini_ee.backbones.backbone import LayerContext
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check_finite
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.progress import tqdm
-from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import (
     MISSING_KV,
     CachedSegments,
@@ -42,7 +42,7 @@ from mini_ee.exits.decoding import (
     gather,
     judged,
 )
-from mini_ee.exits.rows import check_exits
+from mini_ee.exits.row_exits import check_exits
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.segments import Reading
 

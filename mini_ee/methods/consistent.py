@@ -48,8 +48,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.data.options import Settings, option
-from mini_ee.exits.rows import States
+from mini_ee.data.settings import Settings, option
+from mini_ee.exits.row_exits import States
 from mini_ee.rules import Policy
 from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method

@@ -16,7 +16,7 @@ from mini_ee.methods.consistent import exit_losses, memorized_layer
 from mini_ee.recording import Record, record
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.stages import depth_weighted_sum
-from mini_ee.training.train import trained_on
+from mini_ee.training.train_run import trained_on
 
 
 def hardness_of(logits: np.ndarray, labels: np.ndarray, exits: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -54,10 +54,10 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Backbone, Tensors
 from mini_ee.backbones.lora import LowRank, check_lora, columns_of
 from mini_ee.backbones.targets import TARGETS
-from mini_ee.data.options import Settings, option
-from mini_ee.data.tokens import batches
+from mini_ee.data.settings import Settings, option
+from mini_ee.data.tokenizer import batches
 from mini_ee.exits.heads import exit_heads
-from mini_ee.exits.rows import ExitModel, RowData, RowExits, check_exits
+from mini_ee.exits.row_exits import ExitModel, RowData, RowExits, check_exits
 from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.methods.lora_exits_sgmv import Streams
 from mini_ee.methods.lora_exits_streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart

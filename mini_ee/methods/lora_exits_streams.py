@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import LayerContext, Tensors, is_traced, tensor_on
-from mini_ee.exits.rows import RowSegments
+from mini_ee.exits.row_exits import RowSegments
 from mini_ee.segments import Reading, Segments
 
 

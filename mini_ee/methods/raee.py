@@ -33,8 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.data.options import Settings, check_options, option
-from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.data.settings import Settings, check_options, option
+from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.methods.raee_controls import ablation, controls, retrieved
 from mini_ee.methods.raee_datastore import Datastore, Embed, Neighbours
 from mini_ee.methods.raee_shards import MOST_SHARDS

@@ -16,12 +16,12 @@ import torch
 
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, sole_writer, write_json
-from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
+from mini_ee.data.prompt_templates import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, divided, holdout, subset
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.prompts import KIND_READ_AT, PromptModel, draw_shots
-from mini_ee.exits.rows import RowData
+from mini_ee.exits.prompt_exits import KIND_READ_AT, PromptModel, draw_shots
+from mini_ee.exits.row_exits import RowData
 from mini_ee.methods.raee_controls import best_single_exit
 from mini_ee.methods.raee_datastore import Collected, build
 from mini_ee.methods.raee_encoders import open_encoder
@@ -30,10 +30,10 @@ from mini_ee.rules import NeverExit, Rule
 from mini_ee.training import ranks
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.loop import fit
-from mini_ee.training.run import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
+from mini_ee.training.run_folder import Run, about_task, encode, is_run, load_run, save_run, training_folder, versions
 from mini_ee.training.stages import Stage, task_loss
 from mini_ee.training.state import STATE, Saved
-from mini_ee.training.train import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
+from mini_ee.training.train_run import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
 
 BATCH_SIZE = 32  # in which examples are collected
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")
@@ -143,7 +143,7 @@ def _write_run(request: Request, run: Run, rule: Rule, metrics: dict) -> None:
     settings["prompts"] = None if prompts is None else str(Path(prompts).resolve())
     base = {"method": config["method"], "settings": config["settings"]}
     config |= {"method": "raee", "settings": settings, "base": config.get("base", base)}
-    config |= {"rule": rule.to_dict(), "promise": None, "retrieval": source, "versions": versions()}
+    config |= {"rule": rule.to_dict(), "guarantee": None, "retrieval": source, "versions": versions()}
     with atomic_folder(request.out) as partial:
         copy_folder(run.folder, partial, without=("datastore",))
         (training_folder(request.out) / "datastore").rename(partial / "datastore")

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Encoded, batches
+from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.methods.raee_datastore import Datastore, Neighbours
 from mini_ee.recording import Record, summary
 from mini_ee.rules import Planned, Rule

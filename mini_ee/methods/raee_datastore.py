@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.progress import tqdm
-from mini_ee.data.tokens import Encoded, Inputs, batches
+from mini_ee.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.methods.raee_files import MANIFEST, Entries, read_datastore, read_manifest, write_datastore
 from mini_ee.methods.raee_shards import Shards
 

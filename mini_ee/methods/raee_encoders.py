@@ -13,7 +13,7 @@ from torch import Tensor
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
 from mini_ee.backbones.shapes import check_finite
-from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.heads import pooled
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.data.files import file_sha256, read_json, write_bytes, write_json
-from mini_ee.data.tokens import text_rows
+from mini_ee.data.tokenizer import text_rows
 from mini_ee.methods.raee_shards import MOST_SHARDS, SEED, Shards
 
 FORMAT_VERSION = 1

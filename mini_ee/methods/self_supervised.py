@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.data.options import Settings, option
-from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
+from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, Text
+from mini_ee.data.settings import Settings, option
 from mini_ee.exits.heads import INITS
-from mini_ee.exits.tokens import TextData, TokenExits
+from mini_ee.exits.token_exits import TextData, TokenExits
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage
-from mini_ee.training.texts import Source, agreement_rule, texts_to_calibrate
+from mini_ee.training.training_text import Source, agreement_rule, texts_to_calibrate
 
 HEAD_TARGETS = ("soft", "hard")
 

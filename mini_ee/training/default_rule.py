@@ -92,12 +92,12 @@ nothing do."""
 
 
 class Chosen(NamedTuple):
-    """The default rule, and what is guaranteed of it. In JSON: rule.to_dict(), promise and rows_needed as they are."""
+    """The default rule, and its guarantee. In JSON: rule.to_dict(), guarantee and rows_needed as they are."""
 
     rule: Rule
-    promise: dict | None  # keys: max_loss, confidence, of, rows, loss_on_holdout, p_value; of a regression label_range
+    guarantee: dict | None  # max_loss, confidence, of, rows, loss_on_holdout, p_value; of a regression label_range
     rows_needed: int | None = None  # without a guarantee: test examples that would do; None if no rule can have one
-    about: dict = {}  # what else metrics.json says; of rows "promised", the guarantee in words, and "fallback"
+    about: dict = {}  # what else metrics.json says; of rows "guaranteed", the guarantee in words, and "fallback"
 
 
 class Replay(NamedTuple):
@@ -147,13 +147,13 @@ def default_rule(
     if not replays:
         exits = len(selection.segments.exits)
         why = f"The default rule is the full model: no rule of this method can exit before the last of {exits} exits."
-        return Chosen(NeverExit(), None, None, {"promised": why, "fallback": None})
+        return Chosen(NeverExit(), None, None, {"guaranteed": why, "fallback": None})
     selecting = len(selection.labels)
     least = exit_scores(test, task, test.labels)[-1] - max_loss if len(test.labels) else math.inf
     useful = [replay.saves and replay.score >= least for replay in replays]
     if found := _passing(replays, useful, max_loss, confidence):
-        promise = found[1] | _lost(task, label_range)
-        return Chosen(found[0], promise, None, {"promised": _guarantee(promise, selecting), "fallback": None})
+        guarantee = found[1] | _lost(task, label_range)
+        return Chosen(found[0], guarantee, None, {"guaranteed": _guarantee(guarantee, selecting), "fallback": None})
     return _without_guarantee(replays, useful, selecting, task, (max_loss, confidence), label_range)
 
 
@@ -181,7 +181,7 @@ def _without_guarantee(
         shown = f"{tested} held-out test examples show of no other rule that it loses {less}"
         enough = f"; about {enough} would do" if enough else ""
         message = f"The default rule is the full model: {shown}{enough}. {missing}"
-    return Chosen(rule, None, needed, {"promised": message, "fallback": fallback})
+    return Chosen(rule, None, needed, {"guaranteed": message, "fallback": fallback})
 
 
 def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confidence: float) -> tuple[Rule, dict] | None:

@@ -6,7 +6,7 @@ from mini_ee.data.tasks import Split, Task, divided, holdout
 
 TEST_ROWS = 2_000
 """Examples at most that test the default rule. So many guarantee a loss of at most .01 for a rule that is worse than
-the last exit on 1 % of them and better on 1 % (results/promises.md). Reading more may take longer than the training."""
+the last exit on 1 % of them and better on 1 % (results/guarantees.md). More may take longer than the training."""
 
 SELECTING = 0.2
 """Share of the held-out tenth that selects, if few rows are left over: a guarantee of .01 needs over 300 that test."""

@@ -2,8 +2,8 @@
 
 Every method is trained by it. A recipe is the list of a method's stages (stages.py). A recipe with its own control flow
 is a generator of stages: it receives the best score of each stage, and decides which is next (methods/consistent.py).
-The loop knows units alone: rows and tokens bring their own data (exits/rows.py, exits/tokens.py). Epochs are scored on
-held-out units. Those that test the default rule, and the split that is reported, are never seen here.
+The loop knows units alone: rows and tokens bring their own data (exits/row_exits.py, exits/token_exits.py). Epochs are
+scored on held-out units. Those that test the default rule, and the split that is reported, are never seen here.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from mini_ee.data.progress import tqdm
 from mini_ee.training import ranks
-from mini_ee.training.options import TrainConfig
 from mini_ee.training.stages import Batch, Stage
 from mini_ee.training.state import Saved, State, own_state
+from mini_ee.training.train_settings import TrainConfig
 
 CURVE_POINTS = 20  # of a stage's log_metrics
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from mini_ee.data.options import Settings, check_options
+from mini_ee.data.settings import Settings, check_options
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import METHODS
 from mini_ee.training.default_rule import Candidates

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor, nn
 
-from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.rules import Policy
 from mini_ee.training.default_rule import Chosen, passing
 

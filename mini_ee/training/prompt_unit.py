@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from mini_ee.data.prompts import Prompt, PromptTokenizer
-from mini_ee.data.tokens import Tokenizer
-from mini_ee.exits.prompts import PromptModel
+from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.training.row_unit import RowUnit
-from mini_ee.training.run import backbone_of
+from mini_ee.training.run_folder import backbone_of
 from mini_ee.training.unit import Unit, check_labelled
 
 

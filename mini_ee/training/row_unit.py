@@ -8,18 +8,18 @@ import numpy as np
 from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.rows import RowData, RowExits
+from mini_ee.exits.row_exits import RowData, RowExits
 from mini_ee.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.training import doubts
 from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
-from mini_ee.training.options import KINDS, RowOptions
-from mini_ee.training.run import about_task, encode, read_trained
-from mini_ee.training.train import open_task
+from mini_ee.training.run_folder import about_task, encode, read_trained
+from mini_ee.training.train_run import open_task
+from mini_ee.training.train_settings import KINDS, RowOptions
 from mini_ee.training.unit import TrainingData, Unit, check_labelled, is_labelled
 
 
@@ -126,7 +126,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
         "exits": list(recorded.segments.exits),
         "per_exit_accuracy": exit_scores(recorded, task, labels, metric),
         "hold_out": summary(recorded.replay(chosen.rule), recorded, task, labels),
-        "promise": chosen.promise,
+        "guarantee": chosen.guarantee,
         "rows_needed": chosen.rows_needed,
         "curves": curves(recorded, task, labels, chosen.rule),
         **chosen.about,

@@ -8,7 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.training.options import TrainConfig
+from mini_ee.training.train_settings import TrainConfig
 
 
 class Batch(NamedTuple):

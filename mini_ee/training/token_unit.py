@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER, check_generates, empty_backbone, generates, without_memory
 from mini_ee.data.files import json_sha256
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.tokens import TokenExits
-from mini_ee.training.options import KINDS, CommonOptions, TextOptions
-from mini_ee.training.run import read_trained
-from mini_ee.training.texts import Source, agreement_rule, check_count, texts_to_learn
-from mini_ee.training.train import build_checked
+from mini_ee.exits.token_exits import TokenExits
+from mini_ee.training.run_folder import read_trained
+from mini_ee.training.train_run import build_checked
+from mini_ee.training.train_settings import KINDS, CommonOptions, TextOptions
+from mini_ee.training.training_text import Source, agreement_rule, check_count, texts_to_learn
 from mini_ee.training.unit import TrainingData, Unit, is_labelled
 
 

@@ -18,13 +18,11 @@ from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
-from mini_ee.experiments.measured import onnx as onnx_page
-from mini_ee.experiments.measured import onnx_parts
-from mini_ee.experiments.measured import serving as serving_page
+from mini_ee.experiments.measured import onnx_page, onnx_parts, serving_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
-from mini_ee.training.run import build_model
+from mini_ee.training.run_folder import build_model
 
 RESULTS = Path(__file__).parents[2] / "results"
 MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)

@@ -27,21 +27,21 @@ import mini_ee.cli.calibrate as calibrating
 import mini_ee.cli.main as command_line
 import mini_ee.cli.open as opening
 import mini_ee.data.files as files
-import mini_ee.evaluation.evaluate as evaluation
 import mini_ee.evaluation.plots as plots
+import mini_ee.evaluation.row_evaluation as evaluation
 import mini_ee.methods.consistent_hardness as consistent_hardness
 import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.methods.lora_exits_streams as streams_module
 import mini_ee.recording as recording
 from mini_ee.cli.main import COMMANDS, main, parser
-from mini_ee.cli.rules import rule_settings
+from mini_ee.cli.rule_options import rule_settings
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
-from mini_ee.data.options import flag_of
+from mini_ee.data.settings import flag_of
 from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.errors import WrongArguments
-from mini_ee.evaluation.evaluate import RANGES, curve, over_seeds, rows_of
+from mini_ee.evaluation.row_evaluation import RANGES, curve, over_seeds, rows_of
 from mini_ee.evaluation.tables import ranges_table
 from mini_ee.recording import read_every_exit, record, summary
 from mini_ee.registry import METHODS
@@ -49,9 +49,9 @@ from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.training.default_rule import CURVE_POINTS, sweep
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import load_method
-from mini_ee.training.options import CommonOptions, RowOptions, TextOptions, TrainOptions
-from mini_ee.training.run import about_task, load_run, training_folder, write_rule
-from mini_ee.training.train import asked, trained_on
+from mini_ee.training.run_folder import about_task, load_run, training_folder, write_rule
+from mini_ee.training.train_run import asked, trained_on
+from mini_ee.training.train_settings import CommonOptions, RowOptions, TextOptions, TrainOptions
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
@@ -178,9 +178,7 @@ def test_the_help_of_train_says_of_each_method_what_it_does(capsys):
 def test_the_parser_starts_without_torch():
     commands = [[], *([command] for command in COMMANDS), ["run", "joint"]]  # of a folder that is called as a method
     code = STARTS.format(commands=commands)
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert found.returncode == 0 and found.stdout.count("usage: mini-ee") == len(commands), found.stderr
 
 
@@ -986,11 +984,11 @@ def test_calibrate_reads_the_held_out_rows_that_chose_nothing_of_the_model(
             {"delta": 0.05},
             "This is below the agreement that was asked for, 95.0%: 90.0% at the exit after layer 2.",
         ),
-        ([0.9, 0.96], 0.96, {"promise": "conformal"}, ""),
+        ([0.9, 0.96], 0.96, {"guarantee": "conformal"}, ""),
         (
             [0.9, 0.96],
             0.949,
-            {"promise": "conformal"},
+            {"guarantee": "conformal"},
             "This is below the agreement that was asked for, 95.0%: 94.9% at the exits that they take.",
         ),
     ],
@@ -1028,7 +1026,7 @@ def test_calibrate_prints_where_rows_left_and_how_far_chance_moves_the_papers_th
         ([], "--epsilon"),
     ],
 )
-def test_calibrate_tells_wrong_promises_and_leaves_the_run(capsys, run_folder, task_folder, options, message):
+def test_calibrate_tells_wrong_guarantees_and_leaves_the_run(capsys, run_folder, task_folder, options, message):
     before = (run_folder / "config.json").read_bytes()
     assert message in refused(capsys, "calibrate", run_folder, "--task", task_folder, *options)
     assert (run_folder / "config.json").read_bytes() == before

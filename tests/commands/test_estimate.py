@@ -16,13 +16,13 @@ from test_cli import answer, refused
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.calibration import Observed
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.tasks import load_task
-from mini_ee.data.texts import Text
-from mini_ee.data.tokens import Tokenizer
-from mini_ee.evaluation import estimate
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.evaluation import savings_estimate
 from mini_ee.evaluation.probes import PENALTY, Costs, Heard, hear_rows, hear_tokens, layer_states, neighbours, probe
 from mini_ee.rules import Threshold
-from mini_ee.training.run import encode
+from mini_ee.training.run_folder import encode
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-5  # float32 states of single rows against padded batches; measured max 1.0e-6
@@ -37,7 +37,7 @@ FREE = Costs(0.0, 0.0)
 
 @pytest.fixture(autouse=True)
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(estimate, "RESAMPLES", 20)
+    monkeypatch.setattr(savings_estimate, "RESAMPLES", 20)
 
 
 def drawn(units, layers, seed=0):
@@ -54,23 +54,25 @@ def test_settled_is_the_first_layer_behind_the_last_difference():
     for said in itertools.product((0, 1), repeat=5):
         row = np.array(said[:-1]) == said[-1]
         expected = next(layer for layer in range(1, 6) if all(each == said[-1] for each in said[layer - 1 :]))
-        assert estimate.settled_layers(row[None]) == [expected]
+        assert savings_estimate.settled_layers(row[None]) == [expected]
 
 
 def test_layers_and_heads_are_counted_as_by_hand():
     """At .7 the rows leave after layers 1, 2, 2 and 3, through as many heads, and all agree there."""
-    found = estimate.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
+    found = savings_estimate.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
     wrong = Threshold((0.6, 0.6, -math.inf))  # the third leaves after layer 1, wrongly
-    found = estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
+    found = savings_estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
-    found = estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
+    found = savings_estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
     assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (6 + 7 / 4 + 0.5 * 7 / 4) / 9.5))
 
 
 def test_an_exit_that_is_not_there_costs_its_layers_but_no_head():
     """Exits after layers 2 and 3 alone, at .7: leaving after 3, 2, 2 and 3 layers through 2, 1, 1 and 2 heads."""
-    found = estimate.savings_at(estimate.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0))
+    found = savings_estimate.savings_at(
+        savings_estimate.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0)
+    )
     assert found == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
 
 
@@ -85,7 +87,7 @@ def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
             right.append(next((ok for each, ok in zip(sure, agrees) if each >= tau), True))
         return np.mean(right)
 
-    rule = estimate.threshold_at(observed, level)
+    rule = savings_estimate.threshold_at(observed, level)
     (tau,) = set(rule.threshold[:-1])
     assert rule.threshold[-1] == -math.inf and end_to_end(tau) >= level
     lower = observed.confidence[observed.confidence < tau]
@@ -95,8 +97,8 @@ def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
 def test_nobody_leaves_where_nothing_agrees_and_all_where_all_does():
     observed = drawn(15, 4)  # one of them is more than 5 %
     never, always = (observed._replace(agrees=np.full_like(observed.agrees, value)) for value in (False, True))
-    assert estimate.threshold_at(never).threshold[:-1] == (math.inf,) * 3
-    assert estimate.savings_at(always, estimate.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
+    assert savings_estimate.threshold_at(never).threshold[:-1] == (math.inf,) * 3
+    assert savings_estimate.savings_at(always, savings_estimate.threshold_at(always), (1, 2, 3, 4), FREE).saved == 0.75
 
 
 @pytest.mark.parametrize("head", [0.0, 0.3])
@@ -104,26 +106,26 @@ def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head):
     observed, costs = drawn(300, 5, 1), Costs(head, 0.0)
 
     def net(exits):
-        some = estimate.at_exits(observed, exits)
-        return estimate.savings_at(some, estimate.threshold_at(some), exits, costs).net_saved
+        some = savings_estimate.at_exits(observed, exits)
+        return savings_estimate.savings_at(some, savings_estimate.threshold_at(some), exits, costs).net_saved
 
     choices = [(*some, 5) for count in range(1, 5) for some in itertools.combinations(range(1, 5), count)]
-    few, saved = estimate.few_exits(observed, costs)
+    few, saved = savings_estimate.few_exits(observed, costs)
     assert saved == pytest.approx(net(few)) and saved >= max(map(net, choices)) - 0.03
 
 
 def test_a_head_that_costs_more_than_it_saves_is_left_out():
     observed = drawn(300, 5, 1)
-    assert len(estimate.few_exits(observed, FREE)[0]) > 1
-    assert estimate.few_exits(observed, Costs(50.0, 0.0)) == ((5,), 0.0)
-    none = estimate.estimate(observed, (5,), Costs(50.0, 0.0), 0)
+    assert len(savings_estimate.few_exits(observed, FREE)[0]) > 1
+    assert savings_estimate.few_exits(observed, Costs(50.0, 0.0)) == ((5,), 0.0)
+    none = savings_estimate.estimate(observed, (5,), Costs(50.0, 0.0), 0)
     assert none["kept"] == 1 and none["net_saved"] == none["saved"] == none["high"] == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_judged_keeps_the_level(seed):
     """Exits that were chosen on some rows, at a threshold of the same rows, would keep less of others."""
-    found = estimate.suitability(Heard("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
+    found = savings_estimate.suitability(Heard("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
     for each in (found["estimate"], found["few_exits"]):
         assert each["agreement"] == 0.95 <= each["kept"] < 1 and len(each["exits"]) > 2
         assert each["low"] <= each["saved"] <= each["high"]
@@ -134,8 +136,8 @@ def test_what_exits_save_is_counted_at_their_own_threshold():
     observed, exits, costs = drawn(80, 4, 1), (1, 3, 4), Costs(0.2, 0.0)
     some = Observed(observed.confidence[:, [0, 2]], observed.agrees[:, [0, 2]], observed.groups)
     found, expected = (
-        estimate.estimate(observed, exits, costs, 0),
-        estimate.savings_at(some, estimate.threshold_at(some), exits, costs),
+        savings_estimate.estimate(observed, exits, costs, 0),
+        savings_estimate.savings_at(some, savings_estimate.threshold_at(some), exits, costs),
     )
     assert (found["kept"], found["saved"], found["net_saved"]) == pytest.approx(expected)
 
@@ -145,7 +147,7 @@ def test_texts_are_drawn_whole():
     one = drawn(100, 4)
     many = Observed(*(np.repeat(each, 20, axis=0) for each in one))
     apart = many._replace(groups=np.arange(2000))
-    wide, same, narrow = (estimate.estimate(each, (1, 2, 3, 4), FREE, 0) for each in (one, many, apart))
+    wide, same, narrow = (savings_estimate.estimate(each, (1, 2, 3, 4), FREE, 0) for each in (one, many, apart))
     assert same.pop("exits") == wide.pop("exits") and same == pytest.approx(wide)
     assert narrow["high"] - narrow["low"] < (wide["high"] - wide["low"]) / 2
     assert wide["low"] <= wide["saved"] <= wide["high"]
@@ -153,7 +155,7 @@ def test_texts_are_drawn_whole():
 
 def test_the_answer_depends_on_the_seed_alone_and_is_json():
     heard = Heard("linear probe", drawn(200, 4), Costs(0.1, 0.0), [0.5, 0.6, 0.7, 0.7], 0.5)
-    found, again, other = (estimate.suitability(heard, seed) for seed in (0, 0, 1))
+    found, again, other = (savings_estimate.suitability(heard, seed) for seed in (0, 0, 1))
     assert found == again != other and json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["agreement"] == [*heard.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
     layers = [layer for layer, count in enumerate(found["oracle_counts"], 1) for _ in range(count)]
@@ -189,7 +191,7 @@ def about(net, low, oracle, settle=4, accuracy=0.9):
     ],
 )
 def test_the_advice_goes_by_the_cut_offs_that_it_names(given, begins, says):
-    found = estimate.advice(given, 100)
+    found = savings_estimate.advice(given, 100)
     assert found.startswith(begins) and says in found and found.endswith(".")
 
 
@@ -272,7 +274,7 @@ def planted(count, idle):
 
 
 def test_a_decoder_whose_later_layers_do_nothing_is_settled_at_the_first():
-    found = estimate.suitability(hear_tokens(planted(4, (1, 2, 3)), texts_of(None)))
+    found = savings_estimate.suitability(hear_tokens(planted(4, (1, 2, 3)), texts_of(None)))
     assert found["settle_layer"] == 1 and found["agreement"] == [1] * 4 and found["oracle_saved"] == 0.75
     assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith("Cut it")
 
@@ -282,7 +284,7 @@ def test_a_decoder_whose_last_layer_is_random_is_not():
     with torch.no_grad():
         for name in ("attention_output", "down"):
             getattr(decoder.layers[3], name).weight.mul_(30)
-    found = estimate.suitability(hear_tokens(decoder, texts_of(None)))
+    found = savings_estimate.suitability(hear_tokens(decoder, texts_of(None)))
     assert found["settle_layer"] == 4 and max(found["agreement"][:-1]) < 0.5 and found["oracle_saved"] < 0.4
     assert found["agreement"][0] == found["agreement"][1] == found["agreement"][2]
     assert not found["advice"].startswith(("Cut it", "Early exit should pay"))
@@ -296,7 +298,7 @@ def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labell
             torch.nn.init.zeros_(linear.weight)
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
     heard = hear_rows(backbone, encoded, rows.labels if labelled else None, 2, 0)
-    found = estimate.suitability(heard)
+    found = savings_estimate.suitability(heard)
     assert found["settle_layer"] == 1 and found["oracle_saved"] == pytest.approx(2 / 3)
     assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
 

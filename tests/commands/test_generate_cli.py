@@ -15,7 +15,7 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.generate import settled_length
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate
 from mini_ee.weights import pretrain_llama

@@ -21,11 +21,12 @@ from mini_ee.calibration import observe
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
-from mini_ee.evaluation import estimate, evaluate
-from mini_ee.evaluation.texts import EPSILONS
-from mini_ee.experiments import measured, measures, pictures, recipe, run, trainings
+from mini_ee.evaluation import row_evaluation, savings_estimate
+from mini_ee.evaluation.token_evaluation import EPSILONS
+from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
 from mini_ee.experiments.measured import MEASURED
-from mini_ee.experiments.page import (
+from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
+from mini_ee.experiments.result_page import (
     OTHERS,
     PageData,
     _cell,
@@ -37,7 +38,6 @@ from mini_ee.experiments.page import (
     page,
     read_data,
 )
-from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.experiments.trainings import read_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
 from mini_ee.recording import exit_scores, record, summary
@@ -47,7 +47,7 @@ from mini_ee.training.default_rule import sweep
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
-from mini_ee.training.options import RowOptions, TextOptions, TrainConfig
+from mini_ee.training.train_settings import RowOptions, TextOptions, TrainConfig
 
 RESULTS = Path(__file__).parents[2] / "results"
 README_FIGURES = {  # as printed -> page, case, figure
@@ -293,10 +293,10 @@ def tiny(tmp_path, monkeypatch):
     """The tiny recipe in place of RAEE's."""
     (tmp_path / "raee.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(recipe, "RECIPES", tmp_path)
-    monkeypatch.setattr(run, "PAPERS", ("loraexit", "raee"))  # the first has no page: no row, and no recipe is read
+    monkeypatch.setattr(reproduce, "PAPERS", ("loraexit", "raee"))  # the first has no page: no row, no recipe read
     monkeypatch.setattr(measures, "HELD_ROWS", 100)
     monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
-    monkeypatch.setattr(evaluate, "TIMED_ROWS", 16)
+    monkeypatch.setattr(row_evaluation, "TIMED_ROWS", 16)
     monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
     return tmp_path / "out"
 
@@ -375,8 +375,8 @@ def test_a_case_is_run_with_the_seeds_that_its_page_has_unless_others_are_asked_
     axes = {"method": methods | {"two-stage": methods["two-stage"] | {"seeds": 1}}}
     (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"axes": axes}]}))
     ran = []
-    monkeypatch.setattr(run, "is_kept", lambda folder, case, seed: (case.name, seed) in ran)
-    monkeypatch.setattr(run, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    monkeypatch.setattr(reproduce, "is_kept", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
     assert main(["reproduce", "raee", "--out", str(tiny), *asked]) == 0
     both = {"reviews joint": joint, "reviews two-stage": two_stage}
     assert ran == [(name, seed) for seed in joint for name in both if seed in both[name]]
@@ -499,7 +499,7 @@ def test_writing_says_nothing_of_shares_that_its_curve_does_not_reach(monkeypatc
     assert "Rouge-L at 30% saved" not in figures
 
 
-def test_the_promise_of_epsilon_is_that_of_each_head_that_decides_a_token(monkeypatch):
+def test_the_guarantee_of_epsilon_is_that_of_each_head_that_decides_a_token(monkeypatch):
     row = dict.fromkeys(("end_to_end", "layers_saved", "decoded_agreement", "speedup", "decoded_layers"), 0.5)
     rows = [row | {"agreement": [0.9, None, 0.8], "exit_counts": [1, 0, 1, 2]} for _ in EPSILONS]
     monkeypatch.setattr(measures, "of_tokens", lambda *_: ({}, {}))
@@ -717,7 +717,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     fitted, every, dev = split_rows(task, 0, 30).train, task.split("train"), task.split("dev")
     others = every.take(np.array([text not in fitted.texts for text in every.texts]))
     on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
-    points = evaluate.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
+    points = row_evaluation.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
     full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
     least = full if own else max(point["score"] for point in points)
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: [1.0] * len(runs))
@@ -729,7 +729,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
         rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
         said = summary(on_dev.replay(rule), on_dev, task, dev.labels)
         assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (said["score"], said["layers_saved"])
-    losses = [each["loss"] for each in evaluate.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
+    losses = [each["loss"] for each in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
     assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
 
 
@@ -740,11 +740,11 @@ def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_
     run = train("joint", checkpoint_folder, folder, tmp_path / "run", exits=(1, 2, 3), max_train=30, epochs=1)
     draw_weights(run)
     task = load_task(folder)
-    figures, _ = measures.of_suits(run, task, None)
+    figures, _ = measures.of_estimate(run, task, None)
     (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
     some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
-    rules = [estimate.threshold_at(observe(on)) for on in (some, others, there)]
-    found = [estimate.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
+    rules = [savings_estimate.threshold_at(observe(on)) for on in (some, others, there)]
+    found = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
     assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
     assert len({each.saved for each in found}) == 3
     assert figures["full"] == exit_scores(there, task, dev.labels)[-1]

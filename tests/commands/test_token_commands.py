@@ -17,15 +17,15 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import calibrate, intervals, observe
 from mini_ee.cli.generate import colours_of, painted
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.data.files import read_json, write_json
-from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate, generate_lossless, generated_texts
-from mini_ee.exits.tokens import TextData, record_texts
+from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.methods.self_supervised import metrics
 from mini_ee.rules import Patience, PatienceConfidence, Threshold
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
@@ -403,7 +403,7 @@ def test_exits_are_green_to_red_and_the_full_model_has_no_colour(exits):
 
 
 @pytest.mark.parametrize("measure", ["breaking_ties", "max_probability", "entropy", "breaking_ties_logits"])
-def test_calibrate_keeps_the_promise_on_its_half_and_writes_the_rule(capsys, run_folder, decoder_folder, measure):
+def test_calibrate_keeps_the_guarantee_on_its_half_and_writes_the_rule(capsys, run_folder, decoder_folder, measure):
     argv = ("calibrate", run_folder, "--epsilon", 0.6, "--measure", measure, "--texts", 30, "--new-tokens", 10)
     found = answer(capsys, *argv)
     model, rule = load_run(run_folder).model, load_run(run_folder).rule
@@ -436,13 +436,13 @@ def test_calibrate_reads_a_text_file_and_prints_its_table(capsys, run_folder, tm
     assert "agreement" in shown and "text.txt" in shown and "The rule of" in shown and "bootstraps" in shown
 
 
-def test_calibrate_tells_how_often_sets_break_the_promise(capsys, run_folder):
+def test_calibrate_tells_how_often_sets_break_the_guarantee(capsys, run_folder):
     argv = ("calibrate", run_folder, "--epsilon", 0.3, "--texts", 40, "--new-tokens", 10, "--sets", 4)
     broken = answer(capsys, *argv, "--delta", 0.5)["broken"]
     assert (broken["sets"], broken["groups_a_set"]) == (4, 10)
     share = answer(capsys, *argv)["broken"]["paper"]
     assert broken["paper"] == share and main(list(map(str, argv))) == 0
-    assert f"Of 4 calibration sets of 10 the paper's rule breaks the promise of 0.3 on the rest for {share:.1%}." in (
+    assert f"Of 4 calibration sets of 10 the paper's rule breaks the guarantee of 0.3 on the rest for {share:.1%}." in (
         capsys.readouterr().out
     )
 
@@ -510,7 +510,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
     line = refused(capsys, name, out, *options)
     assert "its backbone was in" in line and "say where with --model" in line
     with pytest.MonkeyPatch.context() as patch:  # a built-in one is looked for where it is now
-        patch.setattr("mini_ee.training.run.BUILT_IN_DECODER", moved)
+        patch.setattr("mini_ee.training.run_folder.BUILT_IN_DECODER", moved)
         assert main([name, str(out), *options]) == 0
         capsys.readouterr()
     assert main([name, str(out), *options, "--model", str(moved)]) == 0

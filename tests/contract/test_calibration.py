@@ -1,4 +1,4 @@
-"""Calibration: tau of section 3.3.1, the rule with confidence delta, and what both keep of their promise."""
+"""Calibration: tau of section 3.3.1, the rule with confidence delta, and what both keep of their guarantee."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from mini_ee.statistics import agreement_p_values
 
 EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 DELTA = 0.05
-SETS = 1000  # calibration sets that a promise is tried on
+SETS = 1000  # calibration sets that a guarantee is tried on
 TWO_STANDARD_ERRORS = 2 * (DELTA * (1 - DELTA) / SETS) ** 0.5
 
 
@@ -89,7 +89,7 @@ def test_none_qualifies_and_the_exit_takes_no_row():
 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
-def test_the_promise_is_kept_exactly_on_the_calibration_set(epsilon):
+def test_the_guarantee_is_kept_exactly_on_the_calibration_set(epsilon):
     for seed in range(20):
         heads = [drawn(100 * seed + k) for k in range(3)]
         observed = Observed(*(np.stack(columns, axis=1) for columns in zip(*heads)), np.arange(60))
@@ -139,7 +139,7 @@ def test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_i
 
 
 def chance_of_a_bad_tau(find, rows, epsilon, shares, agree):
-    """By enumeration: how often `find`, a tau from confidence and agreement, breaks the promise on fresh rows.
+    """By enumeration: how often `find`, a tau from confidence and agreement, breaks the guarantee on fresh rows.
 
     The population, from the surest rows down: strips with these shares of all rows, in each of which rows agree with
     one probability and no two are equally sure. Strips are cut where the agreement above crosses epsilon.
@@ -285,7 +285,7 @@ def test_the_populations_agree_in_a_share_of_epsilon_from_where_they_should(draw
 
 
 @pytest.mark.parametrize("draw", [rows_alone, texts_of_a_mood, texts_right_or_wrong])
-def test_the_promise_on_fresh_rows_is_broken_for_a_share_of_delta_at_most(draw):
+def test_the_guarantee_on_fresh_rows_is_broken_for_a_share_of_delta_at_most(draw):
     broken, _ = share_of_broken(draw, lambda *rows: tau_with_confidence(*rows, EPSILON, DELTA))
     assert broken <= DELTA + TWO_STANDARD_ERRORS
 
@@ -297,12 +297,12 @@ def test_the_papers_rule_breaks_it_far_more_often(draw):
 
 
 @pytest.mark.parametrize("draw", [rows_alone, texts_of_a_mood, texts_right_or_wrong])
-def test_the_promise_is_not_kept_by_never_leaving(draw):
+def test_the_guarantee_is_not_kept_by_never_leaving(draw):
     _, never = share_of_broken(draw, lambda *rows: tau_with_confidence(*rows, EPSILON - 0.1, DELTA))
     assert never < 0.2
 
 
-def test_rows_of_one_text_that_are_counted_as_independent_break_the_promise():
+def test_rows_of_one_text_that_are_counted_as_independent_break_the_guarantee():
     def as_rows(confidence, agrees, groups):
         return tau_with_confidence(confidence, agrees, np.arange(len(groups)), EPSILON, DELTA)
 
@@ -310,7 +310,7 @@ def test_rows_of_one_text_that_are_counted_as_independent_break_the_promise():
     assert broken > DELTA + TWO_STANDARD_ERRORS
 
 
-# ---- How often a promise breaks ----
+# ---- How often a guarantee breaks ----
 
 
 def pool(draw, draws):
@@ -322,7 +322,7 @@ def pool(draw, draws):
 
 
 @pytest.mark.parametrize("draw, draws, delta", [(texts_of_a_mood, 2, None), (rows_alone, 1, 0.9)])
-def test_a_promise_is_broken_where_the_texts_left_over_agree_too_rarely_at_any_exit(draw, draws, delta):
+def test_a_guarantee_is_broken_where_the_texts_left_over_agree_too_rarely_at_any_exit(draw, draws, delta):
     observed, broken = pool(draw, draws), 0
     random, names = np.random.default_rng(3), sorted(set(observed.groups.tolist()))
     for _ in range(12):
@@ -407,12 +407,12 @@ def test_a_delta_outside_its_range_is_an_error(delta):
         calibrate(observed, 0.5, delta)
 
 
-def test_epsilon_one_can_be_kept_on_the_calibration_set_but_not_promised():
+def test_epsilon_one_can_be_kept_on_the_calibration_set_but_not_guaranteed():
     observed = Observed(np.ones((3, 1)), np.ones((3, 1), bool), np.arange(3))
     assert calibrate(observed, 1.0).threshold[0] == 1.0
     assert broken_guarantees(observed.take(np.arange(12) % 3)._replace(groups=np.arange(12)), 1.0, sets=2)["paper"] == 0
     for epsilon in (1.0, 1 - 1e-16):
-        with pytest.raises(ValueError, match="cannot be promised for fresh rows"):
+        with pytest.raises(ValueError, match="cannot be guaranteed for fresh rows"):
             calibrate(observed, epsilon, DELTA)
 
 

@@ -1,4 +1,4 @@
-"""The conformal promise: its cut by brute force, what it keeps over draws, and strictness in float32."""
+"""The conformal guarantee: its cut by brute force, what it keeps over draws, and strictness in float32."""
 
 import json
 import math
@@ -27,8 +27,8 @@ from mini_ee.early_exit import early_exit
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import Policy, Threshold
 from mini_ee.segments import Reading
-from mini_ee.training.run import load_run
-from mini_ee.training.train import train
+from mini_ee.training.run_folder import load_run
+from mini_ee.training.train_run import train
 
 
 def drawn(rows, exits=3, seed=0, ties=False, power=0.3):
@@ -57,7 +57,7 @@ def smallest_that_keeps(observed, epsilon):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("epsilon", [0.5, 0.8, 0.9, 0.95])
-def test_the_cut_is_the_smallest_that_keeps_the_promise_with_one_row_more_lost(epsilon, ties):
+def test_the_cut_is_the_smallest_that_keeps_the_guarantee_with_one_row_more_lost(epsilon, ties):
     for seed in range(5):
         observed = drawn(40, seed=seed, ties=ties)
         assert conformal_cut(observed, epsilon) == smallest_that_keeps(observed, epsilon)
@@ -74,8 +74,8 @@ def test_of_single_rows_the_cut_is_an_order_statistic():
 
 
 @pytest.mark.parametrize("epsilon", [0.6, 0.8, 0.9, 0.95])
-def test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_promised(epsilon):
-    """Whatever the scores are: the promise without a draw."""
+def test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed(epsilon):
+    """Whatever the scores are: the guarantee without a draw."""
     for seed, exits, power in product(range(6), (1, 3), (0.3, 8)):
         observed, broken = drawn(41, exits, seed, seed % 2 == 0, power), 0
         for row in range(41):
@@ -85,13 +85,13 @@ def test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_promised
         assert broken <= math.floor((1 - epsilon) * 41 + 1e-9)
 
 
-def test_over_many_draws_the_promise_is_kept_on_average_and_not_by_much_more():
+def test_over_many_draws_the_guarantee_is_kept_on_average_and_not_by_much_more():
     observed, epsilon = drawn(4000, seed=3), 0.9
     means = agreement_by_sets(observed, epsilon, sets=300)
     assert means["sets"] == 300 and means["groups_a_set"] == 1000
     assert epsilon - 0.003 <= means["conformal"] <= 0.96  # M counts exits behind the one where a row leaves, too
     assert means["delta"] >= means["paper"]
-    assert abs(means["paper"] - epsilon) < 0.02  # which promises it of each exit, to the rows that it was taken from
+    assert abs(means["paper"] - epsilon) < 0.02  # which guarantees it of each exit, to the rows that it was taken from
 
 
 def test_what_sets_keep_is_that_of_loops_over_fresh_texts():
@@ -144,7 +144,7 @@ def test_too_few_rows_are_told_with_the_number_that_would_do():
         conformal(drawn(8), 0.9)
     assert error.value.needed == 9
     for epsilon in (0, 1):
-        with pytest.raises(ValueError, match="above 0 and below 1 for a conformal promise"):
+        with pytest.raises(ValueError, match="above 0 and below 1 for a conformal guarantee"):
             conformal(drawn(9), epsilon)
     with pytest.raises(ValueError, match="must be a finite number"):
         conformal(drawn(9)._replace(confidence=np.full((9, 3), np.nan)), 0.9)
@@ -179,27 +179,27 @@ def run_folder(checkpoint_folder, task_folder, tmp_path_factory):
     return out
 
 
-def test_the_command_writes_the_rule_and_its_promise(run_folder, task_folder, capsys):
+def test_the_command_writes_the_rule_and_its_guarantee(run_folder, task_folder, capsys):
     argv = ["calibrate", str(run_folder), "--task", str(task_folder), "--split", "train", "--epsilon", ".8"]
-    assert main([*argv, "--promise", "conformal", "--sets", "5", "--json"]) == 0
+    assert main([*argv, "--guarantee", "conformal", "--sets", "5", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["promise"] == "conformal" and answer["measure"] == "max_probability" and answer["kept"]["sets"] == 5
+    assert answer["guarantee"] == "conformal" and answer["measure"] == "max_probability" and answer["kept"]["sets"] == 5
     config = read_json(run_folder / "config.json")
-    assert config["promise"] == {"promise": "conformal", "epsilon": 0.8, "measure": "max_probability"}
+    assert config["guarantee"] == {"guarantee": "conformal", "epsilon": 0.8, "measure": "max_probability"}
     assert load_run(run_folder).rule.to_dict() == config["rule"]
-    assert main([*argv, "--promise", "conformal", "--sets", "5"]) == 0
+    assert main([*argv, "--guarantee", "conformal", "--sets", "5"]) == 0
     assert "calibration sets of 15 the others get the full model's answer for" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--promise", "conformal", "--delta", ".05"), "takes an --epsilon below 1 and no --delta"),
-        (("--measure", "exit_logit"), "--measure exit_logit is for --promise conformal"),
-        (("--promise", "conformal", "--measure", "exit_logit"), "has no policy"),
+        (("--guarantee", "conformal", "--delta", ".05"), "takes an --epsilon below 1 and no --delta"),
+        (("--measure", "exit_logit"), "--measure exit_logit is for --guarantee conformal"),
+        (("--guarantee", "conformal", "--measure", "exit_logit"), "has no policy"),
     ],
 )
-def test_what_cannot_be_promised_is_one_line(run_folder, task_folder, capsys, given, said):
+def test_what_cannot_be_guaranteed_is_one_line(run_folder, task_folder, capsys, given, said):
     assert main(["calibrate", str(run_folder), "--task", str(task_folder), "--epsilon", ".8", *given]) == 2
     error = capsys.readouterr().err.strip()
     assert said in error.split("\n")[-1]
@@ -217,4 +217,4 @@ def test_a_quantile_without_the_row_more_is_found(monkeypatch, bug):
     monkeypatch.setitem(globals(), "conformal_cut", plain)
     with pytest.raises(AssertionError):
         for epsilon in (0.6, 0.8, 0.9, 0.95):
-            test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_promised(epsilon)
+            test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed(epsilon)

@@ -20,19 +20,19 @@ import mini_ee
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.files import read_json
-from mini_ee.data.texts import Text
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import gather
-from mini_ee.exits.tokens import record_texts
+from mini_ee.exits.token_exits import record_texts
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
 from mini_ee.registry import METHODS
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training import state
-from mini_ee.training import train as training
+from mini_ee.training import train_run as training
 from mini_ee.training.method import load_method
-from mini_ee.training.options import RowOptions, TextOptions, TrainOptions
+from mini_ee.training.train_settings import RowOptions, TextOptions, TrainOptions
 
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
 UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}
@@ -91,7 +91,7 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
 
             patch.setattr(training, "save_run", save_run)
             patch.setattr(torch.optim.AdamW, "step", counted)
-            patch.setattr("mini_ee.training.texts.HELD_STORIES", 16)
+            patch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
             return mini_ee.train(method, model, task, out, **options, **more)
 
     @functools.cache

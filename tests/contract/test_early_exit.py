@@ -20,8 +20,8 @@ import mini_ee.early_exit as loop
 from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.bert import LayerContext
 from mini_ee.confidence import MEASURES
-from mini_ee.data.tokens import Encoded, Inputs
-from mini_ee.exits.rows import RowSegments, RowState
+from mini_ee.data.tokenizer import Encoded, Inputs
+from mini_ee.exits.row_exits import RowSegments, RowState
 from mini_ee.recording import Recorded, plan_rows, read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.segments import Reading, Segments
@@ -602,7 +602,7 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
         sys.meta_path.insert(0, NoTorch())
         import mini_ee, mini_ee.confidence, mini_ee.early_exit, mini_ee.data.metrics, mini_ee.rules, mini_ee.data.tasks
         try:
-            import mini_ee.exits.rows
+            import mini_ee.exits.row_exits
         except ImportError as error:
             print(error)
     """

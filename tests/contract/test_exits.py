@@ -11,10 +11,10 @@ from conftest import random_decoder
 import mini_ee
 import mini_ee.exits.heads as heads
 from mini_ee.backbones.backbone import padding_mask
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead, pooled
-from mini_ee.exits.rows import RowExits, check_exits, even_exits
+from mini_ee.exits.row_exits import RowExits, check_exits, even_exits
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.recording import read_every_exit

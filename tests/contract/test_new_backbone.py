@@ -23,10 +23,10 @@ from mini_ee import registry
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import backbone_class, generates, load_backbone, read_config, save_backbone
 from mini_ee.cli.main import main
-from mini_ee.data.prompts import Prompt
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.prompt_templates import Prompt
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.heads import exit_heads
-from mini_ee.exits.prompts import PromptModel
+from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.tracing import Value
 from mini_ee.export.writer import write_graphs
@@ -34,7 +34,7 @@ from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
 from mini_ee.training.default_rule import CURVE_POINTS
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4

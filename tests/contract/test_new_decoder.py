@@ -1,4 +1,4 @@
-"""A decoder family is one file and one line: tests/contract/own_decoder.py is trained, cached, exported and run like all others.
+"""A decoder family is one file and one line: own_decoder.py is trained, cached, exported and run like all others.
 
 What to write, and where: the family's file, and its line in the registry. These are two places. Nothing of it is ONNX.
 test_new_backbone.py asks the contract of all backbones of it too.
@@ -21,10 +21,10 @@ from mini_ee.backbones.hub import backbone_class, generates, load_backbone, save
 from mini_ee.cli.main import main
 from mini_ee.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.exits.generation import generate
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import FixedExit, NeverExit, Threshold, rule_from_dict
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 ROOT = Path(__file__).parents[2]
 LINE = {"sloped": "own_decoder"}  # what registry.py would say

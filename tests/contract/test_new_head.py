@@ -19,7 +19,7 @@ from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import ExitHead
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.runtime import Runtime
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import Threshold

@@ -21,7 +21,7 @@ from mini_ee.backbones.llama import Decoder
 from mini_ee.cli.main import main
 from mini_ee.rules import Policy
 from mini_ee.training.default_rule import CURVE_POINTS
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 ROOT = Path(__file__).parents[2]
 METHOD = '''\
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from mini_ee.data.options import Settings, option
+from mini_ee.data.settings import Settings, option
 from mini_ee.rules import Policy
 from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
@@ -83,7 +83,7 @@ def package(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setattr(registry, "METHODS", registry.METHODS | LINE)
-        for module in ("mini_ee.training.method", "mini_ee.cli.train", "mini_ee.evaluation.compare"):
+        for module in ("mini_ee.training.method", "mini_ee.cli.train", "mini_ee.evaluation.comparison"):
             __import__(module)
             patch.setattr(sys.modules[module], "METHODS", registry.METHODS)
         yield folder

@@ -19,12 +19,12 @@ from mini_ee import load_run, train
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.data.options import option
+from mini_ee.data.settings import option
 from mini_ee.data.tasks import load_task
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.evaluate import read_rows
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.evaluation.row_evaluation import read_rows
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
@@ -33,7 +33,7 @@ from mini_ee.export.serving.watch import stricter
 from mini_ee.recording import Record, Recorded, read_every_exit
 from mini_ee.rules import RULES, Rule, confidence, rule_from_dict
 from mini_ee.training.default_rule import curves
-from mini_ee.training.run import Run, write_rule
+from mini_ee.training.run_folder import Run, write_rule
 
 LINES = [f"the {thing} was {word}" for thing in ("film", "meal", "song") for word in ("good", "awful", "very dull")]
 

@@ -19,7 +19,7 @@ UNIT = '''\
 
 from dataclasses import replace
 
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.training.row_unit import RowUnit
 
 

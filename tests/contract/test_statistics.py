@@ -1,4 +1,4 @@
-"""The statistics behind every guarantee, against sums over all that can happen. The paired test: test_promise.py."""
+"""The statistics behind every guarantee, against sums over all that can happen. The paired test: test_guarantee.py."""
 
 import math
 from fractions import Fraction

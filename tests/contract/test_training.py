@@ -17,14 +17,14 @@ import mini_ee.baselines.two_stage as two_stage_module
 import mini_ee.training.loop as loop
 import mini_ee.training.row_unit as row_unit
 import mini_ee.training.state as state_module
-import mini_ee.training.train as train_module
+import mini_ee.training.train_run as train_module
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
-from mini_ee.data.tokens import Encoded, Tokenizer
+from mini_ee.data.tokenizer import Encoded, Tokenizer
 from mini_ee.errors import WrongArguments
-from mini_ee.evaluation.evaluate import overthinking
-from mini_ee.exits.rows import RowData, RowExits
+from mini_ee.evaluation.row_evaluation import overthinking
+from mini_ee.exits.row_exits import RowData, RowExits
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold
@@ -32,11 +32,11 @@ from mini_ee.training.default_rule import choose, default_rule
 from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
-from mini_ee.training.options import TrainConfig
-from mini_ee.training.run import build_model, encode
+from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
 from mini_ee.training.state import Saved
-from mini_ee.training.train import asked, exits_of
+from mini_ee.training.train_run import asked, exits_of
+from mini_ee.training.train_settings import TrainConfig
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
 RECIPES = ("joint", "two-stage")

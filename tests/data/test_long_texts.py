@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
-from mini_ee.data.tokens import HEAD, Tokenizer
+from mini_ee.data.tokenizer import HEAD, Tokenizer
 
 ODD = [*"abeEA12!.-_ \t\n", "  ", "'s", "中", "文", "é", "e\u0301", " \u0301", "ß", "ﬁ", "ﾞ", "Σ", "\u200b", "\x07"]
 ODD += ["\u3000", "\ufffd", "’", "😀", "▁", "[MASK]", "<x>", "½", "\u00a0", "ŉ", "!!", "[["]

@@ -20,10 +20,10 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.experiments import trainings
-from mini_ee.experiments.page import PageData, page
 from mini_ee.experiments.recipe import Case
+from mini_ee.experiments.result_page import PageData, page
 from mini_ee.training import doubts
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ROWS = [

@@ -13,16 +13,16 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.exits.prompts as prompting
+import mini_ee.exits.prompt_exits as prompting
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.data.glue import GLUE
-from mini_ee.data.prompts import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
+from mini_ee.data.prompt_templates import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of, read_prompts
 from mini_ee.data.tasks import Split, Task, load_task, toy_task
-from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.prompts import PromptModel, draw_shots
+from mini_ee.exits.prompt_exits import PromptModel, draw_shots
 from mini_ee.experiments import measures
 from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot

@@ -9,9 +9,9 @@ import torch
 
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.tasks import load_task
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.recording import predictions, record
 from mini_ee.rules import NeverExit, Threshold
 

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset, toy_task
-from mini_ee.data.tokens import Tokenizer, batches
+from mini_ee.data.tokenizer import Tokenizer, batches
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 needs_shared = pytest.mark.skipif(SHARED is None, reason="MINI_EE_SHARED names no folder with the real data")

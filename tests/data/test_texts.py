@@ -12,17 +12,17 @@ import pytest
 import tokenizers
 import torch
 
-import mini_ee.evaluation.compare as measure_compare
-import mini_ee.evaluation.texts as measure_texts
+import mini_ee.evaluation.comparison as measure_compare
+import mini_ee.evaluation.token_evaluation as measure_texts
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.calibration import agreement, calibrate, end_to_end, observe, replay
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.multiple_choice import Benchmark, Question, QuestionRequests, Request
-from mini_ee.data.texts import CALIBRATION_PROMPTS, Text
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.evaluation.plots import draw_decoder, new_figure, save_figure
-from mini_ee.evaluation.texts import (
+from mini_ee.evaluation.token_evaluation import (
     COMPARED,
     EPSILONS,
     GRID,
@@ -38,13 +38,13 @@ from mini_ee.evaluation.texts import (
 )
 from mini_ee.exits.decoding import Generated, gather
 from mini_ee.exits.generation import generate, generated_texts
-from mini_ee.exits.tokens import TokenExits, record_texts
+from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.default_rule import Chosen
-from mini_ee.training.options import TextOptions
-from mini_ee.training.run import load_run, save_run
-from mini_ee.training.texts import Source, texts_to_calibrate, texts_to_learn, texts_to_test
+from mini_ee.training.run_folder import load_run, save_run
+from mini_ee.training.train_settings import TextOptions
+from mini_ee.training.training_text import Source, texts_to_calibrate, texts_to_learn, texts_to_test
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6
@@ -540,8 +540,8 @@ def test_what_pieces_are_tested_on_was_not_learned(tmp_path, opened, text):
 
 @pytest.mark.parametrize("kind, text", [("continue", None), ("continue", "file"), ("copy", "file")])
 def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, opened, monkeypatch, kind, text):
-    monkeypatch.setattr("mini_ee.training.texts.HELD_STORIES", 6)
-    monkeypatch.setattr("mini_ee.training.texts.GIVEN", 8)
+    monkeypatch.setattr("mini_ee.training.training_text.HELD_STORIES", 6)
+    monkeypatch.setattr("mini_ee.training.training_text.GIVEN", 8)
     letters = np.random.default_rng(0).choice(list("abcdefgh"), (40, 4, 5))
     (tmp_path / "text.txt").write_text("\n\n".join(f"{' '.join(map(''.join, words))}." for words in letters))
     options = TextOptions(kind=kind, text=text and tmp_path / "text.txt", new_tokens=8, texts=30)

@@ -15,11 +15,11 @@ from mini_ee.baselines.adainfer import Svm, bounds, fit_svm, right_of, svm, svm_
 from mini_ee.cli.main import main
 from mini_ee.confidence import breaking_ties, max_probability
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.tokens import TextData, record_texts
+from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import Threshold, rule_from_dict
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 DRAWN = np.random.default_rng(0)
 

@@ -15,20 +15,20 @@ from mini_ee.baselines.fastbert import self_distillation_loss
 from mini_ee.baselines.right_tool import calibrate_heads, fit_temperature
 from mini_ee.baselines.sweet import separate_loss
 from mini_ee.data.tasks import load_task, subset
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.rows import RowData, RowExits
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.row_exits import RowData, RowExits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.recording import Record, Recorded, record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.default_rule import CANDIDATES, sweep
 from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
-from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.run import build_model, encode
+from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.stages import Batch, joint_stage, task_loss
 from mini_ee.training.state import Saved
+from mini_ee.training.train_settings import TrainConfig
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")

@@ -1,4 +1,4 @@
-"""CALM: three measures on a decoder, by the loop and by hand; the promise that a threshold keeps on whole texts."""
+"""CALM: three measures on a decoder, by the loop and by hand; the guarantee that a threshold keeps on whole texts."""
 
 import math
 from dataclasses import replace
@@ -11,13 +11,13 @@ import torch
 
 import mini_ee.baselines.calm as calm
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines.calm import MEASURE_RULES, agreement, calibrate_texts, held_out_loss, promised_rule
+from mini_ee.baselines.calm import MEASURE_RULES, agreement, calibrate_texts, guaranteed_rule, held_out_loss
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.metrics import rouge_l
-from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import decode, gather
 from mini_ee.exits.generation import generate, token_segments
-from mini_ee.exits.rows import RowExits, States
-from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.exits.row_exits import RowExits, States
+from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.export.row_segments import CPU
 from mini_ee.export.sessions import GraphRule, Session
 from mini_ee.export.token_graphs import TokenGraphs
@@ -28,9 +28,9 @@ from mini_ee.statistics import chernoff
 from mini_ee.training.default_rule import PASSING, passing
 from mini_ee.training.loop import fit
 from mini_ee.training.method import NoConfig
-from mini_ee.training.options import TrainConfig
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.state import Saved
+from mini_ee.training.train_settings import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3]]
@@ -257,7 +257,7 @@ def test_calibration_stops_at_the_first_rule_that_fails():
     assert calibrate_texts(list(risks)[2:], risk, 0.2, 0.05) is None
 
 
-def test_the_default_rule_keeps_its_promise_on_texts_that_proposed_no_rule(monkeypatch):
+def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(monkeypatch):
     model, texts, read = model_of(), texts_of(60, 8), []
     monkeypatch.setattr(calm, "record_texts", lambda model, some: read.extend(some) or record_texts(model, some))
     backend = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
@@ -269,10 +269,10 @@ def test_the_default_rule_keeps_its_promise_on_texts_that_proposed_no_rule(monke
         return np.mean([1 - rouge_l(*pair) for pair in pairs])
 
     monkeypatch.setattr(calm, "TOLERANCE", 0.5)
-    chosen = promised_rule(model, source, TextData(texts))
+    chosen = guaranteed_rule(model, source, TextData(texts))
     tested = [text for text in texts if text not in read]
-    assert read and chosen.promise["rows"] == len(tested) == len(texts) - len(read)
-    assert (chosen.promise["max_loss"], chosen.promise["confidence"]) == (0.5, 0.95)
+    assert read and chosen.guarantee["rows"] == len(tested) == len(texts) - len(read)
+    assert (chosen.guarantee["max_loss"], chosen.guarantee["confidence"]) == (0.5, 0.95)
     assert chosen.about["own"]["gap"] == chosen.rule.to_dict() != NeverExit().to_dict()
     assert chernoff(risk(chosen.rule), 0.5, len(tested)) <= 0.05
     for measure, rules in chosen.about["sweep"].items():
@@ -280,11 +280,11 @@ def test_the_default_rule_keeps_its_promise_on_texts_that_proposed_no_rule(monke
         kept = rules.index(rule_from_dict(own)) + 1 if own["name"] != "never" else 0
         assert kept == len(rules) or chernoff(risk(rules[kept]), 0.5, len(tested)) > 0.05
     monkeypatch.setattr(calm, "calibrate_texts", lambda *_: None)  # none passes
-    chosen = promised_rule(model, source, TextData(texts))
-    assert (chosen.rule, chosen.promise) == (NeverExit(), None)
+    chosen = guaranteed_rule(model, source, TextData(texts))
+    assert (chosen.rule, chosen.guarantee) == (NeverExit(), None)
 
 
-def test_the_promise_is_broken_for_a_share_of_delta_of_calibration_sets_at_most():
+def test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most():
     """Rules under which texts are lost with chance 0, .1, .2, .3, .4, and 400 calibration sets."""
     random, rules, broken = np.random.default_rng(0), [Policy(cut) for cut in (0.9, 0.8, 0.7, 0.6, 0.5)], 0
     for _ in range(400):
@@ -303,10 +303,10 @@ def test_a_sweep_lets_these_shares_pass_the_strictest_first():
             assert (values >= threshold).mean() == pytest.approx(share, abs=2 / values.size)
 
 
-def test_the_test_of_the_promise_can_fail(monkeypatch):
+def test_the_test_of_the_guarantee_can_fail(monkeypatch):
     monkeypatch.setattr(calm, "chernoff", lambda mean, limit, count: float(mean > limit))
     with pytest.raises(AssertionError):
-        test_the_promise_is_broken_for_a_share_of_delta_of_calibration_sets_at_most()
+        test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most()
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, Policy, Threshold
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 from mini_ee.training.stages import Batch
-from mini_ee.training.train import train
+from mini_ee.training.train_run import train
 
 EXITS, C, D = (1, 2, 3, 5, 6), 3, 24
 ONNX = 1e-5
@@ -226,7 +226,7 @@ def run(checkpoint_folder, task_folder, tmp_path_factory):
     return train("cat", checkpoint_folder, task_folder, out, epochs=2, batch_size=16)
 
 
-def test_a_run_keeps_its_temperatures_and_takes_the_conformal_promise(run, task_folder):
+def test_a_run_keeps_its_temperatures_and_takes_the_conformal_guarantee(run, task_folder):
     saved = read_tensors(run.folder / "model.safetensors")
     assert all(saved[f"heads.{k}.temperature"] != 1 for k in range(2))
     rows = [f"the {thing} was {word}" for thing in ("film", "book", "song") for word in ("good", "bad", "fine", "dull")]

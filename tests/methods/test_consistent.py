@@ -15,23 +15,23 @@ import pytest
 import torch
 from conftest import tensors
 
-import mini_ee.exits.rows as rows_module
+import mini_ee.exits.row_exits as rows_module
 import mini_ee.methods.consistent as consistent
 import mini_ee.training.loop as loop
 import mini_ee.training.state as state
 from mini_ee import WrongArguments, train
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.metrics import spearman
 from mini_ee.data.tasks import load_task, subset
-from mini_ee.data.texts import Text
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.evaluate import by_exit
 from mini_ee.evaluation.plots import draw_rewards
+from mini_ee.evaluation.row_evaluation import by_exit
 from mini_ee.exits.generation import Sampling
-from mini_ee.exits.rows import RowData, RowExits, States
-from mini_ee.exits.tokens import TextData, TokenExits
+from mini_ee.exits.row_exits import RowData, RowExits, States
+from mini_ee.exits.token_exits import TextData, TokenExits
 from mini_ee.methods.consistent import (
     Config,
     PolicyNetworks,
@@ -46,10 +46,10 @@ from mini_ee.methods.consistent_hardness import hardness_correlations, hardness_
 from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training.loop import fit
-from mini_ee.training.options import TrainConfig
-from mini_ee.training.run import encode
+from mini_ee.training.run_folder import encode
 from mini_ee.training.stages import Batch
 from mini_ee.training.state import Saved
+from mini_ee.training.train_settings import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ATOL = 1e-5  # float32, rows alone against padded batches, logits of up to 8; at most 3e-6 here

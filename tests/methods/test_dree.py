@@ -15,7 +15,7 @@ from mini_ee.backbones.bert import Bert, BertConfig, Layer
 from mini_ee.backbones.hub import read_tensors
 from mini_ee.baselines import dree
 from mini_ee.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.export.row_segments import OrtModel, OrtSegments
@@ -24,9 +24,9 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 from mini_ee.training.stages import Batch
-from mini_ee.training.train import train
+from mini_ee.training.train_run import train
 
 EXITS, C, D = (1, 2, 4), 3, 24
 ONNX = 1e-5

@@ -28,17 +28,17 @@ from mini_ee.baselines.free import (
     teachers,
 )
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.tasks import TOY
-from mini_ee.data.texts import Text
 from mini_ee.exits.decoding import MISSING_KV, decode, gather
-from mini_ee.exits.rows import RowExits
-from mini_ee.exits.tokens import TextData
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.exits.token_exits import TextData
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training import train as training
+from mini_ee.training import train_run as training
 from mini_ee.training.stages import Batch
-from mini_ee.training.train import asked
+from mini_ee.training.train_run import asked
 
 EXACT = 2e-5  # of a loss of about 5; measured maximum 2e-6
 MATCHES = ("dynamic", "uniform", "last")
@@ -287,8 +287,8 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
 def trained(tmp_path_factory, decoder_checkpoint):
     out = tmp_path_factory.mktemp("free") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mini_ee.training.texts.HELD_STORIES", 4)
-        patch.setattr("mini_ee.training.texts.GIVEN", 8)
+        patch.setattr("mini_ee.training.training_text.HELD_STORIES", 4)
+        patch.setattr("mini_ee.training.training_text.GIVEN", 8)
         return mini_ee.train("free", decoder_checkpoint, out=out, texts=8, new_tokens=4, epochs=1, shallow=1)
 
 

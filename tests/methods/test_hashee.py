@@ -18,19 +18,19 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.hashee import Config, HashExits, exit_layers
 from mini_ee.cli.main import main
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Encoded, Inputs, Tokenizer
+from mini_ee.data.tokenizer import Encoded, Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
-from mini_ee.evaluation.evaluate import evaluate, read_rows
-from mini_ee.exits.rows import RowExits
+from mini_ee.evaluation.row_evaluation import evaluate, read_rows
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import record
 from mini_ee.rules import NeverExit
-from mini_ee.training.run import load_run
-from mini_ee.training.train import train
+from mini_ee.training.run_folder import load_run
+from mini_ee.training.train_run import train
 
 L, C, D, HEADS, VOCABULARY = 4, 3, 24, 3, 60
 ATOL, ONNX = 2e-5, 1e-5

@@ -22,8 +22,8 @@ from mini_ee.baselines.layerskip import (
 )
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate_lossless
-from mini_ee.exits.rows import RowExits
-from mini_ee.exits.tokens import SharedExits
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.exits.token_exits import SharedExits
 from mini_ee.rules import NeverExit
 from mini_ee.training.stages import Batch
 
@@ -193,8 +193,8 @@ def test_its_exits_draft_the_full_models_own_text_in_batches(model, layer):
 
 
 def test_a_run_tells_what_its_exits_draft(tmp_path, decoder_checkpoint, monkeypatch):
-    monkeypatch.setattr("mini_ee.training.texts.HELD_STORIES", 6)
-    monkeypatch.setattr("mini_ee.training.texts.GIVEN", 8)
+    monkeypatch.setattr("mini_ee.training.training_text.HELD_STORIES", 6)
+    monkeypatch.setattr("mini_ee.training.training_text.GIVEN", 8)
     run = mini_ee.train("layerskip", decoder_checkpoint, out=tmp_path / "run", texts=8, new_tokens=4, epochs=1)
     metrics = mini_ee.data.files.read_json(tmp_path / "run" / "metrics.json")
     assert (

@@ -24,8 +24,8 @@ from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.methods.lora_exits_streams import Costs, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
-from mini_ee.training.run import load_run
-from mini_ee.training.train import train
+from mini_ee.training.run_folder import load_run
+from mini_ee.training.train_run import train
 
 ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-5 here
 RAGGED_ATOL = 1e-5  # between a ragged batch and its rows apart

@@ -13,7 +13,7 @@ from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 EXITS = (1, 2, 3)
 ATOL = 1e-5  # float32 logits of size 7; measured max 1.2e-6

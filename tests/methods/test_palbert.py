@@ -18,7 +18,7 @@ from mini_ee.methods.consistent import log_exit_probabilities as of_consistent
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, QExit, Threshold
 from mini_ee.training.default_rule import sweep
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 from mini_ee.training.stages import Batch
 
 ATOL = 1e-5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mini_ee
-import mini_ee.evaluation.evaluate as evaluating
+import mini_ee.evaluation.row_evaluation as evaluating
 import mini_ee.methods.raee_collect as collecting
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.baselines.adainfer import svm
@@ -19,14 +19,14 @@ from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.prompts import draw_shots
+from mini_ee.exits.prompt_exits import draw_shots
 from mini_ee.experiments import measures
 from mini_ee.methods.raee import Retrieval
 from mini_ee.methods.raee_controls import controls
 from mini_ee.methods.raee_datastore import exact_search
 from mini_ee.recording import read_every_exit, record
 from mini_ee.training.holdout import split_rows
-from mini_ee.training.run import load_run, training_folder
+from mini_ee.training.run_folder import load_run, training_folder
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 import mini_ee.methods.raee_datastore as datastore_module
 from mini_ee.data.files import file_sha256, read_json, write_json
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.methods.raee import Retrieval, chosen_exit, exit_distribution, neighbour_weights, plan_ahead
 from mini_ee.methods.raee_controls import (
@@ -975,7 +975,7 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
 
     from mini_ee.backbones.hub import load_backbone
     from mini_ee.data.tasks import load_task
-    from mini_ee.data.tokens import Tokenizer, batches
+    from mini_ee.data.tokenizer import Tokenizer, batches
     from mini_ee.exits.heads import pooled
 
     folder = Path(SHARED) / "weights" / "all-MiniLM-L6-v2"

@@ -11,14 +11,14 @@ import torch
 
 import mini_ee.methods.lora_exits as lora_exits
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.exits.rows import RowData
+from mini_ee.exits.row_exits import RowData
 from mini_ee.methods.lora_exits import (
     DISTILL,
     Config,
     LoRAExits,
     teacher_logits,
 )
-from mini_ee.training.train import train
+from mini_ee.training.train_run import train
 
 EXITS = (1, 2, 3)
 
@@ -31,7 +31,7 @@ def model(checkpoint_folder):
 
 
 def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
-    from mini_ee.data.tokens import Tokenizer
+    from mini_ee.data.tokenizer import Tokenizer
 
     encoded = Tokenizer.from_folder(checkpoint_folder, 24).encode(["the film was good", "a bad, bad room", "dull"])
     said = teacher_logits(model.eval(), RowData(encoded, np.zeros(3, np.int64), None), 1)

@@ -16,16 +16,16 @@ import mini_ee.training.loop as loop
 import mini_ee.training.state as state
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.calibration import agreement, calibrate, observe
-from mini_ee.data.texts import Text, cut_text
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.decoder_texts import Text, cut_text
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.generation import generated_texts
 from mini_ee.exits.heads import VocabularyHead
-from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.methods.self_supervised import Config, build, head_loss, metrics, recipe
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training.loop import fit
-from mini_ee.training.options import TrainConfig
 from mini_ee.training.state import NothingToResume, Saved
+from mini_ee.training.train_settings import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("llama", "gemma", "phi")

@@ -9,8 +9,8 @@ import pytest
 import mini_ee
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
-from mini_ee.data.tokens import Encoded
-from mini_ee.experiments.measured.shards import page
+from mini_ee.data.tokenizer import Encoded
+from mini_ee.experiments.measured.shards_page import page
 from mini_ee.export.runtime import Runtime
 from mini_ee.methods.raee_datastore import Collected, Datastore, build
 from mini_ee.methods.raee_shards import Shards

@@ -16,16 +16,16 @@ from mini_ee.backbones.llama import Decoder
 from mini_ee.baselines import sleb
 from mini_ee.baselines.sleb import Config, ShortDecoder, next_token_losses, search, with_layers
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.multiple_choice import Benchmark, Question
-from mini_ee.data.texts import Text
-from mini_ee.evaluation.texts import benchmark_answer, hear
+from mini_ee.evaluation.token_evaluation import benchmark_answer, hear
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate, generated_texts
-from mini_ee.exits.tokens import TextData
+from mini_ee.exits.token_exits import TextData
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit
-from mini_ee.training.run import plain_decoder
+from mini_ee.training.run_folder import plain_decoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

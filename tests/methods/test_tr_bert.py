@@ -16,16 +16,16 @@ from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.tr_bert import Config, ReducedExits, explore
 from mini_ee.cli.main import main
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import NeverExit
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 from mini_ee.training.stages import Batch
-from mini_ee.training.train import train
+from mini_ee.training.train_run import train
 
 L, C, D = 4, 3, 24
 ATOL, ONNX = 2e-5, 1e-5

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.exits.rows import RowState
+from mini_ee.exits.row_exits import RowState
 from mini_ee.export.writer import write_graphs
 from mini_ee.rules import Threshold
 

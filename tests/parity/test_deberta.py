@@ -23,7 +23,7 @@ from mini_ee.backbones.deberta import Deberta, Layer
 from mini_ee.backbones.deberta_config import DebertaConfig, table_rows
 from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
 from mini_ee.cli.main import main
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
@@ -32,8 +32,8 @@ from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit
-from mini_ee.training.run import load_run
-from mini_ee.training.train import say_left_out
+from mini_ee.training.run_folder import load_run
+from mini_ee.training.train_run import say_left_out
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("deberta", "deberta-v2")
@@ -581,7 +581,7 @@ def test_too_many_tokens_are_refused():
 
 
 def drawn_inputs(count=5):
-    from mini_ee.data.tokens import Inputs
+    from mini_ee.data.tokenizer import Inputs
 
     draw = np.random.default_rng(3)
     mask = (np.arange(12) < np.array([12, 7, 1, 12, 9])[:count, None]).astype(np.int64)

@@ -30,11 +30,11 @@ from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbo
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.exits.generation import generate
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export.builder import Builder
 from mini_ee.export.manifest import read_manifest
 from mini_ee.export.runtime import Runtime, TokenRuntime
@@ -47,7 +47,7 @@ from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.run import Run, load_run, save_run
+from mini_ee.training.run_folder import Run, load_run, save_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
@@ -573,6 +573,11 @@ def test_an_export_of_0_1_0_has_its_way_under_another_name(copied, old, new):
     del manifest["missing_kv"]
     write_json(copied / "manifest.json", manifest | {"fill": old})
     assert Runtime(copied, threads=1).missing_kv == new
+
+
+def test_an_export_of_0_1_0_has_its_guarantee_under_the_new_name(copied):
+    write_json(copied / "manifest.json", read_json(copied / "manifest.json") | {"promise": {"epsilon": 0.9}})
+    assert Runtime(copied, threads=1).config["guarantee"] == {"epsilon": 0.9}
 
 
 def test_one_class_opens_either_kind_of_folder(case):

@@ -20,16 +20,16 @@ from mini_ee.backbones.cache import Cache, readable, token_positions
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
-from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("mistral", "qwen2", "qwen3", "phi3")

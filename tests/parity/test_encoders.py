@@ -8,9 +8,9 @@ import torch
 
 from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.rows import RowSegments
+from mini_ee.exits.row_exits import RowSegments
 from mini_ee.methods.raee_encoders import OwnStates, SentenceEncoder
 from mini_ee.rules import FixedExit
 

@@ -40,12 +40,12 @@ from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.cli.main import main
 from mini_ee.confidence import max_probability
 from mini_ee.data.files import file_sha256, read_json, write_json
-from mini_ee.data.prompts import Prompt
+from mini_ee.data.prompt_templates import Prompt
 from mini_ee.data.tasks import load_task
-from mini_ee.data.tokens import Inputs, Tokenizer
+from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.prompts import PromptModel
-from mini_ee.exits.rows import RowExits, RowSegments
+from mini_ee.exits.prompt_exits import PromptModel
+from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.export.builder import OPSET, Builder, branches_of
 from mini_ee.export.row_segments import OrtModel, OrtSegments, OrtState, WholeModel
 from mini_ee.export.runtime import Runtime
@@ -62,7 +62,7 @@ from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
 from mini_ee.segments import Reading
 from mini_ee.training.policies import OneForAll
-from mini_ee.training.run import Run, versions
+from mini_ee.training.run_folder import Run, versions
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")
@@ -826,13 +826,13 @@ def test_the_manifest_says_what_was_exported(exported, run):
     assert verified["prediction_agreement"] == verified["exit_agreement"] == 1
 
 
-def test_a_promise_stays_with_the_rule_that_was_promised(run, tmp_path):
-    about = {"promise": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "rule": run.rule.to_dict()}
-    promised = run._replace(config=run.config | about)
+def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
+    about = {"guarantee": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "rule": run.rule.to_dict()}
+    guaranteed = run._replace(config=run.config | about)
     for name, rule, kept in (("own", run.rule, True), ("another", Threshold(0.5), False)):
-        assert export(promised._replace(rule=rule), tmp_path / name)
+        assert export(guaranteed._replace(rule=rule), tmp_path / name)
         manifest = read_json(tmp_path / name / "manifest.json", signed="format_version")
-        assert ("promise" in manifest) == ("exit_counts" in manifest) == kept
+        assert ("guarantee" in manifest) == ("exit_counts" in manifest) == kept
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.baselines.palbert import Ponder, PonderExits
 from mini_ee.confidence import max_probability
-from mini_ee.data.prompts import Prompt
-from mini_ee.data.tokens import Inputs
+from mini_ee.data.prompt_templates import Prompt
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.prompts import PromptModel
-from mini_ee.exits.rows import RowExits, RowState
+from mini_ee.exits.prompt_exits import PromptModel
+from mini_ee.exits.row_exits import RowExits, RowState
 from mini_ee.export.builder import Builder
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.sessions import GraphRule

@@ -17,17 +17,17 @@ from test_serve_http import ask, serving, together
 
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tokens import Tokenizer
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import RowEngine, TextEngine
-from mini_ee.export.serving.watch import Promise
+from mini_ee.export.serving.watch import Guarantee
 from mini_ee.export.sessions import Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments
 from mini_ee.rules import FixedExit, Threshold
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 BEYOND, HUGE = "beyond", "dull"
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "bad", "fine", "poor")
@@ -102,8 +102,8 @@ ENGINES = {
     "segments": lambda rows, decoder: RowEngine(rows),
     "one graph": lambda rows, decoder: RowEngine(rows, rebatch=False),
     "planned": lambda rows, decoder: RowEngine(rows, FixedExit(1)),
-    "shadow": lambda rows, decoder: RowEngine(rows, promise=Promise(1.0)),
-    "shadow, one graph": lambda rows, decoder: RowEngine(rows, rebatch=False, promise=Promise(1.0)),
+    "shadow": lambda rows, decoder: RowEngine(rows, guarantee=Guarantee(1.0)),
+    "shadow, one graph": lambda rows, decoder: RowEngine(rows, rebatch=False, guarantee=Guarantee(1.0)),
     "decoder": lambda rows, decoder: TextEngine(decoder, room=4),
     "decoder that recomputes": lambda rows, decoder: TextEngine(
         Runtime(decoder.folder, threads=1, max_new_tokens=4, missing_kv="recompute"), room=4

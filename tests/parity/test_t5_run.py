@@ -14,12 +14,12 @@ import mini_ee
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.t5 import T5
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer, T5Config
-from mini_ee.data.prompts import Prompt, PromptTokenizer
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.probes import hear_rows
-from mini_ee.exits.prompts import PromptModel
-from mini_ee.exits.rows import RowExits
+from mini_ee.exits.prompt_exits import PromptModel
+from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
 from mini_ee.export.writer import write_graphs
 from mini_ee.methods.lora_exits import LoRAExits

@@ -21,12 +21,12 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.t5_layers import EncoderLayer, Layer, Pairs
 from mini_ee.baselines.sleb import next_token_losses
 from mini_ee.cli.main import main
-from mini_ee.data.texts import Text
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.decoder_texts import Text
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import Tokens, decode, gather, greedy
 from mini_ee.exits.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
-from mini_ee.exits.tokens import TextData, TokenExits, record_texts
+from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
@@ -35,7 +35,7 @@ from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.export.writer import drawn_text, write_graphs
 from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.training.run import load_run
+from mini_ee.training.run_folder import load_run
 from mini_ee.training.stages import Batch
 
 PROMPTS = ([5, 9, 30, 7, 1], [44, 3, 1], [8, 8, 21, 60, 13, 2, 1])
@@ -323,7 +323,7 @@ def stories(tmp_path):
 
 
 def test_a_method_of_tokens_is_trained_calibrated_and_writes(t5_folder, tmp_path, capsys, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("mini_ee.training.texts.CALIBRATION_PIECES", 24)
+    monkeypatch.setattr("mini_ee.training.training_text.CALIBRATION_PIECES", 24)
     options = ("--model", t5_folder, "--exits", "1,2,3", "--out", tmp_path / "run", "--epochs", 1, "--new-tokens", 8)
     with torch.enable_grad():
         found = answer(capsys, "train", "self-supervised", *options, "--texts", 48, "--prompt", "the film was")
@@ -360,7 +360,7 @@ def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
     capsys,
     monkeypatch,
 ):
-    monkeypatch.setattr("mini_ee.training.texts.HELD_STORIES", 16)
+    monkeypatch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
     options = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--text", stories)
     with torch.enable_grad():
         found = answer(capsys, "train", "calm", *options, "--new-tokens", 4, "--texts", 40)

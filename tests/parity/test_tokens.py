@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-import mini_ee.exits.tokens as tokens
-import mini_ee.training.texts as texts_module
+import mini_ee.exits.token_exits as tokens
+import mini_ee.training.training_text as texts_module
 from mini_ee import WrongArguments, load_run, train
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.baselines.sweet import cut_off
 from mini_ee.confidence import MEASURES
-from mini_ee.data.texts import Text
+from mini_ee.data.decoder_texts import Text
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.generation import Sampling
-from mini_ee.exits.tokens import NO_LABEL, TextData, TokenExits, record_texts
+from mini_ee.exits.token_exits import NO_LABEL, TextData, TokenExits, record_texts
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.loop import fit
 from mini_ee.training.method import load_method
-from mini_ee.training.options import TrainConfig
-from mini_ee.training.run import build_model
+from mini_ee.training.run_folder import build_model
 from mini_ee.training.state import Saved
+from mini_ee.training.train_settings import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("llama", "gemma", "phi")

@@ -12,22 +12,22 @@ import torch
 from test_t5_run import unigram
 
 import mini_ee.baselines.calm as calm
-import mini_ee.evaluation.compare as measure_compare
-import mini_ee.evaluation.texts as measure_texts
+import mini_ee.evaluation.comparison as measure_compare
+import mini_ee.evaluation.token_evaluation as measure_texts
 import mini_ee.methods.consistent as consistent
-import mini_ee.training.texts as training_texts
+import mini_ee.training.training_text as training_texts
 from mini_ee.backbones.hub import BUILT_IN_DECODER, read_tensors, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.data.decoder_texts import Text, continuations, copies, read_stories
 from mini_ee.data.metrics import rouge_l
-from mini_ee.data.texts import Text, continuations, copies, read_stories
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.generation import Sampling
-from mini_ee.exits.tokens import TextData, TokenExits
+from mini_ee.exits.token_exits import TextData, TokenExits
 from mini_ee.rules import Policy, rule_from_dict
-from mini_ee.training.options import TextOptions
-from mini_ee.training.run import load_run, write_rule
-from mini_ee.training.texts import Source
+from mini_ee.training.run_folder import load_run, write_rule
+from mini_ee.training.train_settings import TextOptions
+from mini_ee.training.training_text import Source
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 NAMES, THINGS = ("Tom", "Lily", "Ben", "Mia", "Sam"), ("ball", "cat", "tree", "boat", "hat", "dog")
@@ -246,17 +246,17 @@ def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, 
         "write",
         lambda model, texts, *rest, **how: (asked["tested"].extend(texts), write(model, texts, *rest, **how))[1],
     )
-    chosen = calm.promised_rule(run.model, source, held)
+    chosen = calm.guaranteed_rule(run.model, source, held)
     proposing, tested = ({text.ids[1] for text in asked[name]} for name in ("proposing", "tested"))
     assert len(proposing) == 3 and len(tested) == 9 and not proposing & tested
-    assert chosen.promise is None or (chosen.promise["rows"], chosen.promise["max_loss"]) == (9, 0.9)
+    assert chosen.guarantee is None or (chosen.guarantee["rows"], chosen.guarantee["max_loss"]) == (9, 0.9)
     assert (
         list(chosen.about["own"]) == ["gap", "saturation", "classifier"]
         and chosen.rule.to_dict() == chosen.about["own"]["gap"]
     )
 
 
-def test_train_says_which_rules_keep_calms_promise(decoder_folder, text_file, capsys, tmp_path):
+def test_train_says_which_rules_keep_calms_guarantee(decoder_folder, text_file, capsys, tmp_path):
     command = [
         "train",
         "calm",

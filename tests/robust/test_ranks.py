@@ -22,7 +22,7 @@ from mini_ee.backbones.hub import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.training import ranks
-from mini_ee.training.options import PRECISIONS
+from mini_ee.training.train_settings import PRECISIONS
 
 SAME = 1e-6  # between weights; measured max 3.3e-7
 NOISE = 1e-3  # between losses in float32 and bf16 after an epoch; measured max 1.2e-5

@@ -16,11 +16,11 @@ import mini_ee
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.rules import Threshold
-from mini_ee.training.run import encode, load_run
+from mini_ee.training.run_folder import encode, load_run, write_rule
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def places(content, at=()):
 def test_whatever_value_is_forged_is_told_or_does_no_harm(run_folder, copy):
     """With its checksum, which anyone can make."""
     config, told = read_json(run_folder / "config.json"), 0
-    elsewhere = ("backbone", "versions", "files", "training", "promise")  # a backbone's config has tests of its own
+    elsewhere = ("backbone", "versions", "files", "training", "guarantee")  # a backbone's config has tests of its own
     for *into, last in places({key: value for key, value in config.items() if key not in elsewhere}):
         for wrong in (None, 10**60, 1.5, {"a": 1}):
             forged = deepcopy(config)
@@ -177,6 +177,17 @@ def test_whatever_value_is_forged_is_told_or_does_no_harm(run_folder, copy):
                 answers(run)
                 assert len(run.classify(["the film was lovely"])) == 1
     assert told > 40
+
+
+def test_a_run_of_0_1_0_has_its_guarantee_under_the_new_name(run_folder, copy):
+    config = read_json(run_folder / "config.json")
+    guarantee = config.pop("guarantee")
+    write_json(copy / "config.json", config | {"promise": guarantee or {"epsilon": 0.9}})
+    found = load_run(copy).config
+    assert found["guarantee"] == (guarantee or {"epsilon": 0.9}) and "promise" not in found
+    write_rule(copy, load_run(copy).rule, {"epsilon": 0.8}, [1, 2, 3])
+    found = load_run(copy).config
+    assert found["guarantee"] == {"epsilon": 0.8} and "promise" not in found
 
 
 def test_an_edited_config_is_told(copy):

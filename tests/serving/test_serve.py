@@ -17,12 +17,12 @@ import pytest
 import mini_ee.cli.run as serve
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.rules import FixedExit, Threshold
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (number % 4)}{word}" for number, thing in enumerate(THINGS) for word in WORDS]

@@ -27,7 +27,7 @@ from mini_ee.cli.main import main, parser
 from mini_ee.errors import WrongArguments
 from mini_ee.export.serving import Worker, app, engine_of, server
 from mini_ee.export.serving.hosts import Hosts
-from mini_ee.export.serving.watch import Promise
+from mini_ee.export.serving.watch import Guarantee
 from mini_ee.export.serving.worker import ENDING, LATE, LONG
 from mini_ee.rules import FixedExit
 
@@ -75,7 +75,7 @@ def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
 
 @pytest.fixture(scope="module")
 def served(runtime):
-    with serving(engine_of(runtime, promise=Promise(0.5, 0.9)), max_open=32) as (worker, port):
+    with serving(engine_of(runtime, guarantee=Guarantee(0.5, 0.9)), max_open=32) as (worker, port):
         yield worker, port
 
 
@@ -716,11 +716,11 @@ def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message)
         ({"epsilon": 0.9}, ["--shadow", ".2", "--epsilon", ".95"], (0.2, 0.95, False)),
     ],
 )
-def test_the_promise_in_service_is_the_calibrations_or_as_told(runtime, monkeypatch, calibrated, options, watched):
-    monkeypatch.setattr(runtime, "config", runtime.config | {"promise": calibrated})
+def test_the_guarantee_in_service_is_the_calibrations_or_as_told(runtime, monkeypatch, calibrated, options, watched):
+    monkeypatch.setattr(runtime, "config", runtime.config | {"guarantee": calibrated})
     words = ["serve", str(runtime.folder), *options]
-    promise = serve._engine(parser(words).parse_args(words), runtime).promise
-    assert (promise.share, promise.epsilon, promise.tighten) == watched
+    guarantee = serve._engine(parser(words).parse_args(words), runtime).guarantee
+    assert (guarantee.share, guarantee.epsilon, guarantee.tighten) == watched
 
 
 def test_what_cannot_be_tightened_is_told_before_it_serves(runtime, monkeypatch):
@@ -731,7 +731,7 @@ def test_what_cannot_be_tightened_is_told_before_it_serves(runtime, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [["--shadow", ".1"], ["--tighten"], ["--epsilon", ".9"]])
-def test_a_promise_of_a_decoder_is_refused(decoder, capsys, options):
+def test_a_guarantee_of_a_decoder_is_refused(decoder, capsys, options):
     assert main(["serve", str(decoder.folder), *options]) == 2
     assert "--shadow, --tighten and --epsilon are for rows" in capsys.readouterr().err
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import Answered, arrivals, goodput, offer
-from mini_ee.export.serving.watch import LEVEL, LOOK, Promise, Watch
+from mini_ee.export.serving.watch import LEVEL, LOOK, Guarantee, Watch
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
@@ -128,7 +128,7 @@ def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
     for about, line in (({"graphs": graphs}, "tokens leave within a row"), ({"task": task}, "this is a regression")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"{line}.*leave out --shadow"):
             patch.setattr(runtime, "config", runtime.config | about)
-            RowEngine(runtime, promise=Promise(0.5))
+            RowEngine(runtime, guarantee=Guarantee(0.5))
 
 
 class Halves(Rule):
@@ -143,25 +143,25 @@ class Halves(Rule):
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 @pytest.mark.parametrize("rule", ["threshold", "patience", "fixed", "halves"])
 def test_rows_in_the_shadow_say_how_many_agree_with_full_depth(runtime, rule, rebatch):
-    rule, promise = Halves() if rule == "halves" else RULES[rule], Promise(1.0)
-    found, watch = all_at_once(RowEngine(runtime, rule, rebatch, promise), SENTENCES, batch=4)
+    rule, guarantee = Halves() if rule == "halves" else RULES[rule], Guarantee(1.0)
+    found, watch = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
     agree = [each.label == other.label for each, other in zip(found, full)]
-    assert promise.rows == len(SENTENCES) and sum(promise.seen) == sum(agree) < len(agree)
+    assert guarantee.rows == len(SENTENCES) and sum(guarantee.seen) == sum(agree) < len(agree)
     assert watch.requests["answered"] == len(SENTENCES)
     if rebatch:
         assert watch.rows[str(runtime.exits[-1])] == len(SENTENCES)
 
 
 def test_a_share_of_the_requests_is_in_the_shadow(runtime):
-    promise = Promise(0.25)
-    all_at_once(RowEngine(runtime, promise=promise, seed=3), SENTENCES * 8)
-    assert 0.15 < promise.rows / (8 * len(SENTENCES)) < 0.35
+    guarantee = Guarantee(0.25)
+    all_at_once(RowEngine(runtime, guarantee=guarantee, seed=3), SENTENCES * 8)
+    assert 0.15 < guarantee.rows / (8 * len(SENTENCES)) < 0.35
 
 
-def test_thresholds_rise_in_a_worker_whose_promise_is_broken(runtime):
+def test_thresholds_rise_in_a_worker_whose_guarantee_is_broken(runtime):
     """A rule that lets all leave at the first exit, which is drawn: few agree."""
-    engine = RowEngine(runtime, Threshold(0.0), promise=Promise(1.0, 0.95, tighten=True))
+    engine = RowEngine(runtime, Threshold(0.0), guarantee=Guarantee(1.0, 0.95, tighten=True))
     with Worker(engine, max_open=1000) as worker:
         for _ in range(40):
             for future in [worker.submit(text) for text in SENTENCES]:
@@ -169,25 +169,25 @@ def test_thresholds_rise_in_a_worker_whose_promise_is_broken(runtime):
         last = [worker.submit(text) for text in SENTENCES]
         found = [future.result(30) for future in last]
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
-    assert engine.rule.threshold > 0.8 and engine.promise.tightened >= 3
+    assert engine.rule.threshold > 0.8 and engine.guarantee.tightened >= 3
     assert np.mean([each.label == other.label for each, other in zip(found, full)]) >= 0.9
 
 
 def test_looks_at_a_stricter_rule_are_counted_anew():
-    """15 of 20 where .9 is promised: enough for a rule's first look, and not for its second."""
-    promise, rule = Promise(1.0, 0.9, tighten=True), Threshold(0.5)
+    """15 of 20 where .9 is guaranteed: enough for a rule's first look, and not for its second."""
+    guarantee, rule = Guarantee(1.0, 0.9, tighten=True), Threshold(0.5)
     assert LEVEL / 6 < binomial_cdf(15, LOOK, 0.9) < LEVEL / 2
     for agrees in [False] * LOOK + [True] * 15 + [False] * 5:
-        rule = promise.observe(agrees, rule)
-    assert promise.tightened == 2 and rule.threshold == 0.875
+        rule = guarantee.observe(agrees, rule)
+    assert guarantee.tightened == 2 and rule.threshold == 0.875
 
 
 @pytest.mark.parametrize("threshold, exit", [(0.0, 0), (math.inf, 3)], ids=["early", "at full depth"])
 def test_rows_that_left_by_a_rule_say_nothing_of_the_stricter_one(runtime, threshold, exit):
     """The first of them to be told brings another rule into force, while the others are still to be told."""
-    promise, told = Promise(1.0, 0.95, tighten=True), []
-    promise.observe = lambda agrees, rule: told.append(agrees) or Threshold(0.9)
-    engine = RowEngine(runtime, Threshold(threshold), promise=promise)
+    guarantee, told = Guarantee(1.0, 0.95, tighten=True), []
+    guarantee.observe = lambda agrees, rule: told.append(agrees) or Threshold(0.9)
+    engine = RowEngine(runtime, Threshold(threshold), guarantee=guarantee)
     rows = [engine.row(text) for text in SENTENCES[:3]]
     for at in range(len(engine.queues)):
         engine.run(at, rows)

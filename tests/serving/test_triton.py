@@ -29,12 +29,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 
 import mini_ee.export
 from mini_ee.cli.main import main, parser
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.export import triton
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Refused
 from mini_ee.rules import FixedExit, Rule, Threshold
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 TEXTS = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(("film", "meal", "book", "song"))
          for word in ("good", "great", "bad", "awful", "dull")]  # fmt: skip

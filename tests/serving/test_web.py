@@ -19,7 +19,7 @@ import tokenizers
 from test_decoder_export import TEXTS as WORDS
 from test_decoder_export import with_policies
 
-import mini_ee.export.page as page
+import mini_ee.export.web_page as page
 import mini_ee.export.writer as writer
 import mini_ee.rules as rules
 from mini_ee import WrongArguments, load_run, train
@@ -29,16 +29,16 @@ from mini_ee.baselines.adainfer import Svm
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import toy_task
-from mini_ee.data.tokens import Tokenizer
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.tokens import TokenExits
+from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export.builder import branches_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
 from mini_ee.segments import Reading
-from mini_ee.training.run import Run
+from mini_ee.training.run_folder import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_chromium = pytest.mark.skipif(
@@ -95,7 +95,7 @@ class Chromium:
 
     def value(self, expression):
         """What a JavaScript expression gives, awaited."""
-        answer = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = self.ask("Runtime.evaluate", expression=expression, awaitGuarantee=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -111,7 +111,7 @@ class Chromium:
         poll = f"const ask = () => ({condition}) ? yes() : setTimeout(ask, 20); ask(); {late}"
         while True:
             try:
-                return self.value(f"new Promise((yes, no) => {{ {poll} }})")
+                return self.value(f"new Guarantee((yes, no) => {{ {poll} }})")
             except AssertionError as error:
                 if "navigated" not in str(error) and "destroyed" not in str(error):
                     raise

@@ -3,8 +3,8 @@
 So which example stops where is plain arithmetic: each rule is compared with its paper's definition, written as a loop
 over the exits of one example. The loop: mini_ee/early_exit.py; the rules: mini_ee/rules.py.
 
-The same loop on real models, what a batch costs, and planted bugs: tests/contract/test_early_exit.py. Limits and settings of
-the rules: tests/contract/test_rules.py.
+The same loop on real models, what a batch costs, and planted bugs: tests/contract/test_early_exit.py. Limits and
+settings of the rules: tests/contract/test_rules.py.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,9 @@
 """LoRAExit, equation by equation: Eq. 2 (the adapters), Eq. 3 to 5 (the losses), Eq. 6 (several exits in one pass), and
 the cost table. The method: mini_ee/methods/lora_exits.py; Eq. 6: mini_ee/methods/lora_exits_sgmv.py.
 
-Eq. 1 is the layer of the backbone: tests/parity/test_bert.py compares it with Hugging Face transformers. How exits share
-computation, what is on disk, and whole trainings: tests/methods/test_lora_exits.py, test_sgmv.py and test_segd.py.
+Eq. 1 is the layer of the backbone: tests/parity/test_bert.py compares it with Hugging Face transformers. How exits
+share computation, what is on disk, and whole trainings: test_lora_exits.py, test_sgmv.py, test_segd.py in
+tests/methods.
 """
 
 from copy import deepcopy

@@ -14,8 +14,8 @@ import torch
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.calibration import observe, tau
 from mini_ee.confidence import MEASURES
-from mini_ee.data.texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text
-from mini_ee.exits.tokens import TextData, record_texts
+from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text
+from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.methods import self_supervised
 from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, metrics
 

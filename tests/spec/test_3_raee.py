@@ -1,7 +1,7 @@
 """RAEE, equation by equation: Algorithm 3.1 (collect), Eq. 4 to 6 and Algorithm 3.2 (choose the exit), and the parts of
 Table 2. The method: mini_ee/methods/raee.py.
 
-The datastore, its index and its files, and whole runs: tests/methods/test_retrieval.py and tests/methods/test_raee_run.py.
+The datastore, its index and its files, and whole runs: test_retrieval.py and test_raee_run.py in tests/methods.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mini_ee.methods.raee as raee
-from mini_ee.data.tokens import Encoded, Inputs
+from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.methods.raee import (
     Retrieval,
     chosen_exit,

@@ -1,0 +1,176 @@
+"""Options of the command line, made from the classes that hold the settings. No torch here."""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+
+from mini_ee.data.columns import TaskOptions
+from mini_ee.data.settings import flag_of, has_several, scalar_type
+from mini_ee.errors import WrongArguments
+
+DIGITS = 10  # of a whole number, at most
+WITHOUT_TASK = "says how the files of --task are read: give --task too"
+MAX_THREADS = 1024  # more than torch can start would end the process without a word
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Ends the help of each option that has a default with that default."""
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool):
+            return action.help
+        return f"{action.help} (default %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, help with a working example."""
+
+    def __init__(self, *args, example: str = "", **kwargs):
+        super().__init__(
+            *args,
+            allow_abbrev=False,
+            formatter_class=HelpFormatter,
+            epilog=f"example:\n  {example}" if example else None,
+            **kwargs,
+        )
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse has it, but what a command does not know is its own error, which names its own help."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def add_options(parser, settings: type, defaults: dict | None = None, lacks: tuple[str, ...] = ()) -> None:
+    """An option for each field of a settings class; what is not given stays out of the parsed arguments.
+
+    defaults: those that differ from the class's own, for the help. lacks: fields without an option.
+    """
+    for each in fields(settings):
+        if not each.metadata or each.name in lacks:
+            continue
+        kind, about = scalar_type(each.type), each.metadata
+        default = (defaults or {}).get(each.name, None if each.default is MISSING else each.default)
+        said = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        told = about["help"] + (f" (default {said})" if default is not None and kind is not bool else "")
+        told = told.replace("%", "%%")
+        flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=told, **name)
+            continue
+        many = has_several(each.type)
+        name |= {"metavar": about["metavar"]} if "metavar" in about else {}
+        if about["choices"] is not None and not many:
+            parser.add_argument(flag, choices=about["choices"], help=told, **name)
+        elif many and kind is str and about["choices"] is None and "metavar" in about:
+            parser.add_argument(flag, action="append", help=f"{told}; may be repeated", **name)
+        else:
+            parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=told, **name)
+
+
+def add_task(parser, help: str) -> None:
+    """--task, and the options that say how its files are read. Opened by `cli/open.py`."""
+    parser.add_argument("--task", metavar="TASK", help=help)
+    add_options(parser.add_argument_group("files of --task", "a folder, or one file with --split-file"), TaskOptions)
+
+
+def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -> TaskOptions:
+    """How the files of --task are read: as the command line says, else as is known. Raises WrongArguments."""
+    given = given_options(args, TaskOptions)
+    if args.task is None:
+        refuse_task_options(args)
+    try:
+        return replace(known, **given)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK) -> None:
+    """Raise WrongArguments where one of them was given, a seed of 0 too. why: as `refuse` takes it."""
+    for name in given_options(args, TaskOptions):
+        raise WrongArguments(f"{flag_of(name, {})} {why}")
+
+
+def given_options(args: argparse.Namespace, *settings: type) -> dict:
+    """What the command line says of the fields of these classes."""
+    names = {each.name for part in settings for each in fields(part)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _several(kind: type):
+    def read(text: str) -> tuple:
+        return tuple(READERS.get(kind, kind)(part) for part in text.split(","))
+
+    return read
+
+
+def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise WrongArguments where one of these was given. why: what stands behind its name."""
+    for name in names:
+        if getattr(args, name):
+            raise WrongArguments(f"--{name.replace('_', '-')} {why}")
+
+
+def whole_number(text: str) -> int:
+    """A whole number; its limits are checked where it is used."""
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
+    if len(text) > DIGITS:
+        raise argparse.ArgumentTypeError(f"expected a number of at most {DIGITS} digits, found {text[:40]}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = whole_number(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def span(text: str) -> tuple[int, int]:
+    """A number of at least 1, or two with a dash: the least and the most."""
+    least, dash, most = text.partition("-")
+    found = positive(least), positive(most if dash else least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"expected the least first, as in 1-4, found {text!r}")
+    return found
+
+
+def seed(text: str) -> int:
+    """A seed that numpy and torch take."""
+    value = whole_number(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**32 - 1, found {text}")
+    return value
+
+
+def threads(text: str) -> int:
+    """A number of threads that torch can start."""
+    value = positive(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_THREADS} threads, found {text}")
+    return value
+
+
+def number(text: str) -> float:
+    """A number, infinity too: its limits are checked where it is used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found {text!r}") from None
+
+
+def numbers(text: str) -> float | tuple[float, ...]:
+    """One number, or several with commas."""
+    found = tuple(number(part) for part in text.split(","))
+    return found if len(found) > 1 else found[0]
+
+
+READERS = {int: whole_number, float: number, float | tuple[float, ...]: numbers, Path: Path}

@@ -1,0 +1,122 @@
+"""The rule that a command line names, made from the rules' own settings. No torch here."""
+
+from dataclasses import MISSING, Field, fields, replace
+
+from mini_ee.cli.command_options import READERS
+from mini_ee.data.settings import flag_of
+from mini_ee.errors import WrongArguments
+from mini_ee.registry import RULES as OF_METHODS
+from mini_ee.rules import NO_POLICY, RULES, Rule, rule_class
+
+
+def named_rules() -> dict[str, type[Rule]]:
+    """The rules that --rule can name: all of whose settings have help."""
+    return {name: kind for name, kind in RULES.items() if all(each.metadata for each in fields(kind))}
+
+
+def rule_settings() -> dict[str, Field]:
+    """Name, as the arguments have it -> field, of the first of these rules that has it."""
+    found = {}
+    for each in (each for kind in named_rules().values() for each in fields(kind)):
+        found.setdefault(each.name, each)
+    return found
+
+
+OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_class(name)) if each.metadata}
+"""Name -> the rule that a method brings, and its field: a setting in place of the one that a run was made with."""
+
+
+def add_rule(parser) -> None:
+    """--rule, and the settings of all rules, each once."""
+    parser.add_argument("--rule", choices=tuple(named_rules()), help="instead of the run's own rule")
+    group = parser.add_argument_group("settings of a rule")
+    for name, each in rule_settings().items():
+        about, usual = each.metadata, "" if each.default is MISSING else f" (default {each.default})"
+        kind = {"type": READERS.get(each.type), "choices": about["choices"]}
+        group.add_argument(flag_of(name, about), dest=name, help=about["help"] + usual, **kind)
+
+
+def refuse_settings(args, why: str, *spared: str) -> None:
+    """Raise WrongArguments where --rule was given, or a setting of a rule that is not spared."""
+    for name in ("rule", *rule_settings(), *OWN):
+        if name not in spared and getattr(args, name, None) is not None:
+            raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
+
+
+def add_own(parser) -> None:
+    """The settings of rules that methods bring, in place of those that a run was made with."""
+    groups = {}
+    for name, (rule, each) in OWN.items():
+        if rule not in groups:
+            groups[rule] = parser.add_argument_group(f"a run of {rule}", "instead of the settings it was made with")
+        about = each.metadata
+        kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
+        groups[rule].add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
+
+
+def chosen_rule(args, run) -> Rule:
+    """The rule that the arguments name, or the run's own. Raises WrongArguments where the pieces do not fit.
+
+    run: a Run or a Runtime, with `rule`, `exits` and `config`.
+    """
+    given = {name: value for name in rule_settings() if (value := getattr(args, name, None)) is not None}
+    own = {name: value for name in OWN if (value := getattr(args, name, None)) is not None}
+    flag, whose = next(((flag_of(each, OWN[each][1].metadata), OWN[each][0]) for each in own), (None, None))
+    name = args.rule or _named_by(given)
+    try:
+        if name is None:
+            if "measure" in given:
+                raise ValueError("--measure says what a threshold is on: give --threshold too")
+            if given:
+                raise ValueError(f"--{next(iter(given))} is a setting of a rule: name it with --rule")
+            if own and run.rule.name != whose:
+                raise ValueError(f"{flag} is for a run of {whose}")
+            rule = replace(run.rule, **own)
+        elif own:
+            raise ValueError(f"{flag} is for a run of {whose} under its own rule")
+        else:
+            rule = _made(name, given, run)
+            if rule.needs is not None and len(run.exits) == 1:
+                raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
+            if rule.needs_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
+                raise ValueError(NO_POLICY.format(name))
+        rule.check(len(run.exits))
+        if rule.needs is not None and run.exits[0] == 0:
+            raise ValueError(
+                f"layer 0 is an exit for rules that plan only: use never, fixed or its own, not {rule.name}"
+            )
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    return rule
+
+
+def _named_by(given: dict) -> str | None:
+    """The rule that a setting alone stands for."""
+    alone = {}
+    for name, kind in named_rules().items():
+        for each in fields(kind)[:1]:
+            alone.setdefault(each.name, name)
+    return next((rule for setting, rule in alone.items() if setting in given), None)
+
+
+def _made(name: str, given: dict, run) -> Rule:
+    """A rule from its settings; what is on a decoder is on the gap by default, as in self-supervised exits."""
+    kind, tokens = RULES[name], run.config.get("unit") == "tokens"
+    known = {each.name: each for each in fields(kind) if each.metadata}
+    foreign = sorted(given.keys() - known.keys())
+    if foreign:
+        options = ", ".join(f"--{each}" for each in foreign).replace("--exit", "--layer")
+        raise ValueError(f"the rule {name} does not take {options}")
+    missing = [each for each in known.values() if each.default is MISSING and each.name not in given]
+    if missing:
+        raise ValueError(f"the rule {name} needs {', '.join(flag_of(each.name, each.metadata) for each in missing)}")
+    if "measure" in known and not tokens and not run.config.get("task", {}).get("label_names", True):
+        raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
+    if "measure" in known and tokens:
+        given = {"measure": "breaking_ties"} | given
+    if name == "fixed":
+        if given["exit"] not in run.exits:
+            exits = ",".join(map(str, run.exits))
+            raise ValueError(f"--layer must be one of the exits {exits}, got {given['exit']}")
+        given = {"exit": run.exits.index(given["exit"])}
+    return kind(**given)

@@ -1,0 +1,242 @@
+"""Prompts: a template around a text, and a label word for each class. No torch here.
+
+Prompt            a template and its label words; prompts.json holds those of RAEE's tasks
+PromptTokenizer   puts texts into a template; of a prompt that is too long the text is cut, never the template
+
+prompts.json has the prompts of RAEE's Table 6 for encoders. Those for decoders are our own: several label words of
+Table 7 are more than one token of a small vocabulary. Of the built-in decoder's 1,024 tokens only bad and good are one
+each (SST-2, MR, CR, MPQA, reviews); give it other words with --words.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+
+import numpy as np
+import tokenizers
+
+from mini_ee.data.files import read_json
+from mini_ee.data.table_files import text_flaw
+from mini_ee.data.tasks import Task, plain_name
+from mini_ee.data.tokenizer import Encoded, Tokenizer, text_rows
+
+PROMPTS = Path(__file__).with_name("prompts.json")
+
+ENCODER, DECODER = KINDS = ("encoder", "decoder")
+
+TEXT_FIELDS = (("text",), ("text_a", "text_b"))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A template, and a label word for each class in the order of the classes.
+
+    template: {text}, or {text_a} and {text_b}, once each; for an encoder {mask} once, where it reads the label word. A
+    decoder reads it after the template. White space around a text or a whole prompt is dropped.
+    Raises ValueError for a template with other fields, or words that are no text.
+    """
+
+    template: str
+    words: tuple[str, ...]
+
+    def __post_init__(self):
+        for text in (self.template, *self.words):
+            if flaw := text_flaw(text):
+                raise ValueError(f"expected a template and label words that are text, found {flaw}: {text!r}")
+        try:
+            fields = [field for _, field, *_ in Formatter().parse(self.template) if field is not None]
+        except ValueError as error:
+            raise ValueError(f"template {self.template!r}: {error}") from None
+        texts = tuple(field for field in fields if field != "mask")
+        if tuple(sorted(texts)) not in TEXT_FIELDS or fields.count("mask") > 1:
+            raise ValueError(
+                f"template {self.template!r}: expected {{text}}, or {{text_a}} and {{text_b}}, once each, and {{mask}} "
+                f"at most once, found {', '.join(f'{{{field}}}' for field in fields) or 'none of them'}"
+            )
+        if len(self.words) < 2:
+            raise ValueError(f"expected a label word for each of two classes or more, found {list(self.words)}")
+
+    @classmethod
+    def from_dict(cls, prompt: dict, label_names: Sequence[str] = ()) -> "Prompt":
+        """From `{"template": ..., "words": {"0": ..., "1": ...}}`, the classes by number or by their label names.
+
+        label_names: those of the task, in the order of its classes. Raises ValueError that says what is wrong.
+        """
+        if not isinstance(prompt, dict) or set(prompt) != {"template", "words"}:
+            found = ", ".join(prompt) if isinstance(prompt, dict) else type(prompt).__name__
+            raise ValueError(f"expected the keys template and words, found {found or 'none'}")
+        template, words = prompt["template"], prompt["words"]
+        if not isinstance(template, str):
+            raise ValueError(f"expected a template that is text, found {template!r}")
+        if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+            raise ValueError(f'expected words by class, as {{"0": "terrible", "1": "great"}}, found {words!r}')
+        for classes in (label_names, [str(number) for number in range(len(words))]):
+            if sorted(words) == sorted(classes):
+                return cls(template, tuple(words[name] for name in classes))
+        by_name = f", or by label name ({', '.join(label_names)})" if label_names else ""
+        raise ValueError(
+            f"expected words by class number (0 to {max(len(label_names), len(words), 2) - 1}){by_name}, "
+            f"found words for {', '.join(words) or 'no class'}"
+        )
+
+    def to_dict(self) -> dict:
+        return {"template": self.template, "words": {str(number): word for number, word in enumerate(self.words)}}
+
+    @property
+    def kind(self) -> str:
+        """Which models can read it: "encoder" where there is a mask, else "decoder"."""
+        return ENCODER if "mask" in self._fields else DECODER
+
+    @property
+    def texts(self) -> int:
+        """How many texts a row has."""
+        return len(self._fields - {"mask"})
+
+    @property
+    def _fields(self) -> set[str]:
+        return {field for _, field, *_ in Formatter().parse(self.template) if field is not None}
+
+    def fill(self, texts: Sequence[str], mask: str | None) -> tuple[str, list[tuple[int, int]]]:
+        """The prompt of one row, and where in it each text stands: (start, stop) in characters."""
+        values = dict(zip(TEXT_FIELDS[len(texts) - 1], (text.strip() for text in texts))) | {"mask": mask}
+        filled, spans = "", {}
+        for literal, field, *_ in Formatter().parse(self.template.strip()):
+            filled += literal
+            if field is not None:
+                start, filled = len(filled), filled + values[field]
+                spans[field] = start, len(filled)
+        return filled, [spans[field] for field in TEXT_FIELDS[len(texts) - 1]]
+
+
+def read_prompts(path: Path = PROMPTS, task: Task | None = None) -> dict[str, dict[str, Prompt]]:
+    """All prompts of a JSON file: "encoder" or "decoder" -> the task's name -> prompt.
+
+    Words may stand by label name: those of `task` are put in the order of its classes, those of other tasks, whose
+    classes are not known here, stay in the order of the file.
+    Raises FileNotFoundError, or ValueError that says what is wrong where.
+    """
+    prompts: dict[str, dict[str, Prompt]] = {}
+    for kind, tasks in read_json(path).items():
+        if kind not in KINDS or not isinstance(tasks, dict):
+            raise ValueError(f"{path}: expected prompts by task under encoder and decoder, found the key {kind!r}")
+        for name, prompt in tasks.items():
+            try:
+                own = task is not None and plain_name(name) == plain_name(task.name)
+                names = task.label_names if own else _names_in_file(prompt)
+                prompts.setdefault(kind, {})[name] = made = Prompt.from_dict(prompt, names)
+                check_kind(made, kind)
+            except ValueError as error:
+                raise ValueError(f"{path}: {kind}, {name}: {error}") from None
+    return prompts
+
+
+def _names_in_file(prompt: object) -> tuple[str, ...]:
+    """The classes of an entry whose words stand by label name, in the order of the file; none by number."""
+    words = prompt.get("words") if isinstance(prompt, dict) else None
+    named = isinstance(words, dict) and not any(name.isdecimal() for name in words)
+    return tuple(words) if named else ()
+
+
+def prompt_of(task: Task, kind: str, path: Path = PROMPTS) -> Prompt:
+    """The prompt for a task, however its name is spelled. Raises ValueError where the file has none."""
+    prompts = read_prompts(path, task).get(kind, {})
+    for name, prompt in prompts.items():
+        if plain_name(name) == plain_name(task.name):
+            return prompt
+    raise ValueError(
+        f"{path}: expected a prompt for {task.name} under {kind}, found those for {', '.join(prompts) or 'no task'}; "
+        f"give --template and --words, or --prompts FILE.json"
+    )
+
+
+def check_kind(prompt: Prompt, kind: str) -> None:
+    """Raise ValueError where an encoder is given no mask to read, or a decoder one that it cannot."""
+    if prompt.kind != kind:
+        expected = "{mask} where an encoder reads" if kind == ENCODER else "no {mask}: a decoder goes on at the end"
+        raise ValueError(f"template {prompt.template!r}: expected {expected}")
+
+
+def check_prompt(prompt: Prompt, task: Task) -> None:
+    """Raise ValueError where a prompt is not for a task's classes and texts."""
+    texts = len(task.split("train").texts[0])
+    if task.regression:
+        raise ValueError(f"{task.name}: a regression, where no label word is right or wrong; give a task with classes")
+    if len(prompt.words) != task.num_labels or prompt.texts != texts:
+        raise ValueError(
+            f"{task.name} has {task.num_labels} classes and rows of {texts} texts, the prompt {len(prompt.words)} "
+            f"words ({', '.join(prompt.words)}) and {prompt.texts} texts; give another with --template and --words"
+        )
+
+
+# ---- Tokens ----
+class PromptTokenizer(Tokenizer):
+    """A tokenizer that puts each row into a template. Of a prompt that is too long the longest text loses its end."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, max_length: int, prompt: Prompt):
+        """Raises ValueError where a label word is several tokens, or the template leaves no room for a text."""
+        super().__init__(backend, max_length)
+        backend.no_truncation()  # here it is the text that is cut
+        self.prompt, self.mask = prompt, None
+        if prompt.kind == ENCODER:
+            if self.mask_token_id is None:
+                raise ValueError(f"the tokenizer has no mask token, which {prompt.template!r} asks for")
+            self.mask = backend.id_to_token(self.mask_token_id)
+            if backend.encode(self.mask, add_special_tokens=False).ids != [self.mask_token_id]:
+                backend.add_special_tokens([self.mask])  # only a word of the vocabulary so far
+        self.label_tokens = tuple(map(self._label_token, prompt.words))
+        if len(set(self.label_tokens)) < len(self.label_tokens):
+            raise ValueError(f"the label words {', '.join(prompt.words)} must be different tokens; choose others")
+        ids, texts = self._tokens(("x",) * prompt.texts)
+        alone = len(ids) - sum(map(len, texts))
+        if alone + prompt.texts > max_length:
+            raise ValueError(
+                f"the template {prompt.template!r} is {alone} tokens of {max_length}, and leaves no room for a text; "
+                f"shorten it or give a larger --max-length"
+            )
+
+    def _label_token(self, word: str) -> int:
+        """The token of a label word inside a sentence, else of the word alone; ValueError where both are several."""
+        for form in (f" {word}", word):
+            if (token := self.token_id(form)) is not None:
+                return token
+        pieces = self.backend.encode(f" {word}", add_special_tokens=False).tokens
+        raise ValueError(
+            f"the label word {word!r} must be one token of this model, found {len(pieces)} ({', '.join(pieces)}); "
+            f"choose another with --words"
+        )
+
+    def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
+        """Token ids of each row in the template. A mask token that a text itself contains is dropped.
+
+        Raises ValueError for a row with another number of texts than the template has.
+        """
+        rows = text_rows(texts)
+        for number, row in enumerate(rows):
+            if len(row) != self.prompt.texts:
+                raise ValueError(f"row {number}: the template takes {self.prompt.texts} texts, found {len(row)}")
+        cut = [self._cut(row) for row in rows]
+        ids = [row for row, _ in cut]
+        types = [np.zeros_like(row) for row in ids]
+        return Encoded(ids, types, rows, sum(truncated for _, truncated in cut), self.pad_token_id)
+
+    def _tokens(self, row: tuple[str, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """All token ids of one row in the template, and for each of its texts the positions of its tokens."""
+        filled, spans = self.prompt.fill(row, self.mask)
+        (encoding,) = self._encode_batch([filled])
+        ends = np.array([end for _, end in encoding.offsets])
+        return np.array(encoding.ids, np.int64), [
+            np.flatnonzero((start < ends) & (ends <= stop)) for start, stop in spans
+        ]
+
+    def _cut(self, row: tuple[str, ...]) -> tuple[np.ndarray, bool]:
+        """The token ids of one row in the template, at most max_length, and whether a text was cut."""
+        ids, texts = self._tokens(row)
+        keep = np.ones(len(ids), bool)
+        for tokens in texts if self.mask else ():  # a mask that a text writes out would be a second one
+            keep[tokens[ids[tokens] == self.mask_token_id]] = False
+        surplus = int(keep.sum()) - self.max_length
+        remaining = [list(tokens[keep[tokens]]) for tokens in texts]
+        for _ in range(surplus):
+            keep[max(remaining, key=len).pop()] = False
+        return ids[keep], surplus > 0

@@ -1,0 +1,129 @@
+"""RAEE's prompt mode: layers are exits through the model's own head, which says how likely label words are.
+
+Source: RAEE (see methods/raee.py), Algorithm 3.1, lines 4 to 8; shots are drawn as by LM-BFF (Gao et al. 2021).
+An encoder is read at its mask through the masked-LM head, a decoder at the last token of the row through the final norm
+and the LM head, an encoder-decoder at the first token of its answer; nothing is trained for it. p is normalised over
+the label words, as in the paper's Fig. 2, where its algorithm prints the softmax over the vocabulary. Templates and
+words are data/prompt_templates.py.
+
+PromptModel       a backbone and its label words; its segments() are what the loop drives
+draw_shots        rows to fine-tune on, rows to choose the epoch on, and the others
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on, token_places
+from mini_ee.backbones.shapes import check_finite
+from mini_ee.data.prompt_templates import DECODER, ENCODER, PromptTokenizer, check_kind
+from mini_ee.data.tasks import Split
+from mini_ee.exits.row_exits import ExitModel, RowSegments, check_exits
+from mini_ee.segments import Reading
+
+KIND_READ_AT = {"mask": ENCODER, "last": DECODER, "first": DECODER}  # Backbone.reads_prompt_at -> the kind of prompt
+
+
+# ---- The model ----
+class PromptModel(ExitModel):
+    """A backbone with exits through its own head; logits (B, C) are those of the label words.
+
+    exits: every layer by default. The first may be 0, the embedding output, for rules that plan.
+    """
+
+    unit = "prompts"
+    policy = None
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Nothing: a run holds the backbone in its own layout, or names it."""
+        return {}
+
+    def __init__(self, backbone: Backbone, tokenizer: PromptTokenizer, exits: tuple[int, ...] | None = None):
+        """Raises ValueError for a backbone without head to words, for a prompt that is read elsewhere than the backbone
+        reads one, and for exits that do not ascend to the last layer."""
+        super().__init__()
+        check_kind(tokenizer.prompt, KIND_READ_AT[backbone.reads_prompt_at])
+        if not backbone.has_lm_head:
+            raise ValueError(f"prompts are read through the head to words, and {backbone.no_lm_head()}")
+        self.backbone = backbone
+        self.mask_token_id = tokenizer.mask_token_id if backbone.reads_prompt_at == "mask" else None
+        layers = backbone.config.num_hidden_layers
+        self.exits = exits = exits or tuple(range(1, layers + 1))
+        check_exits(exits[1:] if exits[0] == 0 else exits, layers)
+        self.num_labels, self.pool = len(tokenizer.label_tokens), backbone.reads_prompt_at
+        self.register_buffer("label_tokens", torch.tensor(tokenizer.label_tokens), persistent=False)
+
+    def read_at(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The token of each row that the head reads, (B,): the mask, the last one that is no padding, or the first."""
+        if self.pool == "first":
+            return torch.zeros_like(input_ids[:, 0])
+        if self.mask_token_id is None:
+            return (attention_mask * token_places(attention_mask)).argmax(1)
+        masks = input_ids == self.mask_token_id
+        if torch.is_nonzero((masks.sum(1) != 1).any()):
+            raise ValueError("expected one mask token in every row, found another number; encode with PromptTokenizer")
+        return masks.int().argmax(1)
+
+    def label_logits(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """hidden (B, T, D) of any layer, read at (B,) -> (B, C) float32: the head's logits of the label words."""
+        read = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+        return self.backbone.lm_logits(read, self.label_tokens).float()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        """Logits (B, C) of the last exit. The three inputs are (B, T) int64."""
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        hidden = self.backbone.run_layers(self.backbone.embed(inputs), self.backbone.context(inputs), 0, self.exits[-1])
+        return self.label_logits(hidden, self.read_at(input_ids, attention_mask))
+
+    def segments(self) -> "PromptSegments":
+        return PromptSegments(self)
+
+
+class PromptState(NamedTuple):
+    """The rows still in the model."""
+
+    hidden: Tensor  # (B, T, D)
+    context: LayerContext
+    at: Tensor  # (B,), the token that the head reads
+
+    def keep(self, rows: np.ndarray) -> "PromptState":
+        index = tensor_on(self.hidden.device, rows)
+        return PromptState(self.hidden[index], self.context.keep(index), self.at[index])
+
+
+class PromptSegments(RowSegments):
+    """The segments of a PromptModel in eval mode. Inputs are data.tokens.Inputs, encoded by a PromptTokenizer."""
+
+    def start(self, inputs) -> PromptState:
+        backbone = self.model.backbone
+        at = self.model.read_at(*(tensor_on(backbone.device, x) for x in (inputs.input_ids, inputs.attention_mask)))
+        return PromptState(backbone.embed(inputs), backbone.context(inputs), at)
+
+    def read_logits(self, k: int, state: PromptState) -> Reading:
+        logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
+        return Reading(check_finite(logits, "the logits of the label words"))
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        """The head is read at one token, and gives the label words alone."""
+        backbone = self.model.backbone
+        layers = self.layer_passes(k) * backbone.layer_flops(inputs.input_ids.shape[1])
+        layers += 0.0 if k else backbone.start_flops(inputs.input_ids.shape[1])
+        return layers, backbone.lm_head_flops(self.model.num_labels)
+
+
+def draw_shots(split: Split, num_labels: int, shots: int, seed: int) -> tuple[Split, Split, Split]:
+    """(train, held, rest): `shots` rows of each class to train on, as many to choose the best epoch, and the others.
+
+    Raises ValueError where a class has too few rows.
+    """
+    order = np.random.default_rng(seed).permutation(len(split))
+    part = np.zeros(len(split), np.int64)  # 0 for the rest
+    for label in range(num_labels):
+        rows = order[split.labels[order] == label]
+        if len(rows) < 2 * shots:
+            raise ValueError(f"expected {2 * shots} rows of class {label} for {shots} shots, found {len(rows)}")
+        part[rows[:shots]], part[rows[shots : 2 * shots]] = 1, 2
+    train, held, rest = (split.take(part == number) for number in (1, 2, 0))
+    return train, held, rest

@@ -1,0 +1,275 @@
+"""A row: a sentence or a pair, read after chosen layers of a backbone as one vector.
+
+RowExits        a backbone with a head after each exit and, where a method has one, a policy beside them
+RowSegments     the same model as segments for early_exit
+RowData         encoded rows with their labels, as training takes them
+States          what the exits make of each unit, computed once: what a stage learns from whose backbone is frozen
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokenizer import Encoded, batches
+from mini_ee.exits.heads import ExitHead, exit_heads, load_head
+from mini_ee.recording import exit_scores, record
+from mini_ee.segments import Reading, Segments
+
+STATES_BATCH = 64  # rows that are read together where nothing learns
+
+Fork = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""(k, hidden) -> what exit k reads, and what the layers above it read: equal values, whose gradients may differ."""
+
+RunLayers = Callable[..., Tensor]
+"""What stands in for Backbone.run_layers where a training looks into the layers, or leaves some out."""
+
+
+def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` exits as evenly spread as whole layers allow, the last at num_layers.
+
+    >>> even_exits(12, 4), even_exits(6, 4)
+    ((3, 6, 9, 12), (2, 3, 4, 6))
+    """
+    count = min(count, num_layers)
+    return tuple(sorted({round(num_layers * (i + 1) / count) for i in range(count)}))
+
+
+def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The same exits, or ValueError: they must ascend within 1..L and end at L."""
+    ascending = all(isinstance(b, int) and a < b for a, b in zip((0, *exits), exits))
+    if not exits or not ascending or exits[-1] != num_layers:
+        raise ValueError(
+            f"exits must ascend from at least 1 and end at the last layer, {num_layers}, "
+            f"got {','.join(map(str, exits)) or 'none'}"
+        )
+    return exits
+
+
+class ExitModel(nn.Module):
+    """What all models with exits offer to training and to runs on disk. Subclasses have `backbone`, `exits`, `pool`."""
+
+    unit = "rows"
+    head = "dense"  # the name of its kind, see registry.HEADS
+    holds_backbone = True  # a run on disk holds the backbone, because it is fine-tuned; else it names it
+
+    def use_heads(self, name: str) -> None:
+        """Put heads of another kind in place of the drawn ones, before they are trained or loaded."""
+        kind = load_head(name)
+        for module in list(self.modules()):
+            for place, child in list(module.named_children()):
+                if isinstance(child, ExitHead):
+                    setattr(module, place, kind(child))
+            if isinstance(module, ExitModel):  # this one, or a model of a cascade
+                module.head = name
+
+    def learns(self, name: str) -> bool:
+        """Whether a training may change the parameter of this name."""
+        return self.holds_backbone or not name.startswith("backbone.")
+
+    def states(self, *inputs: Tensor, **how) -> list[Tensor]:
+        """The state of every exit, (N, D) each: what its head and its policy read. Arguments as of `each_state`."""
+        return list(self.each_state(*inputs, **how))
+
+    def forward(self, *inputs: Tensor, **how) -> list[Tensor]:
+        """Logits (N, C) of every exit. Arguments as of `each_state`. Dropout is drawn in the order of depth."""
+        return [self.classify(k, state) for k, state in enumerate(self.each_state(*inputs, **how))]
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What a run on disk holds in model.safetensors."""
+        return {name: value for name, value in self.state_dict().items() if self.learns(name)}
+
+    def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
+        """Write what stands beside model.safetensors; returns the checksums by file name. Most have nothing."""
+        return {}
+
+    def load_parts(self, folder: Path, digests: dict[str, str]) -> None:
+        """Read what save_parts wrote."""
+
+    def segments(self) -> Segments:
+        """What early_exit drives."""
+        raise NotImplementedError
+
+
+class RowExits(ExitModel):
+    """A backbone with a head after each layer in `exits`. num_labels is 1 for regression.
+
+    policy: (width, exits) -> a module that decides at every exit but the last: exit_logit(k, state (N, D)) -> (N,),
+    above 0 where exit k would rather have the row leave, with `flops`, what one such decision costs.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        exits: tuple[int, ...],
+        num_labels: int,
+        pool: str = "mean",
+        policy: Callable[[int, tuple[int, ...]], nn.Module] | None = None,
+    ):
+        super().__init__()
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.num_labels, self.pool = num_labels, pool
+        self.backbone = backbone
+        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
+        self.policy = policy and policy(backbone.config.hidden_size, self.exits)
+
+    def each_state(self, *inputs: Tensor, fork: Fork | None = None, run: RunLayers | None = None) -> Iterator[Tensor]:
+        """The state of every exit, (B, D) each. inputs: ids, mask and types, as `Tensors` has them.
+
+        fork: how gradients of an exit and of the layers above it meet, see Fork. run: see RunLayers.
+        """
+        inputs = Tensors(*inputs)
+        context, hidden, depth = self.backbone.context(inputs), self.backbone.embed(inputs), 0
+        run = run or self.backbone.run_layers
+        for k, (layer, head) in enumerate(zip(self.exits, self.heads)):
+            hidden, depth = run(hidden, context, depth, layer), layer
+            read, hidden = fork(k, hidden) if fork else (hidden, hidden)
+            yield head.state(read, context.padding)
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """(B, D) -> logits (B, C) of exit k."""
+        return self.heads[k].classify(state)
+
+    def exit_logits(self, states: list[Tensor]) -> Tensor:
+        """What the policy says at all exits but the last: (B, K - 1), in float32."""
+        return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
+
+    def segments(self) -> "RowSegments":
+        return RowSegments(self)
+
+
+# ---- Segments ----
+
+
+class RowState(NamedTuple):
+    """The rows still in the model."""
+
+    hidden: Tensor  # (B, T, D)
+    context: LayerContext
+
+    def keep(self, rows: np.ndarray) -> "RowState":
+        index = tensor_on(self.hidden.device, rows)
+        return RowState(self.hidden[index], self.context.keep(index))
+
+
+class RowSegments(Segments):
+    """The segments of a RowExits in eval mode. Inputs are data.tokens.Inputs."""
+
+    engine = "torch"
+    carried: str | None = None  # the field of a state, besides `hidden`, that the next segment needs
+
+    def __init__(self, model: RowExits):
+        self.model = model.eval()
+        self.exits = model.exits
+        self.starts = (0, *model.exits)
+
+    def running(self) -> torch.inference_mode:
+        """Without gradients: asked once a batch, since once a call is felt at batch 1."""
+        return torch.inference_mode()
+
+    def start(self, inputs) -> RowState:
+        return RowState(self.model.backbone.embed(inputs), self.model.backbone.context(inputs))
+
+    def advance(self, k: int, state: RowState) -> RowState:
+        hidden = self.model.backbone.run_layers(state.hidden, state.context, self.starts[k], self.exits[k])
+        return state._replace(hidden=hidden)
+
+    def read_logits(self, k: int, state: RowState) -> Reading:
+        s = self.model.heads[k].state(state.hidden, state.context.padding)
+        return Reading(self.model.heads[k].classify(s).float().numpy(force=True))
+
+    def read_state(self, k: int, state: RowState) -> Reading:
+        if not self._decides(k):
+            return self.read_logits(k, state)
+        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.context.padding)))
+
+    def read(self, k: int, state: RowState) -> Reading:
+        reading = self.read_logits(k, state)
+        return reading._replace(exit_logit=self.read_state(k, state).exit_logit) if self._decides(k) else reading
+
+    def _decides(self, k: int) -> bool:
+        return self.model.policy is not None and k < len(self.exits) - 1
+
+    def _exit_logit(self, k: int, state: Tensor) -> np.ndarray:
+        return self.model.policy.exit_logit(k, state).float().numpy(force=True)
+
+    def flops(self, k: int, inputs) -> tuple[float, float]:
+        tokens = inputs.input_ids.shape[1]
+        layers = self.layer_passes(k) * self.model.backbone.layer_flops(tokens)
+        layers += 0.0 if k else self.model.backbone.start_flops(tokens)
+        return layers, self.model.heads[k].flops(tokens)
+
+    def state_flops(self, k: int) -> float:
+        return self.model.policy.flops if self._decides(k) else 0.0
+
+
+# ---- What training takes ----
+
+
+class RowData(NamedTuple):
+    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression."""
+
+    encoded: Encoded
+    labels: np.ndarray
+    task: Task
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        """Row indices (B,) of one batch after the other, every row once, drawn with the seed."""
+        return batches(self.encoded, batch_size, shuffle_seed=seed)
+
+    def steps(self, batch_size: int) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.labels) // batch_size)
+
+    def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What a model's `states` takes, and the labels (B,)."""
+        inputs = self.encoded.batch(rows)
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.labels[rows])
+        *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
+        return tuple(ids), labels
+
+    def scores(self, model: RowExits, batch_size: int) -> tuple[list[float], dict]:
+        """The task's score at every exit; and, where there are classes, the rows that the last exit gets `wrong`."""
+        recorded = record(model.segments(), self.encoded, batch_size)
+        scores = exit_scores(recorded, self.task, self.labels)
+        if self.task.regression:
+            return scores, {}
+        return scores, {"wrong": np.flatnonzero(recorded.logits[:, -1].argmax(axis=1) != self.labels).tolist()}
+
+    @torch.no_grad()
+    def states(self, model: RowExits) -> "States":
+        """What the exits of a model in eval mode make of every row."""
+        device, found = next(model.parameters()).device, None
+        model.eval()
+        for rows in batches(self.encoded, STATES_BATCH):
+            inputs, _ = self.batch(rows, device)
+            for k, state in enumerate(model.states(*inputs)):
+                if found is None:
+                    found = torch.empty(len(self), len(model.exits), state.shape[1])
+                found[rows, k] = state.float().cpu()
+        return States(found, torch.from_numpy(self.labels), self.order, self.steps)
+
+
+class States(NamedTuple):
+    """What every exit makes of N units, computed once."""
+
+    states: Tensor  # (N, K, D)
+    labels: Tensor  # (N,)
+    order: Callable[[int, int], Iterator[np.ndarray]]  # as RowData.order
+    steps: Callable[[int], int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """The states of every exit, (N, D) each, and the labels (N,)."""
+        states, labels = self.states[units].to(device), self.labels[units].to(device)
+        return list(states.unbind(dim=1)), labels

@@ -1,0 +1,347 @@
+"""A trained model on disk: a folder that is readable without us, whole or not there, and checked when it is read.
+
+run/config.json          format_version, method, unit, settings, backbone, exits, pool, rule, task or text, max_length,
+                         seed, training, versions, and the checksums of the other files; datastore/ has its own
+run/model.safetensors    what the method trained: heads, policy, and the backbone where it was fine-tuned
+run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
+run/checkpoint/          SLEB: the short decoder, as a checkpoint like any other
+run/backbone/            a backbone that was fine-tuned through prompts, or a decoder that was, in its own layout
+run/datastore/           RAEE: what methods/raee_files.py writes
+run/metrics.json         what training measured
+run/tokenizer.json       the backbone's
+"""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from mini_ee import __version__
+from mini_ee.backbones.hub import (
+    BUILT_IN_DECODER,
+    BUILT_IN_MODEL,
+    backbone_sha256,
+    check_generates,
+    empty_backbone,
+    load_backbone,
+    load_strict,
+    read_config,
+    read_tensors,
+    save_backbone,
+    without_memory,
+)
+from mini_ee.confidence import max_probability
+from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
+from mini_ee.data.tasks import Task
+from mini_ee.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
+from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
+from mini_ee.exits.decoding import gather
+from mini_ee.exits.generation import Sampling
+from mini_ee.exits.token_exits import TokenExits
+from mini_ee.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.segments import Segments
+from mini_ee.training.default_rule import Chosen
+from mini_ee.training.method import Method, configured, load_method
+from mini_ee.training.unit import Unit, load_unit
+
+FORMAT_VERSION = 2
+OWN_BACKBONE = "backbone"
+PARTS = "tokenizer.json", "metrics.json"
+WRITTEN_TOKENS = 100
+
+
+class Answer(NamedTuple):
+    """What a run says of one row."""
+
+    label: str | float  # a number for regression
+    confidence: float | None  # the largest probability; None for regression
+    layers: int | float  # after which it left; where tokens leave, a mean token
+
+
+class Run(NamedTuple):
+    """A loaded run."""
+
+    folder: Path
+    config: dict
+    model: nn.Module
+    tokenizer: Tokenizer
+    rule: Rule
+    schedule: list[list[int]] | None = None  # of LoRA streams
+    metrics: dict = {}  # what training measured
+
+    is_exported = False  # True of an exported folder, an export.runtime.Runtime
+
+    @property
+    def unit(self) -> str:
+        """The name of what exits, see registry.UNITS."""
+        return self.config["unit"]
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues texts, and gives no labels."""
+        return load_unit(self.unit).generates
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        return self.model.exits
+
+    def segments(self) -> Segments:
+        """What early_exit drives."""
+        return self.model.segments(self.schedule) if self.schedule else self.model.segments()
+
+    def whole_model(self) -> Segments:
+        """What a speed-up is measured against, under NeverExit: the last exit alone."""
+        return self.segments().whole()
+
+    @property
+    def label_names(self) -> list[str]:
+        """Empty for regression."""
+        return self.config["task"]["label_names"]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all that is held in memory, stacked copies of adapters too. LoRAExit, Tables 2 and 10."""
+        segments = self.segments()
+        return getattr(segments, "bytes_held", sum(parameter.nbytes for parameter in self.model.parameters()))
+
+    def encode(self, texts) -> Encoded:
+        """Tokenize texts of one sentence or two, checked against the backbone."""
+        return encode(self.tokenizer, texts, self.model.backbone)
+
+    def classify(self, texts: Sequence[str | tuple[str, str]], batch_size: int = 32) -> list[Answer]:
+        """A label for each text, or pair of texts, from the exit at which the run's rule lets it leave.
+
+        Raises ValueError as Runtime.run does.
+        """
+        if self.generates:
+            raise WrongArguments(f"{self.folder} holds a decoder, which gives no labels; it is for generate")
+        check_rows(texts, self.config["task"]["texts"])
+        if not len(texts):
+            return []
+        encoded, segments, names = self.encode(texts), self.segments(), self.label_names
+        answers = []
+        for rows in in_order(len(encoded), batch_size):
+            result = early_exit(segments, self.rule, encoded.batch(rows))
+            labels = [names[best] for best in result.logits.argmax(axis=1)] if names else result.logits[:, 0].tolist()
+            sure = max_probability(result.logits).tolist() if names else [None] * len(labels)
+            answers += map(Answer, labels, sure, result.cost.depth.tolist())
+        return answers
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = WRITTEN_TOKENS,
+        missing_kv: str | None = None,
+        sampling: Sampling = Sampling(),
+        seed: int = 0,
+    ) -> list[str]:
+        """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
+        if not self.generates:
+            raise WrongArguments(f"{self.folder} holds a classifier, which writes no text; it is for classify")
+        check_rows(prompts, 1)
+        if not len(prompts):
+            return []
+        ids = [self.tokenizer.ids_of(prompt) for prompt in prompts]
+        settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        written = gather(
+            self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings), len(ids)
+        )
+        decode = self.tokenizer.backend.decode
+        return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
+
+
+def encode(tokenizer: Tokenizer, texts, backbone) -> Encoded:
+    """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
+    return tokenizer.encode_for(texts, backbone.config.vocab_size, backbone.config.token_types)
+
+
+def versions() -> dict[str, str]:
+    """What a figure depends on, for every JSON answer."""
+    return {
+        "mini_ee": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
+    """The model of a method, its own or the unit's. config: exits, settings; of rows pool, head and num_labels."""
+    exits, settings = tuple(config["exits"]), configured(method, config["settings"])
+    kind = load_unit(unit)
+    if method.model is not None:
+        model = method.model(backbone, exits, *kind.shape(config), settings)
+    else:
+        model = kind.build(method, backbone, exits, config)
+    model.use_heads(config.get("head") or "dense")
+    return model
+
+
+# ---- Writing ----
+
+
+def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chosen, about: dict, metrics: dict) -> None:
+    """Write a run folder, whole or not at all.
+
+    about: method, unit, settings, backbone (folder and sha256 of the checkpoint it began from), task or text, seed,
+    training. A model that names its backbone is not copied with it, unless `about` names the shots that changed it.
+    Raises FileExistsError where the folder is there.
+    """
+    unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | about
+    config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
+    config |= {"rule": chosen.rule.to_dict(), "guarantee": chosen.guarantee}
+    config |= {"max_length": tokenizer.max_length, "versions": versions()}
+    with atomic_folder(folder) as partial:
+        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), unit.backbone_changed(model, about)
+        more, written = unit.saved(partial, model, tokenizer)
+        config, digests = config | more, digests | written
+        if changed and not unit.reads_lm_head:
+            config["backbone"] = config["backbone"] | {"config": model.backbone.config.to_dict()}
+        elif changed:
+            save_backbone(model.backbone, partial / OWN_BACKBONE)
+            tokenizer.save(partial / OWN_BACKBONE / "tokenizer.json")  # a checkpoint like any other
+            config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
+        tokenizer.save(partial / "tokenizer.json")
+        write_json(partial / "metrics.json", metrics)
+        config["files"] = digests | {name: file_sha256(partial / name) for name in PARTS}
+        write_json(partial / "config.json", config)
+
+
+def write_rule(folder: str | Path, rule: Rule, guarantee: dict | None, exit_counts: list[int]) -> None:
+    """Give a run on disk another rule, and what it made of held-out units. Its other files stay as they are.
+
+    Raises FileExistsError where another process is doing so.
+    """
+    path = Path(folder) / "config.json"
+    about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts}
+    with sole_writer(path):
+        config = read_json(path, signed="format_version")
+        config.pop("promise", None)  # the name of guarantee in runs of 0.1.0
+        write_json(path, config | about)
+
+
+def training_folder(folder: Path) -> Path:
+    """Where the state of a training that will become `folder` stands until it is finished."""
+    folder = folder.absolute()
+    return folder.with_name(f"{folder.name}.training")
+
+
+# ---- Reading ----
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder holds a run, and not a checkpoint."""
+    return run_config(folder) is not None
+
+
+def run_config(folder: str | Path) -> dict | None:
+    """The config.json of a run; None for another folder."""
+    path = Path(folder) / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    return config if "format_version" in config else None
+
+
+def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> Run:
+    """Read a run folder and check all of it.
+
+    backbone_folder: where the backbone of a run that did not fine-tune it is now, if not where it was.
+    Raises FileNotFoundError where there is none, ValueError where it was damaged or comes from another format.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        unfinished = training_folder(folder)
+        hint = f"; {unfinished} holds an unfinished training, go on with --resume" if any(unfinished.glob("*")) else ""
+        raise FileNotFoundError(f"{folder}: no run here; expected a folder that `mini-ee train` wrote{hint}")
+    config = read_json(folder / "config.json", signed="format_version")
+    version = config.get("format_version")
+    if version != FORMAT_VERSION:
+        advice = "train it again" if version == 1 else "give a folder that `mini-ee train` wrote"
+        raise ValueError(f"{folder}: expected a run of format_version {FORMAT_VERSION}, found {version!r}; {advice}")
+    if "promise" in config:  # the name of guarantee in runs of 0.1.0
+        config["guarantee"] = config.pop("promise")
+    try:
+        return _read_run(folder, config, backbone_folder)
+    except KeyError as error:
+        raise ValueError(f"{folder}: config.json has no key {error}; train the run again") from None
+    except (TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{folder}: config.json holds a value of a wrong type ({reason}); train the run again"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}" if str(folder) not in str(error) else str(error)) from None
+
+
+def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) -> Run:
+    for name in PARTS:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: no such file; train the run again")
+        if file_sha256(folder / name) != config["files"][name]:
+            raise ValueError(
+                f"{folder / name}: damaged: the content does not have the checksum that was written with it"
+            )
+    unit = load_unit(config["unit"])
+    unit.check(config)
+    model, tokenizer = unit.read(folder, config, backbone_folder)
+    rule = rule_from_dict(config["rule"]).opened(folder, config, model)
+    rule.check(len(model.exits))
+    return Run(folder, config, model.eval(), tokenizer, rule, metrics=read_json(folder / "metrics.json"))
+
+
+def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> nn.Module:
+    """Exits that were trained, on the backbone that the run contains or names."""
+    source = config["backbone"]
+    base = config | config.get("base", {})  # RAEE's: method and settings of the run that it was collected on
+    method = load_method(base["method"])
+    if "config" in source:
+        with without_memory():
+            model = build_model(method, unit.name, empty_backbone(source["config"]), base)
+    else:
+        backbone = backbone_of(source, folder, backbone_folder)
+        model = build_model(method, unit.name, backbone if unit.reads_lm_head else backbone.without_heads(), base)
+    path = folder / "model.safetensors"
+    tensors = read_tensors(path, config["files"]["model.safetensors"])
+    load_strict(model, tensors, {name: (name,) for name in model.own_state()}, path)
+    model.load_parts(folder, config["files"])
+    return model
+
+
+def backbone_of(source: dict, run: Path, folder: str | Path | None):
+    """The backbone that a run was made with, or an error: adapters and values fit one backbone only."""
+    there = Path(folder or run / source["folder"])  # an absolute path stands for itself
+    if folder is None and not there.is_dir():  # a built-in one is in this installation, too
+        own = (each for each in (BUILT_IN_MODEL, BUILT_IN_DECODER) if each.is_dir())
+        there = next((each for each in own if backbone_sha256(each) == source["sha256"]), there)
+    folder = there
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run}: its backbone was in {folder}, nothing is there; say where with --model")
+    if backbone_sha256(folder) != source["sha256"]:
+        raise ValueError(f"{run}: was trained on another backbone than the one in {folder}; give that one with --model")
+    return load_backbone(folder)
+
+
+def plain_decoder(folder: str | Path) -> Run:
+    """A decoder's checkpoint as a run whose only exit is the last; WrongArguments for one that writes no text."""
+    folder = Path(folder)
+    config = read_config(folder / "config.json")
+    check_generates(folder, config.model_type)
+    model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
+    about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
+    about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
+    return Run(folder, about, model.eval(), Tokenizer.from_folder(folder, None), NeverExit())
+
+
+def about_task(task: Task) -> dict:
+    """What a run says of the task that it was trained on."""
+    return {
+        "name": task.name,
+        "label_names": list(task.label_names),
+        "metrics": list(task.metrics),
+        "texts": len(task.split("train").texts[0]),
+        "train_sha256": task.split("train").sha256(),
+    } | ({} if task.folder is None else {"folder": task.folder, "options": task.options.given()})

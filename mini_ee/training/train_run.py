@@ -1,0 +1,289 @@
+"""From a method's name to a run on disk: open the parts, hold units out, train, choose the default rule, write."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mini_ee.backbones.backbone import UNTIED, some_of
+from mini_ee.backbones.hub import (
+    BUILT_IN_DECODER,
+    BUILT_IN_MODEL,
+    backbone_sha256,
+    load_backbone,
+    read_config,
+)
+from mini_ee.data.columns import TaskOptions
+from mini_ee.data.files import sole_writer
+from mini_ee.data.settings import flag_of, unused_option
+from mini_ee.data.tasks import TOY, Task, load_task, toy_task
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.errors import WrongArguments
+from mini_ee.exits.row_exits import check_exits, even_exits
+from mini_ee.training import doubts, ranks
+from mini_ee.training.loop import Fitted, fit
+from mini_ee.training.method import Method, configured, load_method
+from mini_ee.training.run_folder import Run, build_model, is_run, load_run, run_config, save_run, training_folder
+from mini_ee.training.state import STATE, NothingToResume, Saved
+from mini_ee.training.train_settings import CommonOptions, TextOptions, TrainConfig
+from mini_ee.training.unit import TrainingData, Unit, load_unit
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that a training is asked for."""
+
+    name: str
+    method: Method
+    unit: Unit
+    model: Path
+    task: Task | None  # of rows
+    out: Path
+    config: object  # the method's Config
+    train: TrainConfig
+    common: CommonOptions  # of rows: RowOptions
+    texts: TextOptions | None  # of tokens
+    resume: bool
+    given: frozenset[str]  # the names of the options that were given, not taken from defaults
+
+    @property
+    def seed(self) -> int:
+        return self.train.seed
+
+
+def train(
+    method: str,
+    model: str | Path | None = None,
+    task: str | Path | None = None,
+    out: str | Path = "run",
+    resume: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    **options,
+) -> Run:
+    """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
+
+    model: a checkpoint's folder, by default a built-in one. task: a task's folder, by default the built-in reviews, or
+    with split_file=SEED a file; text_column=... and the other TaskOptions say how it is read. For a decoder's tokens
+    "continue" or "copy". A killed training leaves `out`.training behind, from which `resume` goes
+    on. Raises FileExistsError where `out` or an unfinished training of it is there; WrongArguments for options that do
+    not fit the method, the model or the task; ValueError where the training diverges.
+    """
+    request = asked(method, model, task, Path(out), resume, options)
+    with ranks.together(request.common.device) as device:
+        return _trained(replace(request, common=replace(request.common, device=device)), say)
+
+
+def _trained(request: Request, say: Callable[[str], None]) -> Run:
+    state_folder = training_folder(request.out)
+    if request.out.exists():
+        done = request.resume and is_run(request.out) and (state_folder / STATE).exists()
+        advice = f"this training is over: remove {state_folder}" if done else "name another folder or remove it"
+        raise FileExistsError(f"{request.out}: is there already; {advice}")
+    ranks.wait()  # until all have looked
+    for line in doubts.of_data(request.task) if request.task else ():
+        say(line)
+    if request.method.train is not None:
+        return request.method.train(request, say)
+    unfinished = (state_folder / STATE).exists()
+    if unfinished and not request.resume:
+        raise FileExistsError(f"{state_folder}: an unfinished training is there; go on with --resume or remove it")
+    if request.resume and not unfinished:
+        raise NothingToResume(f"{state_folder}: no unfinished training here; start without --resume")
+    training = _fitted_run(request, state_folder, say)
+    if ranks.rank() == 0:
+        save_run(request.out, *training)
+        if state_folder.exists():  # what is not trained has no state
+            shutil.rmtree(state_folder)
+    ranks.wait()
+    return load_run(request.out)
+
+
+# ---- What is asked for ----
+
+
+def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Request:
+    """The request that a method's name and options make. Raises WrongArguments where they do not fit."""
+    method = load_method(name)
+    unit, model = _unit_of(method, model and Path(model), task)
+    defaults = unit.built_in_defaults if model == unit.built_in else {}
+    defaults = defaults | method.defaults.get(unit.name, {})
+    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit.name == method.units[0]:
+        defaults = defaults | method.defaults.get("built-in", {})
+    defaults = defaults | unit.implied(task)
+    given = defaults | {key: value for key, value in options.items() if value is not None}
+    parts = [TrainConfig, *unit.options]
+    known = [{field.name for field in fields(part)} for part in parts]
+    own_names = {field.name for field in fields(method.config)}
+    foreign = given.keys() - set().union(*known, own_names)
+    foreign |= {key for key in method.lacks if options.get(key) is not None}
+    if foreign:
+        about = f"{name} on {unit.name}" if len(method.units) > 1 else name
+        raise WrongArguments(f"{about} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help`")
+    try:
+        made = [part(**{key: given[key] for key in names & given.keys()}) for part, names in zip(parts, known)]
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    own = {key: given[key] for key in own_names & given.keys()}
+    named = frozenset(key for key, value in options.items() if value is not None)
+    config = configured(method, own)
+    if unused := unused_option(config, named):
+        raise WrongArguments(unused)
+    request = Request(name, method, unit, model, None, out, config, *made[:2], None, resume, named)
+    check_device(request.common.device)
+    return unit.opened(request, task, made[2])
+
+
+def _unit_of(method: Method, model: Path | None, task) -> tuple[Unit, Path]:
+    """What exits, and the model, where they were not named: the first of the method's units that these are for."""
+    model_type = None
+    if model is not None:
+        if not model.is_dir():
+            raise FileNotFoundError(
+                f"{model}: no such folder; expected a checkpoint with config.json and model.safetensors"
+            )
+        run = run_config(model)
+        if run is not None and method.train is None:
+            raise WrongArguments(f"{model}: holds a run of {run.get('method')}; give a checkpoint")
+        model_type = read_config(model / "config.json").model_type if run is None else None
+    units = [load_unit(name) for name in method.units]
+    unit = next((unit for unit in units if unit.wants(model_type, task)), units[0])
+    unit.check_source(model, model_type, task)
+    return unit, model or unit.built_in
+
+
+def open_task(name: str | Path | None, options: TaskOptions = TaskOptions()) -> Task:
+    """A task's folder or file, or the built-in task where none is named, or no folder has its name."""
+    if name is not None and (str(name) != TOY or Path(name).is_dir()):
+        return load_task(name, options)
+    if given := options.given():
+        raise WrongArguments(f"{flag_of(next(iter(given)), {})} is for files of your own: name them with --task")
+    return toy_task()
+
+
+def check_device(device: str) -> None:
+    """Raise WrongArguments for a device that torch does not have here."""
+    try:
+        if device.partition(":")[0] not in ("cpu", "cuda"):
+            raise RuntimeError("expected cpu, cuda or cuda:N")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise WrongArguments(f"--device {device}: cannot be used here ({reason}); use cpu") from None
+
+
+def check_task(run: Run, task: Task, folder: Path) -> None:
+    """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
+    texts, found = run.config["task"]["texts"], len(next(iter(task.splits.values())).texts[0])
+    if texts != found:
+        raise WrongArguments(f"{folder}: was trained on rows of {texts} texts; {task.name} has {found}")
+    if run.label_names != list(task.label_names):
+        raise WrongArguments(
+            f"{folder}: was trained on {run.config['task']['name']} with the labels "
+            f"{', '.join(run.label_names) or '(regression)'}; {task.name} has "
+            f"{', '.join(task.label_names) or '(regression)'}; give its own task with --task"
+        )
+
+
+def trained_on(run: Run, task: Task) -> bool:
+    """Whether a run was trained on this task's train split, less what it held out.
+
+    Raises WrongArguments for a task of that name with other rows: which of them it has seen is not known.
+    """
+    about = run.config["task"]
+    if "train" not in task.splits:
+        return False
+    if about.get("train_sha256") == task.split("train").sha256():
+        return True
+    if about["name"] != task.name:
+        return False
+    raise WrongArguments(
+        f"{run.folder}: does not say that it was trained on the rows that {task.name} has now: none is known to be "
+        f"held out; give the task as it was, rows of another name, or train again"
+    )
+
+
+def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
+    """The exits that were asked for, or the method's own. Raises WrongArguments for exits that no model has."""
+    exits, own = request.common.exits, request.method.exits
+    if exits is None:
+        if callable(own):
+            return own(num_layers)
+        count = request.unit.exit_count(request.method)
+        return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
+    try:
+        return check_exits(request.unit.with_last(exits, num_layers), num_layers)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+# ---- Training ----
+
+
+def _fitted_run(request: Request, state_folder: Path, say) -> tuple:
+    """Open, read, train, choose the default rule: what save_run takes."""
+    unit, backbone = request.unit, load_backbone(request.model)
+    backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
+    say_left_out(backbone, request.model, say)
+    tokenizer = Tokenizer.from_folder(request.model, unit.max_length(request, backbone))
+    say_beyond(tokenizer, backbone, request.model, say)
+    about = _about(request, exits_of(request, backbone.config.num_hidden_layers))
+    data = unit.data(request, backbone, tokenizer, about, say)
+    model, fitted = _fit(request, backbone, about, data, Saved(state_folder, data.begun_with, request.resume))
+    chosen, metrics = unit.conclude(request, model, fitted, data)
+    return model, tokenizer, chosen, about, metrics
+
+
+def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which tensors of a checkpoint are not used, and why."""
+    if backbone.left_out:
+        why = f"; the masked-LM head is among them, because {UNTIED}" if backbone.untied_head else ""
+        found = some_of(backbone.left_out)
+        say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}){why}.")
+
+
+def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which tokens of a tokenizer the model does not have."""
+    if line := tokenizer.beyond(backbone.config.vocab_size):
+        say(f"{folder}: {line}")
+
+
+def _fit(
+    request: Request, backbone: nn.Module, about: dict, data: TrainingData, saved: Saved
+) -> tuple[nn.Module, Fitted]:
+    """Build the model and train it. The caller's random state is kept."""
+    begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
+    heads = request.unit.head_settings(request, backbone)
+    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(data.train)} | heads
+    saved = saved._replace(settings=begun_with | saved.settings)
+    with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
+        torch.manual_seed(request.seed)
+        model = build_checked(request, backbone, about | heads).to(request.common.device)
+        if not request.method.has_stages:
+            return model, Fitted(request.method.search(model, data.train, data.held, request.config), [])
+        recipe = request.method.recipe(model, request.config)
+        return model, fit(model, recipe, data.train, data.held, request.train, saved)
+
+
+def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Module:
+    """The method's model. Raises WrongArguments where there is none of this backbone with these settings."""
+    try:
+        return build_model(request.method, request.unit.name, backbone, about)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def _about(request: Request, exits: tuple[int, ...]) -> dict:
+    """What config.json says of a training."""
+    return {
+        "method": request.name,
+        "unit": request.unit.name,
+        "settings": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(request.config).items()},
+        "backbone": {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)},
+        "exits": list(exits),
+        "seed": request.seed,
+        "training": asdict(request.train) | request.unit.training_settings(request),
+    } | request.unit.about(request)
