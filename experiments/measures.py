@@ -20,7 +20,7 @@ from mini_ee.data.tasks import Split, Task, holdout, subset
 from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.comparison import compare_tokens, rules_of
-from mini_ee.evaluation.probes import Costs, hear_rows, rows_to_read
+from mini_ee.evaluation.probes import Costs, probe_rows, rows_to_read
 from mini_ee.evaluation.row_evaluation import (
     LOSSES,
     by_exit,
@@ -130,7 +130,7 @@ def _training(run: Run) -> dict[str, float]:
         "steps": float(len(epochs) * steps),
         "train seconds": sum(epoch["seconds"] for epoch in epochs),
         "megabytes": run.weight_bytes / 1e6,
-        "trained parameters": float(sum(value.numel() for name, value in named if run.model.learns(name))),
+        "trained parameters": float(sum(value.numel() for name, value in named if run.model.trainable(name))),
     }
 
 
@@ -186,8 +186,8 @@ def of_estimate(run: Run, task: Task, reference: dict | None) -> Measured:
     seed, folder = run.config["seed"], Path(run.config["backbone"]["folder"])
     backbone = load_backbone(folder).without_heads()
     rows, classes = rows_to_read(task, PROBED_ROWS, seed)
-    heard = hear_rows(backbone, run.encode(rows.texts), rows.labels, classes, seed)
-    said = suitability(heard, seed)
+    probed = probe_rows(backbone, run.encode(rows.texts), rows.labels, classes, seed)
+    said = suitability(probed, seed)
     _, reported = rows_of(task, None, None, seed)
     held = subset(holdout(task.split("train"), seed)[1], HELD_ROWS, seed)
     chosen_on, there = (record(run.segments(), run.encode(some.texts), BATCH, "reading") for some in (held, reported))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, judged
+from mini_ee.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, vocabulary_reading
 from mini_ee.export.sessions import CPU, HIDDEN, GraphRule, Session
 from mini_ee.rules import Rule
 from mini_ee.segments import BatchResult, Reading
@@ -212,11 +212,11 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self._caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
         graphs = sessions.segments, sessions.fills
         self._segments, self._fills = ([Cached(each, self._caches) for each in some] for some in graphs)
-        self.left = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
+        self.pending_states = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
 
     def wipe(self, row: int) -> None:
         super().wipe(row)
-        self.left[row] = 0
+        self.pending_states[row] = 0
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
         self._memory = memory  # a binding keeps no reference to what is bound
@@ -250,7 +250,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
 
     def read_logits(self, k: int, state: TokenState) -> Reading:
         found = self._heads[k].run(_newest(state))
-        return judged(found["logits"], found["largest"]) if "largest" in found else Reading(found["logits"])
+        return vocabulary_reading(found["logits"], found["largest"]) if "largest" in found else Reading(found["logits"])
 
     def read_state(self, k: int, state: TokenState) -> Reading:
         """The exit_logit of the policy, if there is one. A rule that needs more raises an error itself."""

@@ -31,13 +31,13 @@ import numpy as np
 from mini_ee.data.progress import tqdm
 from mini_ee.early_exit import early_exit
 from mini_ee.recording import Record, Recorded
-from mini_ee.rules import LIMITS, Policy, Rule, Threshold
+from mini_ee.rules import THRESHOLD_LIMITS, Policy, Rule, Threshold
 from mini_ee.statistics import agreement_p_values, fixed_sequence, groups_needed
 
 START = 0.05  # share of the rows in the strictest cut that is tested
-RESAMPLES = 1000
+TAU_RESAMPLES = 1000
 ROUNDING = 1e-9  # of counts that are whole numbers but for it
-LEAST = 1e-9  # of delta, and of 1 - epsilon: below it the sums round
+MIN_RISK = 1e-9  # of delta, and of 1 - epsilon: below it the sums round
 A_SET = "a calibration set is a quarter of the rows or texts"
 
 
@@ -109,7 +109,7 @@ def _from_here_on(values: np.ndarray) -> np.ndarray:
     return values[::-1].cumsum()[::-1]
 
 
-def intervals(observed: Observed, epsilon: float, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def intervals(observed: Observed, epsilon: float, resamples: int = TAU_RESAMPLES, seed: int = 0) -> np.ndarray:
     """How far chance moves the paper's tau, at 95 %: percentile bootstrap over groups, (K - 1, 2) ends."""
     random = np.random.default_rng(seed)
     names, group = np.unique(observed.groups, return_inverse=True)
@@ -155,9 +155,9 @@ def check_guarantee(epsilon: float, delta: float | None) -> None:
         raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
     if delta is None:
         return
-    if not LEAST <= delta < 1:
-        raise ValueError(f"delta must be at least {LEAST} and below 1, got {delta}")
-    if epsilon > 1 - LEAST:
+    if not MIN_RISK <= delta < 1:
+        raise ValueError(f"delta must be at least {MIN_RISK} and below 1, got {delta}")
+    if epsilon > 1 - MIN_RISK:
         raise ValueError(
             f"epsilon {epsilon} cannot be guaranteed for fresh rows: too many are needed; take .99, or no delta"
         )
@@ -179,7 +179,7 @@ def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
 # ---- The conformal guarantee ----
 POLICY = "exit_logit"  # the measure that the rule Policy is on
 
-COMPARED = 0.05  # delta of the thresholds that a conformal cut is compared with
+COMPARED_DELTA = 0.05  # delta of the thresholds that a conformal cut is compared with
 
 
 def conformal(observed: Observed, epsilon: float, measure: str = "max_probability") -> Rule:
@@ -229,14 +229,14 @@ def above(tau: float, measure: str) -> Rule:
     if math.isinf(tau):
         return Threshold(tau, measure)
     threshold = float(np.nextafter(np.float32(tau), np.float32(np.inf)))
-    return Threshold(threshold if threshold <= LIMITS[measure][1] else math.inf, measure)
+    return Threshold(threshold if threshold <= THRESHOLD_LIMITS[measure][1] else math.inf, measure)
 
 
 def agreement_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
     """The mean agreement on fresh groups, those in no set, over so many calibration sets: by the conformal cut, the
-    paper's thresholds and those of confidence COMPARED, all three on the same sets.
+    paper's thresholds and those of confidence COMPARED_DELTA, all three on the same sets.
     """
-    shares, each_delta = np.zeros((sets, 3)), COMPARED / observed.confidence.shape[1]
+    shares, each_delta = np.zeros((sets, 3)), COMPARED_DELTA / observed.confidence.shape[1]
     for at, drawn in enumerate(calibration_sets(observed, sets, seed)):
         some, fresh = observed.take(drawn), observed.take(~drawn)
         columns = list(zip(some.confidence.T, some.agrees.T))

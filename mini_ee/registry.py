@@ -1,7 +1,6 @@
-"""What there is, by name: one line a method, a backbone, a kind of thing that exits, a
-kind of head, and a rule or a measure that a method brings.
+"""Names and the modules that define them: methods, rules, measurements, units, heads and backbones, one per line.
 
-Strings only: nothing is imported before its use.
+Strings only: a module is imported when it is first used.
 """
 
 METHODS = {  # name on the command line -> the module that ends with METHOD
@@ -32,22 +31,22 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "tr-bert": "mini_ee.baselines.tr_bert",
 }
 
-RULES = {  # name in a run's config.json -> the module of the method that brings the rule, and puts it into rules.RULES
+RULES = {  # name in a run's config.json -> the module of the method that defines the rule, and adds it to rules.RULES
     "raee": "mini_ee.methods.raee",
     "adainfer": "mini_ee.baselines.adainfer",
 }
 
-MEASURES = {  # what `mini-ee evaluate --NAME` measures besides, of any run -> the module of the method that brings it
+MEASUREMENTS = {  # NAME of `mini-ee evaluate --NAME`, an extra measurement of any run -> the module that defines it
     "hardness": "mini_ee.methods.consistent_hardness",
 }
 
-UNITS = {  # `unit` in a run's config.json: what exits -> the module that ends with UNIT
+UNITS = {  # `unit` in a run's config.json: the kind of thing that exits -> the module that ends with UNIT
     "rows": "mini_ee.training.row_unit",
     "prompts": "mini_ee.training.prompt_unit",
     "tokens": "mini_ee.training.token_unit",
 }
 
-HEADS = {  # `head` in a run's config.json: how an exit of examples is read -> where its class or function is
+HEADS = {  # `head` in a run's config.json: the kind of head of an example's exit -> module:function
     "dense": "mini_ee.exits.heads:dense",
     "linear": "mini_ee.exits.heads:linear",
 }

@@ -32,7 +32,7 @@ from mini_ee.registry import RULES as METHOD_RULES
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 """Measures that are not computed from logits: name -> (smallest, largest) useful threshold."""
-LIMITS = {measure: (least, most) for measure, (_, least, most) in MEASURES.items()} | STATE_MEASURES
+THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in MEASURES.items()} | STATE_MEASURES
 """Every measure -> (smallest, largest) useful threshold."""
 
 NO_POLICY = (
@@ -229,16 +229,16 @@ class Threshold(Rule):
     """
 
     threshold: float | tuple[float, ...] = option(help="one number, or one for each exit: --threshold=.8,.8,.9")
-    measure: str = option("max_probability", "confidence measure", choices=tuple(LIMITS))
+    measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
     name = "threshold"
 
     def __post_init__(self):
-        if self.measure not in LIMITS:
-            raise ValueError(f"measure must be one of {', '.join(LIMITS)}, got {self.measure!r}")
+        if self.measure not in THRESHOLD_LIMITS:
+            raise ValueError(f"measure must be one of {', '.join(THRESHOLD_LIMITS)}, got {self.measure!r}")
         several = isinstance(self.threshold, Sequence) and not isinstance(self.threshold, str)
         value = tuple(map(float, self.threshold)) if several else float(self.threshold)
         object.__setattr__(self, "threshold", value)
-        least, most = LIMITS[self.measure]
+        least, most = THRESHOLD_LIMITS[self.measure]
         for value in np.atleast_1d(self.threshold):
             if not (least <= value <= most or np.isinf(value)):
                 raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
@@ -256,7 +256,7 @@ class Threshold(Rule):
 
     @property
     def knob_range(self) -> tuple[float, float]:
-        return LIMITS[self.measure]
+        return THRESHOLD_LIMITS[self.measure]
 
     def compared(self, recorded: Any) -> np.ndarray:
         return recorded.confidence(self.measure)
@@ -319,7 +319,7 @@ class PatienceConfidence(Rule):
 
     patience: int = option(help="consecutive exits that must agree (patience) or be confident")
     threshold: float = option(help="one number")
-    measure: str = option("max_probability", "confidence measure", choices=tuple(LIMITS))
+    measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
     name = "patience-confidence"
 
     def __post_init__(self):

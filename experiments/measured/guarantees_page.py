@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.calibration import COMPARED, agreement_by_sets, broken_guarantees, observe
+from mini_ee.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
@@ -115,7 +115,7 @@ def calibrated(name: str, logits: np.ndarray) -> list[dict]:
     observed, found = observe(rows_of(logits), MEASURE), []
     for epsilon in EPSILONS:
         agreement = agreement_by_sets(observed, epsilon, SETS, SEED)
-        broken = broken_guarantees(observed, epsilon, COMPARED, MEASURE, SETS, SEED)
+        broken = broken_guarantees(observed, epsilon, COMPARED_DELTA, MEASURE, SETS, SEED)
         found.append({"task": name, "epsilon": epsilon, "rows": agreement.pop("groups_a_set"), "kept": agreement})
         found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
     return found
@@ -311,6 +311,6 @@ def page(figures: dict) -> str:
     tables = {"tasks": tasks, "default": default, "repeated": repeated, "bounds": bounds, "calibrate": calibrate}
     lines = {name: markdown_rows(rows) for name, rows in tables.items()}
     exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
-    numbers = {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED, "proposing": PROPOSING}
+    numbers = {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED_DELTA, "proposing": PROPOSING}
     numbers |= {"trainings": TRAININGS, "repeated_loss": repeated_trainings.MAX_LOSS, "fresh": repeated_trainings.FRESH}
     return wrapped(PAGE_TEXT.format(**lines, **numbers, exits=exits, made_by=made_by_measuring("guarantees")))

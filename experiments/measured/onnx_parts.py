@@ -34,7 +34,7 @@ from mini_ee.data.decoder_texts import Text
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.token_evaluation import GRID, written_texts
+from mini_ee.evaluation.token_evaluation import EPSILON_GRID, written_texts
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate, generate_lossless
 from mini_ee.exits.row_exits import RowExits
@@ -207,7 +207,7 @@ def decoder(sources: Sources, work: Path) -> dict:
     texts = [" ".join(story.split()[:BEGINNING]) for story in stories[:STORIES]]
     prompts = [run.tokenizer.backend.encode(text).ids for text in texts]
     taken = observe(record_texts(model, written_texts(run, 0)[1]), MEASURE)
-    rules = (calibrate(taken, epsilon, measure=MEASURE) for epsilon in GRID)
+    rules = (calibrate(taken, epsilon, measure=MEASURE) for epsilon in EPSILON_GRID)
     rule = next(rule for rule in rules if end_to_end(taken, rule) >= LEVEL)
     limits = {"max_new_tokens": NEW_TOKENS, "stop": backbone.config.stop_tokens}
     draft = {"exit_layer": run.exits[middle], "head": model.heads[middle]}

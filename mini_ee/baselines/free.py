@@ -205,12 +205,12 @@ class OnlineCalibrationSegments(TokenSegments):
     def advance(self, k: int, state: TokenState) -> TokenState:
         # Read before super().advance empties it: the positions that exited at S since the last deep pass of each row,
         # without the current token, which is the last.
-        waited = [self.waiting[row][0][:-1] if k else [] for row in state.rows]
+        waited = [self.pending_positions[row][0][:-1] if k else [] for row in state.rows]
         state = super().advance(k, state)
         if k:
             for row, positions, own, hidden in zip(state.rows, waited, state.positions, state.hidden):
                 # The deep pass has replaced the states of the waiting tokens; the current token is still in `state`.
-                deep = torch.cat((self.left[row, positions], hidden[-1:]))
+                deep = torch.cat((self.pending_states[row, positions], hidden[-1:]))
                 tokens = self.decoder.lm_logits(deep).argmax(-1).tolist()
                 for position, token in zip([*positions, own[-1]], tokens):
                     gap, shallow_token = self._shallow.pop((row, position))

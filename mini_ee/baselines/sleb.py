@@ -35,7 +35,7 @@ from mini_ee.data.files import file_sha256
 from mini_ee.data.progress import tqdm
 from mini_ee.data.settings import Settings, option
 from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.exits.token_exits import BATCH, NO_LABEL, TextData, TokenExits
+from mini_ee.exits.token_exits import NO_LABEL, TEXTS_BATCH, TextData, TokenExits
 from mini_ee.rules import NeverExit
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
@@ -96,7 +96,7 @@ class ShortDecoder(TokenExits):
         self.stays = torch.zeros_like(self.stays).index_fill(0, torch.tensor(layers, device=self.stays.device), 1.0)
         self.backbone, self.exits = with_layers(self.full.backbone, layers), (len(layers),)
 
-    def learns(self, name: str) -> bool:
+    def trainable(self, name: str) -> bool:
         """The part of the state that a run saves: which layers stay."""
         return name == "stays"
 
@@ -125,7 +125,7 @@ def search(model: ShortDecoder, train: TextData, held_out: TextData, config: Con
             name, loss = f"without layer {kept.pop(least) + 1}", losses[least]
             model.keep(kept)
         held_out_loss = next_token_losses(backbone, held_out, kept, each=False)[-1]
-        score, (exit_scores, _) = -held_out_loss, held_out.scores(model, BATCH)
+        score, (exit_scores, _) = -held_out_loss, held_out.scores(model, TEXTS_BATCH)
         about = {"stage": name, "epoch": 1, "loss": loss, "score": score, "exit_scores": exit_scores}
         records.append(about | {"seconds": time.perf_counter() - begin})
     return records
@@ -139,8 +139,8 @@ def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int], e
     runs the layers above i from there.
     """
     totals, tokens = np.zeros(len(kept) + 1), 0
-    for begin in range(0, len(data), BATCH):
-        rows = np.arange(begin, min(begin + BATCH, len(data)))
+    for begin in range(0, len(data), TEXTS_BATCH):
+        rows = np.arange(begin, min(begin + TEXTS_BATCH, len(data)))
         (ids, counted), labels = data.batch(rows, backbone.device)
         inputs, counted = backbone.read_texts(ids, counted)
         context, hidden = backbone.context(inputs), backbone.embed(inputs)

@@ -42,9 +42,9 @@ def run(args, say) -> dict:
     if backbone.config.num_hidden_layers < 2:
         raise WrongArguments(f"{folder}: has one layer, after which all leave")
     tokens = backbone.generates and not args.task
-    heard, about = (_tokens if tokens else _rows)(backbone, folder, args)
+    probed, about = (_tokens if tokens else _rows)(backbone, folder, args)
     answer = {"model": folder.resolve().name, "unit": "tokens" if tokens else "rows"} | about
-    answer |= suitability(heard, args.seed)
+    answer |= suitability(probed, args.seed)
     _tell(answer, say)
     if args.picture:
         draw_estimate(args.picture, answer)
@@ -68,9 +68,9 @@ def _folder(model: str | None) -> Path:
 
 
 def _tokens(backbone, folder: Path, args) -> tuple:
-    """A decoder's tokens: (Heard, what they are)."""
+    """A decoder's tokens: (ProbeResult, what they are)."""
     from mini_ee.data.tokenizer import Tokenizer
-    from mini_ee.evaluation.probes import hear_tokens, texts_to_read
+    from mini_ee.evaluation.probes import probe_tokens, texts_to_read
     from mini_ee.training.train_settings import TextOptions
     from mini_ee.training.training_text import Source
 
@@ -81,16 +81,16 @@ def _tokens(backbone, folder: Path, args) -> tuple:
         raise WrongArguments(f"{folder}: has no head to words to read its layers with; give --task DIR")
     options = TextOptions(kind="pieces", text=args.text, texts=args.texts or TEXTS)
     texts = texts_to_read(Source(backbone, Tokenizer.from_folder(folder, None), options, args.seed))
-    heard = hear_tokens(backbone, texts)
+    probed = probe_tokens(backbone, texts)
     source = str(args.text) if args.text else "text that it wrote itself"
-    return heard, {"source": source, "texts": len(texts), "tokens": len(heard.observed.groups)}
+    return probed, {"source": source, "texts": len(texts), "tokens": len(probed.observed.groups)}
 
 
 def _rows(backbone, folder: Path, args) -> tuple:
-    """Rows of a task, or lines of a file: (Heard, what they are)."""
+    """Rows of a task, or lines of a file: (ProbeResult, what they are)."""
     from mini_ee.backbones.hub import BUILT_IN_MODEL
     from mini_ee.data.tokenizer import Tokenizer
-    from mini_ee.evaluation.probes import hear_rows, rows_to_read
+    from mini_ee.evaluation.probes import probe_rows, rows_to_read
     from mini_ee.training.run_folder import encode
     from mini_ee.training.train_run import open_task
 
@@ -105,9 +105,9 @@ def _rows(backbone, folder: Path, args) -> tuple:
     rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
     backbone = backbone.without_heads()
     encoded = encode(Tokenizer.from_folder(folder, min(128, backbone.config.max_tokens)), rows.texts, backbone)
-    heard = hear_rows(backbone, encoded, rows.labels, classes, args.seed)
+    probed = probe_rows(backbone, encoded, rows.labels, classes, args.seed)
     about = {"source": str(source)} if args.text else {"source": f"{source.name}, train", "task": source.name}
-    return heard, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
+    return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
 
 
 def _tell(answer: dict, say) -> None:

@@ -9,7 +9,7 @@ from mini_ee.cli.classify import add_where
 from mini_ee.cli.command_options import add_task, positive, refuse, refuse_task_options
 from mini_ee.data.metrics import majority
 from mini_ee.errors import WrongArguments
-from mini_ee.registry import MEASURES
+from mini_ee.registry import MEASUREMENTS
 
 HELP = "accuracy, layers saved and measured speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
@@ -34,7 +34,7 @@ def add(sub) -> None:
     sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
     sub.add_argument("--neighbours", type=positive, metavar="N", help="a plan: also what it goes by, of N rows")
     sub.set_defaults(hardness=False)
-    if "hardness" in MEASURES:
+    if "hardness" in MEASUREMENTS:
         sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
     sub.add_argument("--text", type=Path, metavar="FILE", help="tokens, --sweep: also perplexity of this text")
     sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of a plan or of tokens: the paper's figures")
@@ -151,7 +151,7 @@ def _overthinking(recorded, task, rows, say) -> dict:
 def _hardness(recorded, opened, task, rows, batch_size: int, say) -> dict:
     from mini_ee.evaluation.tables import table
 
-    measure = import_module(MEASURES["hardness"])
+    measure = import_module(MEASUREMENTS["hardness"])
     found = measure.hardness(recorded, rows)
     say(
         f"Memorized layer, Eq. 7: {found['mean_memorized_layer']:.2f} in the mean; its Spearman correlation with "
@@ -228,7 +228,7 @@ def _tokens(opened, args, say) -> dict:
     if args.sweep:
         return about | _over_epsilon(opened, args, say)
     rule = chosen_rule(args, opened)
-    answer = benchmark_answer(_hear(opened, args), rule)
+    answer = benchmark_answer(_score_benchmark(opened, args), rule)
     columns = zip(answer["exits"], answer["per_exit_accuracy"], answer["exit_counts"])
     rows = [{"layer": layer, "accuracy": accuracy, "left": count} for layer, accuracy, count in columns]
     say(table(rows, {"layer": "layer", "accuracy": "accuracy:.3f", "left": "tokens that left here"}))
@@ -247,14 +247,14 @@ def _tokens(opened, args, say) -> dict:
     return about | answer
 
 
-def _hear(opened, args):
+def _score_benchmark(opened, args):
     from mini_ee.data.multiple_choice import load_benchmark
-    from mini_ee.evaluation.token_evaluation import hear
+    from mini_ee.evaluation.token_evaluation import score_benchmark
 
     benchmark = load_benchmark(args.task)
     if args.max_rows:
         benchmark = benchmark.subset(args.max_rows, args.seed)
-    return hear(opened, benchmark, args.batch_size)
+    return score_benchmark(opened, benchmark, args.batch_size)
 
 
 def _over_epsilon(opened, args, say) -> dict:
@@ -271,8 +271,8 @@ def _over_epsilon(opened, args, say) -> dict:
     held = None
     if args.text:
         held = record_texts(opened.model, held_text(args.text, opened, args.seed), args.batch_size, last=False)
-    hearing = _hear(opened, args) if args.task else None
-    answer = sweep(opened, measure, held, hearing, args.seed)
+    scores = _score_benchmark(opened, args) if args.task else None
+    answer = sweep(opened, measure, held, scores, args.seed)
     say(epsilon_table(answer))
     if args.picture:
         draw_decoder(args.picture, answer, opened.metrics.get("history", []))

@@ -24,7 +24,7 @@ from mini_ee.evaluation.row_evaluation import (
     timed_batches,
 )
 from mini_ee.evaluation.token_evaluation import (
-    LEVEL,
+    AGREEMENT_LEVEL,
     at_equal_agreement,
     decoded,
     measure_speed,
@@ -204,7 +204,7 @@ def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sa
             timed += [(point, _timed(model, some, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
     measure_speed(timed)
     answer = {"task": kinds.pop(), "rows": rows, "texts": len(some), "timed_texts": TIMED_TEXTS}
-    return answer | {"heads": _heads(runs, seed), "level": LEVEL}
+    return answer | {"heads": _heads(runs, seed), "level": AGREEMENT_LEVEL}
 
 
 def _cases(run: Run, texts: str | None, count: int, sampling):
@@ -237,14 +237,17 @@ def have_history(runs: Sequence[Run]) -> bool:
 
 
 def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
-    """Fig. 1 of self-supervised exits, and the layers of each run at LEVEL; nothing of runs that cannot be compared."""
+    """Fig. 1 of self-supervised exits, and the layers of each run at AGREEMENT_LEVEL.
+
+    Empty if the runs cannot be compared.
+    """
     if not _on_one_decoder(runs):
         return []
     _, calibration, fresh = written_texts(runs[0], seed)
     rows = []
     for run in runs:
         recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, fresh)]
-        (found,) = at_equal_agreement(*recorded, ("breaking_ties",), (LEVEL,))
+        (found,) = at_equal_agreement(*recorded, ("breaking_ties",), (AGREEMENT_LEVEL,))
         settings, metrics = run.config["settings"], read_json(run.folder / "metrics.json")
         row = {"run": str(run.folder), "init": settings.get("init"), "penalty": settings.get("penalty")}
         history = metrics.get("history", [])

@@ -32,11 +32,11 @@ from mini_ee.errors import WrongArguments
 from mini_ee.exits.generation import token_weights
 from mini_ee.exits.heads import pooled
 from mini_ee.exits.row_exits import STATES_BATCH
-from mini_ee.exits.token_exits import BATCH, record_texts
+from mini_ee.exits.token_exits import TEXTS_BATCH, record_texts
 from mini_ee.training.training_text import Source, check_reads_on, texts_to_calibrate
 
-LEAST = 40  # texts, or rows that are asked
-PIECE = 64  # tokens of a text
+MIN_PROBED = 40  # texts, or rows that are asked
+PROBE_TOKENS = 64  # tokens of a text
 PENALTY = 0.1  # of .001 to 1 near the best for MiniLM on TREC and SST-2 and bert-12x128 on reviews, on rows of train
 LOGITS_AT_ONCE = 2**25
 
@@ -48,7 +48,7 @@ class Costs(NamedTuple):
     start: float  # what comes before the first layer, as a T5's encoder
 
 
-class Heard(NamedTuple):
+class ProbeResult(NamedTuple):
     """What the layers but the last say of N units, and what it costs to ask one."""
 
     how: str
@@ -82,22 +82,22 @@ def texts_to_read(source: Source) -> list[Text]:
         return texts_to_calibrate(source)
     check_reads_on(source.backbone, "no --text")
     first = source.tokenizer.ids_of("")
-    length = min(PIECE, source.backbone.config.max_tokens - len(first))
+    length = min(PROBE_TOKENS, source.backbone.config.max_tokens - len(first))
     ids = source.tokenizer.ids_of(read_text(path), special=False)
-    if len(ids) < LEAST * length:
-        wanted = f"{LEAST * length} tokens, {LEAST} pieces of {length}"
+    if len(ids) < MIN_PROBED * length:
+        wanted = f"{MIN_PROBED * length} tokens, {MIN_PROBED} pieces of {length}"
         raise WrongArguments(f"{path}: expected at least {wanted}, found {len(ids)} tokens; give a longer text")
     pieces = cut_text(ids, length, first)
     return [pieces[at] for at in np.random.default_rng(source.seed).permutation(len(pieces))[:count]]
 
 
-def hear_tokens(backbone: Backbone, texts: list[Text]) -> Heard:
+def probe_tokens(backbone: Backbone, texts: list[Text]) -> ProbeResult:
     """Every token of the texts through the logit lens."""
-    batch = max(1, min(BATCH, LOGITS_AT_ONCE // (PIECE * backbone.config.vocab_size)))
+    batch = max(1, min(TEXTS_BATCH, LOGITS_AT_ONCE // (PROBE_TOKENS * backbone.config.vocab_size)))
     recorded = record_texts(Lens(backbone).eval(), texts, batch)
     head = 2.0 * token_weights(backbone).head
     layer = (recorded.full_flops - head) / backbone.config.num_hidden_layers
-    return Heard("logit lens", observe(recorded), Costs(head / layer, 0.0))
+    return ProbeResult("logit lens", observe(recorded), Costs(head / layer, 0.0))
 
 
 # ---- Rows ----
@@ -120,8 +120,8 @@ def rows_to_read(source: Path | Task, count: int, seed: int) -> tuple[Split, int
             raise WrongArguments(f"{source.name}: expected a train file, on which probes are fitted; add train.tsv")
         name, rows, classes = source.name, source.split("train"), source.num_labels
     rows = subset(rows, count, seed)
-    if len(rows) < 2 * LEAST:
-        raise WrongArguments(f"{name}: expected at least {2 * LEAST} rows, got {len(rows)}; give more")
+    if len(rows) < 2 * MIN_PROBED:
+        raise WrongArguments(f"{name}: expected at least {2 * MIN_PROBED} rows, got {len(rows)}; give more")
     return rows, classes
 
 
@@ -140,7 +140,7 @@ def layer_states(backbone: Backbone, encoded: Encoded) -> np.ndarray:
     return found
 
 
-def hear_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, classes: int, seed: int) -> Heard:
+def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, classes: int, seed: int) -> ProbeResult:
     """Half of the rows, drawn with the seed, through what the other half teaches.
 
     labels: (N,), of so many classes, for probes; None for neighbours. Raises WrongArguments for too few rows or labels.
@@ -155,18 +155,18 @@ def hear_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, c
         how, measure, said = "nearest neighbour", "breaking_ties_logits", [neighbours(*pair) for pair in pairs]
     else:
         how, measure = "linear probe", "max_probability"
-        said = [probe(*pair, labels[taught], classes) for pair in pairs]
+        said = [linear_probe(*pair, labels[taught], classes) for pair in pairs]
     likeliest = np.stack([logits.argmax(axis=1) for logits in said], axis=1)  # (N, L)
     confidence = np.stack([MEASURES[measure][0](logits) for logits in said[:-1]], axis=1)
     observed = Observed(confidence, likeliest[:, :-1] == likeliest[:, -1:], np.arange(len(asked)))
     tokens, width = float(np.mean([len(ids) for ids in encoded.ids])), states.shape[2]
     head = 2 * width * classes + tokens * width
     layer = backbone.layer_flops(tokens)
-    heard = Heard(how, observed, Costs(head / layer, backbone.start_flops(tokens) / layer))
+    probed = ProbeResult(how, observed, Costs(head / layer, backbone.start_flops(tokens) / layer))
     if labels is None:
-        return heard
+        return probed
     right = likeliest == labels[asked][:, None]
-    return heard._replace(accuracy=right.mean(axis=0).tolist(), majority=majority(labels[asked]))
+    return probed._replace(accuracy=right.mean(axis=0).tolist(), majority=majority(labels[asked]))
 
 
 def neighbours(taught: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -176,7 +176,7 @@ def neighbours(taught: np.ndarray, asked: np.ndarray) -> np.ndarray:
     return asked @ taught.T
 
 
-def probe(taught: np.ndarray, asked: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
+def linear_probe(taught: np.ndarray, asked: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
     """Logits (N, C) of asked states (N, D), by what was learned from taught ones (M, D) and their labels (M,).
 
     A logistic regression of the standardised states: the mean cross-entropy, plus PENALTY / 2 times the squared

@@ -21,7 +21,7 @@ from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
 
-REPEATS = 3  # of each batch; the median counts
+TIMED_REPEATS = 3  # of each batch; the median counts
 
 TURN = 16  # rows that a run is timed on before the next one's turn
 
@@ -31,7 +31,8 @@ OVERTHOUGHT = 10  # rows that are shown
 
 LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
 
-SAME = ("method", "base", "exits", "pool", "head", "task", "max_length", "prompt")  # in runs of several seeds
+SEED_GROUP_KEYS = ("method", "base", "exits", "pool", "head", "task", "max_length", "prompt")
+"""Keys of config.json that are equal in runs that differ by their seed alone."""
 
 RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operations; LoRAExit, Table 7, has two
 
@@ -85,7 +86,7 @@ def timed_batches(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
     return [order[i] for i in sorted(chosen)]
 
 
-def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = REPEATS) -> np.ndarray:
+def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = TIMED_REPEATS) -> np.ndarray:
     """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
 
     runs: (segments, rule, encoded) each. All runs take turns, so that a drift of the machine hits all. A turn is a
@@ -145,7 +146,7 @@ def evaluate(
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]
-    repeats = REPEATS if rules is None else 1
+    repeats = TIMED_REPEATS if rules is None else 1
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats).tolist()
     answer = {"task": task.name, "engine": segments.engine} | summary(main, recorded, task, labels)
     answer |= {
@@ -191,7 +192,7 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
     groups: dict[str, dict[int, dict]] = {}
     for row, config in zip(rows, configs):
         if "seed" in config and "exit_counts" not in config:
-            same = {name: config.get(name) for name in SAME}
+            same = {name: config.get(name) for name in SEED_GROUP_KEYS}
             same["task"] = {name: value for name, value in (same["task"] or {}).items() if name != "folder"}
             begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
             same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}

@@ -20,14 +20,14 @@ import numpy as np
 
 from mini_ee.calibration import Observed, end_to_end, replay
 from mini_ee.errors import WrongArguments
-from mini_ee.evaluation.probes import LEAST, Costs, Heard
+from mini_ee.evaluation.probes import MIN_PROBED, Costs, ProbeResult
 from mini_ee.rules import Threshold
 
-LEVEL = 0.95  # of agreement with the last layer
+TARGET_AGREEMENT = 0.95  # of agreement with the last layer
 PAYS, ROOM = 0.10, 0.25  # of all operations: what exits have to save at the lower end, and an oracle
 CHANCE = 3  # standard errors above the most frequent label, from which on a probe knows something
 LEAST_GAIN = 0.005  # of all operations: an exit that brings less is not among the few
-RESAMPLES = 200
+SAVINGS_RESAMPLES = 200
 
 
 def settled_layers(agrees: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ def settled_layers(agrees: np.ndarray) -> np.ndarray:
     return np.where(differs.any(axis=1), agrees.shape[1] - differs.argmax(axis=1) + 1, 1)
 
 
-def threshold_at(observed: Observed, level: float = LEVEL) -> Threshold:
+def threshold_at(observed: Observed, level: float = TARGET_AGREEMENT) -> Threshold:
     """One threshold for all exits but the last, so low that a share of `level` agrees end to end, by bisection.
 
     One, since thresholds of their own fit themselves to the units that they are taken from: on others they saved less.
@@ -81,13 +81,13 @@ def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
 
 
 def estimate(judged: Observed, exits: tuple[int, ...], costs: Costs, seed: int) -> dict:
-    """What exits after these layers save at the threshold at which a share of LEVEL agrees with the last layer.
+    """What exits after these layers save if a share of TARGET_AGREEMENT agrees with the last layer.
 
-    judged: units at exits after all layers. The threshold is taken from them, so that LEVEL or more agree there
+    judged: units at exits after all layers. The threshold is taken from them, so TARGET_AGREEMENT or more agree there
     (`kept`). The exits must not be: many sets are tried, and the best on some units is worse on others. The 95 %
     intervals are percentiles of a bootstrap over texts or rows, in which the threshold is taken anew.
     """
-    answer = {"exits": list(exits), "agreement": LEVEL, "kept": 1.0}
+    answer = {"exits": list(exits), "agreement": TARGET_AGREEMENT, "kept": 1.0}
     answer |= dict.fromkeys(("saved", "low", "high", "net_saved", "net_low", "net_high"), 0.0)
     if len(exits) == 1:  # the last
         return answer
@@ -98,7 +98,7 @@ def estimate(judged: Observed, exits: tuple[int, ...], costs: Costs, seed: int) 
         return savings_at(units, threshold_at(units), exits, costs)
 
     found, drawn = once(judged), []
-    for _ in range(RESAMPLES):
+    for _ in range(SAVINGS_RESAMPLES):
         rows = np.concatenate([members[at] for at in random.integers(len(members), size=len(members))])
         drawn.append(once(judged.take(rows)))
     low, high = (Savings(*ends) for ends in np.quantile(drawn, (0.025, 0.975), axis=0).tolist())
@@ -129,40 +129,40 @@ def few_exits(taken: Observed, costs: Costs) -> tuple[tuple[int, ...], float]:
     return (*chosen, last), best
 
 
-def suitability(heard: Heard, seed: int = 0) -> dict:
+def suitability(probed: ProbeResult, seed: int = 0) -> dict:
     """The JSON answer.
 
-    settle_layer: the first from which on every layer agrees with the last for a share of LEVEL. oracle_counts: units by
-    the layer at which they settle; oracle_saved: if each left there; oracle_net_saved: the same at the few exits that
-    an oracle finds worth their heads. Without an oracle half of the texts or rows, drawn with the seed, choose the few
-    exits; what these save is counted on the other half.
+    settle_layer: the first from which on every layer agrees with the last for a share of TARGET_AGREEMENT.
+    oracle_counts: units by the layer at which they settle; oracle_saved: if each left there; oracle_net_saved: the same
+    at the few exits that an oracle finds worth their heads. Without an oracle half of the texts or rows, drawn with the
+    seed, choose the few exits; what these save is counted on the other half.
     Raises WrongArguments for too few texts or rows, ValueError where what is said is no numbers.
     """
-    observed, names = heard.observed, np.unique(heard.observed.groups)
-    if len(names) < LEAST:
-        raise WrongArguments(f"expected at least {LEAST} texts or rows to judge by, found {len(names)}; give more")
+    observed, names = probed.observed, np.unique(probed.observed.groups)
+    if len(names) < MIN_PROBED:
+        raise WrongArguments(f"expected at least {MIN_PROBED} texts or rows to judge by, found {len(names)}; give more")
     if not np.isfinite(observed.confidence).all():
         raise ValueError("what the layers say is no numbers: the weights are damaged; fetch the model again")
     layers, settled = observed.agrees.shape[1] + 1, settled_layers(observed.agrees)
     agreement, every = [*observed.agrees.mean(axis=0).tolist(), 1.0], tuple(range(1, layers + 1))
     stays = settled[:, None] <= np.array(every[:-1])
     first = np.isin(observed.groups, np.random.default_rng(seed).permutation(names)[: len(names) // 2])
-    few, _ = few_exits(observed.take(first), heard.costs)
+    few, _ = few_exits(observed.take(first), probed.costs)
     answer = {
-        "how": heard.how,
+        "how": probed.how,
         "layers": layers,
         "agreement": agreement,
-        "settle_layer": max((layer for layer in every if agreement[layer - 1] < LEVEL), default=0) + 1,
+        "settle_layer": max((layer for layer in every if agreement[layer - 1] < TARGET_AGREEMENT), default=0) + 1,
         "oracle_counts": np.bincount(settled, minlength=layers + 1)[1:].tolist(),
         "oracle_saved": float(1 - settled.mean() / layers),
-        "oracle_net_saved": few_exits(Observed(stays * 1.0, stays, observed.groups), heard.costs)[1],
-        "head_layers": heard.costs.head,
-        "start_layers": heard.costs.start,
-        "estimate": estimate(observed, every, heard.costs, seed),
-        "few_exits": estimate(observed.take(~first), few, heard.costs, seed),
+        "oracle_net_saved": few_exits(Observed(stays * 1.0, stays, observed.groups), probed.costs)[1],
+        "head_layers": probed.costs.head,
+        "start_layers": probed.costs.start,
+        "estimate": estimate(observed, every, probed.costs, seed),
+        "few_exits": estimate(observed.take(~first), few, probed.costs, seed),
     }
-    if heard.accuracy is not None:
-        answer |= {"accuracy": heard.accuracy, "majority": heard.majority}
+    if probed.accuracy is not None:
+        answer |= {"accuracy": probed.accuracy, "majority": probed.majority}
     return answer | {"advice": advice(answer, len(names))}
 
 
@@ -188,7 +188,7 @@ def advice(answer: dict, count: int) -> str:
     if cut > 0 and cut >= few["net_saved"]:
         return (
             f"Cut it rather than let it exit: from layer {settle} of {layers} on every layer agrees with the last for "
-            f"{LEVEL:.0%} or more, and to end there saves {cut:.0%} of the operations; {found}."
+            f"{TARGET_AGREEMENT:.0%} or more, and to end there saves {cut:.0%} of the operations; {found}."
         )
     bar = f"cut-off {PAYS:.0%} at the lower end"
     if few["net_low"] >= PAYS:

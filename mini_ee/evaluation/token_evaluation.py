@@ -23,27 +23,27 @@ from mini_ee.data.multiple_choice import Benchmark, QuestionRequests, make_reque
 from mini_ee.data.progress import tqdm
 from mini_ee.exits.decoding import MISSING_KV, Generated
 from mini_ee.exits.generation import generated_texts
-from mini_ee.exits.token_exits import BATCH, TokenExits, record_texts
+from mini_ee.exits.token_exits import TEXTS_BATCH, TokenExits, record_texts
 from mini_ee.recording import Record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.training.run_folder import Run
 from mini_ee.training.training_text import check_reads_on
 
 EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-COMPARED = tuple(measure for measure in MEASURES if measure != "normalised_entropy")  # entropy over a constant
-LEVELS = (0.8, 0.9, 0.95)  # of end-to-end agreement, at which measures are compared
-LEVEL = 0.9  # at which runs are compared
-GRID = np.linspace(0.5, 1, 101).round(3)  # values of epsilon tried for a level
-REPEATS = 3  # of each timed decoding, after one that warms; the median counts
-TEXTS, NEW_TOKENS = 256, 64  # generated to calibrate on, and as many to check on
-PIECES, PIECE = 200, 128  # of a text for perplexity, at most, and the tokens in each
-DECODED = 64  # tokens from each prompt, where speed is measured
+COMPARED_MEASURES = tuple(measure for measure in MEASURES if measure != "normalised_entropy")  # entropy over a constant
+AGREEMENT_LEVELS = (0.8, 0.9, 0.95)  # of end-to-end agreement, at which measures are compared
+AGREEMENT_LEVEL = 0.9  # at which runs are compared
+EPSILON_GRID = np.linspace(0.5, 1, 101).round(3)  # values of epsilon tried for a level
+TIMED_DECODINGS = 3  # of each timed decoding, after one that warms; the median counts
+WRITTEN_TEXTS, WRITTEN_TOKENS = 256, 64  # generated to calibrate on, and as many to check on
+PERPLEXITY_PIECES, PERPLEXITY_TOKENS = 200, 128  # of a text for perplexity, at most, and the tokens in each
+TIMED_TOKENS = 64  # tokens from each prompt, where speed is measured
 
 
 # ---- Benchmarks and perplexity ----
 
 
-class Hearing(NamedTuple):
+class BenchmarkScores(NamedTuple):
     """A benchmark's questions as token ids, and what every exit said of their options."""
 
     benchmark: Benchmark
@@ -73,7 +73,7 @@ class Hearing(NamedTuple):
         return np.bincount(groups, weights=log_p), np.bincount(groups, weights=1 - likeliest) == 0
 
 
-def hear(run: Run, benchmark: Benchmark, batch_size: int = BATCH) -> Hearing:
+def score_benchmark(run: Run, benchmark: Benchmark, batch_size: int = TEXTS_BATCH) -> BenchmarkScores:
     """Read every exit at every token of every option."""
     most = run.model.backbone.config.max_tokens
     questions = tqdm(benchmark.questions, desc="tokenizing", delay=2)
@@ -82,27 +82,27 @@ def hear(run: Run, benchmark: Benchmark, batch_size: int = BATCH) -> Hearing:
     recorded = record_texts(run.model, texts, batch_size, "scoring", last=False)
     whole = run.model.whole
     full = None if whole is run.model else record_texts(whole, texts, batch_size, "scoring", last=False)
-    return Hearing(benchmark, asked, recorded, full)
+    return BenchmarkScores(benchmark, asked, recorded, full)
 
 
-def benchmark_answer(hearing: Hearing, rule: Rule) -> dict:
+def benchmark_answer(scores: BenchmarkScores, rule: Rule) -> dict:
     """The JSON answer of a benchmark under one rule. No speed-up: every exit was read; `sweep` measures it."""
-    benchmark, asked, recorded, whole = hearing
+    benchmark, asked, recorded, whole = scores
     exits, positions = recorded.segments.exits, len(recorded.logits)
     left = recorded.replay(rule).exit_index
-    each = [hearing.accuracy(np.full(positions, k))["accuracy"] for k in range(len(exits))]
+    each = [scores.accuracy(np.full(positions, k))["accuracy"] for k in range(len(exits))]
     full, layers = each[-1], exits[-1]
     if whole is not None:
-        full = hearing._replace(recorded=whole).accuracy(np.zeros(positions, int))["accuracy"]
+        full = scores._replace(recorded=whole).accuracy(np.zeros(positions, int))["accuracy"]
         layers = whole.segments.exits[-1]
-    log_p, _ = hearing.options(left)
+    log_p, _ = scores.options(left)
     answers = np.cumsum([0, *(len(one.requests) for one in asked)])[:-1] + [q.answer for q in benchmark.questions]
     answer = {
         "task": benchmark.name,
         "split": benchmark.split,
         "rows": len(asked),
         "choice": benchmark.choice,
-        **hearing.accuracy(left),
+        **scores.accuracy(left),
         "full_accuracy": full,
         "log_likelihood": float(log_p[answers].mean()),
         "exits": list(exits),
@@ -135,10 +135,12 @@ def perplexity(recorded: Record, rule: Rule) -> float:
 # ---- Everything over epsilon ----
 
 
-def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing | None = None, seed: int = 0) -> dict:
+def sweep(
+    run: Run, measure: str, held: Record | None = None, scores: BenchmarkScores | None = None, seed: int = 0
+) -> dict:
     """For every epsilon of EPSILONS: thresholds of the paper's rule, and what they keep, cost and save elsewhere.
 
-    held: what was recorded of a text, for perplexity; hearing: of a benchmark. Thresholds come from texts that the
+    held: what was recorded of a text, for perplexity; scores: of a benchmark. Thresholds come from texts that the
     model writes from Table 1's prompts, the guarantee is checked on others; speed is measured on greedy text from the
     prompts, with copy_state in the row itself, with recompute under that name.
     """
@@ -152,11 +154,11 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
         row = {"epsilon": epsilon, "thresholds": rule.to_dict()["threshold"][:-1]} | kept(checked, rule, model.exits)
         if held is not None:
             row["perplexity"] = perplexity(held, rule)
-        if hearing is not None:
-            row |= hearing.accuracy(hearing.recorded.replay(rule).exit_index)
+        if scores is not None:
+            row |= scores.accuracy(scores.recorded.replay(rule).exit_index)
         rows.append(row)
     ways = [(rule, missing_kv) for missing_kv in MISSING_KV for rule in rules]
-    new_tokens = min(DECODED, run.model.backbone.room(prompts))
+    new_tokens = min(TIMED_TOKENS, run.model.backbone.room(prompts))
     full, *decoded = timed_decoding([(NeverExit(), MISSING_KV[0]), *ways], model, prompts, new_tokens)
     decoded = [each | {"speedup": full["seconds"] / each["seconds"]} for each in decoded]
     for row, propagated, recomputed in zip(rows, decoded, decoded[len(rows) :]):
@@ -172,10 +174,10 @@ def sweep(run: Run, measure: str, held: Record | None = None, hearing: Hearing |
     }
     if held is not None:
         answer |= {"full_perplexity": perplexity(held, NeverExit()), "tokens_text": len(held.logits)}
-    if hearing is not None:
-        benchmark, last = hearing.benchmark, np.full(len(hearing.recorded.logits), len(model.exits) - 1)
-        answer |= {"task": benchmark.name, "split": benchmark.split, "task_rows": len(hearing.asked)}
-        answer["full_accuracy"] = hearing.accuracy(last)["accuracy"]
+    if scores is not None:
+        benchmark, last = scores.benchmark, np.full(len(scores.recorded.logits), len(model.exits) - 1)
+        answer |= {"task": benchmark.name, "split": benchmark.split, "task_rows": len(scores.asked)}
+        answer["full_accuracy"] = scores.accuracy(last)["accuracy"]
     return answer
 
 
@@ -187,34 +189,38 @@ def kept(observed: Observed, rule: Threshold, exits: tuple[int, ...]) -> dict:
 
 
 def at_equal_agreement(
-    calibration: Record, fresh: Record, measures: Sequence[str] = COMPARED, levels: Sequence[float] = LEVELS
+    calibration: Record,
+    fresh: Record,
+    measures: Sequence[str] = COMPARED_MEASURES,
+    levels: Sequence[float] = AGREEMENT_LEVELS,
 ) -> list[dict]:
     """For each measure and level: what fresh tokens keep and cost at that end-to-end agreement.
 
-    epsilon is the lowest of GRID at which the calibration texts reach the level.
+    epsilon is the lowest of EPSILON_GRID at which the calibration texts reach the level.
     """
     rows = []
     for measure in measures:
         taken, checked = observe(calibration, measure), observe(fresh, measure)
-        rules = [calibrate(taken, epsilon, measure=measure) for epsilon in GRID]
+        rules = [calibrate(taken, epsilon, measure=measure) for epsilon in EPSILON_GRID]
         reached = np.array([end_to_end(taken, rule) for rule in rules])
         for level in levels:
             at = int(np.argmax(reached >= level))  # epsilon 1 reaches every level
             found = kept(checked, rules[at], calibration.segments.exits)
-            rows.append({"measure": measure, "level": level, "epsilon": float(GRID[at])} | found)
+            rows.append({"measure": measure, "level": level, "epsilon": float(EPSILON_GRID[at])} | found)
     return rows
 
 
 def timed_decoding(
     ways: Sequence[tuple[Rule, str]], model: TokenExits, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> list[dict]:
-    """Greedy text under each (rule, missing_kv), timed in turns in this process, warm, batch 1: median of REPEATS.
+    """Greedy text under each (rule, missing_kv), timed in turns in this process, warm, at batch size 1.
 
     NeverExit is our own cached decoding, without heads. `decoded_agreement` is the share of written tokens that the
     full model would have written there, given the same text before them: with whatever `missing_kv` changes.
     """
-    texts, seconds = [], np.empty((REPEATS, len(prompts), len(ways)))
-    for repeat, number in tqdm(list(np.ndindex(1 + REPEATS, len(prompts))), desc="decoding", unit="prompt", delay=2):
+    texts, seconds = [], np.empty((TIMED_DECODINGS, len(prompts), len(ways)))
+    order = list(np.ndindex(1 + TIMED_DECODINGS, len(prompts)))
+    for repeat, number in tqdm(order, desc="decoding", unit="prompt", delay=2):
         for at, (rule, missing_kv) in enumerate(ways):
             begin = time.perf_counter()
             given = [Text(list(prompts[number]), len(prompts[number]) - 1)]
@@ -244,24 +250,25 @@ def timed_decoding(
 
 
 def written_texts(run: Run, seed: int) -> tuple[list[list[int]], list[Text], list[Text]]:
-    """Table 1's prompts as tokens, and twice TEXTS texts that the full model writes from them."""
+    """Table 1's prompts as tokens, and twice WRITTEN_TEXTS texts that the full model writes from them."""
     backbone = run.model.backbone
     prompts = [run.tokenizer.ids_of(prompt) for prompt in CALIBRATION_PROMPTS]
-    new_tokens, stop = min(NEW_TOKENS, backbone.room(prompts)), backbone.config.stop_tokens
+    new_tokens, stop = min(WRITTEN_TOKENS, backbone.room(prompts)), backbone.config.stop_tokens
     calibration, fresh = (
-        generated_texts(backbone, prompts, TEXTS, new_tokens, stop=stop, seed=seed + half * TEXTS) for half in (0, 1)
+        generated_texts(backbone, prompts, WRITTEN_TEXTS, new_tokens, stop=stop, seed=seed + half * WRITTEN_TEXTS)
+        for half in (0, 1)
     )
     return prompts, calibration, fresh
 
 
 def held_text(path: Path, run: Run, seed: int) -> list[Text]:
-    """A text file in pieces of PIECE tokens, each after the bos token; PIECES of them at most, drawn with the seed."""
+    """At most PERPLEXITY_PIECES pieces of a text, drawn with the seed: the bos token and PERPLEXITY_TOKENS each."""
     check_reads_on(run.model.backbone, "a benchmark's folder")
     first = run.tokenizer.ids_of("")
-    length = min(PIECE, run.model.backbone.config.max_tokens - len(first))
+    length = min(PERPLEXITY_TOKENS, run.model.backbone.config.max_tokens - len(first))
     ids = run.tokenizer.ids_of(read_text(path), special=False)
     pieces = cut_text(ids, length, first)
-    drawn = np.sort(np.random.default_rng(seed).permutation(len(pieces))[:PIECES])
+    drawn = np.sort(np.random.default_rng(seed).permutation(len(pieces))[:PERPLEXITY_PIECES])
     return [pieces[row] for row in drawn]
 
 
@@ -286,8 +293,8 @@ def decoded(run: Run, written: Sequence[Generated]) -> list[str]:
 
 
 def measure_speed(points: list[tuple[dict, Callable[[], list[Generated]]]]) -> None:
-    """Tokens a second of every point, put into it: all take turns, and the median over REPEATS counts."""
-    seconds = np.zeros((REPEATS + 1, len(points)))  # the first round warms up
+    """Tokens a second of every point, put into it: all take turns, and the median over TIMED_DECODINGS counts."""
+    seconds = np.zeros((TIMED_DECODINGS + 1, len(points)))  # the first round warms up
     for times in tqdm(seconds, desc="timing", unit="round", delay=2):
         for number, (point, timed) in enumerate(points):
             begin = time.perf_counter()

@@ -153,7 +153,7 @@ class TokenState(NamedTuple):
         return TokenState(self.hidden[index], rows, positions, None, self.before[index])
 
 
-def judged(logits: np.ndarray, largest: np.ndarray) -> Reading:
+def vocabulary_reading(logits: np.ndarray, largest: np.ndarray) -> Reading:
     """What a head says: logits (B, V), and its two largest probabilities (B, 2), descending, from the engine.
 
     On a vocabulary the softmax is felt, and engines are quicker at it than numpy.
@@ -225,10 +225,10 @@ class CachedSegments(DecoderSegments):
     def __init__(self, exits: tuple[int, ...], missing_kv: str, num_rows: int, capacity: int):
         self.exits, self.missing_kv = exits, missing_kv
         self.num_rows, self.capacity = num_rows, capacity
-        self.waiting = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
+        self.pending_positions = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
 
     def forget(self, row: int) -> None:
-        self.waiting[row] = [[] for _ in self.exits[:-1]]
+        self.pending_positions[row] = [[] for _ in self.exits[:-1]]
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         self.run_all(self.embed(self.array(ids), positions), self.block(rows, positions))
@@ -240,7 +240,7 @@ class CachedSegments(DecoderSegments):
     def advance(self, k: int, state: TokenState) -> TokenState:
         hidden, rows, positions, block, _ = state
         block = block or self.block(rows, positions)
-        behind = [self.waiting[row][k - 1][:-1] if k else [] for row in rows]  # without this token itself
+        behind = [self.pending_positions[row][k - 1][:-1] if k else [] for row in rows]  # without this token itself
         width = max(map(len, behind))
         if not width:
             hidden = self.run(k, hidden, block)
@@ -248,18 +248,18 @@ class CachedSegments(DecoderSegments):
             padded = [[-1] * (width - len(some)) + some for some in behind]
             at = self._slots(rows, padded)
             if self.missing_kv == "copy_state":
-                self.copy_state(k, self.left[at], self.block(rows, padded))
+                self.copy_state(k, self.pending_states[at], self.block(rows, padded))
                 hidden = self.run(k, hidden, block)
             else:
                 together = self.block(rows, [some + own for some, own in zip(padded, positions)])
-                hidden = self.run(k, self.join(self.left[at], hidden), together)
-                self.left[at], hidden = hidden[:, :-1], hidden[:, -1:]
+                hidden = self.run(k, self.join(self.pending_states[at], hidden), together)
+                self.pending_states[at], hidden = hidden[:, :-1], hidden[:, -1:]
         for row in rows if k else ():
-            self.waiting[row][k - 1] = []
+            self.pending_positions[row][k - 1] = []
         if k < len(self.exits) - 1:
-            self.left[self._slots(rows, positions)] = hidden
+            self.pending_states[self._slots(rows, positions)] = hidden
             for row, own, some in zip(rows, positions, behind):
-                self.waiting[row][k] += some + own
+                self.pending_positions[row][k] += some + own
         return TokenState(hidden, rows, positions, block, state.hidden)
 
     def read(self, k: int, state: TokenState) -> Reading:

@@ -40,7 +40,7 @@ from mini_ee.exits.decoding import (
     check_prompts,
     decode,
     gather,
-    judged,
+    vocabulary_reading,
 )
 from mini_ee.exits.row_exits import check_exits
 from mini_ee.rules import NeverExit, Rule
@@ -152,7 +152,7 @@ def generate(
 
 @torch.inference_mode()
 def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> Iterator[Step]:
-    device = segments.left.device
+    device = segments.pending_states.device
     generator = torch.Generator().manual_seed(seed)
     seen = _seen(prompts, segments.decoder).to(device) if sampling.repetition_penalty != 1.0 else None
 
@@ -210,7 +210,7 @@ class TokenSegments(CachedSegments):
         self.decoder, self.heads, self.policies = decoder, heads, policies
         self.cache = Cache(decoder, num_rows, capacity)
         weight = decoder.embeddings.weight
-        self.left = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
+        self.pending_states = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
         self.weights = token_weights(decoder)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
@@ -218,7 +218,7 @@ class TokenSegments(CachedSegments):
         return Tokens.of(self.decoder.decoder_start_tokens(prompts))
 
     def array(self, numbers: list) -> Tensor:
-        return torch.tensor(numbers, device=self.left.device)
+        return torch.tensor(numbers, device=self.pending_states.device)
 
     def join(self, earlier: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((earlier, hidden), dim=1)
@@ -249,7 +249,9 @@ class TokenSegments(CachedSegments):
         if k == len(self.heads):
             return Reading(check_finite(self.decoder.lm_logits(hidden).numpy(force=True)))
         logits = self.heads[k](hidden).float()
-        return judged(check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True))
+        return vocabulary_reading(
+            check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True)
+        )
 
     def read_state(self, k: int, state: TokenState) -> Reading:
         """What the policy says; without one, or under any rule, how far the state still moves. No head is read."""
@@ -334,7 +336,7 @@ def _draft_and_verify(segments, rows, tokens, positions, limits, exit_layer, hea
     limits: the largest S, and how sure the head must be of a token.
     """
     decoder, last = segments.decoder, segments.exits[-1]
-    token, states, drafted = torch.tensor(tokens, device=segments.left.device), [], []
+    token, states, drafted = torch.tensor(tokens, device=segments.pending_states.device), [], []
     while True:
         at = [[position + len(drafted)] for position in positions]
         hidden, block = segments.embed(token[:, None], at), segments.block(rows, at)

@@ -68,7 +68,7 @@ class ExitModel(nn.Module):
             if isinstance(module, ExitModel):  # this one, or a model of a cascade
                 module.head = name
 
-    def learns(self, name: str) -> bool:
+    def trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
         return self.holds_backbone or not name.startswith("backbone.")
 
@@ -82,7 +82,7 @@ class ExitModel(nn.Module):
 
     def own_state(self) -> dict[str, Tensor]:
         """What a run on disk holds in model.safetensors."""
-        return {name: value for name, value in self.state_dict().items() if self.learns(name)}
+        return {name: value for name, value in self.state_dict().items() if self.trainable(name)}
 
     def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
         """Write what stands beside model.safetensors; returns the checksums by file name. Most have nothing."""

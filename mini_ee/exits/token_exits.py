@@ -26,7 +26,7 @@ from mini_ee.exits.row_exits import ExitModel, Fork, RunLayers, States, check_ex
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import NeverExit, Rule
 
-BATCH = 16  # texts that are read together where nothing learns
+TEXTS_BATCH = 16  # texts that are read together where nothing learns
 TOKENS_A_STEP = 256  # at least, where a stage learns from states: a token is far less than a text
 NO_LABEL = -100  # of a position that no token follows, as torch's cross_entropy passes it over
 
@@ -137,7 +137,7 @@ class TokenExits(ExitModel):
         usual = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
         return generate(self.backbone, prompts, **exits, **usual | settings)
 
-    def write(self, texts: Sequence[Text], rule: Rule, batch_size: int = BATCH, seed: int = 0, **settings):
+    def write(self, texts: Sequence[Text], rule: Rule, batch_size: int = TEXTS_BATCH, seed: int = 0, **settings):
         """What comes behind what each text gives (up to its `start`), in batches: a list of Generated."""
         written = []
         for begin in range(0, len(texts), batch_size):
@@ -225,7 +225,7 @@ class TextData(NamedTuple):
         """What the exits of a model in eval mode make of every token that counts."""
         model.eval()
         device, states, labels = next(model.parameters()).device, [], []
-        for rows in tqdm(_in_turn(len(self.texts), BATCH), desc="reading", unit="batch", delay=2):
+        for rows in tqdm(_in_turn(len(self.texts), TEXTS_BATCH), desc="reading", unit="batch", delay=2):
             inputs, following = self.batch(rows, device)
             states.append(torch.stack(model.states(*inputs), dim=1))
             labels.append(following)
@@ -249,7 +249,11 @@ def _in_turn(count: int, size: int) -> list[np.ndarray]:
 
 @torch.inference_mode()
 def record_texts(
-    model: TokenExits, texts: Sequence[Text], batch_size: int = BATCH, progress: str = "reading", last: bool = True
+    model: TokenExits,
+    texts: Sequence[Text],
+    batch_size: int = TEXTS_BATCH,
+    progress: str = "reading",
+    last: bool = True,
 ) -> Record:
     """Read every exit at the tokens of each text from its `start` on; a text is a group.
 

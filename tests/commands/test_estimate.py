@@ -20,7 +20,16 @@ from mini_ee.data.decoder_texts import Text
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.evaluation import savings_estimate
-from mini_ee.evaluation.probes import PENALTY, Costs, Heard, hear_rows, hear_tokens, layer_states, neighbours, probe
+from mini_ee.evaluation.probes import (
+    PENALTY,
+    Costs,
+    ProbeResult,
+    layer_states,
+    linear_probe,
+    neighbours,
+    probe_rows,
+    probe_tokens,
+)
 from mini_ee.rules import Threshold
 from mini_ee.training.run_folder import encode
 
@@ -37,7 +46,7 @@ FREE = Costs(0.0, 0.0)
 
 @pytest.fixture(autouse=True)
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(savings_estimate, "RESAMPLES", 20)
+    monkeypatch.setattr(savings_estimate, "SAVINGS_RESAMPLES", 20)
 
 
 def drawn(units, layers, seed=0):
@@ -125,7 +134,7 @@ def test_a_head_that_costs_more_than_it_saves_is_left_out():
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_judged_keeps_the_level(seed):
     """Exits that were chosen on some rows, at a threshold of the same rows, would keep less of others."""
-    found = savings_estimate.suitability(Heard("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
+    found = savings_estimate.suitability(ProbeResult("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
     for each in (found["estimate"], found["few_exits"]):
         assert each["agreement"] == 0.95 <= each["kept"] < 1 and len(each["exits"]) > 2
         assert each["low"] <= each["saved"] <= each["high"]
@@ -154,10 +163,10 @@ def test_texts_are_drawn_whole():
 
 
 def test_the_answer_depends_on_the_seed_alone_and_is_json():
-    heard = Heard("linear probe", drawn(200, 4), Costs(0.1, 0.0), [0.5, 0.6, 0.7, 0.7], 0.5)
-    found, again, other = (savings_estimate.suitability(heard, seed) for seed in (0, 0, 1))
+    probed = ProbeResult("linear probe", drawn(200, 4), Costs(0.1, 0.0), [0.5, 0.6, 0.7, 0.7], 0.5)
+    found, again, other = (savings_estimate.suitability(probed, seed) for seed in (0, 0, 1))
     assert found == again != other and json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["agreement"] == [*heard.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
+    assert found["agreement"] == [*probed.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
     layers = [layer for layer, count in enumerate(found["oracle_counts"], 1) for _ in range(count)]
     assert found["oracle_saved"] == pytest.approx(1 - np.mean(layers) / 4)
     assert found["oracle_net_saved"] <= found["oracle_saved"]
@@ -203,14 +212,14 @@ def test_a_probe_is_at_the_minimum_of_its_loss():
     random = np.random.default_rng(0)
     taught, labels = random.normal(2, 3, (90, 4)).astype(np.float32), random.integers(0, 3, 90)
     mean, std = taught.mean(axis=0), taught.std(axis=0)
-    bias, *rows = probe(taught, np.stack([mean, *(mean + np.diag(std))]), labels, 3).astype(np.float64)
+    bias, *rows = linear_probe(taught, np.stack([mean, *(mean + np.diag(std))]), labels, 3).astype(np.float64)
     weight, x = np.array(rows) - bias, (taught - mean) / std
     odds = np.exp(x @ weight + bias)
     differs = odds / odds.sum(axis=1, keepdims=True) - np.eye(3)[labels]
     np.testing.assert_allclose(x.T @ differs / 90 + PENALTY * weight, 0, atol=1e-4)
     np.testing.assert_allclose(differs.mean(axis=0), 0, atol=1e-4)
     flat = np.column_stack((taught, np.full(90, 7.0, np.float32)))  # a state that never changes says nothing
-    np.testing.assert_allclose(probe(flat, flat, labels, 3), probe(taught, taught, labels, 3), atol=1e-2)
+    np.testing.assert_allclose(linear_probe(flat, flat, labels, 3), linear_probe(taught, taught, labels, 3), atol=1e-2)
 
 
 def test_neighbours_are_cosines_around_the_mean():
@@ -248,7 +257,7 @@ def test_the_lens_reads_every_layer_through_the_models_own_head():
     torch.manual_seed(0)
     decoder, same = random_decoder("llama", 3), []
     texts = texts_of(decoder)
-    heard = hear_tokens(decoder, texts)
+    probed = probe_tokens(decoder, texts)
     for text in texts:
         with torch.inference_mode():
             logits = [
@@ -256,11 +265,11 @@ def test_the_lens_reads_every_layer_through_the_models_own_head():
             ]
         said = torch.stack(logits[1:]).argmax(-1)
         same += (said[:-1] == said[-1]).T.tolist()
-    np.testing.assert_array_equal(heard.observed.agrees, same)
+    np.testing.assert_array_equal(probed.observed.agrees, same)
     attended = [at + 1 for text in texts for at in range(text.start, len(text.ids))]
     c, width = decoder.config, 24
     layer = width * (c.head_width * (4 + 2 * 2)) + width * width + 3 * width * 48 + 2 * width * np.mean(attended)
-    assert heard.costs.head == pytest.approx(60 * width / layer)
+    assert probed.costs.head == pytest.approx(60 * width / layer)
 
 
 def planted(count, idle):
@@ -274,7 +283,7 @@ def planted(count, idle):
 
 
 def test_a_decoder_whose_later_layers_do_nothing_is_settled_at_the_first():
-    found = savings_estimate.suitability(hear_tokens(planted(4, (1, 2, 3)), texts_of(None)))
+    found = savings_estimate.suitability(probe_tokens(planted(4, (1, 2, 3)), texts_of(None)))
     assert found["settle_layer"] == 1 and found["agreement"] == [1] * 4 and found["oracle_saved"] == 0.75
     assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith("Cut it")
 
@@ -284,7 +293,7 @@ def test_a_decoder_whose_last_layer_is_random_is_not():
     with torch.no_grad():
         for name in ("attention_output", "down"):
             getattr(decoder.layers[3], name).weight.mul_(30)
-    found = savings_estimate.suitability(hear_tokens(decoder, texts_of(None)))
+    found = savings_estimate.suitability(probe_tokens(decoder, texts_of(None)))
     assert found["settle_layer"] == 4 and max(found["agreement"][:-1]) < 0.5 and found["oracle_saved"] < 0.4
     assert found["agreement"][0] == found["agreement"][1] == found["agreement"][2]
     assert not found["advice"].startswith(("Cut it", "Early exit should pay"))
@@ -297,8 +306,8 @@ def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labell
         for linear in (layer.attention_output, layer.down):
             torch.nn.init.zeros_(linear.weight)
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
-    heard = hear_rows(backbone, encoded, rows.labels if labelled else None, 2, 0)
-    found = savings_estimate.suitability(heard)
+    probed = probe_rows(backbone, encoded, rows.labels if labelled else None, 2, 0)
+    found = savings_estimate.suitability(probed)
     assert found["settle_layer"] == 1 and found["oracle_saved"] == pytest.approx(2 / 3)
     assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
 
@@ -311,10 +320,10 @@ def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_
     labels = (np.arange(len(rows)) % 3 == 0).astype(np.int64)
     taught, asked = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
     of_taught, of_asked = ((labels[half] == 0).mean() for half in (taught, asked))
-    heard, states = hear_rows(backbone, encoded, labels, 2, 0), layer_states(backbone, encoded)
-    assert heard.majority == of_asked != of_taught
-    said = [probe(states[taught, k], states[asked, k], labels[taught], 2).argmax(axis=1) for k in range(3)]
-    assert heard.accuracy == [(each == labels[asked]).mean() for each in said]
+    probed, states = probe_rows(backbone, encoded, labels, 2, 0), layer_states(backbone, encoded)
+    assert probed.majority == of_asked != of_taught
+    said = [linear_probe(states[taught, k], states[asked, k], labels[taught], 2).argmax(axis=1) for k in range(3)]
+    assert probed.accuracy == [(each == labels[asked]).mean() for each in said]
 
 
 # ---- The command ----

@@ -9,7 +9,7 @@ import pytest
 
 import mini_ee.calibration as calibration
 from mini_ee.calibration import (
-    COMPARED,
+    COMPARED_DELTA,
     POLICY,
     Observed,
     TooFew,
@@ -102,7 +102,7 @@ def test_what_sets_keep_is_that_of_loops_over_fresh_texts():
         some = observed.take(inside)
         columns = list(zip(some.confidence.T, some.agrees.T))
         paper = [calibration.tau(*column, 0.6) for column in columns]
-        surer = [tau_with_confidence(*column, some.groups, 0.6, COMPARED / 3) for column in columns]
+        surer = [tau_with_confidence(*column, some.groups, 0.6, COMPARED_DELTA / 3) for column in columns]
         of_texts = {}
         for group, said, right in zip(*(each[~inside] for each in (observed.groups, *observed[:2]))):
             sure = said > conformal_cut(some, 0.6), said >= paper, said >= surer

@@ -491,7 +491,7 @@ def test_every_method_builds_a_model_whose_stages_all_learn_something(method, ch
         stages = list(made.recipe(model, configured(made, {})))
         assert stages
         for stage in stages:
-            assert any(stage.trainable(name) and model.learns(name) for name, _ in model.named_parameters())
+            assert any(stage.trainable(name) and model.trainable(name) for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if "rows" in load_method(name).units and name != "raee"])

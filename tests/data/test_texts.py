@@ -23,15 +23,15 @@ from mini_ee.data.multiple_choice import Benchmark, Question, QuestionRequests, 
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.evaluation.plots import draw_decoder, new_figure, save_figure
 from mini_ee.evaluation.token_evaluation import (
-    COMPARED,
+    AGREEMENT_LEVELS,
+    COMPARED_MEASURES,
+    EPSILON_GRID,
     EPSILONS,
-    GRID,
-    LEVELS,
-    Hearing,
+    BenchmarkScores,
     at_equal_agreement,
     benchmark_answer,
-    hear,
     perplexity,
+    score_benchmark,
     sweep,
     timed_decoding,
     written_texts,
@@ -201,7 +201,7 @@ def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(opened):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(with_policies, benchmark, rule):
     run = with_policies
-    answer = benchmark_answer(hear(run, benchmark, 3), rule)
+    answer = benchmark_answer(score_benchmark(run, benchmark, 3), rule)
     encode = run.tokenizer.backend.encode
     rights, layers, right_log_p, alone = [], [], [], [[], [], []]
     for question in benchmark.questions:
@@ -241,14 +241,14 @@ def test_a_cloze_is_right_where_every_token_is_that_of_greedy_decoding(opened):
             right.append(option == text.tokens[: len(option)])
     benchmark = Benchmark("cloze", "test", (Question(("",), ("",), 0, 0),) * len(asked), "greedy")
     texts = [Text(one.requests[0].ids, one.requests[0].start - 1) for one in asked]
-    hearing = Hearing(benchmark, asked, record_texts(opened.model, texts, last=False))
-    assert hearing.right(np.full(len(hearing.recorded.logits), 2)).tolist() == right
+    scores = BenchmarkScores(benchmark, asked, record_texts(opened.model, texts, last=False))
+    assert scores.right(np.full(len(scores.recorded.logits), 2)).tolist() == right
 
 
 # ---- Over epsilon ----
 
 
-SMALL = {"TEXTS": 24, "NEW_TOKENS": 12, "DECODED": 6}
+SMALL = {"WRITTEN_TEXTS": 24, "WRITTEN_TOKENS": 12, "TIMED_TOKENS": 6}
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,7 @@ def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
 
     monkeypatch.setattr(opened.model, "write", written)
     timed_decoding(ways, opened.model, [[0, 65]], 2)
-    assert wrote == ways * (1 + measure_texts.REPEATS)  # in turns
+    assert wrote == ways * (1 + measure_texts.TIMED_DECODINGS)  # in turns
 
 
 def test_the_depth_of_written_texts_is_that_of_a_mean_token(opened):
@@ -324,7 +324,7 @@ def test_the_depth_of_written_texts_is_that_of_a_mean_token(opened):
 
 
 def test_of_written_texts_the_median_of_the_rounds_that_are_warm_is_their_time(monkeypatch):
-    clock, rounds = [0.0], iter([50.0, *range(1, 1 + measure_texts.REPEATS)])
+    clock, rounds = [0.0], iter([50.0, *range(1, 1 + measure_texts.TIMED_DECODINGS)])
 
     def written():
         clock[0] += next(rounds)
@@ -333,7 +333,7 @@ def test_of_written_texts_the_median_of_the_rounds_that_are_warm_is_their_time(m
     monkeypatch.setattr(measure_texts, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     point = {}
     measure_texts.measure_speed([(point, written)])
-    assert point == {"tokens_per_second": 4 / np.mean([1, measure_texts.REPEATS])}
+    assert point == {"tokens_per_second": 4 / np.mean([1, measure_texts.TIMED_DECODINGS])}
 
 
 def test_without_exits_the_text_is_wholly_the_full_models(opened):
@@ -348,17 +348,19 @@ def test_without_exits_the_text_is_wholly_the_full_models(opened):
 
 def test_measures_are_compared_where_calibration_reaches_the_level(swept):
     answer, calibration, fresh, _ = swept
-    assert [row["measure"] for row in answer["measures"]] == [each for each in COMPARED for _ in LEVELS]
+    assert [row["measure"] for row in answer["measures"]] == [
+        each for each in COMPARED_MEASURES for _ in AGREEMENT_LEVELS
+    ]
     strict = set()
-    for row in at_equal_agreement(calibration, fresh, COMPARED, (0.9, 0.99, 1.0)):
+    for row in at_equal_agreement(calibration, fresh, COMPARED_MEASURES, (0.9, 0.99, 1.0)):
         taken, checked = (observe(each, row["measure"]) for each in (calibration, fresh))
         rule = calibrate(taken, row["epsilon"], measure=row["measure"])
         assert end_to_end(taken, rule) >= row["level"] and row["end_to_end"] == end_to_end(checked, rule)
-        below = GRID[GRID < row["epsilon"]]
+        below = EPSILON_GRID[EPSILON_GRID < row["epsilon"]]
         for epsilon in below[-1:]:
             assert end_to_end(taken, calibrate(taken, epsilon, measure=row["measure"])) < row["level"]
         strict |= {row["measure"]} if len(below) else set()
-    assert strict == set(COMPARED)
+    assert strict == set(COMPARED_MEASURES)
 
 
 def test_the_picture_leaves_out_what_was_not_measured(tmp_path, swept):
@@ -422,7 +424,14 @@ def test_evaluate_takes_a_plain_decoder(capsys, decoder_folder, run_folder, hell
 
 
 def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_folder, hellaswag):
-    small = {"TEXTS": 12, "NEW_TOKENS": 8, "DECODED": 4, "PIECE": 16, "REPEATS": 1, "EPSILONS": (0.5, 0.9)}
+    small = {
+        "WRITTEN_TEXTS": 12,
+        "WRITTEN_TOKENS": 8,
+        "TIMED_TOKENS": 4,
+        "PERPLEXITY_TOKENS": 16,
+        "TIMED_DECODINGS": 1,
+        "EPSILONS": (0.5, 0.9),
+    }
     for name, value in small.items():
         monkeypatch.setattr(measure_texts, name, value)
     text, picture = tmp_path / "held.txt", tmp_path / "picture.png"
@@ -447,9 +456,9 @@ def test_a_name_is_no_formula(tmp_path):
 
 
 def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tmp_path, run_folder, decoder_folder):
-    for name, value in {"TEXTS": 12, "NEW_TOKENS": 8, "GRID": np.array([0.1, 1.0])}.items():
+    for name, value in {"WRITTEN_TEXTS": 12, "WRITTEN_TOKENS": 8, "EPSILON_GRID": np.array([0.1, 1.0])}.items():
         monkeypatch.setattr(measure_texts, name, value)
-    monkeypatch.setattr(measure_compare, "LEVEL", 0.1)
+    monkeypatch.setattr(measure_compare, "AGREEMENT_LEVEL", 0.1)
     other, picture = tmp_path / "$a_$", tmp_path / "picture.png"
     history = [{"step": step, "loss": 1.0, "agreement": [0.5], "entropy": [3.0 - step]} for step in (0, 1)]
     metrics = {"history": history, "agreement": [0.5], "entropy": [2.0]}

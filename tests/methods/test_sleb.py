@@ -18,7 +18,7 @@ from mini_ee.baselines.sleb import Config, ShortDecoder, next_token_losses, sear
 from mini_ee.cli.main import main
 from mini_ee.data.decoder_texts import Text
 from mini_ee.data.multiple_choice import Benchmark, Question
-from mini_ee.evaluation.token_evaluation import benchmark_answer, hear
+from mini_ee.evaluation.token_evaluation import benchmark_answer, score_benchmark
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate, generated_texts
 from mini_ee.exits.token_exits import TextData
@@ -182,9 +182,9 @@ def test_a_benchmark_tells_the_full_models_score_beside_its_own(trained, decoder
         given, options = f"the{words[row]}{words[row + 4]}", (words[row + 7], words[row + 9], words[row + 12])
         questions.append(Question((given,) * 3, options, 0, row))
     benchmark = Benchmark("tiny", "test", tuple(questions), "log_p a character")
-    answer = benchmark_answer(hear(trained, benchmark), NeverExit())
+    answer = benchmark_answer(score_benchmark(trained, benchmark), NeverExit())
     full = plain_decoder(decoder_checkpoint)
-    assert answer["full_accuracy"] == benchmark_answer(hear(full, benchmark), NeverExit())["accuracy"]
+    assert answer["full_accuracy"] == benchmark_answer(score_benchmark(full, benchmark), NeverExit())["accuracy"]
     assert answer["accuracy"] == answer["per_exit_accuracy"][0] != answer["full_accuracy"]
     assert answer["layers_saved"] == pytest.approx(1 / 3)
 

@@ -17,7 +17,7 @@ from mini_ee.backbones.t5_layers import EncoderLayer, Layer, T5Config
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.probes import hear_rows
+from mini_ee.evaluation.probes import probe_rows
 from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments
@@ -155,10 +155,10 @@ def test_whether_exits_pay_is_asked_with_the_encoder_that_runs_before_them(t5_fo
     backbone, own = load_backbone(t5_folder), Tokenizer.from_folder(t5_folder)
     rows = own.encode(["the film was good", "the meal was bad"] * 8)
     labels = np.array([0, 1] * 8)
-    heard = hear_rows(backbone, rows, labels, 2, 0)
+    probed = probe_rows(backbone, rows, labels, 2, 0)
     segments = RowExits(backbone, (1, 2, 3), 2, "first").segments()
     (first, _), (layer, _) = (segments.flops(k, rows.batch(slice(1))) for k in (0, 1))
-    assert heard.costs.start == pytest.approx((first - layer) / layer) and heard.costs.start > 1
+    assert probed.costs.start == pytest.approx((first - layer) / layer) and probed.costs.start > 1
 
 
 def test_the_start_is_charged_to_the_first_exit():

@@ -92,7 +92,7 @@ def test_every_epoch_takes_every_text_once_in_an_order_of_its_own():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_of_each_text_alone(kind, monkeypatch):
-    monkeypatch.setattr(tokens, "BATCH", 2)
+    monkeypatch.setattr(tokens, "TEXTS_BATCH", 2)
     model = model_of(kind)
     found = TextData(UNEVEN).states(model)
     states = [alone(model, text)[0][text.start : -1] for text in UNEVEN]

@@ -77,7 +77,7 @@ def text_file(tmp_path_factory):
 SMALL = {
     training_texts: {"HELD_STORIES": 12, "GIVEN": 20, "FOLLOW": 8},
     measure_compare: {"TESTED_TEXTS": 4, "TIMED_TEXTS": 1},
-    measure_texts: {"REPEATS": 1},
+    measure_texts: {"TIMED_DECODINGS": 1},
     calm: {"TOLERANCE": 0.9},
 }
 
