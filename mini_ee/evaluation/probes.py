@@ -1,15 +1,15 @@
-"""What every layer of a model says, before anything is trained: of its tokens or rows, next to what the last one says.
+"""What each layer of a model predicts before anything is trained, and whether it agrees with the last layer.
 
-    logit lens         a token             the decoder's own final norm and head after every layer
-    linear probe       a row with a label  logistic regression on the frozen pooled state, fitted on other rows
-    nearest neighbour  a row without       which of some other rows has the nearest state, by cosine, those centred
+    logit lens         for a token              the decoder's own final norm and head, applied after every layer
+    linear probe       for a row with a label   logistic regression on the frozen pooled state, fitted on other rows
+    nearest neighbour  for a row without label  which of the other rows has the most similar state (centred, cosine)
 
 Sources: the lens, nostalgebraist 2020, "interpreting GPT: the logit lens"; probes, Alain & Bengio 2016,
-arXiv:1610.01644. The lens is the low side: heads that are trained agree more often with the last layer, in the first
-layers above all (results/self-supervised.md). Neighbours are the strictest: of hundreds of rows it has to be the very
-same one.
+arXiv:1610.01644. The lens is a lower bound: trained heads agree more often with the last layer, most of all in the
+first layers (results/self-supervised.md). The nearest neighbour is the strictest: the layer has to find the same one
+among hundreds of rows.
 
-Symbols:   N units, L layers, D the width of a state, C classes, V words.
+Symbols:   N units (tokens or rows), L layers, D the width of a state, C classes, V words.
 """
 
 from pathlib import Path
@@ -35,34 +35,34 @@ from mini_ee.exits.row_exits import STATES_BATCH
 from mini_ee.exits.token_exits import TEXTS_BATCH, record_texts
 from mini_ee.training.training_text import Source, check_reads_on, texts_to_calibrate
 
-MIN_PROBED = 40  # texts, or rows that are asked
-PROBE_TOKENS = 64  # tokens of a text
-PENALTY = 0.1  # of .001 to 1 near the best for MiniLM on TREC and SST-2 and bert-12x128 on reviews, on rows of train
+MIN_PROBED = 40  # texts, or rows in each half
+PROBE_TOKENS = 64  # tokens in each piece of a text
+PENALTY = 0.1  # near the best of .001 to 1 on train rows, for MiniLM on TREC and SST-2 and bert-12x128 on reviews
 LOGITS_AT_ONCE = 2**25
 
 
 class Costs(NamedTuple):
-    """What is computed beside the layers, in layers, by operations."""
+    """FLOPs outside the layers, in units of one layer."""
 
     head: float  # one head
-    start: float  # what comes before the first layer, as a T5's encoder
+    start: float  # everything before the first layer, such as the encoder of a T5
 
 
 class ProbeResult(NamedTuple):
-    """What the layers but the last say of N units, and what it costs to ask one."""
+    """What the layers before the last predict for N units, and the cost of such an exit."""
 
-    how: str
+    probe: str
     observed: Observed
     costs: Costs
-    accuracy: list[float] | None = None  # of each layer, the last too
-    majority: float | None = None  # the share of the most frequent label
+    accuracy: list[float] | None = None  # of each layer, including the last
+    majority: float | None = None  # share of the most frequent label
 
 
 # ---- Tokens ----
 
 
 class Lens(nn.Module):
-    """A decoder whose own norm and head are read after every layer: a model as record_texts takes it."""
+    """A decoder whose own norm and head are applied after every layer, in the form that record_texts takes."""
 
     policy = None
 
@@ -76,7 +76,10 @@ class Lens(nn.Module):
 
 
 def texts_to_read(source: Source) -> list[Text]:
-    """A file in pieces, drawn with the seed; without a file what the decoder writes itself, as for `calibrate`."""
+    """Pieces of the file, drawn with the seed; without a file, text that the decoder writes, as for `calibrate`.
+
+    Raises WrongArguments if the file is too short.
+    """
     count, path = source.options.texts, source.options.text
     if path is None:
         return texts_to_calibrate(source)
@@ -85,14 +88,14 @@ def texts_to_read(source: Source) -> list[Text]:
     length = min(PROBE_TOKENS, source.backbone.config.max_tokens - len(first))
     ids = source.tokenizer.ids_of(read_text(path), special=False)
     if len(ids) < MIN_PROBED * length:
-        wanted = f"{MIN_PROBED * length} tokens, {MIN_PROBED} pieces of {length}"
-        raise WrongArguments(f"{path}: expected at least {wanted}, found {len(ids)} tokens; give a longer text")
+        expected = f"{MIN_PROBED * length} tokens, {MIN_PROBED} pieces of {length}"
+        raise WrongArguments(f"{path}: expected at least {expected}, found {len(ids)} tokens; give a longer text")
     pieces = cut_text(ids, length, first)
     return [pieces[at] for at in np.random.default_rng(source.seed).permutation(len(pieces))[:count]]
 
 
 def probe_tokens(backbone: Backbone, texts: list[Text]) -> ProbeResult:
-    """Every token of the texts through the logit lens."""
+    """The logit lens at every token of the texts."""
     batch = max(1, min(TEXTS_BATCH, LOGITS_AT_ONCE // (PROBE_TOKENS * backbone.config.vocab_size)))
     recorded = record_texts(Lens(backbone).eval(), texts, batch)
     head = 2.0 * token_weights(backbone).head
@@ -104,9 +107,10 @@ def probe_tokens(backbone: Backbone, texts: list[Text]) -> ProbeResult:
 
 
 def rows_to_read(source: Path | Task, count: int, seed: int) -> tuple[Split, int]:
-    """(rows, classes), so many drawn with the seed: of a task's train split, or a file's lines, which have no classes.
+    """(rows, number of classes): `count` rows, drawn with the seed.
 
-    The split that is reported is not looked at. Raises WrongArguments for a regression, and for a task without train.
+    source: a task, whose train split is read, never the reported one; or a file with one row per line, without classes.
+    Raises WrongArguments for a regression, for a task without train split, and if there are too few rows.
     """
     if isinstance(source, Path):
         lines = tuple((line.strip(),) for line in read_text(source).split("\n") if line.strip())
@@ -114,7 +118,7 @@ def rows_to_read(source: Path | Task, count: int, seed: int) -> tuple[Split, int
     else:
         if source.regression:
             raise WrongArguments(
-                f"{source.name}: is a regression, which no probe here says; give its texts, --text FILE"
+                f"{source.name}: is a regression, probes need classes; give only its texts, --text FILE"
             )
         if "train" not in source.splits:
             raise WrongArguments(f"{source.name}: expected a train file, on which probes are fitted; add train.tsv")
@@ -127,7 +131,7 @@ def rows_to_read(source: Path | Task, count: int, seed: int) -> tuple[Split, int
 
 @torch.inference_mode()
 def layer_states(backbone: Backbone, encoded: Encoded) -> np.ndarray:
-    """The mean over a row's tokens after every layer: (N, L, D), behind the norm that a decoder's states need."""
+    """The mean over the tokens of each row after every layer: (N, L, D), after the norm if the backbone needs one."""
     norm, found = backbone.exit_norm(), None
     norm = nn.Identity() if norm is None else norm.to(backbone.device)
     for rows in tqdm(list(batches(encoded, STATES_BATCH)), desc="reading", unit="batch", delay=2):
@@ -141,58 +145,58 @@ def layer_states(backbone: Backbone, encoded: Encoded) -> np.ndarray:
 
 
 def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, classes: int, seed: int) -> ProbeResult:
-    """Half of the rows, drawn with the seed, through what the other half teaches.
+    """The probes of every layer on half of the rows, drawn with the seed; they are fitted on the other half.
 
-    labels: (N,), of so many classes, for probes; None for neighbours. Raises WrongArguments for too few rows or labels.
+    labels: (N,), of `classes` classes, for linear probes; None for nearest neighbours.
+    Raises WrongArguments if the rows to fit on all have the same label.
     """
     drawn = np.random.default_rng(seed).permutation(len(encoded))
-    taught, asked = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
-    if labels is not None and len(np.unique(labels[taught])) < 2:
+    train, held_out = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    if labels is not None and len(np.unique(labels[train])) < 2:
         raise WrongArguments("expected rows of two labels or more, found one among those drawn; give more rows")
     states = layer_states(backbone, encoded)
-    pairs = [(states[taught, k], states[asked, k]) for k in range(states.shape[1])]
+    pairs = [(states[train, k], states[held_out, k]) for k in range(states.shape[1])]
     if labels is None:
-        how, measure, said = "nearest neighbour", "breaking_ties_logits", [neighbours(*pair) for pair in pairs]
+        name, measure, logits = "nearest neighbour", "breaking_ties_logits", [neighbours(*pair) for pair in pairs]
     else:
-        how, measure = "linear probe", "max_probability"
-        said = [linear_probe(*pair, labels[taught], classes) for pair in pairs]
-    likeliest = np.stack([logits.argmax(axis=1) for logits in said], axis=1)  # (N, L)
-    confidence = np.stack([MEASURES[measure][0](logits) for logits in said[:-1]], axis=1)
-    observed = Observed(confidence, likeliest[:, :-1] == likeliest[:, -1:], np.arange(len(asked)))
+        name, measure = "linear probe", "max_probability"
+        logits = [linear_probe(*pair, labels[train], classes) for pair in pairs]
+    predictions = np.stack([each.argmax(axis=1) for each in logits], axis=1)  # (N, L)
+    confidence = np.stack([MEASURES[measure][0](each) for each in logits[:-1]], axis=1)
+    observed = Observed(confidence, predictions[:, :-1] == predictions[:, -1:], np.arange(len(held_out)))
     tokens, width = float(np.mean([len(ids) for ids in encoded.ids])), states.shape[2]
-    head = 2 * width * classes + tokens * width
+    head = 2 * width * classes + tokens * width  # a linear map, and the mean over tokens
     layer = backbone.layer_flops(tokens)
-    probed = ProbeResult(how, observed, Costs(head / layer, backbone.start_flops(tokens) / layer))
+    result = ProbeResult(name, observed, Costs(head / layer, backbone.start_flops(tokens) / layer))
     if labels is None:
-        return probed
-    right = likeliest == labels[asked][:, None]
-    return probed._replace(accuracy=right.mean(axis=0).tolist(), majority=majority(labels[asked]))
+        return result
+    right = predictions == labels[held_out][:, None]
+    return result._replace(accuracy=right.mean(axis=0).tolist(), majority=majority(labels[held_out]))
 
 
-def neighbours(taught: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Cosines of asked states (N, D) with taught ones (M, D), all less the mean of the taught: (N, M)."""
-    asked, taught = (each - taught.mean(axis=0) for each in (asked, taught))
-    asked, taught = (each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-12) for each in (asked, taught))
-    return asked @ taught.T
+def neighbours(train: np.ndarray, held_out: np.ndarray) -> np.ndarray:
+    """Cosines of states (N, D) with the train states (M, D), after subtraction of the train mean: (N, M)."""
+    centred = (states - train.mean(axis=0) for states in (held_out, train))
+    queries, keys = (each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-12) for each in centred)
+    return queries @ keys.T
 
 
-def linear_probe(taught: np.ndarray, asked: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Logits (N, C) of asked states (N, D), by what was learned from taught ones (M, D) and their labels (M,).
+def linear_probe(train: np.ndarray, held_out: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
+    """Logits (N, C) of states (N, D), from logistic regression on the train states (M, D) and their labels (M,).
 
-    A logistic regression of the standardised states: the mean cross-entropy, plus PENALTY / 2 times the squared
-    weights, at its minimum.
+    States are standardised. The loss is the mean cross-entropy plus PENALTY / 2 times the sum of squared weights.
     """
-    mean, std = taught.mean(axis=0), np.maximum(taught.std(axis=0), 1e-6)
-    taught, asked, labels = (torch.from_numpy(each) for each in ((taught - mean) / std, (asked - mean) / std, labels))
-    weight = taught.new_zeros(taught.shape[1], classes, requires_grad=True)
-    bias = taught.new_zeros(classes, requires_grad=True)
+    mean, std = train.mean(axis=0), np.maximum(train.std(axis=0), 1e-6)
+    x, queries, y = (torch.from_numpy(each) for each in ((train - mean) / std, (held_out - mean) / std, labels))
+    weight = x.new_zeros(x.shape[1], classes, requires_grad=True)
+    bias = x.new_zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = nn.functional.cross_entropy(taught @ weight + bias, labels) + PENALTY / 2 * weight.square().sum()
+        value = nn.functional.cross_entropy(x @ weight + bias, y) + PENALTY / 2 * weight.square().sum()
         value.backward()
         return value
 
     optimizer.step(loss)
-    return (asked @ weight + bias).numpy(force=True)
+    return (queries @ weight + bias).numpy(force=True)

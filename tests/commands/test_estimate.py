@@ -138,7 +138,7 @@ def test_what_is_judged_keeps_the_level(seed):
     for each in (found["estimate"], found["few_exits"]):
         assert each["agreement"] == 0.95 <= each["kept"] < 1 and len(each["exits"]) > 2
         assert each["low"] <= each["saved"] <= each["high"]
-    assert f"where {found['few_exits']['kept']:.1%} agree with the last layer" in found["advice"]
+    assert f"and {found['few_exits']['kept']:.1%} agree with the last layer" in found["advice"]
 
 
 def test_what_exits_save_is_counted_at_their_own_threshold():
@@ -190,13 +190,17 @@ def about(net, low, oracle, settle=4, accuracy=0.9):
     ("given", "begins", "says"),
     [
         (about(0.3, 0.1, 0.5), "Early exit should pay", "after layer 1 or 3 saves 30% (10% to 30%)"),
-        (about(0.3, 0.09, 0.5), "It may pay once exits are trained", "an oracle would save 50% (cut-off 25%)"),
-        (about(0, 0, 0.25), "It may pay once exits are trained", "no exit is worth its head (cut-off 10%"),
-        (about(0.3, 0.09, 0.24), "It will hardly pay", "an oracle would save but 24% (cut-off 25%)"),
-        (about(0.3, 0.1, 0.5, settle=2), "Cut it", "from layer 2 of 4"),
-        (about(0.2, 0.1, 0.5, settle=2) | {"start_layers": 4.0}, "Cut it", "to end there saves 25% of the operations"),
-        (about(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "where 95.1% agree"),
-        (about(0.3, 0.1, 0.5, accuracy=0.51), "It cannot be told", "right for 51.0%"),
+        (about(0.3, 0.09, 0.5), "Early exit may pay once exits are trained", "an oracle would save 50% (cut-off 25%)"),
+        (
+            about(0, 0, 0.25),
+            "Early exit may pay once exits are trained",
+            "no exit saves more than its head costs (cut-off 10%",
+        ),
+        (about(0.3, 0.09, 0.24), "Early exit will hardly pay", "an oracle would save only 24% (cut-off 25%)"),
+        (about(0.3, 0.1, 0.5, settle=2), "Remove the upper layers", "from layer 2 of 4"),
+        (about(0.2, 0.1, 0.5, settle=2) | {"start_layers": 4.0}, "Remove the upper layers", "saves 25% of the FLOPs"),
+        (about(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "and 95.1% agree"),
+        (about(0.3, 0.1, 0.5, accuracy=0.51), "There is no answer", "best probe is 51.0%"),
     ],
 )
 def test_the_advice_goes_by_the_cut_offs_that_it_names(given, begins, says):
@@ -285,7 +289,9 @@ def planted(count, idle):
 def test_a_decoder_whose_later_layers_do_nothing_is_settled_at_the_first():
     found = savings_estimate.suitability(probe_tokens(planted(4, (1, 2, 3)), texts_of(None)))
     assert found["settle_layer"] == 1 and found["agreement"] == [1] * 4 and found["oracle_saved"] == 0.75
-    assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith("Cut it")
+    assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith(
+        "Remove the upper layers"
+    )
 
 
 def test_a_decoder_whose_last_layer_is_random_is_not():
@@ -296,7 +302,7 @@ def test_a_decoder_whose_last_layer_is_random_is_not():
     found = savings_estimate.suitability(probe_tokens(decoder, texts_of(None)))
     assert found["settle_layer"] == 4 and max(found["agreement"][:-1]) < 0.5 and found["oracle_saved"] < 0.4
     assert found["agreement"][0] == found["agreement"][1] == found["agreement"][2]
-    assert not found["advice"].startswith(("Cut it", "Early exit should pay"))
+    assert not found["advice"].startswith(("Remove the upper layers", "Early exit should pay"))
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -416,7 +422,7 @@ def test_the_split_that_is_reported_is_not_looked_at(capsys, checkpoint_folder, 
 def test_what_no_layer_knows_is_told(capsys, checkpoint_folder, tmp_path):
     random = np.random.default_rng(1)
     folder = write_task(tmp_path / "lots", label=lambda name: ("bad", "good")[random.integers(2)])
-    assert answer(capsys, "estimate", checkpoint_folder, "--task", folder)["advice"].startswith("It cannot be told")
+    assert answer(capsys, "estimate", checkpoint_folder, "--task", folder)["advice"].startswith("There is no answer")
 
 
 def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpoint, words_task, words_text, tmp_path):
@@ -481,4 +487,4 @@ def test_real_models_settle_as_they_were_seen_to(capsys):
     found = answer(capsys, "estimate", weights / "stories260K", "--text", stories, "--texts", 60)
     assert found["layers"] == 5 and found["agreement"] == sorted(found["agreement"]) and found["agreement"][3] < 0.6
     assert 0.5 < found["head_layers"] < 0.8 and found["few_exits"]["exits"] == [5]
-    assert found["advice"].startswith("It will hardly pay")
+    assert found["advice"].startswith("Early exit will hardly pay")
