@@ -1,7 +1,7 @@
-"""Accuracy against layers and against measured time, for any segments and any rule.
+"""Accuracy, depth and measured time of examples, for any segments and any rule.
 
-What a model says at each exit is recorded once; rules are then replayed on the record, through the same loop. Time is
-always measured on the model itself, the compared things in turns of some rows, in one process.
+The outputs of every exit are recorded once; rules are then replayed on the record, through the same loop. Time is
+always measured on the model itself: all that is compared runs in one process and takes turns.
 """
 
 import json
@@ -19,65 +19,65 @@ from mini_ee.early_exit import early_exit
 from mini_ee.recording import Record, exit_scores, plan_rows, predictions, record, summary
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
-TIMED_ROWS = 256  # time is measured on this many rows at most, drawn with a seed
+TIMED_ROWS = 256  # rows at most on which time is measured, drawn with a fixed seed
 
 TIMED_REPEATS = 3  # of each batch; the median counts
 
-TURN = 16  # rows that a run is timed on before the next one's turn
+TURN = 16  # rows on which a run is timed before it is the next one's turn
 
-REST = 0.005  # seconds
+REST = 0.005  # seconds before a turn, if several engines are timed
 
-OVERTHOUGHT = 10  # rows that are shown
+OVERTHOUGHT = 10  # rows in the answer of `overthinking`
 
-LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # of the full model's score, as ConsistentEE's Table 3 has them
+LOSSES = {"no_loss": 0.0, "one_point": 0.01}  # losses of score against the full model, as in ConsistentEE's Table 3
 
 SEED_GROUP_KEYS = ("method", "base", "exits", "pool", "head", "task", "max_length", "prompt")
 """Keys of config.json that are equal in runs that differ by their seed alone."""
 
-RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's operations; LoRAExit, Table 7, has two
+RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's FLOPs, the two ranges of LoRAExit's Table 7
 
 
 def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> list[dict]:
-    """Of every exit: mean cross-entropy in nats and accuracy of all rows, and of those that exited there, or None.
+    """For every exit: mean cross-entropy in nats and accuracy of all rows, and of the rows that exit there, or None.
 
-    exit_index, labels: (N,) whole numbers. ConsistentEE, Fig. 2.
+    exit_index, labels: (N,) whole numbers. Source: ConsistentEE, Fig. 2.
     """
     rows = np.arange(len(labels))
-    lines = []
+    exits = []
     for k, layer in enumerate(recorded.segments.exits):
         loss, right = -log_softmax(recorded.logits[:, k])[rows, labels], recorded.logits[:, k].argmax(axis=1) == labels
         here = exit_index == k
-        some = (float(loss[here].mean()), float(right[here].mean())) if here.any() else (None, None)
-        about = {"layer": layer, "left": int(here.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
-        lines.append(about | dict(zip(("left_loss", "left_accuracy"), some)))
-    return lines
+        exited = (float(loss[here].mean()), float(right[here].mean())) if here.any() else (None, None)
+        of_all = {"layer": layer, "left": int(here.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
+        exits.append(of_all | dict(zip(("left_loss", "left_accuracy"), exited)))
+    return exits
 
 
 def curve(recorded: Record, rules: list[Rule], task: Task, labels: np.ndarray) -> list[dict]:
-    """Score, depth and operations under each rule, from many layers to few."""
+    """Score, depth and FLOPs under each rule, ordered by decreasing depth."""
     points = [{"rule": rule.to_dict(), **summary(recorded.replay(rule), recorded, task, labels)} for rule in rules]
     return sorted(points, key=lambda point: -point["mean_layers"])
 
 
 def is_full(point: dict) -> bool:
-    """Whether nobody leaves: then the model without exits runs, and no stream of an earlier exit."""
+    """Whether no row exits early. Then the model without exits can run, and no stream of an earlier exit."""
     return point["rule"]["name"] == "never" and not point["layers_saved"]
 
 
 def replayed(point: dict, recorded: Record, task: Task, labels: np.ndarray) -> dict:
-    """What the rule of a curve's point makes of other rows."""
+    """The point of a curve for the same rule on other rows."""
     result = recorded.replay(rule_from_dict(point["rule"]))
-    found = {"rule": point["rule"]} | summary(result, recorded, task, labels)
-    return found | ({"flops_ratio": 1.0} if is_full(found) else {})
+    other = {"rule": point["rule"]} | summary(result, recorded, task, labels)
+    return other | ({"flops_ratio": 1.0} if is_full(other) else {})
 
 
 def fewest_flops(point: dict) -> float:
-    """The score by which `choose` takes the point that costs the fewest FLOPs."""
+    """A score for `choose`, which is highest for the point with the fewest FLOPs."""
     return -point["flops_ratio"]
 
 
 def timed_batches(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
-    """Batches of row indices to measure time on: all rows, or TIMED_ROWS of them, by length."""
+    """Batches of row indices to measure time on, by length of the rows: of all rows, or of TIMED_ROWS at random."""
     order = list(batches(encoded, batch_size))
     most = max(1, TIMED_ROWS // batch_size)
     if len(order) <= most:
@@ -87,11 +87,12 @@ def timed_batches(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
 
 
 def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = TIMED_REPEATS) -> np.ndarray:
-    """Seconds that each run takes over all batches: (len(runs),), the sum over batches of the median over repeats.
+    """Seconds of each run for all batches: (len(runs),), the sum over batches of the median over repeats.
 
-    runs: (segments, rule, encoded) each. All runs take turns, so that a drift of the machine hits all. A turn is a
-    batch, or as many as TURN rows hold: small ones find their weights in the caches, as where a model serves alone.
-    Where they are of several engines, each is given a rest first: the threads of the one before may still be spinning.
+    runs: (segments, rule, encoded) each. The runs take turns, so a drift of the machine's speed affects all alike. A
+    turn is one batch, or as many small batches as have TURN rows together: then weights are in the processor's cache,
+    as if the model were served alone. If there are several engines, each turn begins with a rest of REST seconds,
+    because the threads of the engine before may still be spinning.
     """
     rest = REST if len({segments.engine for segments, _, _ in runs}) > 1 else 0.0
     for segments, rule, encoded in runs:
@@ -112,9 +113,9 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = TIMED_RE
 
 
 def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> tuple[str, Split]:
-    """The name of the split that is reported, and its rows, or some of them drawn with the seed.
+    """The name of the reported split, and its rows, or max_rows of them drawn with the seed.
 
-    Raises ValueError where the split has no labels.
+    Raises ValueError if the split has no labels.
     """
     split = split or task.default_split
     rows = task.split(split)
@@ -124,7 +125,7 @@ def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> t
 
 
 def read_rows(one, encoded: Encoded, labels: np.ndarray, batch_size: int) -> Record:
-    """What every exit of a Run or a Runtime says of rows with labels, and what its model costs without early exits."""
+    """All exits of a Run or a Runtime on rows with labels, and the cost of its model without early exits."""
     return record(one.segments(), encoded, batch_size, "reading", one.whole_model())._replace(labels=labels)
 
 
@@ -137,10 +138,10 @@ def evaluate(
     batch_size: int,
     rules: Sequence[Rule] | None = None,
 ) -> dict:
-    """Accuracy, layers and measured speed-up of one rule on some rows.
+    """Accuracy, depth and measured speed-up of one rule on some rows, as JSON.
 
-    one: a Run or a Runtime, which gives `segments` and, for NeverExit, the `whole_model` that the speed-up is measured
-    against. recorded: as `read_rows` gives it. With `rules` also `rows`: the same of a curve of these.
+    one: a Run or a Runtime; the speed-up is measured against its `whole_model`. recorded: from `read_rows`. If `rules`
+    are given, the key `rows` contains the same figures for each of them.
     """
     segments, whole, labels = one.segments(), one.whole_model(), recorded.labels
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
@@ -161,7 +162,7 @@ def evaluate(
         "batch_size": batch_size,
         "rows_truncated": encoded.truncated,
         "rule": rule.to_dict(),
-        "always": _one_answer(predictions(main.logits), task),
+        "always": _constant_label(predictions(main.logits), task),
     }
     if segments.tokens_exit and segments.engine == "torch":
         answer["all_tokens_score"] = exit_scores(record(segments.full(), encoded, batch_size), task, labels)[-1]
@@ -178,34 +179,35 @@ def evaluate(
     return answer
 
 
-def _one_answer(predicted: np.ndarray, task: Task) -> str | None:
-    """The label that all rows are given, where it is one."""
+def _constant_label(predicted: np.ndarray, task: Task) -> str | None:
+    """The label that is predicted for all rows, if it is the same."""
     return task.label_names[int(predicted[0])] if not task.regression and (predicted == predicted[0]).all() else None
 
 
 def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
-    """Runs that nothing but their seeds tells apart, taken together: mean, least and most of what `compare` says.
+    """Groups of runs that differ by their seed alone: mean, least and most of their figures.
 
-    configs: those of the runs, as training/run_folder.py writes them; exported folders, which know no seed, and runs
-    whose rule `mini-ee calibrate` wrote stand alone.
+    rows: the rows of `compare`. configs: config.json of each run. Exported folders, which have no seed, and runs whose
+    rule was written by `mini-ee calibrate` are in no group.
     """
     groups: dict[str, dict[int, dict]] = {}
     for row, config in zip(rows, configs):
         if "seed" in config and "exit_counts" not in config:
             same = {name: config.get(name) for name in SEED_GROUP_KEYS}
             same["task"] = {name: value for name, value in (same["task"] or {}).items() if name != "folder"}
-            begun = config["training"].get("from", config["backbone"])  # shots make a backbone of each seed
-            same |= {"training": config["training"] | {"seed": None}, "backbone": begun["sha256"]}
+            # With few-shot fine-tuning every seed has another backbone: then the original one is compared.
+            original = config["training"].get("from", config["backbone"])
+            same |= {"training": config["training"] | {"seed": None}, "backbone": original["sha256"]}
             same |= {"settings": config.get("settings"), "schedule": row.get("schedule")}
             group = groups.setdefault(json.dumps(same, sort_keys=True), {})
             group.setdefault(config["seed"], row | {"seed": config["seed"]})
-    return [_together([*group.values()]) for group in groups.values() if len(group) > 1]
+    return [_mean_of_group([*group.values()]) for group in groups.values() if len(group) > 1]
 
 
-def _together(rows: list[dict]) -> dict:
+def _mean_of_group(rows: list[dict]) -> dict:
     def spread(figure: Callable[[dict], float]) -> dict:
-        found = [figure(row) for row in rows]
-        return {"mean": float(np.mean(found)), "least": min(found), "most": max(found)}
+        values = [figure(row) for row in rows]
+        return {"mean": float(np.mean(values)), "least": min(values), "most": max(values)}
 
     answer = {
         "method": rows[0]["method"],
@@ -225,10 +227,10 @@ def _together(rows: list[dict]) -> dict:
 
 
 def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
-    """Rows that an exit gets right and a later one wrong (LoRAExit, Table 11).
+    """Rows for which an exit is right and a later exit is wrong (LoRAExit, Table 11), as JSON.
 
-    share: of all rows; share_at_the_end: of those that the last one gets wrong (Kaya et al. 2019); rows: up to
-    OVERTHOUGHT of them, with what every exit says: label, largest probability, and entropy in nats.
+    share: of all rows. share_at_the_end: of all rows, those for which the last exit is the wrong one (Kaya et al.
+    2019). rows: at most OVERTHOUGHT of them, with label, largest probability and entropy in nats of every exit.
     Raises ValueError for regression.
     """
     if task.regression:
@@ -236,7 +238,7 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     labels, names = rows.labels, task.label_names
     predicted, largest = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
     right = predicted == labels[:, None]
-    nats = np.stack([-entropy(each) for each in recorded.logits])
+    entropies = np.stack([-entropy(each) for each in recorded.logits])
     was_right = np.maximum.accumulate(right, axis=1)
     found = np.flatnonzero((was_right & ~right).any(axis=1))
     return {
@@ -247,9 +249,9 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
                 "text": " | ".join(rows.texts[row]),
                 "label": names[labels[row]],
                 "exits": [
-                    {"layer": layer, "label": names[label], "confidence": float(confidence), "entropy": float(unsure)}
-                    for layer, label, confidence, unsure in zip(
-                        recorded.segments.exits, predicted[row], largest[row], nats[row]
+                    {"layer": layer, "label": names[label], "confidence": float(confidence), "entropy": float(nats)}
+                    for layer, label, confidence, nats in zip(
+                        recorded.segments.exits, predicted[row], largest[row], entropies[row]
                     )
                 ],
             }
