@@ -44,11 +44,11 @@ def run(args, say) -> dict:
 
     asked, args.schedule = args.schedule or (None,), None
     opened = [one for folder in args.runs for one in _opened(folder, asked, args)]
-    if asked != (None,) and not any(getattr(one.one, "schedule", None) for one in opened):
+    if asked != (None,) and not any(getattr(one.trained, "schedule", None) for one in opened):
         raise WrongArguments("--schedule is for exits that run side by side, and none of these runs has them")
-    if of_rows([each.one for each in opened]):
+    if of_rows([each.trained for each in opened]):
         return _rows(opened, args, say)
-    return _tokens([each.one for each in opened], args, say)
+    return _tokens([each.trained for each in opened], args, say)
 
 
 def _opened(folder: Path, schedules, args) -> list:
@@ -78,9 +78,9 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.training.train_run import check_task
 
     refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders' runs")
-    task = open_task_of([each.one for each in opened], args)
+    task = open_task_of([each.trained for each in opened], args)
     for each in opened:
-        check_task(each.one, task, each.name)
+        check_task(each.trained, task, each.name)
     if args.picture and task.regression and not args.sweep:
         raise WrongArguments("--picture shows the cross-entropy of exits, which a regression has not; give --sweep too")
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
@@ -88,12 +88,12 @@ def _rows(opened, args, say) -> dict:
     found = compare_rows(opened, task, rows, batch_size, args.sweep)
     answer = {"task": task.name, "split": split, "batch_size": batch_size} | found
     for row, each in zip(answer["rows"], opened):
-        row |= schedule_of(each.one)
+        row |= schedule_of(each.trained)
     say(compare_table(answer["rows"], score_name(task.metrics)))
     if args.sweep:
         say(losses_table(answer["rows"]))
         say(ranges_table(answer["rows"], answer["timed_rows"]))
-    answer["over_seeds"] = over_seeds(answer["rows"], [each.one.config for each in opened])
+    answer["over_seeds"] = over_seeds(answer["rows"], [each.trained.config for each in opened])
     if answer["over_seeds"]:
         say(seeds_table(answer["over_seeds"], args.sweep))
     if args.picture:

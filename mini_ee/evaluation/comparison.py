@@ -1,20 +1,22 @@
-"""Several runs on one task and one clock, and what their figures say side by side."""
+"""Compares several runs on one task: all are evaluated on the same data, and timed in turns in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.data.decoder_texts import Text
 from mini_ee.data.files import read_json
 from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import Split, Task, holdout
+from mini_ee.data.tasks import Split, Task
 from mini_ee.data.tokenizer import Encoded
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.row_evaluation import (
     LOSSES,
     RANGES,
+    Trained,
     by_exit,
     curve,
     fewest_flops,
@@ -31,54 +33,60 @@ from mini_ee.evaluation.token_evaluation import (
     quality,
     written_texts,
 )
+from mini_ee.exits.decoding import Generated
+from mini_ee.exits.generation import Sampling
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.registry import METHODS
-from mini_ee.rules import NeverExit, rule_from_dict
+from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.training.default_rule import CANDIDATES, choose, sweep, usual_rule
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import Run
-from mini_ee.training.train_run import trained_on
 from mini_ee.training.training_text import Source, TextOptions, texts_to_test
+from mini_ee.training.unit import load_unit
 
 TESTED_TEXTS, TIMED_TEXTS = 100, 2
 
 
 class Compared(NamedTuple):
-    """A run or an exported folder, as it was named, and how it is called in a table."""
+    """A run or an exported folder, its name on the command line, and its label in a table."""
 
     name: str
-    one: object  # Run or Runtime
-    how: str
+    trained: Trained
+    label: str
 
 
 # ---- Rows ----
 @dataclass
 class RowsOfRun:
-    """What is known of a run while it is compared: its row of the answer, and what its exits predict."""
+    """A run while it is compared: its row of the answer, and its outputs at every exit."""
 
-    one: object  # Run or Runtime
+    trained: Trained
     row: dict
     encoded: Encoded  # the reported rows
-    recorded: Record  # the same
-    chosen_on: str | None = None  # sha256 of the held-out rows that choose its rules; None: the reported rows
-    points: list[dict] = field(default_factory=list)  # its curve on those rows
+    recorded: Record  # of the reported rows
+    chosen_on: str | None = None  # sha256 of the held-out rows on which its rules are chosen; None: the reported rows
+    points: list[dict] = field(default_factory=list)  # its curve on the rows on which its rules are chosen
 
 
 def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_size: int, swept: bool) -> dict:
-    """Each under its own rule, all timed in turns; with `swept` also the curve of each, and what it saves at no and
-    little loss: rules are then chosen on the rows held out in training, or `chosen_on` says where else, and a loss is
-    counted from the best full model of all whose rules are chosen on the same rows (other seeds hold out others).
+    """The JSON answer: each run under its own rule, all timed in turns.
+
+    With `swept` also the curve of each run, and what it saves without loss and with little loss. Rules are then chosen
+    on the rows held out in training, if the run knows them, else on the reported rows; the key `chosen_on` says which.
+    A loss is the difference to the best full model among the runs whose rules are chosen on the same rows (runs with
+    different seeds hold out different rows).
     """
     runs, timed = [], []
-    for name, one, how in compared:
-        encoded, segments, whole = one.encode(rows.texts), one.segments(), one.whole_model()
+    for name, trained, label in compared:
+        encoded, segments, whole = trained.encode(rows.texts), trained.segments(), trained.whole_model()
         recorded = record(segments, encoded, batch_size, "reading", whole)
-        rule = plan_rows(one.rule, encoded, batch_size) if one.rule.plans_from_texts else one.rule
-        row = {"run": name, "how": how} | _row(one, recorded, rule, task, rows.labels)
+        own = trained.rule
+        rule = plan_rows(own, encoded, batch_size) if own.plans_from_texts else own
+        row = {"run": name, "how": label} | _row(trained, recorded, rule, task, rows.labels)
         row["rows_truncated"] = encoded.truncated
-        timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, one.rule, encoded))]
-        runs.append(RowsOfRun(one, row, encoded, recorded))
+        timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, own, encoded))]
+        runs.append(RowsOfRun(trained, row, encoded, recorded))
     if swept:
         timed += _swept(runs, task, rows.labels, batch_size)
     order = timed_batches(runs[0].encoded, batch_size)
@@ -91,54 +99,53 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
     return {"rows": answer, "timed_rows": sum(map(len, order))}
 
 
-def _row(one, recorded: Record, rule, task: Task, labels: np.ndarray) -> dict:
-    result, settings = recorded.replay(rule), one.config.get("settings", {})
+def _row(trained: Trained, recorded: Record, rule: Rule, task: Task, labels: np.ndarray) -> dict:
+    result, settings = recorded.replay(rule), trained.config.get("settings", {})
     scores = exit_scores(recorded, task, labels)
     return {
-        "method": one.config["method"],
+        "method": trained.config["method"],
         **summary(result, recorded, task, labels),
         **{name: settings[name] for name in ("alpha", "reward") if "reward" in settings},
         "by_exit": [] if task.regression else by_exit(recorded, result.exit_index, labels),
         "per_exit_accuracy": exit_scores(recorded, task, labels, "score" if task.regression else "accuracy"),
         "per_exit_score": scores,
         "full_score": scores[-1],
-        "megabytes": one.weight_bytes / 1e6,
-        "engine": one.segments().engine,
-        "exits": list(one.exits),
-        "rule": one.rule.to_dict(),
-        "pool": one.config["pool"],
+        "megabytes": trained.weight_bytes / 1e6,
+        "engine": trained.segments().engine,
+        "exits": list(trained.exits),
+        "rule": trained.rule.to_dict(),
+        "pool": trained.config["pool"],
     }
 
 
-def rules_of(one, recorded: Record, task: Task) -> list:
-    """The rules of a method's curve; none where the run's own rule plans."""
-    if one.rule.plans_from_texts:
+def rules_of(trained: Trained, recorded: Record, task: Task) -> list[Rule]:
+    """The rules of a method's curve; none if the run's own rule plans."""
+    if trained.rule.plans_from_texts:
         return []
-    method, usual = one.config["method"], sweep(usual_rule(task))
+    method, usual = trained.config["method"], sweep(usual_rule(task))
     candidates = (load_method(method).candidates if method in METHODS else None) or usual
-    found = candidates(recorded) or usual(recorded)  # a graph that holds another rule knows no policy: it has none
-    if type(one.rule) not in map(type, found):  # calibrated, or chosen by hand
-        found += one.rule.from_loose_to_strict(recorded, CANDIDATES)
-    return [NeverExit(), *found]
+    rules = candidates(recorded) or usual(recorded)  # an exported graph with another rule contains no policy
+    if type(trained.rule) not in map(type, rules):  # calibrated, or chosen by hand
+        rules += trained.rule.from_loose_to_strict(recorded, CANDIDATES)
+    return [NeverExit(), *rules]
 
 
-def _swept(runs: Sequence[RowsOfRun], task: Task, labels: np.ndarray, batch_size: int) -> list:
-    """The curve of each run, what it saves at no and little loss, and its best for a share of the FLOPs, put into its
-    row. Rules are chosen on rows held out in training if the run knows them, else on these.
+def _swept(runs: Sequence[RowsOfRun], task: Task, labels: np.ndarray, batch_size: int) -> list[tuple]:
+    """Add to the row of each run: its curve, what it saves at each of LOSSES, and its best rule in each of RANGES.
 
-    Returns what to time.
+    Returns what to time: the row of a point, the key of its seconds, and (segments, rule, encoded).
     """
     for run in runs:
-        held_out = None if run.one.rule.plans_from_texts else _held_out(run.one, task)
+        held_out = None if run.trained.rule.plans_from_texts else _held_out(run.trained, task)
         run.row["chosen_on"] = "reported rows" if held_out is None else "hold-out"
         chosen_on, chosen_labels = run.recorded, labels
         if held_out is not None:
             run.chosen_on, chosen_labels = held_out.sha256(), held_out.labels
-            encoded, whole = run.one.encode(held_out.texts), run.one.whole_model()
-            chosen_on = record(run.one.segments(), encoded, batch_size, "hold-out", whole)
-        rules = rules_of(run.one, chosen_on._replace(labels=chosen_labels), task)
+            encoded, whole = run.trained.encode(held_out.texts), run.trained.whole_model()
+            chosen_on = record(run.trained.segments(), encoded, batch_size, "hold-out", whole)
+        rules = rules_of(run.trained, chosen_on._replace(labels=chosen_labels), task)
         run.points = curve(chosen_on, rules, task, chosen_labels)
-    full_scores: dict[str | None, float] = {}  # the best full model's, by the rows that rules are chosen on
+    full_scores: dict[str | None, float] = {}  # of the best full model, by chosen_on
     for run in runs:
         scores = [point["score"] for point in run.points if point["rule"]["name"] == "never"]
         full_scores[run.chosen_on] = max([full_scores.get(run.chosen_on, -1.0), *scores])
@@ -149,66 +156,69 @@ def _swept(runs: Sequence[RowsOfRun], task: Task, labels: np.ndarray, batch_size
         for name, point in _picks(run.points, full_scores[run.chosen_on]).items():
             run.row[name] = replayed(point, run.recorded, task, labels) if point else {}
             if point:
-                segments = run.one.whole_model() if is_full(run.row[name]) else run.one.segments()
+                segments = run.trained.whole_model() if is_full(run.row[name]) else run.trained.segments()
                 timed.append((run.row[name], "seconds", (segments, rule_from_dict(point["rule"]), run.encoded)))
     return timed
 
 
 def _picks(points: list[dict], full_score: float) -> dict[str, dict | None]:
-    """The points of a curve that LOSSES and RANGES ask for; None if there is none."""
-    found = {}
+    """The best point of a curve for each of LOSSES (fewest FLOPs) and RANGES (highest score), or None."""
+    picks = {}
     for name, loss in LOSSES.items():
         least = full_score - loss - 1e-9
-        found[name] = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
+        picks[name] = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
     for name, most in RANGES.items():
-        found[name] = choose(points, itemgetter("score"), lambda point, most=most: point["flops_ratio"] <= most)
-    return found
+        picks[name] = choose(points, itemgetter("score"), lambda point, most=most: point["flops_ratio"] <= most)
+    return picks
 
 
-def _held_out(one, task: Task) -> Split | None:
-    """The rows that a run held out in training; None of an exported folder, and of a run on another task."""
-    if not isinstance(one, Run) or one.unit != "rows" or not trained_on(one, task):
-        return None
-    return holdout(task.split("train"), one.config["seed"])[1]
+def _held_out(trained: Trained, task: Task) -> Split | None:
+    """The rows that a run held out in training; None for an exported folder, and for a run on another task."""
+    return load_unit(trained.unit).held_out(trained, task) if isinstance(trained, Run) else None
 
 
 # ---- Tokens ----
 
 
-def compare_tokens(runs: Sequence[Run], texts: str | None, count: int | None, sampling, swept: bool, seed: int) -> dict:
-    """How well and how fast runs write, each under its own rules, with `swept` also under stricter and looser ones;
-    of runs with one decoder the layers that each takes at one end-to-end agreement, and how its heads learned.
+def compare_tokens(
+    runs: Sequence[Run], texts: str | None, count: int | None, sampling: Sampling, swept: bool, seed: int
+) -> dict:
+    """The JSON answer: quality and speed of the text that each run generates, under each of its rules.
+
+    With `swept` also under stricter and looser rules. For runs with the same decoder also `_heads`. texts: a file, if
+    the runs' texts have moved; count: number of texts.
+    Raises WrongArguments if the runs learned different kinds of text.
     """
     kinds = {run.config.get("text", {}).get("kind") for run in runs}
     if None in kinds or len(kinds) > 1:
         found = " and ".join(sorted(str(kind) for kind in kinds))
-        raise WrongArguments(f"these runs learned different things, {found}: compare like with like")
+        raise WrongArguments(f"expected runs that learned the same kind of text, found {found}")
     rows, timed = [], []
     for run in runs:
-        some, settings = _cases(run, texts, count or TESTED_TEXTS, sampling)
-        references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in some]
-        full = decoded(run, run.model.whole.write(some, NeverExit(), seed=seed, **settings))
+        cases, settings = _cases(run, texts, count or TESTED_TEXTS, sampling)
+        references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in cases]
+        full = decoded(run, run.model.whole.write(cases, NeverExit(), seed=seed, **settings))
         metrics = read_json(run.folder / "metrics.json")
         own = metrics.get("own", {})
-        if run.rule.to_dict() not in own.values():  # `mini-ee calibrate` wrote it
+        if run.rule.to_dict() not in own.values():  # from `mini-ee calibrate`
             name = run.rule.name if run.rule.name not in own else f"{run.rule.name}, calibrated"
             own = {name: run.rule.to_dict()} | own
         for measure, rule in {"full model": NeverExit().to_dict(), **own}.items():
             others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
             model = run.model.whole if measure == "full model" else run.model
             for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):
-                written = model.write(some, rule_from_dict(each), seed=seed, **settings)
+                written = model.write(cases, rule_from_dict(each), seed=seed, **settings)
                 points.append({"rule": each} | quality(run, written, full, references))
             about = {"run": str(run.folder), "method": run.config["method"], "measure": measure}
             rows.append(about | points[0] | {"exits": list(model.exits), "curve": points[1:]})
-            timed += [(point, _timed(model, some, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
+            timed += [(point, _timed(model, cases, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
     measure_speed(timed)
-    answer = {"task": kinds.pop(), "rows": rows, "texts": len(some), "timed_texts": TIMED_TEXTS}
+    answer = {"task": kinds.pop(), "rows": rows, "texts": len(cases), "timed_texts": TIMED_TEXTS}
     return answer | {"heads": _heads(runs, seed), "level": AGREEMENT_LEVEL}
 
 
-def _cases(run: Run, texts: str | None, count: int, sampling):
-    """Texts that the run was not trained on, and how it writes behind what they give."""
+def _cases(run: Run, texts: str | None, count: int, sampling: Sampling) -> tuple[list[Text], dict]:
+    """Texts that the run was not trained on, and settings of `generate` to continue their beginnings."""
     about = run.config["text"] | ({"text": texts, "prompt": None} if texts else {})
     given = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
     options = TextOptions(**given, prompt=about["prompt"] and tuple(about["prompt"]))
@@ -220,19 +230,21 @@ def _cases(run: Run, texts: str | None, count: int, sampling):
     return found, {"max_new_tokens": follow, "stop": stop, "sampling": sampling}
 
 
-def _timed(model: TokenExits, texts, rule: dict, settings: dict, seed: int):
+def _timed(
+    model: TokenExits, texts: list[Text], rule: dict, settings: dict, seed: int
+) -> Callable[[], list[Generated]]:
     few = texts[:TIMED_TEXTS]
     return lambda: model.write(few, rule_from_dict(rule), batch_size=1, seed=seed, **settings | {"stop": ()})
 
 
 def _on_one_decoder(runs: Sequence[Run]) -> bool:
-    """Whether all have exits, on the same decoder, that was not fine-tuned."""
+    """Whether all runs have exits on the same decoder, which was not fine-tuned."""
     same = len({run.config["backbone"]["sha256"] for run in runs}) == 1
     return same and not any(run.model.rank or len(run.exits) == 1 for run in runs)
 
 
 def have_history(runs: Sequence[Run]) -> bool:
-    """Whether Fig. 1 of self-supervised exits can be drawn of them."""
+    """Whether Fig. 1 of self-supervised exits can be drawn for these runs."""
     return _on_one_decoder(runs) and all(read_json(run.folder / "metrics.json").get("history") for run in runs)
 
 

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.recording import Record, exit_scores, plan_rows, predictions, record, summary
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.segments import Segments
 
 TIMED_ROWS = 256  # rows at most on which time is measured, drawn with a fixed seed
 
@@ -35,6 +37,22 @@ SEED_GROUP_KEYS = ("method", "base", "exits", "pool", "head", "task", "max_lengt
 """Keys of config.json that are equal in runs that differ by their seed alone."""
 
 RANGES = {"low_range": 1 / 3, "high_range": 2 / 3}  # of the full model's FLOPs, the two ranges of LoRAExit's Table 7
+
+
+class Trained(Protocol):
+    """A Run, or the Runtime of an exported folder."""
+
+    @property
+    def config(self) -> dict: ...
+    @property
+    def exits(self) -> tuple[int, ...]: ...
+    @property
+    def rule(self) -> Rule: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def encode(self, texts: Sequence[tuple[str, ...]]) -> Encoded: ...
+    def segments(self) -> Segments: ...
+    def whole_model(self) -> Segments: ...
 
 
 def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> list[dict]:
@@ -124,13 +142,13 @@ def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> t
     return split, rows if max_rows is None else subset(rows, max_rows, seed)
 
 
-def read_rows(one, encoded: Encoded, labels: np.ndarray, batch_size: int) -> Record:
+def read_rows(trained: Trained, encoded: Encoded, labels: np.ndarray, batch_size: int) -> Record:
     """All exits of a Run or a Runtime on rows with labels, and the cost of its model without early exits."""
-    return record(one.segments(), encoded, batch_size, "reading", one.whole_model())._replace(labels=labels)
+    return record(trained.segments(), encoded, batch_size, "reading", trained.whole_model())._replace(labels=labels)
 
 
 def evaluate(
-    one,
+    trained: Trained,
     rule: Rule,
     recorded: Record,
     task: Task,
@@ -140,10 +158,10 @@ def evaluate(
 ) -> dict:
     """Accuracy, depth and measured speed-up of one rule on some rows, as JSON.
 
-    one: a Run or a Runtime; the speed-up is measured against its `whole_model`. recorded: from `read_rows`. If `rules`
-    are given, the key `rows` contains the same figures for each of them.
+    The speed-up is measured against trained.whole_model(). recorded: from `read_rows`. If `rules` are given, the key
+    `rows` contains the same figures for each of them.
     """
-    segments, whole, labels = one.segments(), one.whole_model(), recorded.labels
+    segments, whole, labels = trained.segments(), trained.whole_model(), recorded.labels
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]

@@ -7,7 +7,7 @@ import numpy as np
 
 from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
-from mini_ee.data.tasks import Task
+from mini_ee.data.tasks import Task, holdout
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
@@ -18,7 +18,7 @@ from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import about_task, encode, read_trained
-from mini_ee.training.train_run import open_task
+from mini_ee.training.train_run import open_task, trained_on
 from mini_ee.training.train_settings import KINDS, RowOptions
 from mini_ee.training.unit import TrainingData, Unit, check_labelled, is_labelled
 
@@ -101,6 +101,9 @@ class RowUnit(Unit):
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
         return model, Tokenizer.from_folder(folder, config["max_length"])
+
+    def held_out(self, run, task):
+        return holdout(task.split("train"), run.config["seed"])[1] if trained_on(run, task) else None
 
     def check(self, config):
         check_labelled(config)

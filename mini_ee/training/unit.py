@@ -14,7 +14,7 @@ from torch import nn
 from mini_ee.backbones.backbone import check_integer
 from mini_ee.backbones.hub import write_tensors
 from mini_ee.data.table_files import SUFFIXES
-from mini_ee.data.tasks import TOY
+from mini_ee.data.tasks import TOY, Split
 from mini_ee.data.values import shortened
 from mini_ee.registry import UNITS
 
@@ -112,6 +112,10 @@ class Unit:
     def read(self, folder: Path, config: dict, backbone_folder) -> tuple:
         """(model, tokenizer) of a run."""
         raise NotImplementedError
+
+    def held_out(self, run, task) -> Split | None:
+        """The examples of a task that a training.run_folder.Run held out; None if they are not known."""
+        return None
 
 
 def is_labelled(task) -> bool:
