@@ -1,4 +1,4 @@
-"""Pictures, and plots in text. Functions write a file or return text; the command line prints."""
+"""Pictures, and plots in text. The functions write a file or return text; the command line prints it."""
 
 import io
 from importlib.util import find_spec
@@ -35,32 +35,33 @@ def can_draw() -> bool:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise WrongArguments where no picture can be drawn or written there."""
+    """Raise WrongArguments if matplotlib is missing or a picture cannot be written to the path."""
     if path is None:
         return
     if not can_draw():
         raise WrongArguments("--picture needs matplotlib: pip install mini-ee[plots]")
     if path.suffix != ".png" or path.is_dir() or not path.absolute().parent.is_dir():
-        raise WrongArguments(f"--picture: expected a file NAME.png in a folder that is there, found {path}")
+        raise WrongArguments(f"--picture: expected a file NAME.png in a folder that exists, found {path}")
 
 
 def draw_compared(path: Path, answer: dict, swept: bool) -> None:
-    """All curves; without them loss and accuracy by layer, or of runs of consistent alone the score over alpha."""
+    """The picture of `compare`: all curves if `swept`; else the score over alpha if all runs are of ConsistentEE, or
+    loss and accuracy by layer."""
     rewards = all("reward" in row for row in answer["rows"])
     draw = draw_curves if swept else draw_rewards if rewards else draw_layers
     draw(path, answer)
 
 
 def draw_speed_accuracy(path: Path, answer: dict) -> None:
-    """Accuracy against measured speed-up: every single exit, the curve of thresholds, and the run's own rule."""
+    """Score against measured speed-up: each exit for all rows, the curve of thresholds, and the run's own rule."""
     figure, axes = new_figure()
     exits, curve = answer["rows"], sorted(answer["curve"], key=lambda row: row["speedup"])
-    axes.plot([row["speedup"] for row in curve], [row["score"] for row in curve], "o-", label="threshold, swept")
-    singly = [(row["speedup"], row["score"]) for row in exits]
-    axes.plot(*zip(*singly), "s", color="0.6", label="one exit for all")
-    for row, point in zip(exits, singly):
-        beside = {"textcoords": "offset points", "xytext": (4, -11), "fontsize": 8, "color": "0.4"}
-        axes.annotate(str(row["layer"]), point, **beside)
+    axes.plot([row["speedup"] for row in curve], [row["score"] for row in curve], "o-", label="thresholds")
+    fixed = [(row["speedup"], row["score"]) for row in exits]
+    axes.plot(*zip(*fixed), "s", color="0.6", label="same exit for all")
+    for row, point in zip(exits, fixed):
+        style = {"textcoords": "offset points", "xytext": (4, -11), "fontsize": 8, "color": "0.4"}
+        axes.annotate(str(row["layer"]), point, **style)
     axes.plot(answer["speedup"], answer["score"], "*", markersize=14, color="tab:red", label="default rule")
     axes.axhline(answer["full_score"], color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")
@@ -69,44 +70,45 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
 
 
 def draw_curves(path: Path, answer: dict) -> None:
-    """Score against operations, one curve a run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is its own rule.
+    """Score against FLOPs, one curve per run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is the run's own rule.
 
-    Runs that only their seeds tell apart have one colour and one name.
+    Runs that differ by their seed alone have the same colour and name.
     """
     from matplotlib import colormaps
 
     figure, axes = new_figure()
     groups = [[(run, group["how"]) for run in group["runs"]] for group in answer["over_seeds"]]
-    alone = [[(row["run"], row["how"])] for row in answer["rows"]]
-    groups += [one for one in alone if not any(one[0] in group for group in groups)]
-    shades = colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
-    for row, ((run, how),) in zip(answer["rows"], alone):
-        number = next(number for number, group in enumerate(groups) if (run, how) in group)
-        colour, group = shades[number % len(shades)], groups[number]
-        label = how if len(group) > 1 else f"{Path(run).name} ({how})"
+    runs = [(row["run"], row["how"]) for row in answer["rows"]]
+    groups += [[run] for run in runs if not any(run in group for group in groups)]
+    colours = colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
+    for row, run in zip(answer["rows"], runs):
+        number = next(number for number, group in enumerate(groups) if run in group)
+        colour, group = colours[number % len(colours)], groups[number]
+        name, method = run
+        label = method if len(group) > 1 else f"{Path(name).name} ({method})"
         own = row["flops_ratio"], row["score"]
         points = sorted((point["flops_ratio"], point["score"]) for point in row["curve"]) or [own]
-        axes.plot(*zip(*points), ".-", linewidth=1, color=colour, label=label if (run, how) == group[0] else None)
+        axes.plot(*zip(*points), ".-", linewidth=1, color=colour, label=label if run == group[0] else None)
         axes.plot(*own, "*", markersize=12, color=colour)
-    axes.set(xlabel="operations, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
+    axes.set(xlabel="FLOPs, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
     save_figure(figure, path)
 
 
 def draw_exits_by_hardness(path: Path, answer: dict) -> None:
-    """Where the sentences of each hardness leave: one stacked bar a kind, from early (dark) to late (light)."""
+    """Exit layers of the sentences of each hardness: a stacked bar per kind, from early (dark) to late (light)."""
     figure, axes = new_figure()
     kinds = answer["hardness"]
-    left = [0.0] * len(kinds)
+    ends = [0.0] * len(kinds)  # of the bars so far
     from matplotlib import colormaps
 
     shades = colormaps["viridis"].resampled(len(answer["exits"]))
     for k, layer in enumerate(answer["exits"]):
         shares = [kind["exit_counts"][k] / sum(kind["exit_counts"]) for kind in kinds]
-        axes.barh([kind["hardness"] for kind in kinds], shares, left=left, color=shades(k), label=str(layer))
-        left = [a + b for a, b in zip(left, shares)]
+        axes.barh([kind["hardness"] for kind in kinds], shares, left=ends, color=shades(k), label=str(layer))
+        ends = [end + share for end, share in zip(ends, shares)]
     axes.invert_yaxis()
-    axes.set(xlabel="share of sentences that left at each layer", xlim=(0, 1))
+    axes.set(xlabel="share of sentences that exit at each layer", xlim=(0, 1))
     axes.legend(title="layer", frameon=False, bbox_to_anchor=(1.01, 1), loc="upper left", fontsize=8)
     save_figure(figure, path)
 
@@ -114,8 +116,8 @@ def draw_exits_by_hardness(path: Path, answer: dict) -> None:
 def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
     """Valade 2024's figures in one picture: training (Fig. 1), score, speed-up and exits over epsilon (Fig. 2 to 4).
 
-    answer: of measure.texts.sweep; history: Fig. 1, as metrics.json has it, or empty. Where no benchmark was
-    scored Fig. 2 is perplexity, where that was not either it is left out. Also: what is kept of the guarantee.
+    answer: of token_evaluation.sweep; history: for Fig. 1, from metrics.json, or empty. Fig. 2 shows the accuracy of a
+    benchmark, else perplexity, else it is omitted. One more panel shows agreement on fresh text against epsilon.
     """
     layers = [f"layer {layer}" for layer in answer["exits"]]
     score = next((key for key in ("accuracy", "perplexity") if key in answer["rows"][0]), None)
@@ -131,7 +133,7 @@ def draw_decoder(path: Path, answer: dict, history: list[dict]) -> None:
 
 
 def draw_training(path: Path, rows: list[dict]) -> None:
-    """Fig. 1 of Valade 2024: agreement and entropy of every head while training, a line of panels for each run."""
+    """Fig. 1 of Valade 2024: agreement and entropy of every head during training, a row of panels per run."""
     figure, grid = new_panels(2 * len(rows), height=2.6)
     for place, row in enumerate(rows):
         layers = [f"layer {layer}" for layer in row["exits"]]
@@ -139,9 +141,9 @@ def draw_training(path: Path, rows: list[dict]) -> None:
             _draw_history(axes, row["history"], key, layers)
             axes.set_title(f"{Path(row['run']).name}: {key}")
     for axes in grid[::2]:
-        axes.get_legend().remove()  # the panel beside it has one
+        axes.get_legend().remove()  # the panel to the right has the same
     for panels in (grid[::2], grid[1::2]):
-        top = max(axes.get_ylim()[1] for axes in panels)  # runs are compared on one scale
+        top = max(axes.get_ylim()[1] for axes in panels)  # the same scale for all runs
         for axes in panels:
             axes.set_ylim(0, top)
     save_figure(figure, path)
@@ -187,7 +189,7 @@ def _draw_speedup(axes, answer: dict, layers: list[str]) -> None:
     ):
         axes.plot(epsilons, [row["speedup"] for row in rows], "o-", label=missing_kv)
     axes.axhline(1, color="0.6", linestyle=":", label="full model")
-    axes.set(title="Fig. 3: speed-up", xlabel="epsilon", ylabel="tokens a second, over the full model's")
+    axes.set(title="Fig. 3: speed-up", xlabel="epsilon", ylabel="tokens per second, over the full model's")
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -198,7 +200,7 @@ def _draw_distribution(axes, answer: dict, layers: list[str]) -> None:
         shares = [row["exit_counts"][k] / sum(row["exit_counts"]) for row in answer["rows"]]
         axes.bar(names, shares, bottom=below, color=_shade(k, len(layers)), label=layer)
         below = [a + b for a, b in zip(below, shares)]
-    axes.set(title="Fig. 4: where tokens leave", xlabel="epsilon", ylabel="share of tokens", ylim=(0, 1))
+    axes.set(title="Fig. 4: exits of tokens", xlabel="epsilon", ylabel="share of tokens", ylim=(0, 1))
     axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
 
 
@@ -210,7 +212,7 @@ def _shade(k: int, count: int):
 
 
 def new_panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.6):
-    """A figure of so many panels, each `width` by `height` inches."""
+    """A figure with `count` panels, each of `width` by `height` inches."""
     from matplotlib.figure import Figure
 
     lines = -(-count // columns)
@@ -222,14 +224,14 @@ def new_panels(count: int, columns: int = 2, width: float = 4.6, height: float =
 
 
 def draw_layers(path: Path, answer: dict) -> None:
-    """Loss and accuracy at every layer (ConsistentEE, Fig. 2): of all rows, and, where it says, of those that left."""
+    """Loss and accuracy at every layer (ConsistentEE, Fig. 2): of all rows, and of the rows that exit there."""
     figure, (losses, accuracies) = new_panels(2)
     for row in answer["rows"]:
-        name, lines = f"{Path(row['run']).name} ({row['method']})", row["by_exit"]
+        name, exits = f"{Path(row['run']).name} ({row['method']})", row["by_exit"]
         for axes, key in ((losses, "loss"), (accuracies, "accuracy")):
-            (line,) = axes.plot([each["layer"] for each in lines], [each[key] for each in lines], ".-", label=name)
-            left = [(each["layer"], each[f"left_{key}"]) for each in lines if each["left"]]
-            axes.plot(*zip(*left), "o--", markersize=4, color=line.get_color(), label=f"{name}, those that left there")
+            (line,) = axes.plot([each["layer"] for each in exits], [each[key] for each in exits], ".-", label=name)
+            exited = [(each["layer"], each[f"left_{key}"]) for each in exits if each["left"]]
+            axes.plot(*zip(*exited), "o--", markersize=4, color=line.get_color(), label=f"{name}, rows that exit there")
     losses.set(xlabel="layer", ylabel=f"cross-entropy on {answer['task']} {answer['split']}, in nats")
     accuracies.set(xlabel="layer", ylabel="accuracy")
     handles = losses.get_legend_handles_labels()
@@ -238,22 +240,22 @@ def draw_layers(path: Path, answer: dict) -> None:
 
 
 def draw_rewards(path: Path, answer: dict) -> None:
-    """Score against layers saved over alpha, a line for each reward (ConsistentEE, Fig. 4). Rows are its runs."""
+    """Score against layers saved for each alpha, a line per reward (ConsistentEE, Fig. 4). All runs are of it."""
     figure, axes = new_figure()
     for reward in sorted({row["reward"] for row in answer["rows"]}):
         points = sorted((row for row in answer["rows"] if row["reward"] == reward), key=lambda row: row["alpha"])
         x, y = ([row[key] for row in points] for key in ("layers_saved", "score"))
         axes.plot(x, y, "o-", label=f"{reward} reward")
         for row in points:
-            point, beside = (row["layers_saved"], row["score"]), {"textcoords": "offset points", "xytext": (4, 4)}
-            axes.annotate(f"{row['alpha']:g}", point, **beside, fontsize=8)
+            point, style = (row["layers_saved"], row["score"]), {"textcoords": "offset points", "xytext": (4, 4)}
+            axes.annotate(f"{row['alpha']:g}", point, **style, fontsize=8)
     axes.set(xlabel="share of the layers saved", ylabel=f"score on {answer['task']} {answer['split']}")
-    axes.legend(title="at each alpha", frameon=False)
+    axes.legend(title="points: alpha", frameon=False)
     save_figure(figure, path)
 
 
 def draw_writing(path: Path, answer: dict) -> None:
-    """Rouge-L against layers saved, a curve for each measure (ConsistentEE, Fig. 5); a star is a run's own rule."""
+    """Rouge-L against layers saved, a curve per measure (ConsistentEE, Fig. 5); a star is the run's own rule."""
     figure, axes = new_figure()
     for row in answer["rows"]:
         if not row["curve"]:
@@ -268,13 +270,13 @@ def draw_writing(path: Path, answer: dict) -> None:
 
 
 def new_figure():
-    """A figure of README's width, and its axes."""
+    """A figure as wide as README, and its axes."""
     figure, (axes,) = new_panels(1, columns=1, width=7, height=4.2)
     return figure, axes
 
 
 def save_figure(figure, path: Path) -> None:
-    """Write it, as PNG. Names of runs, tasks and models stand as they are, whatever is in them: $ begins no formula."""
+    """Write the figure as PNG. Names of runs, tasks and models may contain $, which must not begin a formula."""
     for axes in figure.axes:
         for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
             text.set_parse_math(False)
@@ -287,7 +289,7 @@ def save_figure(figure, path: Path) -> None:
 
 
 def draw_ablation(path: Path, answer: dict) -> None:
-    """RAEE's score and mean layers over k, a line for each size of the datastore (its Tables 3 and 4)."""
+    """RAEE's score and mean layers over k, a line per size of the datastore (its Tables 3 and 4)."""
     figure, panels = new_panels(2)
     sizes = dict.fromkeys(point["database"] for point in answer["rows"])
     for axes, key, name in zip(panels, ("score", "mean_layers"), ("score", "mean layers")):
@@ -303,22 +305,22 @@ def draw_ablation(path: Path, answer: dict) -> None:
 
 
 def draw_estimate(path: Path, answer: dict) -> None:
-    """Left what each layer says, next to the last; right the layer from which on units do not change any more."""
-    figure, (said, settled) = new_panels(2)
+    """Left: agreement and accuracy of every layer. Right: the layers from which on predictions do not change."""
+    figure, (by_layer, settled) = new_panels(2)
     layers, unit = range(1, answer["layers"] + 1), answer["unit"]
-    said.plot(layers, answer["agreement"], "o-", label="agree with the last layer")
+    by_layer.plot(layers, answer["agreement"], "o-", label="agree with the last layer")
     if "accuracy" in answer:
-        said.plot(layers, answer["accuracy"], "s--", color="tab:orange", label="are right")
+        by_layer.plot(layers, answer["accuracy"], "s--", color="tab:orange", label="are correct")
     level = answer["estimate"]["agreement"]
-    said.axhline(level, color="0.6", linestyle=":", label=f"{level:g}")
-    said.set(
+    by_layer.axhline(level, color="0.6", linestyle=":", label=f"{level:g}")
+    by_layer.set(
         title=f"{answer['model']}: {answer['how']}", xlabel="layer", ylabel=f"share of {unit} that", ylim=(0, 1.03)
     )
-    said.legend(frameon=False)
+    by_layer.legend(frameon=False)
     shares = [count / sum(answer["oracle_counts"]) for count in answer["oracle_counts"]]
     settled.bar(layers, shares, color=[_shade(k, len(layers)) for k in range(len(layers))])
     saved = f"an oracle would save {answer['oracle_saved']:.0%} of the layers"
-    settled.set(title=saved, xlabel="layer from which on nothing changes", ylabel=f"share of {unit}")
-    for axes in (said, settled):
+    settled.set(title=saved, xlabel="layer from which on the prediction stays", ylabel=f"share of {unit}")
+    for axes in (by_layer, settled):
         axes.set_xticks(layers[:: -(-len(layers) // 16)])
     save_figure(figure, path)

@@ -325,7 +325,7 @@ def test_confidence_is_not_asked_of_a_regression(capsys, tmp_path, method):
 def test_a_picture_that_cannot_be_written_is_told_before_the_work(capsys, run_folder, tmp_path):
     for picture in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "dev.tsv"):
         line = refused(capsys, "compare", run_folder, "--sweep", "--picture", picture)
-        assert "--picture: expected a file NAME.png in a folder that is there" in line
+        assert "--picture: expected a file NAME.png in a folder that exists" in line
 
 
 def test_every_command_has_help_with_an_example(capsys):
