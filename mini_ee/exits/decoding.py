@@ -1,6 +1,7 @@
-"""Decoding with exits and a key/value cache, on any engine: the loop over tokens, and what exits leave for later.
+"""Decoding with early exits and a key/value cache, on any engine: the loop over tokens, and the keys and values that
+early exits leave missing.
 
-generation.py gives it torch, export/token_segments.py ONNX Runtime. No torch here.
+generation.py is the engine in torch, export/token_segments.py the one in ONNX Runtime. No torch here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,22 +21,22 @@ MISSING_KV = ("copy_state", "recompute")
 
 
 class Step(NamedTuple):
-    """One more token for each of some rows."""
+    """The next token of some rows."""
 
     rows: list[int]  # index of the prompt
     tokens: list[int]
-    layers_run: list[int]  # depth of the exit whose head gave the token, 1..L
+    layers_run: list[int]  # depth of the exit whose head predicted the token, 1..L
 
 
 class Generated(NamedTuple):
-    """One row's continuation, without its prompt; a stop token is its last."""
+    """The continuation of one row, without its prompt. If there is a stop token, it is the last."""
 
     tokens: list[int]
     layers_run: list[int]
 
 
 def gather(steps: Iterator[Step], num_rows: int) -> list[Generated]:
-    """Run the steps to their end: the continuation of every row."""
+    """The continuation of every row, from all steps."""
     texts = [Generated([], []) for _ in range(num_rows)]
     for step in steps:
         for row, token, layers in zip(*step, strict=True):
@@ -45,11 +46,11 @@ def gather(steps: Iterator[Step], num_rows: int) -> list[Generated]:
 
 
 Choose = Callable[[np.ndarray, list[int]], list[int]]
-"""(logits (B, V), which prompts they belong to) -> the next token of each."""
+"""(logits (B, V), index of the prompt of each) -> the next token of each."""
 
 
 def greedy(logits: np.ndarray, rows: list[int]) -> list[int]:
-    """The likeliest tokens. Raises ValueError where a logit is not finite."""
+    """The most likely tokens. Raises ValueError if a logit is not finite."""
     return check_finite(logits).argmax(-1).tolist()
 
 
@@ -61,10 +62,10 @@ def decode(
     choose: Choose = greedy,
     stop: Sequence[int] = (),
 ) -> Iterator[Step]:
-    """Continue prompts, a step a token, until every row has max_new_tokens or a token of `stop`.
+    """Continue prompts, one token per step, until every row has max_new_tokens or a token of `stop`.
 
-    Each step is one run of `early_exit`; where there are exits, the prompts but for their last tokens run through all
-    layers before. The segments are used up: their caches hold these texts.
+    Each step is one run of `early_exit`. If there are early exits, all tokens of the prompts except the last run
+    through all layers first. Segments serve one call: their caches contain these texts.
     """
     inputs = segments.begin(prompts)
     if len(segments.exits) > 1:
@@ -73,16 +74,17 @@ def decode(
         rows, result = inputs.rows, early_exit(segments, rule, inputs)
         tokens = choose(result.logits, rows)
         yield Step(rows, tokens, result.layers_run.tolist())
-        on = [i for i, token in enumerate(tokens) if token not in stop]
-        if not on:
+        running = [i for i, token in enumerate(tokens) if token not in stop]
+        if not running:
             return
-        inputs = Tokens([[tokens[i]] for i in on], [rows[i] for i in on], [[inputs.positions[i][-1] + 1] for i in on])
+        positions = [[inputs.positions[i][-1] + 1] for i in running]
+        inputs = Tokens([[tokens[i]] for i in running], [rows[i] for i in running], positions)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int, max_tokens: int) -> int:
-    """How many tokens the longest row comes to.
+    """Number of tokens of the longest row with its continuation.
 
-    Raises ValueError if a model of these sizes cannot read the prompts, WrongArguments if it cannot write that much.
+    Raises ValueError if a model of these sizes cannot read the prompts, WrongArguments if max_tokens is too few.
     """
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
@@ -97,17 +99,17 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_s
 
 
 def check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise ValueError for a prompt that is empty or not of this vocabulary."""
+    """Raise ValueError if a prompt is empty or contains a token that is not in the vocabulary."""
     if not len(prompts) or not all(len(prompt) for prompt in prompts):
         raise ValueError("expected prompts of at least one token each, got an empty one: begin with the bos token")
-    strange = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab_size), None)
-    if strange is not None:
-        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, got {strange}: is this the model's tokenizer?")
+    unknown = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab_size), None)
+    if unknown is not None:
+        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, got {unknown}: is this the model's tokenizer?")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The inputs of one step: the newest token of each row that goes on, at first with the prompt before it."""
+    """The inputs of one step: the newest token of each running row; in the first step its prompt."""
 
     ids: list[list[int]]  # (B, T)
     rows: list[int]  # (B,), index of the prompt
@@ -116,9 +118,9 @@ class Tokens:
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]]) -> "Tokens":
         """Whole prompts, padded on the left."""
-        gaps = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-        ids = [[0] * gap + list(prompt) for gap, prompt in zip(gaps, prompts)]
-        positions = [[-1] * gap + list(range(len(prompt))) for gap, prompt in zip(gaps, prompts)]
+        padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+        ids = [[0] * count + list(prompt) for count, prompt in zip(padding, prompts)]
+        positions = [[-1] * count + list(range(len(prompt))) for count, prompt in zip(padding, prompts)]
         return cls(ids, list(range(len(prompts))), positions)
 
     def __len__(self) -> int:
@@ -126,25 +128,25 @@ class Tokens:
 
 
 def aligned(positions: list[list[int]]) -> bool:
-    """Whether all rows stand at the same places, one behind the other, none of them padding. Rows ascend.
+    """Whether all rows have the same consecutive positions without padding. Then slices can index the caches.
 
     >>> aligned([[4, 5], [4, 5]]), aligned([[4], [5]]), aligned([[4, 6]]), aligned([[-1, 0]])
     (True, False, False, False)
     """
     first = positions[0]
-    return first[0] >= 0 and first[-1] - first[0] == len(first) - 1 and all(some == first for some in positions[1:])
+    return first[0] >= 0 and first[-1] - first[0] == len(first) - 1 and all(row == first for row in positions[1:])
 
 
 class TokenState(NamedTuple):
-    """The rows whose token is still in the model. The caches are named by row, and stay where they are.
+    """The rows whose token has not exited. Arrays are those of the engine.
 
-    Arrays are the engine's.
+    `rows` are the numbers by which the caches are indexed: `keep` selects rows of this state and moves no cache.
     """
 
     hidden: Any  # (B, T, D)
     rows: list[int]
     positions: list[list[int]]
-    block: Any  # what CachedSegments.block made where it was first needed, or None
+    block: Any  # the result of CachedSegments.block for these rows, once it was needed; None after `keep`
     before: Any  # (B, T, D), hidden at the exit before, at first the embeddings
 
     def keep(self, index: np.ndarray) -> "TokenState":
@@ -154,23 +156,23 @@ class TokenState(NamedTuple):
 
 
 def vocabulary_reading(logits: np.ndarray, largest: np.ndarray) -> Reading:
-    """What a head says: logits (B, V), and its two largest probabilities (B, 2), descending, from the engine.
+    """The reading of a vocabulary head: logits (B, V) and their two largest probabilities (B, 2), descending.
 
-    On a vocabulary the softmax is felt, and engines are quicker at it than numpy.
+    The engine computes the probabilities: it is faster than numpy, and a softmax over a vocabulary takes time.
     """
     return Reading(logits, max_probability=largest[:, 0], breaking_ties=largest[:, 0] - largest[:, 1])
 
 
 class Weights(NamedTuple):
-    """How many weights a token is multiplied with."""
+    """Number of weights that a token is multiplied with."""
 
     layer: int  # in one layer
-    attention: int  # numbers of all query heads, for each token that is read
+    attention: int  # width of all query heads: the products with each token that is attended to
     head: int
 
 
 class DecoderSegments(Segments):
-    """What all engines of a decoder have in common: what a token costs. Inputs are Tokens."""
+    """Segments of a decoder on any engine; here is the cost of a token. Inputs are Tokens."""
 
     weights: Weights
 
@@ -179,47 +181,52 @@ class DecoderSegments(Segments):
         return Tokens.of(prompts)
 
     def prefill(self, prompts: Tokens) -> Tokens:
-        """Run all tokens of the prompts but the last through all layers. Returns the last."""
-        ids, positions = ([some[:-1] for some in numbers] for numbers in (prompts.ids, prompts.positions))
+        """Run all tokens of the prompts except the last through all layers. Returns the last tokens."""
+        ids, positions = ([row[:-1] for row in numbers] for numbers in (prompts.ids, prompts.positions))
         if ids[0]:
             self.run_through(ids, prompts.rows, positions)
-        return Tokens([ids[-1:] for ids in prompts.ids], prompts.rows, [some[-1:] for some in prompts.positions])
+        return Tokens([row[-1:] for row in prompts.ids], prompts.rows, [row[-1:] for row in prompts.positions])
 
     def run_through(self, ids: list[list[int]], rows: list[int], positions: list[list[int]]) -> None:
         """Fill the caches of all layers with these tokens."""
         raise NotImplementedError
 
     def forget(self, row: int) -> None:
-        """Another prompt takes the place of this one: what was filled is overwritten, and never read before it is."""
+        """Prepare a row for another prompt. The caches need no reset: each slot is written before it is read."""
 
     def wipe(self, row: int) -> None:
-        """What was filled for this row may be NaN, which no mask hides: 0 x NaN is NaN. For engines whose rows are used
-        again.
-        """
+        """Set the caches of a row to 0, if the engine uses rows again: masks do not hide NaN, since 0 x NaN is NaN."""
 
     def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
-        """The token's own way. What fills the gaps behind it is not counted: it belongs to tokens before."""
-        reads = np.asarray(inputs.positions) + 1  # (B, T): tokens that attention reads, 0 for padding
-        products = self.weights.layer * (reads > 0).sum(axis=1) + 2 * self.weights.attention * reads.sum(axis=1)
+        """FLOPs of the row's own tokens. Filling in keys and values of earlier tokens is not counted."""
+        # A token at position p attends to p + 1 tokens; padding, at position -1, to none. Scores and the weighted sum
+        # of values are two products with each of them.
+        attended = np.asarray(inputs.positions) + 1  # (B, T)
+        products = self.weights.layer * (attended > 0).sum(axis=1) + 2 * self.weights.attention * attended.sum(axis=1)
         return self.layer_passes(k) * 2.0 * products, 2.0 * self.weights.head
 
 
 class CachedSegments(DecoderSegments):
-    """The segments of one token's way through a decoder, with what earlier tokens left behind. Inputs are Tokens.
+    """Segments with a key/value cache, which fill in the missing keys and values of tokens that exited early.
 
-    waiting[row][k]: positions of the tokens that have run to exit k, and not above; their hidden states at exit k stand
-    in `left`, (rows, capacity + 1, D), the last slot for padding. Above it their keys and values are yet to be filled.
+    A token that exits at exit k has no keys and values in the layers above. It is pending there until a later token of
+    its row runs the next segment; then the keys and values of all pending tokens are computed in one block. What no
+    later token needs is never computed.
 
-    An engine brings its arrays, weights and caches:
+    pending_positions[row][k]   positions of the tokens that have run to exit k and not further
+    pending_states              (rows, capacity + 1, D): slot p has the state at exit k of the token at position p; the
+                                last slot takes padding, which has position -1
 
-    left, weights               see above
-    array(numbers)              lists of whole numbers as its array
+    An engine defines:
+
+    pending_states, weights     see above and Weights
+    array(numbers)              an array of the engine, from nested lists of whole numbers
     join(earlier, hidden)       (B, S, D), (B, T, D) -> (B, S + T, D)
-    embed(ids, positions)       hidden[0], or what the first segment takes for it
-    block(rows, positions)      what run and copy_state need to know of where tokens stand, None being no block
-    run(k, hidden, block)       the layers of segment k: (B, T, D) -> (B, T, D), filling their caches
-    copy_state(k, hidden, block) hidden stands in for the input of all these layers; their caches alone are filled
-    run_all(hidden, block)      all layers, filling their caches
+    embed(ids, positions)       the embeddings, or the input of the first segment if that contains them
+    block(rows, positions)      the layers' context for tokens at these positions; never None
+    run(k, hidden, block)       the layers of segment k: (B, T, D) -> (B, T, D); writes their caches
+    copy_state(k, hidden, block)  computes only keys and values, with the same `hidden` as input of all these layers
+    run_all(hidden, block)      all layers; writes their caches
     """
 
     def __init__(self, exits: tuple[int, ...], missing_kv: str, num_rows: int, capacity: int):
@@ -240,39 +247,44 @@ class CachedSegments(DecoderSegments):
     def advance(self, k: int, state: TokenState) -> TokenState:
         hidden, rows, positions, block, _ = state
         block = block or self.block(rows, positions)
-        behind = [self.pending_positions[row][k - 1][:-1] if k else [] for row in rows]  # without this token itself
-        width = max(map(len, behind))
+        # The last position at exit k - 1 is that of the current token, which advance(k - 1) has added.
+        pending = [self.pending_positions[row][k - 1][:-1] if k else [] for row in rows]
+        width = max(map(len, pending))
         if not width:
             hidden = self.run(k, hidden, block)
         else:
-            padded = [[-1] * (width - len(some)) + some for some in behind]
+            padded = [[-1] * (width - len(each)) + each for each in pending]
             at = self._slots(rows, padded)
             if self.missing_kv == "copy_state":
                 self.copy_state(k, self.pending_states[at], self.block(rows, padded))
                 hidden = self.run(k, hidden, block)
             else:
-                together = self.block(rows, [some + own for some, own in zip(padded, positions)])
+                # Pending tokens and the current one run as one block, in which each attends to those before it. So the
+                # result is exact, and pending_states gets the states at exit k. A row has one current token here.
+                together = self.block(rows, [each + own for each, own in zip(padded, positions)])
                 hidden = self.run(k, self.join(self.pending_states[at], hidden), together)
                 self.pending_states[at], hidden = hidden[:, :-1], hidden[:, -1:]
+        # Now all of them have run to exit k. Above the last exit there is nothing to fill in.
         for row in rows if k else ():
             self.pending_positions[row][k - 1] = []
         if k < len(self.exits) - 1:
             self.pending_states[self._slots(rows, positions)] = hidden
-            for row, own, some in zip(rows, positions, behind):
-                self.pending_positions[row][k] += some + own
+            for row, own, each in zip(rows, positions, pending):
+                self.pending_positions[row][k] += each + own
         return TokenState(hidden, rows, positions, block, state.hidden)
 
     def read(self, k: int, state: TokenState) -> Reading:
-        """All that exit k says: its head, and before the last exit what rules that need the state alone are given."""
+        """The logits of exit k, and before the last exit also what `read_state` gives."""
         reading = self.read_logits(k, state)
         if k == len(self.exits) - 1:
             return reading
-        told = self.read_state(k, state)
-        return reading._replace(exit_logit=told.exit_logit, saturation=told.saturation)
+        of_state = self.read_state(k, state)
+        return reading._replace(exit_logit=of_state.exit_logit, saturation=of_state.saturation)
 
     def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple:
-        """Where in `left` the hidden states of these positions stand; padding in the last slot."""
+        """The index of these positions (B, T) in pending_states; padding has the last slot."""
+        # Slices avoid a copy. Rows ascend, so as many rows as there are means all of them in order.
         if len(rows) == self.num_rows and aligned(positions):
             return slice(None), slice(positions[0][0], positions[0][-1] + 1)
-        slots = [[self.capacity if position < 0 else position for position in some] for some in positions]
-        return self.array(rows)[:, None], self.array(slots)
+        slots = [[self.capacity if position < 0 else position for position in row] for row in positions]
+        return self.array(rows)[:, None], self.array(slots)  # (B, 1) and (B, T) are broadcast

@@ -1,26 +1,27 @@
-"""Text from a decoder, token by token: in full, with exits, or with exits and yet the full model's own text.
+"""Text generation with a decoder: in full, with early exits, or with early exits and the full model's text.
 
-    generate            greedy or sampled; each token is one run of `early_exit`, and each row leaves where the rule
-                        says. Without heads it is plain decoding.
-    generate_lossless   greedy; an exit drafts, the full model verifies in one pass (self-speculative decoding). It does
-                        not run `early_exit`: no rule decides.
+    generate            greedy or sampled; each token is one run of `early_exit`, and the rule decides for each row at
+                        which exit it stops. Without heads it is plain decoding.
+    generate_lossless   greedy; an exit drafts tokens and the full model verifies them in one pass (self-speculative
+                        decoding). It does not run `early_exit`: there is no rule.
 
-A token that leaves at exit k has no keys and values in the layers above, and later tokens that go higher read them:
+A token that exits at exit k has no keys and values in the layers above, but later tokens that go higher need them:
 
-    copy_state  its hidden state at exit k stands in for the deeper ones (Elbayad et al. 2020; ConsistentEE)
-    recompute   the deeper layers catch up on it: exact, as if every token had run to the end
+    copy_state  its hidden state at exit k is the input of all deeper layers (Elbayad et al. 2020; ConsistentEE)
+    recompute   the deeper layers run on it later: exact, as if every token had run through all layers
 
-Both are done late, when a token first goes above exit k, for all tokens that wait there, in one block. What no token
-asks for is never computed.
+Both happen when a later token first goes above exit k, for all tokens that are pending there, in one block
+(decoding.CachedSegments). What no token needs is never computed.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import LayerContext
 from mini_ee.backbones.cache import Cache
@@ -46,24 +47,26 @@ from mini_ee.exits.row_exits import check_exits
 from mini_ee.rules import NeverExit, Rule
 from mini_ee.segments import Reading
 
-SMALLEST = 1e-6  # number that a logit may be divided by
-CONFIDENCE_THRESHOLD = 0.6  # of a draft: the fastest of 0, .6, .8, .9 after layer 4 of a half-trained built-in decoder
+SMALLEST = 1e-6  # least number by which logits may be divided
+CONFIDENCE_THRESHOLD = (
+    0.6  # for drafting: the fastest of 0, .6, .8, .9 after layer 4 of a half-trained built-in decoder
+)
 
 Head = Callable[[Tensor], Tensor]
 """An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""
 
 ExitPolicy = Callable[[Tensor], Tensor]
-"""What decides at an exit: hidden (B, D) -> exit_logit (B,)."""
+"""The policy of an exit: hidden (B, D) -> exit_logit (B,)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn from logits, in the order and with the meaning of transformers' generate.
+    """How the next token is drawn from logits, in the order and with the meaning of transformers' generate.
 
-    repetition_penalty: logits of tokens that the row holds already, prompt included, are divided by it where they are
-    positive, multiplied where negative (Keskar et al. 2019). temperature: 0 is greedy, and ignores top_k and top_p.
-    top_k: the k likeliest tokens, and those level with the k-th. top_p: the fewest likeliest that hold p of the
-    probability (Holtzman et al. 2020). Raises ValueError on a value outside its range.
+    repetition_penalty: logits of tokens that the row contains, prompt included, are divided by it if positive, and
+    multiplied if negative (Keskar et al. 2019). temperature: 0 is greedy, and ignores top_k and top_p. top_k: the k
+    most likely tokens, and those with the same logit as the k-th. top_p: the fewest most likely tokens whose
+    probabilities add up to p (Holtzman et al. 2020). Raises ValueError if a value is outside its range.
     """
 
     temperature: float = 0.0
@@ -84,29 +87,33 @@ class Sampling:
             )
 
     def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """What is drawn from, at a temperature above 0. logits (B, V), seen (B, V) bool; returns (B, V) float32."""
+        """The distribution to draw from, if temperature > 0. logits (B, V), seen (B, V) bool -> (B, V) float32."""
         logits = self.penalised(logits, seen) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -math.inf)
         probabilities = logits.softmax(-1)
         if self.top_p is not None:
             ordered, index = probabilities.sort(descending=True, stable=True)
-            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones hold p already
-            probabilities = probabilities.masked_fill(beyond.scatter(-1, index, beyond), 0.0)
+            # Sorted by probability, a token is excluded if those before it add up to p; so the first never is. The
+            # scatter returns the mask from sorted order to token order.
+            excluded = ordered.cumsum(-1) - ordered >= self.top_p
+            probabilities = probabilities.masked_fill(excluded.scatter(-1, index, excluded), 0.0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return probabilities
 
     def penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """Logits (B, V) after the repetition penalty. seen (B, V) is true for tokens that the row holds."""
+        """Logits (B, V) after the repetition penalty. seen (B, V) bool: the tokens that each row contains."""
         if seen is None or self.repetition_penalty == 1.0:
             return logits
-        weakened = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
-        return torch.where(seen, weakened, logits)
+        lower = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+        return torch.where(seen, lower, logits)
 
     def choose(self, logits: Tensor, uniform: Tensor | None, seen: Tensor | None = None) -> Tensor:
-        """The next tokens, (B,) int64: the likeliest, or at uniform (B,) in [0, 1) of the cumulated probability."""
+        """The next tokens, (B,) int64: the most likely, or drawn by inverse transform from uniform (B,) in [0, 1)."""
         if self.temperature == 0:
             return self.penalised(logits, seen).argmax(-1)
+        # The first token whose cumulated probability exceeds uniform times the total, in float64: with right=True a
+        # token of probability 0 is never drawn, and the total corrects rounding of the sum.
         cumulated = self.probabilities(logits, seen).double().cumsum(-1)
         return torch.searchsorted(cumulated, uniform.double()[:, None] * cumulated[:, -1:], right=True)[:, 0]
 
@@ -129,13 +136,14 @@ def generate(
     stop: Sequence[int] = (),
     seed: int = 0,
 ) -> Iterator[Step]:
-    """Continue prompts, a step a token, until every row has max_new_tokens or a token of `stop`.
+    """Continue prompts, one token per step, until every row has max_new_tokens or a token of `stop`.
 
-    prompts: token ids of each row, of any lengths. exits: in layers, the last is L, where the LM head is; heads: one
-    for each exit before it; policies: as many, for the rule policy. missing_kv: "copy_state" or "recompute".
-    The prompt itself runs through all layers. A row's text does not depend on the other rows, but for rounding; when
-    sampled, not on when they end.
-    Raises ValueError for a prompt that is empty, not of this vocabulary, or too long for the context.
+    prompts: token ids of each row, of any lengths. exits: in layers; the last is L, with the LM head. heads: one for
+    each exit before the last. policies: as many, for the rule policy, or none. missing_kv: "copy_state" or "recompute".
+    The prompt runs through all layers. Except for rounding, a greedy text does not depend on the other rows of the
+    batch; a sampled text does not depend on when they end.
+    Raises ValueError if a prompt is empty, or contains a token outside the vocabulary, WrongArguments if a prompt and
+    its continuation are too long for the context.
     """
     exits = check_exits(exits or (decoder.config.num_hidden_layers,), decoder.config.num_hidden_layers)
     if len(heads) != len(exits) - 1:
@@ -151,14 +159,24 @@ def generate(
 
 
 @torch.inference_mode()
-def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> Iterator[Step]:
+def _generate(
+    segments: "TokenSegments",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    rule: Rule,
+    sampling: Sampling,
+    stop: frozenset[int],
+    seed: int,
+) -> Iterator[Step]:
     device = segments.pending_states.device
     generator = torch.Generator().manual_seed(seed)
     seen = _seen(prompts, segments.decoder).to(device) if sampling.repetition_penalty != 1.0 else None
 
     def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
         uniform = None
-        if sampling.temperature:  # a number for each prompt: who has ended changes no other row's
+        if (
+            sampling.temperature
+        ):  # a number for every prompt, so a row's number does not depend on which rows have ended
             uniform = torch.rand(len(prompts), generator=generator)[rows].to(device)
         chosen = sampling.choose(torch.from_numpy(logits).to(device), uniform, None if seen is None else seen[rows])
         if seen is not None:
@@ -169,13 +187,14 @@ def _generate(segments, prompts, max_new_tokens, rule, sampling, stop, seed) -> 
 
 
 def _check_prompts(decoder: GenerativeBackbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """How many tokens the longest row comes to; of what is read apart none."""
+    """Number of tokens of the longest row with its continuation; the prompt of an encoder does not count."""
     sizes = decoder.config.vocab_size, decoder.max_written
     check_ids(prompts, sizes[0])
     return check_prompts(decoder.decoder_start_tokens(prompts), max_new_tokens, *sizes)
 
 
 def _seen(prompts: Sequence[Sequence[int]], decoder: GenerativeBackbone) -> Tensor:
+    """(B, V) bool: the tokens of each prompt."""
     seen = torch.zeros(len(prompts), decoder.config.vocab_size, dtype=torch.bool)
     for row, prompt in enumerate(decoder.decoder_start_tokens(prompts)):
         seen[row, list(prompt)] = True
@@ -183,7 +202,7 @@ def _seen(prompts: Sequence[Sequence[int]], decoder: GenerativeBackbone) -> Tens
 
 
 def token_weights(decoder: GenerativeBackbone) -> Weights:
-    """How many weights a token is multiplied with."""
+    """Number of weights that a token is multiplied with."""
     config = decoder.config
     return Weights(
         decoder.token_weights, config.num_attention_heads * config.head_width, config.hidden_size * config.vocab_size
@@ -191,10 +210,10 @@ def token_weights(decoder: GenerativeBackbone) -> Weights:
 
 
 class TokenSegments(CachedSegments):
-    """Those of a backbone that writes, in torch."""
+    """CachedSegments of a decoder in torch."""
 
     engine = "torch"
-    any_rule = False  # where there are policies, for rules that ask them alone
+    any_rule = False  # if there are policies, read_state gives only the exit_logit, not the saturation
 
     def __init__(
         self,
@@ -254,17 +273,17 @@ class TokenSegments(CachedSegments):
         )
 
     def read_state(self, k: int, state: TokenState) -> Reading:
-        """What the policy says; without one, or under any rule, how far the state still moves. No head is read."""
+        """The policy's exit_logit, if there is one; else, or with any_rule, the saturation. No head is computed."""
         hidden = state.hidden[:, -1]
-        said = self.policies[k](hidden).float().numpy(force=True) if self.policies else None
-        if said is not None and not self.any_rule:
-            return Reading(None, said)
+        exit_logit = self.policies[k](hidden).float().numpy(force=True) if self.policies else None
+        if exit_logit is not None and not self.any_rule:
+            return Reading(None, exit_logit)
         cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float())
-        return Reading(None, said, saturation=cosine.numpy(force=True))
+        return Reading(None, exit_logit, saturation=cosine.numpy(force=True))
 
 
-def token_segments(model, missing_kv: str, num_rows: int, capacity: int) -> TokenSegments:
-    """The segments of a decoder with exits, `heads` and it may be `policies`, for a batch of texts, under any rule."""
+def token_segments(model: nn.Module, missing_kv: str, num_rows: int, capacity: int) -> TokenSegments:
+    """The segments of a token_exits.TokenExits for a batch of texts, under any rule."""
     segments = TokenSegments(
         model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, tuple(model.policies)
     )
@@ -286,15 +305,16 @@ def generate_lossless(
 ) -> Iterator[Step]:
     """The full model's greedy text, in fewer passes through its upper layers.
 
-    Source: self-speculative decoding as in LayerSkip (Elhoushi et al. 2024). A round: the layers up to exit_layer and
-    its head draft `draft` tokens, one at a time; the layers above run in one block on the token before them and on all
-    of them; the LM head says what the full model would have written after each. Kept are the drafts up to the first
-    that differs, and the full model's own token there: from one token a round to draft + 1. The layers below are not
-    run again: their cache is shared. A round drafts fewer where the head's largest probability, in the mean of the
-    rows, is below confidence_threshold, as transformers' assisted decoding does; 0: never, as in the paper.
+    Source: self-speculative decoding as in LayerSkip (Elhoushi et al. 2024). In each round
+    1. the layers up to exit_layer and its head draft `draft` tokens, one at a time;
+    2. the layers above run in one block on the last accepted token and all drafts, and the LM head predicts the next
+       token after each of them. The layers below are not run again: their cache is shared;
+    3. the drafts before the first wrong one are accepted, and then the full model's own token: 1 to draft + 1 tokens.
+    Drafting ends early if the head's largest probability, averaged over rows, is below confidence_threshold, as in
+    transformers' assisted decoding; 0: never, as in the paper.
 
-    Steps come a round at a time; layers_run is exit_layer for a kept draft and L for a token of the full model.
-    Arguments and errors as in `generate`.
+    After each round all its steps are yielded. layers_run is exit_layer for an accepted draft, and L for a token of the
+    full model. Arguments and errors as in `generate`.
     """
     last = decoder.config.num_hidden_layers
     if not 1 <= exit_layer < last:
@@ -306,58 +326,83 @@ def generate_lossless(
     capacity = _check_prompts(decoder, prompts, max_new_tokens)
     segments = TokenSegments(decoder, (last,), (), "recompute", len(prompts), capacity)
     return _generate_lossless(
-        segments, prompts, max_new_tokens, exit_layer, head, (draft, confidence_threshold), frozenset(stop)
+        segments, prompts, max_new_tokens, Drafter(exit_layer, head, draft, confidence_threshold), frozenset(stop)
     )
 
 
+class Drafter(NamedTuple):
+    """The exit that drafts, and when it stops."""
+
+    exit_layer: int
+    head: Head
+    most: int  # tokens at most
+    confidence_threshold: float
+
+
 @torch.inference_mode()
-def _generate_lossless(segments, prompts, max_new_tokens, exit_layer, head, limits, stop) -> Iterator[Step]:
+def _generate_lossless(
+    segments: TokenSegments,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    drafter: Drafter,
+    stop: frozenset[int],
+) -> Iterator[Step]:
     first = segments.prefill(segments.begin(prompts))
-    rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [some[0] for some in first.positions]
-    room = [max_new_tokens] * len(prompts)  # tokens that each of `rows` may still get
+    rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [row[0] for row in first.positions]
+    room = [max_new_tokens] * len(prompts)  # number of tokens that each of `rows` may still get
     while rows:
-        most = min(limits[0], min(room) - 1), limits[1]
-        drafted, true = _draft_and_verify(segments, rows, tokens, positions, most, exit_layer, head)
-        new = [_accepted(*pair, stop) for pair in zip(drafted, true)]
-        for column in range(max(map(len, new))):
-            reached = [i for i, some in enumerate(new) if column < len(some)]
-            kept = [drafted[i][column : column + 1] == [new[i][column]] for i in reached]
-            layers = [exit_layer if each else segments.exits[-1] for each in kept]
+        # One less than the room of every row, because the full model adds a token of its own.
+        drafts, true = _draft_and_verify(
+            segments, rows, tokens, positions, drafter._replace(most=min(drafter.most, min(room) - 1))
+        )
+        new = [_accepted(*pair, stop) for pair in zip(drafts, true)]
+        for column in range(max(map(len, new))):  # rows may get different numbers of tokens
+            reached = [i for i, row in enumerate(new) if column < len(row)]
+            # The last token of a row may be beyond its drafts: then the slice is empty.
+            accepted = [drafts[i][column : column + 1] == [new[i][column]] for i in reached]
+            layers = [drafter.exit_layer if each else segments.exits[-1] for each in accepted]
             yield Step([rows[i] for i in reached], [new[i][column] for i in reached], layers)
-        room = [left - len(some) for left, some in zip(room, new)]
-        on = [i for i, some in enumerate(new) if room[i] and some[-1] not in stop]
-        rows, room = [rows[i] for i in on], [room[i] for i in on]
-        tokens, positions = [new[i][-1] for i in on], [positions[i] + len(new[i]) for i in on]
+        room = [count - len(row) for count, row in zip(room, new)]
+        running = [i for i, row in enumerate(new) if room[i] and row[-1] not in stop]
+        rows, room = [rows[i] for i in running], [room[i] for i in running]
+        # The next round begins at the last accepted token. Rejected drafts have written to the caches after it: those
+        # slots are masked until they are written again.
+        tokens, positions = [new[i][-1] for i in running], [positions[i] + len(new[i]) for i in running]
 
 
-def _draft_and_verify(segments, rows, tokens, positions, limits, exit_layer, head) -> tuple[list, list]:
-    """What the exit drafts, (B, S), and what the full model would have written there and next, (B, S + 1).
+def _draft_and_verify(
+    segments: TokenSegments, rows: list[int], tokens: list[int], positions: list[int], drafter: Drafter
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The drafts, (B, S), and the full model's tokens at the same places and after them, (B, S + 1).
 
-    limits: the largest S, and how sure the head must be of a token.
+    tokens, positions (B,): of the last accepted token of each row.
     """
     decoder, last = segments.decoder, segments.exits[-1]
     token, states, drafted = torch.tensor(tokens, device=segments.pending_states.device), [], []
     while True:
         at = [[position + len(drafted)] for position in positions]
         hidden, block = segments.embed(token[:, None], at), segments.block(rows, at)
-        states.append(decoder.run_layers(hidden, block, 0, exit_layer))
-        if len(drafted) == limits[0]:
+        # Before the check: the last draft needs keys and values in the lower layers, and its state for the upper ones.
+        states.append(decoder.run_layers(hidden, block, 0, drafter.exit_layer))
+        if len(drafted) == drafter.most:
             break
-        logits = head(states[-1][:, 0])
-        if limits[1] and logits.softmax(-1).amax(-1).mean() < limits[1]:
+        logits = drafter.head(states[-1][:, 0])
+        if drafter.confidence_threshold and logits.softmax(-1).amax(-1).mean() < drafter.confidence_threshold:
             break
         token = logits.argmax(-1)
         drafted.append(token)
-    if drafted:
+    if drafted:  # else the block of the one token is right
         block = segments.block(rows, [list(range(position, position + len(states))) for position in positions])
-    hidden = decoder.run_layers(torch.cat(states, dim=1), block, exit_layer, last)
+    hidden = decoder.run_layers(torch.cat(states, dim=1), block, drafter.exit_layer, last)
     drafts = torch.stack(drafted, dim=1).tolist() if drafted else [[] for _ in rows]
     logits = check_finite(decoder.lm_logits(hidden).numpy(force=True))
     return drafts, logits.argmax(-1).tolist()
 
 
 def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
-    """The full model's tokens as far as it was asked about its own text: to the first draft that differs, or a stop.
+    """The full model's tokens up to and including the first that differs from the draft, or that stops.
+
+    After it the full model has read a wrong draft, so its tokens there are not its own text.
 
     >>> _accepted([5, 6, 7], [5, 8, 9, 4], frozenset())
     [5, 8]
@@ -368,7 +413,7 @@ def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list
     return true
 
 
-# ---- The text that heads learn from ----
+# ---- Text for training and calibration ----
 def generated_texts(
     decoder: GenerativeBackbone,
     prompts: Sequence[Sequence[int]],
@@ -380,9 +425,9 @@ def generated_texts(
     batch_size: int = 32,
     seed: int = 0,
 ) -> list[Text]:
-    """`count` texts that the full model writes from the prompts (token ids), which take turns.
+    """`count` texts that the full model generates from the prompts (token ids), which take turns.
 
-    Drawn from its whole distribution; greedy: its likeliest token each time, so that one prompt gives one text.
+    Tokens are sampled from its whole distribution, or greedy: then a prompt always gives the same text.
     """
     texts = []
     sampling = GREEDY if greedy else Sampling(temperature=1.0)
