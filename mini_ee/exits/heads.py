@@ -1,8 +1,8 @@
-"""Heads: what reads the hidden states of an exit, and gives logits.
+"""Heads: modules that compute the logits of an exit from its hidden states.
 
-ExitHead            of a row: one vector, then a classifier
-VocabularyHead      of a token: a norm and a linear map to the vocabulary, drawn or copied
-OwnHead             of a token: the decoder's own norm and map, after another layer
+ExitHead            for a row: pooling to one vector, then a classifier
+VocabularyHead      for a token: a norm and a linear map to the vocabulary, initialised at random or copied
+OwnHead             for a token: the decoder's own norm and LM head, at another layer
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Backbone
 from mini_ee.registry import HEADS
 
-HEAD_DROPOUT = 0.1  # of the published classifiers on BERT
+HEAD_DROPOUT = 0.1  # as in the published classifiers on BERT
 
 
 class ExitHead(nn.Module):
-    """Dense, tanh, dropout, linear on one vector a row: the first token, or the mean over tokens.
+    """Dense layer, tanh, dropout and linear map on one vector per row: the first token, or the mean over tokens.
 
-    dense is None for a linear head: at batch 1 the weights of the dense layer are read for every row.
-    norm: of the tokens before that. A decoder's states need one: its layers leave the sums that they add to unnormed.
+    dense is None for a linear head, which is faster: at batch size 1 the weights of a dense layer are loaded for every
+    row. norm: applied to the tokens before pooling. A decoder needs one: its layers do not normalise their sums.
     """
 
     def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None = None):
@@ -36,11 +36,11 @@ class ExitHead(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """The vector of each row: hidden (B, T, D), mask as `padding_mask` gives it; returns (B, D)."""
+        """The vector of each row: hidden (B, T, D), mask from `padding_mask`; returns (B, D)."""
         return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
 
     def flops(self, tokens: int) -> float:
-        """Of one row of so many tokens."""
+        """FLOPs for one row of this length."""
         maps = [self.out] if self.dense is None else [self.dense, self.out]
         averaged = tokens * maps[0].in_features if self.pool == "mean" else 0
         return 2.0 * sum(each.weight.numel() for each in maps) + averaged
@@ -50,31 +50,31 @@ class ExitHead(nn.Module):
         return self.conclude(self.inner(state))
 
     def inner(self, state: Tensor) -> Tensor:
-        """What the last linear map reads, (B, D)."""
+        """The input of the last linear map, (B, D)."""
         return state if self.dense is None else torch.tanh(self.dense(state))
 
     def conclude(self, inner: Tensor) -> Tensor:
         """`inner` (B, D) -> logits (B, C)."""
-        return self.out(self.dropout(inner) if self.training else inner)  # as in a layer: a call is felt at batch 1
+        return self.out(self.dropout(inner) if self.training else inner)  # a call takes noticeable time at batch size 1
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Both: (B, T, D) -> logits (B, C)."""
+        """`state` and `classify`: (B, T, D) -> logits (B, C)."""
         return self.classify(self.state(hidden, mask))
 
 
 def dense(head: ExitHead) -> ExitHead:
-    """The head as it is drawn."""
+    """The head unchanged."""
     return head
 
 
 def linear(head: ExitHead) -> ExitHead:
-    """The last linear map alone, without dense layer and tanh."""
+    """Only the last linear map, without dense layer and tanh."""
     head.dense = None
     return head
 
 
 def load_head(name: str) -> Callable[[ExitHead], ExitHead]:
-    """The kind of head of this name: (a drawn ExitHead) -> the head in its place. ValueError if there is none."""
+    """The function of a kind of head: (an initialised ExitHead) -> its replacement. ValueError for an unknown name."""
     if name not in HEADS:
         raise ValueError(f"head must be one of {', '.join(HEADS)}, found {name!r}")
     module, _, kind = HEADS[name].partition(":")
@@ -92,9 +92,9 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
 
 
 def exit_heads(backbone: Backbone, count: int, num_labels: int, pool: str) -> nn.ModuleList:
-    """So many heads for a backbone, each with the norm that its states need.
+    """`count` heads for a backbone, each with the norm that its states need.
 
-    Raises ValueError for a pool that makes no sense for the backbone.
+    Raises ValueError if the backbone does not support this pool.
     """
     if pool not in backbone.poolings:
         allowed = " or ".join(backbone.poolings)
@@ -103,14 +103,14 @@ def exit_heads(backbone: Backbone, count: int, num_labels: int, pool: str) -> nn
     return nn.ModuleList(ExitHead(*shape, backbone.exit_norm()) for _ in range(count))
 
 
-INITS = ("scratch", "copy")  # of a VocabularyHead
+INITS = ("scratch", "copy")  # initialisations of a VocabularyHead
 
 
 class VocabularyHead(nn.Module):
-    """A norm and a linear map to the vocabulary, as the model ends with."""
+    """A norm and a linear map to the vocabulary, like those at the end of the model."""
 
     def __init__(self, decoder: Backbone, init: str):
-        """Raises ValueError for a decoder without head."""
+        """Raises ValueError if the decoder has no LM head, or for an unknown init."""
         super().__init__()
         if init not in INITS:
             raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
@@ -124,7 +124,7 @@ class VocabularyHead(nn.Module):
                 for part, values in theirs.items():
                     self.linear.get_parameter(part).copy_(values)
             else:
-                std = getattr(decoder.config, "initializer_range", width**-0.5)  # a T5 has none
+                std = getattr(decoder.config, "initializer_range", width**-0.5)  # a T5 has no such setting
                 nn.init.normal_(self.linear.weight, std=std)
                 if self.linear.bias is not None:
                     nn.init.zeros_(self.linear.bias)
@@ -136,20 +136,20 @@ class VocabularyHead(nn.Module):
 
 
 class OwnHead(nn.Module):
-    """The decoder's own norm and map to the vocabulary, after another layer. It has no weights besides.
+    """The decoder's own norm and LM head, at another layer. It has no weights of its own.
 
-    Raises ValueError for a decoder without head.
+    Raises ValueError if the decoder has no LM head.
     """
 
     def __init__(self, decoder: Backbone):
         super().__init__()
         if not decoder.has_lm_head:
             raise decoder.no_lm_head()
-        self.__dict__["decoder"] = decoder  # no part of this module: its weights have one name
+        self.__dict__["decoder"] = decoder  # not as a submodule, so that its weights do not get a second name
 
     @property
     def norm(self) -> nn.Module:
-        """That of the decoder."""
+        """The decoder's norm."""
         return self.decoder.norm
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""A row: a sentence or a pair, read after chosen layers of a backbone as one vector.
+"""Examples exit: a sentence or a pair (a row) becomes one vector after chosen layers of a backbone.
 
-RowExits        a backbone with a head after each exit and, where a method has one, a policy beside them
+RowExits        a backbone with a head at each exit; some methods add a policy
 RowSegments     the same model as segments for early_exit
-RowData         encoded rows with their labels, as training takes them
-States          what the exits make of each unit, computed once: what a stage learns from whose backbone is frozen
+RowData         encoded rows with their labels, as training data
+States          the states of every exit, computed once, for a stage that trains with a frozen backbone
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokenizer import Encoded, batches
+from mini_ee.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.exits.heads import ExitHead, exit_heads, load_head
 from mini_ee.recording import exit_scores, record
 from mini_ee.segments import Reading, Segments
 
-STATES_BATCH = 64  # rows that are read together where nothing learns
+STATES_BATCH = 64  # rows in a batch without training
 
 Fork = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(k, hidden) -> what exit k reads, and what the layers above it read: equal values, whose gradients may differ."""
+"""(k, hidden) -> the input of exit k, and that of the layers above: equal values, whose gradients may differ."""
 
 RunLayers = Callable[..., Tensor]
-"""What stands in for Backbone.run_layers where a training looks into the layers, or leaves some out."""
+"""A replacement of Backbone.run_layers, for a training that observes layers or skips some."""
 
 
 def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
@@ -52,55 +52,55 @@ def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 class ExitModel(nn.Module):
-    """What all models with exits offer to training and to runs on disk. Subclasses have `backbone`, `exits`, `pool`."""
+    """The interface of models with exits for training and for runs on disk. They have `backbone`, `exits`, `pool`."""
 
     unit = "rows"
-    head = "dense"  # the name of its kind, see registry.HEADS
-    holds_backbone = True  # a run on disk holds the backbone, because it is fine-tuned; else it names it
+    head = "dense"  # kind of its heads, see registry.HEADS
+    holds_backbone = True  # a run on disk contains the backbone, because it is fine-tuned; else only its name
 
     def use_heads(self, name: str) -> None:
-        """Put heads of another kind in place of the drawn ones, before they are trained or loaded."""
+        """Replace the initialised heads by another kind, before they are trained or loaded."""
         kind = load_head(name)
         for module in list(self.modules()):
             for place, child in list(module.named_children()):
                 if isinstance(child, ExitHead):
                     setattr(module, place, kind(child))
-            if isinstance(module, ExitModel):  # this one, or a model of a cascade
+            if isinstance(module, ExitModel):  # this model, or one in a cascade
                 module.head = name
 
     def trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
         return self.holds_backbone or not name.startswith("backbone.")
 
-    def states(self, *inputs: Tensor, **how) -> list[Tensor]:
-        """The state of every exit, (N, D) each: what its head and its policy read. Arguments as of `each_state`."""
-        return list(self.each_state(*inputs, **how))
+    def states(self, *inputs: Tensor, **hooks: Any) -> list[Tensor]:
+        """The state of every exit, (N, D) each, which its head and its policy read. Arguments as in `each_state`."""
+        return list(self.each_state(*inputs, **hooks))
 
-    def forward(self, *inputs: Tensor, **how) -> list[Tensor]:
-        """Logits (N, C) of every exit. Arguments as of `each_state`. Dropout is drawn in the order of depth."""
-        return [self.classify(k, state) for k, state in enumerate(self.each_state(*inputs, **how))]
+    def forward(self, *inputs: Tensor, **hooks: Any) -> list[Tensor]:
+        """Logits (N, C) of every exit. Arguments as in `each_state`. Dropout is drawn in the order of depth."""
+        return [self.classify(k, state) for k, state in enumerate(self.each_state(*inputs, **hooks))]
 
     def own_state(self) -> dict[str, Tensor]:
-        """What a run on disk holds in model.safetensors."""
+        """The content of a run's model.safetensors."""
         return {name: value for name, value in self.state_dict().items() if self.trainable(name)}
 
     def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
-        """Write what stands beside model.safetensors; returns the checksums by file name. Most have nothing."""
+        """Write further files of a run; returns their checksums by name. Most models have none."""
         return {}
 
     def load_parts(self, folder: Path, digests: dict[str, str]) -> None:
-        """Read what save_parts wrote."""
+        """Read the files of save_parts."""
 
     def segments(self) -> Segments:
-        """What early_exit drives."""
+        """The segments for early_exit."""
         raise NotImplementedError
 
 
 class RowExits(ExitModel):
     """A backbone with a head after each layer in `exits`. num_labels is 1 for regression.
 
-    policy: (width, exits) -> a module that decides at every exit but the last: exit_logit(k, state (N, D)) -> (N,),
-    above 0 where exit k would rather have the row leave, with `flops`, what one such decision costs.
+    policy: (width, exits) -> a module with exit_logit(k, state (N, D)) -> (N,) for every exit but the last, above 0 if
+    the row should exit at k; and with `flops`, the FLOPs of one such decision.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class RowExits(ExitModel):
         self.policy = policy and policy(backbone.config.hidden_size, self.exits)
 
     def each_state(self, *inputs: Tensor, fork: Fork | None = None, run: RunLayers | None = None) -> Iterator[Tensor]:
-        """The state of every exit, (B, D) each. inputs: ids, mask and types, as `Tensors` has them.
+        """The state of every exit, (B, D) each. inputs: the fields of `Tensors`: ids, mask and token types.
 
-        fork: how gradients of an exit and of the layers above it meet, see Fork. run: see RunLayers.
+        fork: separates the gradients of an exit from those of the layers above, see Fork. run: see RunLayers.
         """
         inputs = Tensors(*inputs)
         context, hidden, depth = self.backbone.context(inputs), self.backbone.embed(inputs), 0
@@ -136,7 +136,7 @@ class RowExits(ExitModel):
         return self.heads[k].classify(state)
 
     def exit_logits(self, states: list[Tensor]) -> Tensor:
-        """What the policy says at all exits but the last: (B, K - 1), in float32."""
+        """The policy's exit_logits at all exits but the last: (B, K - 1) float32."""
         return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
 
     def segments(self) -> "RowSegments":
@@ -147,7 +147,7 @@ class RowExits(ExitModel):
 
 
 class RowState(NamedTuple):
-    """The rows still in the model."""
+    """The rows that have not exited."""
 
     hidden: Tensor  # (B, T, D)
     context: LayerContext
@@ -158,10 +158,10 @@ class RowState(NamedTuple):
 
 
 class RowSegments(Segments):
-    """The segments of a RowExits in eval mode. Inputs are data.tokens.Inputs."""
+    """The segments of a RowExits in eval mode."""
 
     engine = "torch"
-    carried: str | None = None  # the field of a state, besides `hidden`, that the next segment needs
+    carried: str | None = None  # a field of the state, besides `hidden`, that the next segment needs
 
     def __init__(self, model: RowExits):
         self.model = model.eval()
@@ -169,10 +169,10 @@ class RowSegments(Segments):
         self.starts = (0, *model.exits)
 
     def running(self) -> torch.inference_mode:
-        """Without gradients: asked once a batch, since once a call is felt at batch 1."""
+        """Without gradients. Entered once per batch: once per call would take noticeable time at batch size 1."""
         return torch.inference_mode()
 
-    def start(self, inputs) -> RowState:
+    def start(self, inputs: Inputs) -> RowState:
         return RowState(self.model.backbone.embed(inputs), self.model.backbone.context(inputs))
 
     def advance(self, k: int, state: RowState) -> RowState:
@@ -180,8 +180,8 @@ class RowSegments(Segments):
         return state._replace(hidden=hidden)
 
     def read_logits(self, k: int, state: RowState) -> Reading:
-        s = self.model.heads[k].state(state.hidden, state.context.padding)
-        return Reading(self.model.heads[k].classify(s).float().numpy(force=True))
+        vector = self.model.heads[k].state(state.hidden, state.context.padding)
+        return Reading(self.model.heads[k].classify(vector).float().numpy(force=True))
 
     def read_state(self, k: int, state: RowState) -> Reading:
         if not self._decides(k):
@@ -198,7 +198,7 @@ class RowSegments(Segments):
     def _exit_logit(self, k: int, state: Tensor) -> np.ndarray:
         return self.model.policy.exit_logit(k, state).float().numpy(force=True)
 
-    def flops(self, k: int, inputs) -> tuple[float, float]:
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         tokens = inputs.input_ids.shape[1]
         layers = self.layer_passes(k) * self.model.backbone.layer_flops(tokens)
         layers += 0.0 if k else self.model.backbone.start_flops(tokens)
@@ -208,7 +208,7 @@ class RowSegments(Segments):
         return self.model.policy.flops if self._decides(k) else 0.0
 
 
-# ---- What training takes ----
+# ---- Training data ----
 
 
 class RowData(NamedTuple):
@@ -222,22 +222,22 @@ class RowData(NamedTuple):
         return len(self.labels)
 
     def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
-        """Row indices (B,) of one batch after the other, every row once, drawn with the seed."""
+        """Row indices (B,) of each batch; every row once, in an order drawn with the seed."""
         return batches(self.encoded, batch_size, shuffle_seed=seed)
 
     def steps(self, batch_size: int) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return -(-len(self.labels) // batch_size)
 
     def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What a model's `states` takes, and the labels (B,)."""
+        """The inputs of a model's `states`, and the labels (B,)."""
         inputs = self.encoded.batch(rows)
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.labels[rows])
         *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
         return tuple(ids), labels
 
     def scores(self, model: RowExits, batch_size: int) -> tuple[list[float], dict]:
-        """The task's score at every exit; and, where there are classes, the rows that the last exit gets `wrong`."""
+        """The task's score at every exit; for classes also the rows for which the last exit is `wrong`."""
         recorded = record(model.segments(), self.encoded, batch_size)
         scores = exit_scores(recorded, self.task, self.labels)
         if self.task.regression:
@@ -246,20 +246,20 @@ class RowData(NamedTuple):
 
     @torch.no_grad()
     def states(self, model: RowExits) -> "States":
-        """What the exits of a model in eval mode make of every row."""
-        device, found = next(model.parameters()).device, None
+        """The states of all exits of every row, in eval mode."""
+        device, states = next(model.parameters()).device, None
         model.eval()
         for rows in batches(self.encoded, STATES_BATCH):
             inputs, _ = self.batch(rows, device)
             for k, state in enumerate(model.states(*inputs)):
-                if found is None:
-                    found = torch.empty(len(self), len(model.exits), state.shape[1])
-                found[rows, k] = state.float().cpu()
-        return States(found, torch.from_numpy(self.labels), self.order, self.steps)
+                if states is None:
+                    states = torch.empty(len(self), len(model.exits), state.shape[1])
+                states[rows, k] = state.float().cpu()
+        return States(states, torch.from_numpy(self.labels), self.order, self.steps)
 
 
 class States(NamedTuple):
-    """What every exit makes of N units, computed once."""
+    """The states of every exit for N units (rows or tokens), computed once."""
 
     states: Tensor  # (N, K, D)
     labels: Tensor  # (N,)
