@@ -1,25 +1,24 @@
-"""Thresholds that keep a guarantee: so confident must an exit be to agree with the full model at rate epsilon.
+"""Thresholds with a guarantee: how confident an exit must be so that a share of epsilon agrees with the full model.
 
 Source: Valade 2024, Accelerating Large Language Model Inference with Self-Supervised Early Exits, section 3.3. An exit
-agrees (Eq. 3) where its likeliest token, or class, is that of the last exit; no label is needed. The paper's tau
-keeps the guarantee on the rows that it was taken from. On fresh rows chance breaks it, for half of all calibration sets
-or more; with `delta` it is broken for a share of delta of them at most (Angelopoulos et al. 2021, Learn then Test;
-Schuster et al. 2022, CALM): cuts are tested one after the other from the strictest down, until the first that fails.
+agrees (Eq. 3) if its most likely token, or class, is that of the last exit; no label is needed. There are three rules:
 
-A group is what was drawn independently: a text with all its tokens, or a classifier's row. The test of a cut is
+    calibrate           the paper's: the share holds on the rows that the thresholds were chosen on. On new rows it is
+                        broken for half of all calibration sets or more
+    with `delta`        on new rows it is broken with probability delta at most (Angelopoulos et al. 2021, Learn then
+                        Test; Schuster et al. 2022, CALM): cuts are tested from the strictest down, until one fails
+    conformal           one threshold for all exits; the share is that of all rows, wherever they exit (CAT, Schuster et
+                        al. 2021, arXiv:2104.08803v2)
 
-    groups of one row   exact binomial: the guarantee holds whatever the rows are like
-    larger groups       binomial of as many independent rows as the sample is worth (Korn & Graubard 1998), with one
-                        more text, as long as the longest, in which every row is wrong: so nothing rests on a text
-                        that has not been seen. It assumes that the correlation within texts shows in the sample; it
-                        is simulated in the tests, with texts that are wrong as a whole too.
+A group is what was drawn independently: a text with all its tokens, or a single row. The tests of cuts (statistics.py):
 
-statistics.py has both.
-
-A third guarantee is about the answer, wherever a row leaves: `conformal` (CAT, Schuster et al. 2021, 2104.08803v2).
+    groups of one row   exact binomial: the guarantee holds for every distribution of the rows
+    larger groups       binomial for the number of independent rows with the same variance (Korn & Graubard 1998), plus
+                        one text as long as the longest in which no row agrees. It assumes that the correlation within
+                        texts shows in the sample. The tests simulate it, also with texts in which no row agrees.
 
 Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: the least share that agrees, in (0, 1];
-           delta: the chance that the guarantee is broken, over all K - 1 exits together.
+           delta: the probability that the guarantee is broken, for all K - 1 exits together.
 """
 
 import math
@@ -34,15 +33,15 @@ from mini_ee.recording import Record, Recorded
 from mini_ee.rules import THRESHOLD_LIMITS, Policy, Rule, Threshold
 from mini_ee.statistics import agreement_p_values, fixed_sequence, groups_needed
 
-START = 0.05  # share of the rows in the strictest cut that is tested
+START = 0.05  # least share of the rows in the strictest cut that is tested
 TAU_RESAMPLES = 1000
-ROUNDING = 1e-9  # of counts that are whole numbers but for it
-MIN_RISK = 1e-9  # of delta, and of 1 - epsilon: below it the sums round
+ROUNDING = 1e-9  # tolerance of counts that are whole numbers up to rounding
+MIN_RISK = 1e-9  # least delta, and least 1 - epsilon: smaller ones are lost in rounding
 A_SET = "a calibration set is a quarter of the rows or texts"
 
 
 class TooFew(ValueError):
-    """Not even full agreement would keep the guarantee. needed: rows, or texts like those at hand, that could."""
+    """Even full agreement would not be enough for the guarantee. needed: the number of rows, or of such texts."""
 
     def __init__(self, message: str, needed: int):
         super().__init__(message)
@@ -50,11 +49,11 @@ class TooFew(ValueError):
 
 
 class Observed(NamedTuple):
-    """What the exits but the last predict for N rows, whatever the rows are."""
+    """Confidence and agreement of the exits before the last, for N rows (examples or tokens)."""
 
-    confidence: np.ndarray  # (N, K - 1), Eq. 2; larger means surer
+    confidence: np.ndarray  # (N, K - 1), Eq. 2; larger means more confident
     agrees: np.ndarray  # (N, K - 1) bool, Eq. 3
-    groups: np.ndarray  # (N,), which text a row belongs to
+    groups: np.ndarray  # (N,), the text of each row
 
     def take(self, rows: np.ndarray) -> "Observed":
         """Some of the rows: an index or a mask (N,)."""
@@ -64,10 +63,10 @@ class Observed(NamedTuple):
 def calibrate(
     observed: Observed, epsilon: float, delta: float | None = None, measure: str = "max_probability"
 ) -> Threshold:
-    """tau of every exit, as a rule: the paper's, or with `delta` one that keeps the guarantee on fresh rows too.
+    """tau of every exit, as a rule: the paper's, or with `delta` one whose guarantee also holds on new rows.
 
-    measure: the one in which the confidence was observed. inf: that exit takes no row. The last exit takes all.
-    Raises ValueError for an epsilon or delta outside its range, and where there are too few rows or texts for them.
+    measure: that of observed.confidence. If tau is inf, no row exits there. At the last exit all rows stop.
+    Raises ValueError if epsilon or delta is outside its range, TooFew if there are too few rows or texts for them.
     """
     check_guarantee(epsilon, delta)
     if not np.isfinite(observed.confidence).all():
@@ -78,7 +77,7 @@ def calibrate(
     if delta is None:
         taus = [tau(*column, epsilon) for column in columns]
     else:
-        each_delta = delta / observed.confidence.shape[1]
+        each_delta = delta / observed.confidence.shape[1]  # union bound over the exits (Bonferroni)
         _check_size(observed.groups, epsilon, each_delta)
         taus = [tau_with_confidence(*column, observed.groups, epsilon, each_delta) for column in columns]
     return Threshold((*taus, -math.inf), measure)
@@ -86,9 +85,9 @@ def calibrate(
 
 # ---- The paper's rule ----
 def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
-    """Section 3.3.1: the lowest confidence from which on a share of at least epsilon of the rows agrees.
+    """Section 3.3.1: the lowest confidence such that a share of at least epsilon agrees among the rows at or above it.
 
-    confidence, agrees: (N,). inf where there is none. Rows of equal confidence stay together.
+    confidence, agrees: (N,). inf if there is none.
 
     >>> tau(np.array([0.2, 0.5, 0.7, 0.9]), np.array([True, False, True, True]), 0.7)
     0.2
@@ -98,8 +97,9 @@ def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
 
 
 def _tau(confidence: np.ndarray, agrees: np.ndarray, counts: np.ndarray, epsilon: float) -> float:
-    """tau of ascending confidences, each row standing there `counts` times."""
+    """tau of ascending confidences, if each row occurs `counts` times."""
     share = _from_here_on(counts * agrees) / _from_here_on(counts)
+    # A threshold cannot separate rows of equal confidence: only the share at the first of them counts.
     first_of_ties = np.diff(confidence, prepend=-np.inf) > 0
     qualifies = np.flatnonzero(first_of_ties & (share >= epsilon))
     return float(confidence[qualifies[0]]) if len(qualifies) else math.inf
@@ -110,47 +110,56 @@ def _from_here_on(values: np.ndarray) -> np.ndarray:
 
 
 def intervals(observed: Observed, epsilon: float, resamples: int = TAU_RESAMPLES, seed: int = 0) -> np.ndarray:
-    """How far chance moves the paper's tau, at 95 %: percentile bootstrap over groups, (K - 1, 2) ends."""
+    """95 % intervals of the paper's tau, (K - 1, 2): percentile bootstrap over groups."""
     random = np.random.default_rng(seed)
     names, group = np.unique(observed.groups, return_inverse=True)
     order = np.argsort(observed.confidence, axis=0, kind="stable")
     taus = np.empty((resamples, observed.confidence.shape[1]))
     for drawn in taus:
+        # How often each row is drawn: as often as its group. Counts need no new sort of each resample.
         times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))[group]
         for k, column in enumerate(order.T):
             rows = column[times[column] > 0]
             drawn[k] = _tau(observed.confidence[rows, k], observed.agrees[rows, k], times[rows], epsilon)
-    return np.quantile(taus, [0.025, 0.975], axis=0, method="inverted_cdf").T  # between 1 and inf there is no middle
+    return np.quantile(taus, [0.025, 0.975], axis=0, method="inverted_cdf").T  # inf cannot be interpolated
 
 
 # ---- The rule with confidence delta ----
 def tau_with_confidence(
     confidence: np.ndarray, agrees: np.ndarray, groups: np.ndarray, epsilon: float, delta: float
 ) -> float:
-    """The lowest confidence down to which every cut passes; inf where the first fails, or could not pass at all.
+    """The lowest confidence down to which every cut passes; inf if the first cut fails, or no cut could pass.
 
-    confidence, agrees, groups: (N,). With probability 1 - delta over the draw of the groups, rows at least so sure
-    agree in a share of at least epsilon. The first cut holds f rows: START of all, and as many as would pass delta
-    squared if all agreed, which leaves room for some that do not; where there are too few for that, delta.
-    Why, for single rows without ties: a threshold is bad if its rows agree in less than epsilon; at the ends of a
-    stretch of bad ones they agree in epsilon exactly. If the f-th row is outside, a bad tau has passed the cut at the
-    next stretch, with probability delta at most. If it is inside, the first cut has passed. Let u be the share of rows
-    as sure and q(u) = u^f P(f such rows pass) <= delta u^f, the same at the ends: the f-th row is at u and passes with
-    density (N over f) (1 - u)^(N - f) q'(u), by parts at most delta times its chance to be there. The tests enumerate.
+    confidence, agrees, groups: (N,). With probability 1 - delta over the draw of the groups, a share of epsilon or more
+    agrees among new rows with at least this confidence. A cut contains the n most confident rows. The first has f rows:
+    at least the share START of all, and so many that its p-value is delta squared if all agree, so that some may
+    disagree; if there are too few rows for that, delta.
+
+    `fixed_sequence` needs hypotheses that do not depend on the tested rows, but the cuts are at observed confidences.
+    Why it holds nevertheless, for single rows without ties: call a threshold bad if less than epsilon of the rows at or
+    above it agree. Bad thresholds form intervals, at whose ends exactly epsilon agree.
+    1. If the f-th row is in no bad interval, a bad tau requires that the rows above the next bad interval have passed.
+       Given their number, these agree with probability epsilon: they pass with probability delta at most.
+    2. If the f-th row is in one, a bad tau requires that the first cut has passed. Let u be the share of rows at or
+       above a threshold, and q(u) = u^f P(f such rows pass): p u^f at the ends of the interval, for a p <= delta, and
+       at most p u^f inside. The f-th row is at u and the cut passes with density (N over f) (1 - u)^(N - f) q'(u). By
+       parts, its integral is at most p times the probability that the f-th row is in the interval.
+    Together that is delta at most. The tests check it by enumeration.
     """
     order = np.argsort(-confidence, kind="stable")
     confidence, agrees, groups = confidence[order], agrees[order], groups[order]
-    cuts = np.diff(confidence, append=-np.inf) < 0  # behind the last of a group of ties
+    cuts = np.diff(confidence, append=-np.inf) < 0  # only after the last of equal confidences: a threshold takes all
     cuts[: math.ceil(START * len(cuts)) - 1] = False
+    # Which cuts are tested depends on their rows and groups (the p-values if all agree), not on the agreement.
     best = agreement_p_values(np.ones_like(agrees), groups, epsilon)
-    roomy = cuts & (best <= delta**2)
-    cuts = np.flatnonzero(roomy if roomy.any() else cuts & (best <= delta))
+    with_room = cuts & (best <= delta**2)
+    cuts = np.flatnonzero(with_room if with_room.any() else cuts & (best <= delta))
     passed = fixed_sequence(agreement_p_values(agrees, groups, epsilon)[cuts], delta)
     return float(confidence[cuts[passed - 1]]) if passed else math.inf
 
 
 def check_guarantee(epsilon: float, delta: float | None) -> None:
-    """Raise ValueError where no thresholds can guarantee this, whatever the rows are."""
+    """Raise ValueError if epsilon or delta is outside the range in which a guarantee is possible."""
     if not 0 < epsilon <= 1:
         raise ValueError(f"epsilon must be above 0 and at most 1, got {epsilon}")
     if delta is None:
@@ -164,7 +173,7 @@ def check_guarantee(epsilon: float, delta: float | None) -> None:
 
 
 def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
-    """Raise TooFew where not even full agreement would pass."""
+    """Raise TooFew if even full agreement would not pass."""
     perfect = agreement_p_values(np.ones(len(groups), bool), groups, epsilon)[-1]
     if perfect > delta:
         sizes = np.unique(groups, return_counts=True)[1]
@@ -177,23 +186,23 @@ def _check_size(groups: np.ndarray, epsilon: float, delta: float) -> None:
 
 
 # ---- The conformal guarantee ----
-POLICY = "exit_logit"  # the measure that the rule Policy is on
+POLICY = "exit_logit"  # the measure of the rule Policy
 
-COMPARED_DELTA = 0.05  # delta of the thresholds that a conformal cut is compared with
+COMPARED_DELTA = 0.05  # delta of the thresholds with which a conformal cut is compared
 
 
 def conformal(observed: Observed, epsilon: float, measure: str = "max_probability") -> Rule:
-    """One cut for all exits: a fresh row leaves with the last exit's answer with probability epsilon at least.
+    """One cut for all exits: a new row exits with the last exit's prediction with probability epsilon or more.
 
-    The probability is over the draw of the calibration rows and of the fresh one together; a text counts by the share
-    of its tokens. measure: the one in which the confidence was observed, POLICY for a policy's. Raises ValueError for
-    an epsilon outside (0, 1) and for confidences that are no numbers, TooFew where no cut but infinity would do.
+    The probability is over the draw of the calibration rows and of the new row together (they are exchangeable); for
+    texts it is the mean share of tokens. measure: that of observed.confidence; POLICY for a policy. Raises ValueError
+    if epsilon is outside (0, 1) or a confidence is not finite, TooFew if the only valid cut is infinity.
     """
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon must be above 0 and below 1 for a conformal guarantee, got {epsilon}")
     if not np.isfinite(observed.confidence).all():
         raise ValueError("every confidence must be a finite number, found NaN or infinity: did the model diverge?")
-    needed = math.ceil(1 / (1 - epsilon) - 1 - ROUNDING)
+    needed = math.ceil(1 / (1 - epsilon) - 1 - ROUNDING)  # from 1 / (n + 1) <= 1 - epsilon, without any loss
     count = len(np.unique(observed.groups))
     if count < needed:
         raise TooFew(f"at least {needed} rows or texts are needed for epsilon {epsilon}, got {count}", needed)
@@ -201,40 +210,45 @@ def conformal(observed: Observed, epsilon: float, measure: str = "max_probabilit
 
 
 def conformal_cut(observed: Observed, epsilon: float) -> float:
-    """tau: who leaves where the confidence is above it keeps the guarantee (shared calibration of CAT, in the form of
-    conformal risk control, Angelopoulos et al. 2024, which takes texts too).
+    """The tau for the rule "exit if the confidence is above tau" (CAT's shared calibration, as conformal risk control,
+    Angelopoulos et al. 2024, which also covers texts).
 
-    A row is lost at tau, at worst, where an exit that disagrees is surer than tau: where M, the largest confidence of
-    its exits that disagree, is above it. tau is the smallest with (losses + 1) / (n + 1) <= 1 - epsilon over n rows: of
-    single rows the ceil(epsilon (n + 1))-th smallest M. -inf where no M matters, inf where n is too small.
+    Conformal risk control needs a loss that is at most 1 and does not grow with tau. Whether a row exits with a wrong
+    prediction is not monotone in tau, but this upper bound is: the loss is 1 if tau is below M, the largest confidence
+    among the row's exits that disagree. tau is the smallest with (losses + 1) / (n + 1) <= 1 - epsilon over n rows; the
+    1 is the largest possible loss of the new row. For single rows tau is the ceil(epsilon (n + 1))-th smallest M.
+    -inf if there are few enough losses at every tau, inf if n is too small.
     """
     worst = np.where(observed.agrees, -np.inf, observed.confidence).max(axis=1)
     names, group, sizes = np.unique(observed.groups, return_inverse=True, return_counts=True)
     order = np.argsort(-worst, kind="stable")
-    lost = np.cumsum(1 / sizes[group[order]])
-    bearable = (1 - epsilon) * (len(names) + 1) - 1 + ROUNDING
-    if bearable < 0:
+    # Losses, in groups, if tau falls below M of the rows one after the other: a row counts as its share of its text.
+    losses = np.cumsum(1 / sizes[group[order]])
+    most = (1 - epsilon) * (len(names) + 1) - 1 + ROUNDING
+    if most < 0:
         return math.inf
-    too_many = np.flatnonzero(lost > bearable)
+    too_many = np.flatnonzero(losses > most)  # tau must not fall below M of the first of these
     return float(worst[order[too_many[0]]]) if len(too_many) else -math.inf
 
 
 def above(tau: float, measure: str) -> Rule:
-    """The rule that lets leave who is above tau, strictly, in float32 too."""
+    """The rule "exit if the measure is above tau", strictly, also in float32."""
     if measure == POLICY:
+        # The cut is the sigmoid of tau (exp(tau) if tau is very negative), or the next number whose logit is not below.
         cut = 1 / (1 + math.exp(-tau)) if tau > -30 else math.exp(tau)
         while Policy(cut).least_logit < tau:
             cut = math.nextafter(cut, 1)
         return Policy(cut)
     if math.isinf(tau):
         return Threshold(tau, measure)
+    # The rule Threshold exits at or above its threshold, and engines compare in float32: so the next larger float32.
     threshold = float(np.nextafter(np.float32(tau), np.float32(np.inf)))
     return Threshold(threshold if threshold <= THRESHOLD_LIMITS[measure][1] else math.inf, measure)
 
 
 def agreement_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed: int = 0) -> dict:
-    """The mean agreement on fresh groups, those in no set, over so many calibration sets: by the conformal cut, the
-    paper's thresholds and those of confidence COMPARED_DELTA, all three on the same sets.
+    """Mean agreement on the groups outside the calibration set, over many sets, for three rules on the same sets: the
+    conformal cut, the paper's thresholds, and those with delta COMPARED_DELTA.
     """
     shares, each_delta = np.zeros((sets, 3)), COMPARED_DELTA / observed.confidence.shape[1]
     for at, drawn in enumerate(calibration_sets(observed, sets, seed)):
@@ -250,7 +264,7 @@ def agreement_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed
 
 
 class _Cuts(Rule):
-    """A threshold for each exit, on whichever measure was observed: rules of a name know the limits of theirs."""
+    """A threshold for each exit on any observed measure, without the limits that Threshold checks."""
 
     needs = "state"
 
@@ -262,7 +276,7 @@ class _Cuts(Rule):
 
 
 def calibration_sets(observed: Observed, sets: int, seed: int) -> Iterator[np.ndarray]:
-    """So many seeded quarters of the groups, as masks (N,) of rows. Raises ValueError for fewer groups than four."""
+    """`sets` random quarters of the groups, as masks (N,) of rows. Raises ValueError for fewer than four groups."""
     random, names = np.random.default_rng(seed), np.unique(observed.groups)
     if len(names) < 4:
         raise ValueError(f"{A_SET}: expected at least 4, found {len(names)}")
@@ -270,16 +284,16 @@ def calibration_sets(observed: Observed, sets: int, seed: int) -> Iterator[np.nd
         yield np.isin(observed.groups, random.permutation(names)[: len(names) // 4])
 
 
-# ---- What fresh rows show ----
+# ---- Agreement on new rows ----
 class Outcome(NamedTuple):
-    """What a rule does with N observed rows."""
+    """The result of a rule for N observed rows."""
 
     exit_index: np.ndarray  # (N,)
-    agrees: np.ndarray  # (N,) bool: whether the row exits with the last exit's answer
+    agrees: np.ndarray  # (N,) bool: whether the row exits with the last exit's prediction
 
 
 def replay(observed: Observed, rule: Rule) -> Outcome:
-    """The loop on observed rows. rule: on the measure that was observed."""
+    """Run early_exit on observed rows. rule: on the observed measure."""
     last = np.ones((len(observed.agrees), 1), bool)
     agrees = np.concatenate((observed.agrees, last), axis=1)[:, :, None]  # as logits, which the loop gathers
     count = agrees.shape[1]
@@ -290,18 +304,18 @@ def replay(observed: Observed, rule: Rule) -> Outcome:
 
 
 def end_to_end(observed: Observed, rule: Rule) -> float:
-    """The share of rows that exit with the full model's answer, each at its own exit."""
+    """The share of rows that exit with the last exit's prediction, each at its own exit."""
     return float(replay(observed, rule).agrees.mean())
 
 
 def mean_of_groups(values: np.ndarray, groups: np.ndarray) -> float:
-    """The mean over groups of their own means."""
+    """The mean over groups of the means within groups."""
     _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     return float((np.bincount(group, values) / sizes).mean())
 
 
 def agreement(observed: Observed, rule: Threshold) -> list[float | None]:
-    """For every exit but the last: the share of rows at or above its threshold that agree. None: no row is."""
+    """For every exit but the last: the share of the rows at or above its threshold that agrees; None without rows."""
     shares = []
     for confidence, agrees, threshold in zip(observed.confidence.T, observed.agrees.T, rule.threshold):
         confident = confidence >= threshold
@@ -317,10 +331,10 @@ def broken_guarantees(
     sets: int = 1000,
     seed: int = 0,
 ) -> dict:
-    """How often a guarantee is broken on new groups: the share of so many calibration sets, for each of the two rules.
+    """How often a guarantee is broken on new groups: the share of calibration sets, for each of the two rules.
 
-    A set is a seeded quarter of the groups; fresh are the others. Broken: at some exit the fresh rows that are sure
-    enough agree in a share below epsilon. Raises TooFew where a quarter is too little for epsilon and delta.
+    A set is a random quarter of the groups; the others are new. Broken: at some exit, less than epsilon agree among the
+    new rows at or above the threshold. Raises TooFew if a quarter is too few groups for epsilon and delta.
     """
     rules = {"paper": None} if delta is None else {"paper": None, "delta": delta}
     broken = dict.fromkeys(rules, 0)
@@ -338,7 +352,7 @@ def broken_guarantees(
 
 # ---- From a record to a rule and its JSON answer: `mini-ee calibrate` ----
 def observe(recorded: Record, measure: str = "max_probability") -> Observed:
-    """What the exits but the last predict of recorded units: rows are groups of their own, tokens belong to a text."""
+    """Confidence and agreement of the exits before the last. A row is a group of its own, a token belongs to a text."""
     predicted = recorded.predictions
     if predicted.shape[1] < 2:
         raise ValueError("there is nothing to calibrate: the model has one exit; train one with more")
@@ -354,11 +368,11 @@ def calibrate_record(
     seed: int = 0,
     sets: int = 0,
 ) -> tuple[Threshold, dict]:
-    """Thresholds of all exits from recorded units that they were not trained on: the rule, and the JSON answer.
+    """(rule, JSON answer): thresholds of all exits, from recorded rows or tokens that were not trained on.
 
-    A seeded half of the rows or texts gives the thresholds, the other half shows how often they agree.
-    tau_intervals: how far chance moves the paper's thresholds; None with delta, whose thresholds allow for chance.
-    sets: how many for `broken_guarantees`. Raises ValueError if there are too few, with the number that would do.
+    Thresholds are chosen on a random half of the rows or texts; agreement is measured on the other half.
+    tau_intervals: bootstrap intervals of the paper's thresholds; None with delta, whose thresholds allow for chance.
+    sets: number of sets for `broken_guarantees`. Raises ValueError with the number needed, if there are too few.
     """
     observed = observe(recorded, measure)
     names, drawn = _half(observed, seed)
@@ -384,7 +398,7 @@ def calibrate_record(
 def calibrate_conformal(
     recorded: Record, epsilon: float, measure: str, seed: int = 0, sets: int = 0
 ) -> tuple[Rule, dict]:
-    """The same with one conformal cut for all exits. sets: how many for `agreement_by_sets`."""
+    """The same with one conformal cut for all exits. sets: number of sets for `agreement_by_sets`."""
     observed = observe(recorded, measure)
     names, drawn = _half(observed, seed)
     try:
@@ -408,7 +422,7 @@ def calibrate_conformal(
 
 
 def _half(observed: Observed, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Names of the rows or texts, and which units (N,) are of a seeded half of them."""
+    """The groups, and a mask (N,) of the rows or tokens that are in a random half of the groups."""
     names = np.unique(observed.groups)
     if len(names) < 2:
         raise ValueError(f"expected at least 2 rows or texts, some to calibrate on and some to check, got {len(names)}")
@@ -417,7 +431,7 @@ def _half(observed: Observed, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _figures(recorded: Record, rule: Rule, drawn: np.ndarray) -> dict:
-    """Where the units exit that the thresholds were not taken from, and how many there are of both halves."""
+    """Depth of the half on which thresholds were not chosen, and the sizes of both halves."""
     result = recorded.replay(rule)
     return {
         "exit_counts": np.bincount(result.exit_index[~drawn], minlength=len(recorded.segments.exits)).tolist(),
@@ -428,6 +442,6 @@ def _figures(recorded: Record, rule: Rule, drawn: np.ndarray) -> dict:
 
 
 def _intervals(calibration: Observed, epsilon: float) -> list[list[float | str]]:
-    """As JSON, which has no inf."""
+    """`intervals` as JSON, in which inf is a string."""
     ends = intervals(calibration, epsilon).tolist()
     return [[end if np.isfinite(end) else str(end) for end in pair] for pair in ends]

@@ -1,7 +1,8 @@
-"""How sure an exit is: pure numpy functions of its logits. Larger means surer, for every measure.
+"""Confidence measures: numpy functions of the logits of an exit. For every measure larger means more confident.
 
-logits are (B, C) with C >= 2, of any float dtype, computed in float32 at least; each function returns (B,).
-All raise ValueError for C < 2: a regression output says nothing of its own certainty.
+Logits are (B, C) with C >= 2, of any float dtype, and computed in float32 at least; each function returns (B,). The
+same code also runs on graph values (export/tracing.py). All raise ValueError for C < 2: the output of a regression
+has no confidence.
 
     measure               source                           range
     max_probability       LoRAExit, Right-Tool             [1/C, 1]
@@ -19,15 +20,15 @@ import numpy as np
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """(B, C) -> (B, C), in float32 at least."""
     logits = _checked(logits)
-    if not isinstance(logits, np.ndarray):  # a value of a graph, which has a node for it
+    if not isinstance(logits, np.ndarray):  # a graph value: ONNX has this operator
         return logits.log_softmax(axis=1)
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted = logits - logits.max(axis=1, keepdims=True)  # so that exp does not overflow
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def _checked(logits: np.ndarray) -> np.ndarray:
-    """The logits in float32 at least, or ValueError where they are not those of two classes or more."""
-    logits = logits if hasattr(logits, "__array_ufunc__") else np.asarray(logits)  # a value of a graph is no array
+    """The logits in float32 at least. Raises ValueError if there are fewer than two classes."""
+    logits = logits if hasattr(logits, "__array_ufunc__") else np.asarray(logits)  # a graph value must stay one
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(
             f"confidence needs logits of shape (B, C) with at least 2 classes, found {logits.shape}: "
@@ -47,15 +48,16 @@ def max_probability(logits: np.ndarray) -> np.ndarray:
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:
-    """Minus the entropy of the softmax, in nats. A probability of zero adds nothing."""
+    """Minus the entropy of the softmax, in nats."""
     log_p = log_softmax(logits)
     p = np.exp(log_p)
+    # If p is 0, ln p may be -inf, and 0 x -inf is NaN; the limit of p ln p is 0.
     return (p * np.where(p > 0, log_p, 0)).sum(axis=1)
 
 
 def normalised_entropy(logits: np.ndarray) -> np.ndarray:
     """Minus the entropy of the softmax over ln C, its largest value."""
-    return np.maximum(entropy(logits) / math.log(np.shape(logits)[1]), -1)  # rounding would pass the end of the range
+    return np.maximum(entropy(logits) / math.log(np.shape(logits)[1]), -1)  # rounding may leave the range
 
 
 def breaking_ties(logits: np.ndarray) -> np.ndarray:
@@ -64,12 +66,12 @@ def breaking_ties(logits: np.ndarray) -> np.ndarray:
 
 
 def breaking_ties_logits(logits: np.ndarray) -> np.ndarray:
-    """The largest logit minus the second largest, which is the log of the ratio of their probabilities."""
+    """The largest logit minus the second largest: the logarithm of the ratio of their probabilities."""
     return _gap(log_softmax(logits))
 
 
 def _gap(values: np.ndarray) -> np.ndarray:
-    second, first = np.partition(values, -2, axis=1)[:, -2:].T
+    second, first = np.partition(values, -2, axis=1)[:, -2:].T  # (B, 2).T: the two largest, ascending
     return first - second
 
 
@@ -80,4 +82,4 @@ MEASURES = {
     "breaking_ties": (breaking_ties, 0.0, 1.0),
     "breaking_ties_logits": (breaking_ties_logits, 0.0, np.inf),
 }
-"""name -> (function, smallest and largest threshold that makes sense)."""
+"""name -> (function, smallest and largest useful threshold)."""

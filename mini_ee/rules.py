@@ -9,6 +9,12 @@
     rule.to_dict() <-> rule_from_dict                  the rule in a run's config.json
 
 `plan` and `stop` are numpy code. The same code also runs on graph values, which writes model.onnx (export/tracing.py).
+So it has no `if` on an array, changes no array in place, and a setting may be a graph value in place of a number.
+
+The memory is empty at the first exit. `stop` may put arrays into it whose first axis is the row. The loop keeps their
+entries for the rows that do not stop, so at every exit they belong to the rows of the reading. A comparison with NaN is
+False: a row whose confidence is NaN does not exit early.
+
 A rule is a frozen dataclass; the command line makes its options from the fields and their help.
 
 Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
@@ -116,7 +122,7 @@ class Rule:
 
     def with_runtime(self, values: dict) -> Self:
         """The rule with the graph's inputs at one exit in place of its own settings."""
-        rule = copy(self)
+        rule = copy(self)  # not dataclasses.replace: __post_init__ cannot check graph values
         for name, value in values.items():
             object.__setattr__(rule, self.runtime_inputs[name], value)
         return rule
@@ -288,7 +294,7 @@ class Patience(Rule):
             raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")
 
     def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        # At the first exit nothing is equal: the memory is empty, and inf and -1 are no prediction.
+        # At the first exit no row is equal: the defaults inf and -1 are no predictions. They broadcast to all rows.
         if reading.prediction is None and reading.logits.shape[1] == 1:
             prediction = reading.logits[:, 0]
             same = abs(prediction - memory.get("prediction", np.inf)) < self.tolerance
@@ -361,7 +367,8 @@ class Policy(Rule):
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
             raise ValueError(f"the cut on the exit probability must be from 0 to 1, got {self.cut}")
-        # The logit at which the sigmoid is the cut. Logits are compared: near 0 and 1 sigmoids are equal in float32.
+        # The logit at which the sigmoid is the cut. `stop` compares logits, because many sigmoids are 1 in float32.
+        # Cuts of 0 and 1 have the logits -inf and inf, which math.log cannot compute.
         at_ends = math.inf if self.cut else -math.inf
         least = at_ends if self.cut in (0, 1) else math.log(self.cut / (1 - self.cut))
         object.__setattr__(self, "least_logit", least)
@@ -371,14 +378,11 @@ class Policy(Rule):
             raise ValueError(NO_POLICY.format(self.name))
         return reading.exit_logit > self.least_logit  # type: ignore[attr-defined]  # set in __post_init__
 
-    runtime_settings, runtime_inputs = (
-        ("cut",),
-        {"threshold": "least_logit"},
-    )  # float32 holds more of the logit than of the cut
+    runtime_settings, runtime_inputs = ("cut",), {"threshold": "least_logit"}
     knob, never = "cut", 1.0
 
     def compared(self, recorded: Any) -> np.ndarray:
-        """The exit probabilities."""
+        """The exit probabilities: sigmoid(x) = exp(-ln(1 + e^-x)), in float64."""
         return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
 
     def flops(self, classes: int) -> float:
@@ -407,6 +411,8 @@ class QExit(Rule):
     def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         if reading.exit_logit is None:
             raise ValueError(NO_POLICY.format(self.name))
+        # -ln(1 - sigmoid(x)) = ln(1 + e^x), which logaddexp computes without overflow. The sum is compared, because the
+        # product underflows.
         memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
         return memory["hazard"] > self.least_hazard  # type: ignore[attr-defined]  # set in __post_init__
 
