@@ -3,7 +3,7 @@
 `mini-ee evaluate RUN --hardness` prints it for a run of any method: the correlation with the loss of the same examples,
 and with the number of times that the training forgot a held-out example.
 
-Paper: arXiv:2312.11882v2, as consistent.py.
+Paper: arXiv:2312.11882v2, as consistent.py. The equations as tests: tests/spec/test_4_consistent.py.
 """
 
 import numpy as np

@@ -6,6 +6,8 @@ exit each are `restart`.
 
 In a group k .. n all streams run through the layers 1 .. e_k together. Then exit k is read, and its stream ends. For
 the rows that do not stop, the other streams go on to e_{k+1}. The next group starts again from the embeddings.
+
+The schedules as tests: tests/spec/test_1_lora_exits.py.
 """
 
 import time

@@ -9,6 +9,7 @@ retrieved                  the paper's Tables 9 and 10: the neighbours of each e
 
 Paper: see raee.py. `rule` is raee.Retrieval with a datastore; `recorded` has every exit of the N examples, as `record`
 returns it. No torch here.
+The equations as tests: tests/spec/test_3_raee.py.
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ build           Algorithm 3.1: write keys and values to a datastore on disk (rae
 
 Paper: see raee.py. No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be
 compiled, is imported when a datastore is made or opened; everything else works without it.
+The equations as tests: tests/spec/test_3_raee.py.
 """
 
 import hashlib
