@@ -4,6 +4,7 @@ drafts tokens and the full model verifies them (exits/generation.py).
 
 A model with exits e_1 < ... < e_K = L consists of K segments: the layers between two exits, and the head of the second
 one. After a segment the rule decides which rows (examples or tokens) stop; the next one runs on the others. No torch.
+The loop and the rules as tests: tests/spec/test_0_loop.py.
 """
 
 import sys
@@ -49,9 +50,7 @@ def early_exit(segments: Segments, rule: Rule, inputs: Sized) -> ExitResult:
         raise ValueError("expected a batch of at least one row, got none")
     begin = time.perf_counter()
     with segments.running():
-        batch = segments.run_batch(rule, inputs)
-        if batch is None:
-            batch = run_segments(segments, rule, inputs)
+        batch = segments.run_batch(rule, inputs) or run_segments(segments, rule, inputs)
     layers_run = np.asarray(segments.exits)[batch.exit_index]
     seconds = time.perf_counter() - begin
     return ExitResult(batch.logits, batch.exit_index, layers_run, Cost(seconds, segments, rule, inputs, batch))
