@@ -153,9 +153,9 @@ def tau_with_confidence(
     # Which cuts are tested depends on their rows and groups (the p-values if all agree), not on the agreement.
     best = agreement_p_values(np.ones_like(agrees), groups, epsilon)
     with_room = cuts & (best <= delta**2)
-    cuts = np.flatnonzero(with_room if with_room.any() else cuts & (best <= delta))
-    passed = fixed_sequence(agreement_p_values(agrees, groups, epsilon)[cuts], delta)
-    return float(confidence[cuts[passed - 1]]) if passed else math.inf
+    tested = np.flatnonzero(with_room if with_room.any() else cuts & (best <= delta))
+    passed = fixed_sequence(agreement_p_values(agrees, groups, epsilon)[tested], delta)
+    return float(confidence[tested[passed - 1]]) if passed else math.inf
 
 
 def check_guarantee(epsilon: float, delta: float | None) -> None:
@@ -236,7 +236,7 @@ def above(tau: float, measure: str) -> Rule:
     if measure == POLICY:
         # The cut is the sigmoid of tau (exp(tau) if tau is very negative), or the next number whose logit is not below.
         cut = 1 / (1 + math.exp(-tau)) if tau > -30 else math.exp(tau)
-        while Policy(cut).least_logit < tau:
+        while Policy(cut).least_logit < tau:  # type: ignore[attr-defined]  # set in __post_init__
             cut = math.nextafter(cut, 1)
         return Policy(cut)
     if math.isinf(tau):
@@ -317,7 +317,7 @@ def mean_of_groups(values: np.ndarray, groups: np.ndarray) -> float:
 def agreement(observed: Observed, rule: Threshold) -> list[float | None]:
     """For every exit but the last: the share of the rows at or above its threshold that agrees; None without rows."""
     shares = []
-    for confidence, agrees, threshold in zip(observed.confidence.T, observed.agrees.T, rule.threshold):
+    for confidence, agrees, threshold in zip(observed.confidence.T, observed.agrees.T, np.atleast_1d(rule.threshold)):
         confident = confidence >= threshold
         shares.append(float(agrees[confident].mean()) if confident.any() else None)
     return shares

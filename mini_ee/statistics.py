@@ -183,10 +183,8 @@ def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
     n[order] = np.arange(len(order)) - np.repeat(begins, sizes) + 1
     x[order] = before[1:] - np.repeat(before[begins], sizes)
     # By how much the row makes its text's n_i^2, n_i x_i and x_i^2 grow: n^2 - (n - 1)^2 = 2 n - 1, and so on.
-    grown = 2 * n - 1, x + (n - 1) * agrees, (2 * x - 1) * agrees
-    return _Totals(
-        np.arange(len(order)) + 1, np.cumsum(agrees), *(np.cumsum(each) for each in grown), np.maximum.accumulate(n)
-    )
+    nn, nx, xx = (np.cumsum(each) for each in (2 * n - 1, x + (n - 1) * agrees, (2 * x - 1) * agrees))
+    return _Totals(np.arange(len(order)) + 1, np.cumsum(agrees), nn, nx, xx, np.maximum.accumulate(n))
 
 
 def groups_needed(sizes: np.ndarray, epsilon: float, delta: float) -> int:
@@ -225,7 +223,7 @@ def p_values_of_counts(worse: np.ndarray, better: np.ndarray, rows: int, max_los
     if below.any():
         # Many rules have the same counts; each pair is computed once.
         counts, back = np.unique(np.stack((worse, better))[:, below], axis=1, return_inverse=True)
-        p_values[below] = _worst_case(*counts, rows, max_loss)[back.ravel()]
+        p_values[below] = _worst_case(counts[0], counts[1], rows, max_loss)[back.ravel()]
     return p_values
 
 

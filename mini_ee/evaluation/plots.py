@@ -80,10 +80,10 @@ def draw_curves(path: Path, answer: dict) -> None:
     groups = [[(run, group["how"]) for run in group["runs"]] for group in answer["over_seeds"]]
     runs = [(row["run"], row["how"]) for row in answer["rows"]]
     groups += [[run] for run in runs if not any(run in group for group in groups)]
-    colours = colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
+    colours = colormaps["tab10" if len(groups) <= 10 else "tab20"]
     for row, run in zip(answer["rows"], runs):
         number = next(number for number, group in enumerate(groups) if run in group)
-        colour, group = colours[number % len(colours)], groups[number]
+        colour, group = colours(number % colours.N), groups[number]
         name, method = run
         label = method if len(group) > 1 else f"{Path(name).name} ({method})"
         own = row["flops_ratio"], row["score"]

@@ -6,9 +6,8 @@ always measured on the model itself: all that is compared runs in one process an
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -65,9 +64,12 @@ def by_exit(recorded: Record, exit_index: np.ndarray, labels: np.ndarray) -> lis
     for k, layer in enumerate(recorded.segments.exits):
         loss, right = -log_softmax(recorded.logits[:, k])[rows, labels], recorded.logits[:, k].argmax(axis=1) == labels
         here = exit_index == k
-        exited = (float(loss[here].mean()), float(right[here].mean())) if here.any() else (None, None)
         of_all = {"layer": layer, "left": int(here.sum()), "loss": float(loss.mean()), "accuracy": float(right.mean())}
-        exits.append(of_all | dict(zip(("left_loss", "left_accuracy"), exited)))
+        of_exited = {
+            "left_loss": float(loss[here].mean()) if here.any() else None,
+            "left_accuracy": float(right[here].mean()) if here.any() else None,
+        }
+        exits.append({**of_all, **of_exited})
     return exits
 
 
@@ -162,6 +164,7 @@ def evaluate(
     `rows` contains the same figures for each of them.
     """
     segments, whole, labels = trained.segments(), trained.whole_model(), recorded.labels
+    assert labels is not None
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
     runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]
@@ -183,7 +186,8 @@ def evaluate(
         "always": _constant_label(predictions(main.logits), task),
     }
     if segments.tokens_exit and segments.engine == "torch":
-        answer["all_tokens_score"] = exit_scores(record(segments.full(), encoded, batch_size), task, labels)[-1]
+        full = segments.full()  # type: ignore[attr-defined]  # of segments in which tokens exit
+        answer["all_tokens_score"] = exit_scores(record(full, encoded, batch_size), task, labels)[-1]
     if rules is not None:
         answer["rows"] = [
             {
@@ -223,24 +227,22 @@ def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:
 
 
 def _mean_of_group(rows: list[dict]) -> dict:
-    def spread(figure: Callable[[dict], float]) -> dict:
-        values = [figure(row) for row in rows]
+    def spread(values: list[float]) -> dict:
         return {"mean": float(np.mean(values)), "least": min(values), "most": max(values)}
 
-    answer = {
+    answer: dict[str, Any] = {
         "method": rows[0]["method"],
         "how": rows[0]["how"],
         "runs": [row["run"] for row in rows],
         "seeds": [row["seed"] for row in rows],
     }
     for name in ("score", "full_score", "layers_saved", "speedup"):
-        answer[name] = spread(itemgetter(name))
-    exits = range(len(rows[0]["exits"]))
-    answer["per_exit_score"] = [spread(lambda row, k=k: row["per_exit_score"][k]) for k in exits]
+        answer[name] = spread([row[name] for row in rows])
+    answer["per_exit_score"] = [spread(list(scores)) for scores in zip(*(row["per_exit_score"] for row in rows))]
     for name in (*LOSSES, *RANGES):
         if all(row.get(name) for row in rows):
             figures = "score", "layers_saved", "layer_passes", "flops_ratio", "seconds", "speedup"
-            answer[name] = {key: spread(lambda row, key=key: row[name][key]) for key in figures}
+            answer[name] = {key: spread([row[name][key] for row in rows]) for key in figures}
     return answer
 
 
@@ -254,6 +256,7 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     if task.regression:
         raise ValueError(f"{task.name} is a regression task: no exit is right or wrong; give a task with classes")
     labels, names = rows.labels, task.label_names
+    assert labels is not None
     predicted, largest = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
     right = predicted == labels[:, None]
     entropies = np.stack([-entropy(each) for each in recorded.logits])

@@ -125,7 +125,7 @@ def few_exits(observed: Observed, costs: Costs) -> tuple[tuple[int, ...], float]
 
     while others := [layer for layer in range(1, last) if layer not in chosen]:
         tried = {exits: net(exits) for exits in (tuple(sorted((*chosen, layer, last))) for layer in others)}
-        exits = max(tried, key=tried.get)
+        exits = max(tried, key=lambda exits: tried[exits])
         if tried[exits] < best + MIN_GAIN:
             break
         chosen, best = exits[:-1], tried[exits]

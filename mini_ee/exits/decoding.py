@@ -217,22 +217,43 @@ class CachedSegments(DecoderSegments):
     pending_states              (rows, capacity + 1, D): slot p has the state at exit k of the token at position p; the
                                 last slot takes padding, which has position -1
 
-    An engine defines:
-
-    pending_states, weights     see above and Weights
-    array(numbers)              an array of the engine, from nested lists of whole numbers
-    join(earlier, hidden)       (B, S, D), (B, T, D) -> (B, S + T, D)
-    embed(ids, positions)       the embeddings, or the input of the first segment if that contains them
-    block(rows, positions)      the layers' context for tokens at these positions; never None
-    run(k, hidden, block)       the layers of segment k: (B, T, D) -> (B, T, D); writes their caches
-    copy_state(k, hidden, block)  computes only keys and values, with the same `hidden` as input of all these layers
-    run_all(hidden, block)      all layers; writes their caches
+    An engine defines pending_states, weights and the methods from `array` to `run_all`.
     """
+
+    pending_states: Any
 
     def __init__(self, exits: tuple[int, ...], missing_kv: str, num_rows: int, capacity: int):
         self.exits, self.missing_kv = exits, missing_kv
         self.num_rows, self.capacity = num_rows, capacity
-        self.pending_positions = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
+        self.pending_positions: list[list[list[int]]] = [[[] for _ in exits[:-1]] for _ in range(num_rows)]
+
+    def array(self, numbers: list) -> Any:
+        """An array of the engine, from nested lists of whole numbers."""
+        raise NotImplementedError
+
+    def join(self, earlier: Any, hidden: Any) -> Any:
+        """(B, S, D), (B, T, D) -> (B, S + T, D)."""
+        raise NotImplementedError
+
+    def embed(self, ids: Any, positions: list[list[int]]) -> Any:
+        """The embeddings (B, T, D), or the ids if the first segment contains the embeddings."""
+        raise NotImplementedError
+
+    def block(self, rows: list[int], positions: list[list[int]]) -> Any:
+        """The layers' context for tokens at these positions. It is not None."""
+        raise NotImplementedError
+
+    def run(self, k: int, hidden: Any, block: Any) -> Any:
+        """The layers of segment k: (B, T, D) -> (B, T, D). Writes their caches."""
+        raise NotImplementedError
+
+    def copy_state(self, k: int, hidden: Any, block: Any) -> None:
+        """Write the caches of the layers of segment k, with the same hidden states as the input of each layer."""
+        raise NotImplementedError
+
+    def run_all(self, hidden: Any, block: Any) -> None:
+        """All layers. Writes their caches."""
+        raise NotImplementedError
 
     def forget(self, row: int) -> None:
         self.pending_positions[row] = [[] for _ in self.exits[:-1]]
