@@ -23,7 +23,7 @@ Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: th
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -271,7 +271,7 @@ class _Cuts(Rule):
     def __init__(self, cuts: Sequence[float]):
         self.cuts = cuts
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         return reading.exit_logit >= self.cuts[k]
 
 

@@ -135,7 +135,7 @@ class Rule:
             if name not in self.runtime_settings
         )
 
-    def opened(self, folder: Path, config: dict, model) -> "Rule":
+    def opened(self, folder: Path, config: dict, model: Any) -> "Rule":
         """The rule of a run on disk, completed from the run's other files. Most rules need none."""
         return self
 

@@ -3,9 +3,14 @@
 import io
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mini_ee.data.files import write_bytes
 from mini_ee.errors import WrongArguments
+
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 12  # characters
 
@@ -60,8 +65,8 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     fixed = [(row["speedup"], row["score"]) for row in exits]
     axes.plot(*zip(*fixed), "s", color="0.6", label="same exit for all")
     for row, point in zip(exits, fixed):
-        style = {"textcoords": "offset points", "xytext": (4, -11), "fontsize": 8, "color": "0.4"}
-        axes.annotate(str(row["layer"]), point, **style)
+        text = str(row["layer"])
+        axes.annotate(text, point, textcoords="offset points", xytext=(4, -11), fontsize=8, color="0.4")
     axes.plot(answer["speedup"], answer["score"], "*", markersize=14, color="tab:red", label="default rule")
     axes.axhline(answer["full_score"], color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="measured speed-up over the full model", ylabel=f"score on {answer['task']} {answer['split']}")
@@ -141,7 +146,8 @@ def draw_training(path: Path, rows: list[dict]) -> None:
             _draw_history(axes, row["history"], key, layers)
             axes.set_title(f"{Path(row['run']).name}: {key}")
     for axes in grid[::2]:
-        axes.get_legend().remove()  # the panel to the right has the same
+        if legend := axes.get_legend():
+            legend.remove()  # the panel to the right has the same
     for panels in (grid[::2], grid[1::2]):
         top = max(axes.get_ylim()[1] for axes in panels)  # the same scale for all runs
         for axes in panels:
@@ -152,7 +158,7 @@ def draw_training(path: Path, rows: list[dict]) -> None:
 HISTORY = {"agreement": "agreement with the full model", "entropy": "entropy, in nats"}
 
 
-def _draw_history(axes, history: list[dict], key: str, layers: list[str]) -> None:
+def _draw_history(axes: "Axes", history: list[dict], key: str, layers: list[str]) -> None:
     for k, layer in enumerate(layers[:-1]):
         steps = [(point["step"], point[key][k]) for point in history]
         axes.plot(*zip(*steps), color=_shade(k, len(layers)), label=layer)
@@ -160,7 +166,7 @@ def _draw_history(axes, history: list[dict], key: str, layers: list[str]) -> Non
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_guarantee(axes, answer: dict, layers: list[str]) -> None:
+def _draw_guarantee(axes: "Axes", answer: dict, layers: list[str]) -> None:
     epsilons = [row["epsilon"] for row in answer["rows"]]
     axes.plot(epsilons, epsilons, ":", color="0.6", label="guaranteed")
     for k, layer in enumerate(layers[:-1]):
@@ -171,7 +177,7 @@ def _draw_guarantee(axes, answer: dict, layers: list[str]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_score(axes, answer: dict, score: str) -> None:
+def _draw_score(axes: "Axes", answer: dict, score: str) -> None:
     epsilons, values = [row["epsilon"] for row in answer["rows"]], [row[score] for row in answer["rows"]]
     task = f" on {answer['task']}" if score == "accuracy" else ""
     errors = [row["standard_error"] for row in answer["rows"]] if score == "accuracy" else None
@@ -181,7 +187,7 @@ def _draw_score(axes, answer: dict, score: str) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_speedup(axes, answer: dict, layers: list[str]) -> None:
+def _draw_speedup(axes: "Axes", answer: dict, layers: list[str]) -> None:
     epsilons = [row["epsilon"] for row in answer["rows"]]
     for missing_kv, rows in (
         ("copy_state", answer["rows"]),
@@ -193,7 +199,7 @@ def _draw_speedup(axes, answer: dict, layers: list[str]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_distribution(axes, answer: dict, layers: list[str]) -> None:
+def _draw_distribution(axes: "Axes", answer: dict, layers: list[str]) -> None:
     names = [str(row["epsilon"]) for row in answer["rows"]]
     below = [0.0] * len(names)
     for k, layer in enumerate(layers):
@@ -204,14 +210,14 @@ def _draw_distribution(axes, answer: dict, layers: list[str]) -> None:
     axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
 
 
-def _shade(k: int, count: int):
+def _shade(k: int, count: int) -> tuple[float, float, float, float]:
     """The colour of exit k: from early (dark) to late (light)."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.95 * k / max(count - 1, 1))
 
 
-def new_panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.6):
+def new_panels(count: int, columns: int = 2, width: float = 4.6, height: float = 3.6) -> "tuple[Figure, list[Axes]]":
     """A figure with `count` panels, each of `width` by `height` inches."""
     from matplotlib.figure import Figure
 
@@ -247,8 +253,8 @@ def draw_rewards(path: Path, answer: dict) -> None:
         x, y = ([row[key] for row in points] for key in ("layers_saved", "score"))
         axes.plot(x, y, "o-", label=f"{reward} reward")
         for row in points:
-            point, style = (row["layers_saved"], row["score"]), {"textcoords": "offset points", "xytext": (4, 4)}
-            axes.annotate(f"{row['alpha']:g}", point, **style, fontsize=8)
+            point, text = (row["layers_saved"], row["score"]), f"{row['alpha']:g}"
+            axes.annotate(text, point, textcoords="offset points", xytext=(4, 4), fontsize=8)
     axes.set(xlabel="share of the layers saved", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.legend(title="points: alpha", frameon=False)
     save_figure(figure, path)
@@ -269,13 +275,13 @@ def draw_writing(path: Path, answer: dict) -> None:
     save_figure(figure, path)
 
 
-def new_figure():
+def new_figure() -> "tuple[Figure, Axes]":
     """A figure as wide as README, and its axes."""
     figure, (axes,) = new_panels(1, columns=1, width=7, height=4.2)
     return figure, axes
 
 
-def save_figure(figure, path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure as PNG. Names of runs, tasks and models may contain $, which must not begin a formula."""
     for axes in figure.axes:
         for text in (axes.title, axes.xaxis.label, axes.yaxis.label):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.layers import StackedLinear
 from mini_ee.backbones.lora import LowRank, check_lora
 from mini_ee.confidence import MEASURES
@@ -65,7 +66,7 @@ class TokenExits(ExitModel):
 
     def __init__(
         self,
-        backbone,
+        backbone: GenerativeBackbone,
         exits: tuple[int, ...],
         init: str = "copy",
         policy: Callable[[int, tuple[int, ...]], nn.Module] | None = None,
@@ -129,7 +130,7 @@ class TokenExits(ExitModel):
             for k, head in enumerate(self.heads)
         ]
 
-    def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings) -> Iterator[Step]:
+    def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings: Any) -> Iterator[Step]:
         """Continue prompts (token ids), one token per step, under a rule. settings: of `generate`."""
         policies = self.policies if rule.needs_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
@@ -138,7 +139,7 @@ class TokenExits(ExitModel):
         return generate(self.backbone, prompts, **exits, **defaults | settings)
 
     def write(
-        self, texts: Sequence[Text], rule: Rule, batch_size: int = TEXTS_BATCH, seed: int = 0, **settings
+        self, texts: Sequence[Text], rule: Rule, batch_size: int = TEXTS_BATCH, seed: int = 0, **settings: Any
     ) -> list[Generated]:
         """Continuations of the beginning of each text (up to its `start`), generated in batches."""
         written = []
@@ -166,7 +167,7 @@ class SharedExits(TokenExits):
 
     holds_backbone = True  # as a checkpoint in the run's folder
 
-    def __init__(self, backbone, exits: tuple[int, ...]):
+    def __init__(self, backbone: GenerativeBackbone, exits: tuple[int, ...]):
         super().__init__(backbone, (backbone.config.num_hidden_layers,))
         self.exits = check_exits(tuple(exits), backbone.config.num_hidden_layers)
         self.heads = nn.ModuleList(OwnHead(backbone) for _ in self.exits[:-1])
