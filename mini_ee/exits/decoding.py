@@ -214,8 +214,8 @@ class CachedSegments(DecoderSegments):
     later token needs is never computed.
 
     pending_positions[row][k]   positions of the tokens that have run to exit k and not further
-    pending_states              (rows, capacity + 1, D): slot p has the state at exit k of the token at position p; the
-                                last slot takes padding, which has position -1
+    pending_states              (rows, capacity + 1, D): slot p has the state of the token at position p, at the exit at
+                                which it is pending; the last slot takes padding, which has position -1
 
     An engine defines pending_states, weights and the methods from `array` to `run_all`.
     """
@@ -276,7 +276,7 @@ class CachedSegments(DecoderSegments):
         else:
             padded = [[-1] * (width - len(each)) + each for each in pending]
             at = self._slots(rows, padded)
-            if self.missing_kv == "copy_state":
+            if self.missing_kv == "copy_state":  # the pending state also stands for the state at exit k
                 self.copy_state(k, self.pending_states[at], self.block(rows, padded))
                 hidden = self.run(k, hidden, block)
             else:
