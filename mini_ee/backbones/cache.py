@@ -67,10 +67,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LayerContext(NamedTuple):
-    """Tokens that run together: (B, T) of them, and what every layer needs to know of where they stand.
+    """The context in torch of B x T tokens that run together: their positions, their masks and their cache.
 
-    Layers are written once over this and over GraphBlock, which has the same methods: every, here, rotate, write and
-    attend.
+    GraphBlock has the same methods (with_exited, without_exited, rotate, write, attend), so a layer is written once.
     """
 
     config: Any  # a GenerativeConfig
@@ -83,13 +82,13 @@ class LayerContext(NamedTuple):
     cache: Cache | None = None  # None: the tokens read each other
     rows: list[int] | None = None  # whose cache they read, None: all rows in order
     slots: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
-    near: Tensor | None = None  # mask of layers with a window; None: it reaches back to the first token
+    window_mask: Tensor | None = None  # mask of layers with a window; None: it reaches back to the first token
 
-    def every(self, hidden: Tensor) -> Tensor:
+    def with_exited(self, hidden: Tensor) -> Tensor:
         """States (B, T, D) of all tokens that leave keys and values: in torch those that run."""
         return hidden
 
-    def here(self, x: Tensor) -> Tensor:
+    def without_exited(self, x: Tensor) -> Tensor:
         """Of what was made of `every` token, those that run."""
         return x
 
@@ -105,8 +104,8 @@ class LayerContext(NamedTuple):
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d): what the tokens read of all before them."""
         mask, causal = self.mask, self.causal
-        if self.near is not None and self.config.window(depth) is not None:
-            mask, causal = self.near, False
+        if self.window_mask is not None and self.config.window(depth) is not None:
+            mask, causal = self.window_mask, False
         query = query.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
         if self.cache is None:
             heads = self.config.key_value_heads
@@ -139,7 +138,7 @@ class LayerContext(NamedTuple):
         return self._changed(lambda tensor: tensor.repeat(count, 1, 1, 1))
 
     def _changed(self, change) -> "LayerContext":
-        names = ("cos", "sin", "mask", "padding", "near")  # those of one row stand for all rows
+        names = ("cos", "sin", "mask", "padding", "window_mask")  # those of one row stand for all rows
         parts = {name: getattr(self, name) for name in names}
         return self._replace(**{name: change(t) for name, t in parts.items() if t is not None and len(t) > 1})
 
@@ -150,7 +149,7 @@ class LayerContext(NamedTuple):
 class GraphCache(NamedTuple):
     """Where the caches of an ONNX graph are written and read."""
 
-    index: str  # (B, T, 2): row and slot of each token
+    places: str  # (B, T, 2): row and slot of each token
     rows: str  # (B,): whose caches they are
     prompts: str  # (1,): how many rows the caches have
 
@@ -162,14 +161,14 @@ def cache_inputs(g, config, first: int) -> tuple[Tensor, Tensor, GraphCache]:
     width = config.key_value_heads * config.head_width
     keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
     row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
-    index = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
+    places = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
     zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
     slots = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
     at = g.tensor(g.op("Max", positions, g.integers(0)), "batch", "tokens", dtype=np.int64)
-    return at, g.tensor(slots, "slots", dtype=np.int64), GraphCache(index, rows, g.shape(keys, 0, 1))
+    return at, g.tensor(slots, "slots", dtype=np.int64), GraphCache(places, rows, g.shape(keys, 0, 1))
 
 
-def graph_turn(config, at: Tensor, cached: bool) -> list[Tensor]:
+def graph_cos_sin(config, at: Tensor, cached: bool) -> list[Tensor]:
     """cos and sin (B, T, R/2) of positions (B, T); a table of all positions would make the file large."""
     if not config.rotary_width:
         return []
@@ -178,8 +177,8 @@ def graph_turn(config, at: Tensor, cached: bool) -> list[Tensor]:
         is_long = at.amax(1)[:, None, None] >= config.short_tokens
         frequencies = torch.where(is_long, config.rope_frequencies(long=True), frequencies)
     angle = at.float()[..., None] * frequencies
-    turn = [angle.cos(), angle.sin()]
-    return turn if config.rope_scale == 1 else [each * config.rope_scale for each in turn]
+    cos_sin = [angle.cos(), angle.sin()]
+    return cos_sin if config.rope_scale == 1 else [each * config.rope_scale for each in cos_sin]
 
 
 class GraphBlock:
@@ -192,15 +191,15 @@ class GraphBlock:
 
     scale: float | None = None  # of the products of queries and keys; None: one over the root of d
 
-    def __init__(self, config, at: Tensor, masks: Sequence[Tensor | None], turn: Sequence[Tensor] = (), cache=None):
+    def __init__(self, config, at: Tensor, masks: Sequence[Tensor | None], cos_sin: Sequence[Tensor] = (), cache=None):
         """at (B, T): positions, from 0. masks: as in LayerContext, for layers without a window and for layers with one.
 
-        turn: cos and sin (B, T, R/2) where the family rotates. cache: None where tokens read each other alone.
+        cos_sin: cos and sin (B, T, R/2) where the family rotates. cache: None where tokens read each other alone.
         """
         self.config, self.at, self._cache = config, at, cache
-        self.readable, self.near = (mask if mask is None else _in_graph(mask) for mask in masks)
-        self._turn = [_in_graph(each) for each in turn]
-        self.dims = self.every_dims = at.shape
+        self.readable, self.window_mask = (mask if mask is None else _in_graph(mask) for mask in masks)
+        self._cos_sin = [_in_graph(each) for each in cos_sin]
+        self.dims = self.written_dims = at.shape
         self.width = config.key_value_heads * config.head_width
         self.padding: Tensor | None = None  # (B, 1, 1, T), true at tokens, where tokens read each other
         self.written: dict[str, str] = {}  # cache -> what it has become
@@ -210,7 +209,7 @@ class GraphBlock:
     def of_texts(cls, decoder, mask: Tensor) -> "GraphBlock":
         """Of whole texts, whose tokens read each other and no padding, on either side. mask (B, T): true at tokens."""
         at, padding = token_positions(mask).clamp(min=0), mask[:, None, None, :]
-        block = cls(decoder.config, at, decoder.masks(at, at, padding), graph_turn(decoder.config, at, cached=False))
+        block = cls(decoder.config, at, decoder.masks(at, at, padding), graph_cos_sin(decoder.config, at, cached=False))
         block.padding = padding
         return block
 
@@ -219,22 +218,22 @@ class GraphBlock:
         """Of tokens whose past is in caches, in a graph whose first layer is this, from 0. Declares what it takes."""
         config = decoder.config
         at, slots, cache = cache_inputs(g, config, first)
-        return cls(config, at, decoder.masks(at, slots[None]), graph_turn(config, at, cached=True), cache)
+        return cls(config, at, decoder.masks(at, slots[None]), graph_cos_sin(config, at, cached=True), cache)
 
     def of_rows(self, running: Tensor, exited: Tensor, states: Tensor) -> "GraphBlock":
         """The block of the rows `running` (B',), whose layers also write keys and values for the rows `exited` (M,).
 
-        states (M, T, D): the hidden states at their exits, which stand in for the input of all deeper layers. Only the
-        running rows read (`readable`, `rows`); both kinds are rotated and written (`_turn`, `index`), running first.
+        states (M, T, D): the hidden states at their exits, which replace the input of all deeper layers. Only running
+        rows attend (`readable`, `rows`). Keys of both are rotated and written (`_cos_sin`, `places`), running first.
         """
         block, every, g = copy(self), torch.cat((running, exited)), running.g
-        block.dims, block.every_dims = ((rows.shape[0], self.dims[1]) for rows in (running, every))
+        block.dims, block.written_dims = ((rows.shape[0], self.dims[1]) for rows in (running, every))
         read, write = running.name, every.name
         block.readable, block.written = g.op("Gather", self.readable, read), {}
-        block.near = self.near and g.op("Gather", self.near, read)
-        block._turn = [g.op("Gather", each, write) for each in self._turn]
-        index, rows = g.op("Gather", self._cache.index, write), g.op("Gather", self._cache.rows, read)
-        block._cache = GraphCache(index, rows, self._cache.prompts)
+        block.window_mask = self.window_mask and g.op("Gather", self.window_mask, read)
+        block._cos_sin = [g.op("Gather", each, write) for each in self._cos_sin]
+        places, rows = g.op("Gather", self._cache.places, write), g.op("Gather", self._cache.rows, read)
+        block._cache = GraphCache(places, rows, self._cache.prompts)
         block._exited = states.flat
         return block
 
@@ -242,9 +241,9 @@ class GraphBlock:
         """That of these rows of a batch whose tokens read each other."""
         block, g = copy(self), rows.g
         block.readable, block.padding = g.op("Gather", self.readable, rows.name), self.padding[rows]
-        block.near = self.near and g.op("Gather", self.near, rows.name)
-        block._turn = [g.op("Gather", each, rows.name) for each in self._turn]
-        block.dims = block.every_dims = (rows.shape[0], self.dims[1])
+        block.window_mask = self.window_mask and g.op("Gather", self.window_mask, rows.name)
+        block._cos_sin = [g.op("Gather", each, rows.name) for each in self._cos_sin]
+        block.dims = block.written_dims = (rows.shape[0], self.dims[1])
         return block
 
     def repeat(self, count: int) -> "GraphBlock":
@@ -252,9 +251,9 @@ class GraphBlock:
         block, g = copy(self), self.padding.g
         block.padding = self.padding.repeat(count, 1, 1, 1)
         block.readable = g.op("Tile", self.readable, g.integers(count, 1, 1, 1))
-        block.near = self.near and g.op("Tile", self.near, g.integers(count, 1, 1, 1))
-        block._turn = [g.op("Tile", each, g.integers(count, 1, 1)) for each in self._turn]
-        block.dims = block.every_dims = (block.padding.shape[0], self.dims[1])
+        block.window_mask = self.window_mask and g.op("Tile", self.window_mask, g.integers(count, 1, 1, 1))
+        block._cos_sin = [g.op("Tile", each, g.integers(count, 1, 1)) for each in self._cos_sin]
+        block.dims = block.written_dims = (block.padding.shape[0], self.dims[1])
         return block
 
     def unwritten(self) -> "GraphBlock":
@@ -263,31 +262,31 @@ class GraphBlock:
         block.written = {}
         return block
 
-    def every(self, hidden: Tensor) -> Tensor:
+    def with_exited(self, hidden: Tensor) -> Tensor:
         """As in LayerContext: the states of exited tokens follow those of the tokens that run."""
         if self._exited is None:
             return hidden
         both = hidden.g.op("Concat", hidden.flat, self._exited, axis=0)
-        return hidden.flat_like(both, (*self.every_dims, hidden.shape[-1]))
+        return hidden.flat_like(both, (*self.written_dims, hidden.shape[-1]))
 
-    def here(self, x: Tensor) -> Tensor:
+    def without_exited(self, x: Tensor) -> Tensor:
         return x if self._exited is None else x[: self.dims[0]]
 
     def rotate(self, x: Tensor, count: int) -> Tensor:
         config = self.config
         part = {"rotary_embedding_dim": config.rotary_width} if config.rotary_width < config.head_width else {}
-        return x.like(x.g.op("RotaryEmbedding", x.name, *self._turn, num_heads=count, **part))
+        return x.like(x.g.op("RotaryEmbedding", x.name, *self._cos_sin, num_heads=count, **part))
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> list[str]:
         """As in LayerContext; returns the names of both caches as they are then."""
         for kind, new in (("keys", key), ("values", value)):
             cache = new.g.input(f"{kind}_{depth}", "prompts", "slots", self.width, dtype=new.g.dtype)
-            self.written[cache] = new.g.op("ScatterND", cache, self._cache.index, new.name)
+            self.written[cache] = new.g.op("ScatterND", cache, self._cache.places, new.name)
         return [self.written[f"{kind}_{depth}"] for kind in ("keys", "values")]
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         g, heads = query.g, (self.config.num_attention_heads, self.config.key_value_heads)
-        seen = self.readable if self.config.window(depth) is None else self.near
+        seen = self.readable if self.config.window(depth) is None else self.window_mask
         if self._cache is None:
             return query.like(g.attention(query.name, key.name, value.name, seen, *heads, self.scale))
         queries, caches = query.name, self.write(depth, key, value)

@@ -14,7 +14,7 @@ A family of CausalDecoder is one file: a config, a layer, and of these methods t
     config.rope_frequencies()  the frequencies of rotary positions, with config.rotary_width
 
 All of it is torch code. An export runs the same code on values of a graph, so it asks no tensor for its content. What
-a layer calls of its context, `context`, is in cache.py: every, here, rotate, attend and write.
+a layer calls of its context, `context`, is in cache.py: with_exited, without_exited, rotate, attend and write.
 
 The final norm belongs to the head: hidden[L] comes before it.
 """
@@ -284,7 +284,7 @@ class CausalDecoder(GenerativeBackbone):
         if tokens > limit:
             raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
         # What is before a token is all that it reads: padding behind it needs no mask.
-        return self._causal(self._turn(slice(0, tokens)), tokens)._replace(padding=padding)
+        return self._causal(self._cos_sin(slice(0, tokens)), tokens)._replace(padding=padding)
 
     # ---- Tokens that read a cache ----
     def embed_written(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -306,42 +306,44 @@ class CausalDecoder(GenerativeBackbone):
         place = at[:1] if aligned else at
         if (short := self.config.short_tokens) is not None:  # where the numbers for long texts begin
             place = place + short * (positions.amax(1, keepdim=True)[: len(place)] >= short)
-        turn = self._turn(place)
+        cos_sin = self._cos_sin(place)
         if cache is None and aligned:
-            return self._causal(turn, tokens)
+            return self._causal(cos_sin, tokens)
         if cache is None:
             real = positions >= 0
             seen = (real[:, None, :] | ~real[:, :, None])[:, None]  # no token reads padding
-            mask, near = self.masks(positions, positions, seen)
-            return LayerContext(self.config, *turn, mask, False, end, near=near)
+            mask, window_mask = self.masks(positions, positions, seen)
+            return LayerContext(self.config, *cos_sin, mask, False, end, window_mask=window_mask)
         index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
         write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
-        mask, near = self.masks(at, self._places(end), end=end)
-        return LayerContext(self.config, *turn, mask, False, end, cache=cache, rows=rows, slots=write, near=near)
+        mask, window_mask = self.masks(at, self._places(end), end=end)
+        return LayerContext(
+            self.config, *cos_sin, mask, False, end, cache=cache, rows=rows, slots=write, window_mask=window_mask
+        )
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> LayerContext:
         """As `GenerativeBackbone.aligned_block` says. Asks no tensor anything."""
         end = low + tokens
         if end > cache.capacity:
             raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: shorten the prompt")
-        turn, write = self._turn(slice(low, end)), (slice(None), slice(low, end))
+        cos_sin, write = self._cos_sin(slice(low, end)), (slice(None), slice(low, end))
         if tokens == 1 or low == 0:
-            return self._causal(turn, tokens, low)._replace(cache=cache, slots=write)
+            return self._causal(cos_sin, tokens, low)._replace(cache=cache, slots=write)
         slots = self._places(end)
-        mask, near = self.masks(slots[:, low:], slots, end=end)
-        return LayerContext(self.config, *turn, mask, False, end, cache=cache, slots=write, near=near)
+        mask, window_mask = self.masks(slots[:, low:], slots, end=end)
+        return LayerContext(self.config, *cos_sin, mask, False, end, cache=cache, slots=write, window_mask=window_mask)
 
-    def _causal(self, turn: tuple, tokens: int, low: int = 0) -> LayerContext:
+    def _causal(self, cos_sin: tuple, tokens: int, low: int = 0) -> LayerContext:
         """Rows that are all at low .. low + tokens - 1, and read from 0 on: one token, or low is 0."""
         end, slots = low + tokens, self._places(low + tokens)
         at = slots[:, low:]
-        bias, near = self.position_bias(at, slots), None
+        bias, window_mask = self.position_bias(at, slots), None
         if bias is None and not self._reaches_start(end):
-            near = readable(at, slots, self.config.sliding_window)
+            window_mask = readable(at, slots, self.config.sliding_window)
         if bias is None:
-            return LayerContext(self.config, *turn, None, tokens > 1, end, near=near)
-        mask, near = self.masks(at, slots, end=end)
-        return LayerContext(self.config, *turn, mask, False, end, near=near)
+            return LayerContext(self.config, *cos_sin, None, tokens > 1, end, window_mask=window_mask)
+        mask, window_mask = self.masks(at, slots, end=end)
+        return LayerContext(self.config, *cos_sin, mask, False, end, window_mask=window_mask)
 
     def masks(self, at: Tensor, reads: Tensor, seen: Tensor | None = None, end: int | None = None) -> list:
         """What tokens at `at` read of those at `reads`, of layers without and with a window, see `LayerContext`.
@@ -366,7 +368,7 @@ class CausalDecoder(GenerativeBackbone):
     def _places(self, end: int) -> Tensor:
         return torch.arange(end, device=self.device)[None]
 
-    def _turn(self, at: Tensor | slice) -> tuple[Tensor | None, Tensor | None]:
+    def _cos_sin(self, at: Tensor | slice) -> tuple[Tensor | None, Tensor | None]:
         """cos and sin (B or 1, T, 1, R) of positions (B or 1, T), or of a slice of them."""
         if self.cos is None:
             return None, None

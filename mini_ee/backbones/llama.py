@@ -71,10 +71,10 @@ class Layer(Adapted):
 
         adapt: what adapters add to the linear maps of this layer.
         """
-        normed = self.attention_norm(context.every(hidden))
+        normed = self.attention_norm(context.with_exited(hidden))
         attended = self.attention(normed, context, depth, adapt)
         if self.parallel:
-            return hidden + attended + self.mlp(context.here(normed), adapt)
+            return hidden + attended + self.mlp(context.without_exited(normed), adapt)
         hidden = hidden + attended
         return hidden + self.mlp(self.mlp_norm(hidden), adapt)
 
@@ -87,7 +87,7 @@ class Layer(Adapted):
             of_query, of_key = self.of_heads(self.query_norm, of_query), self.of_heads(self.key_norm, of_key)
             turning = torch.cat((of_query, of_key), dim=-1)
         queries, keys = context.rotate(turning, self.heads + self.key_value_heads).split((query, key), dim=-1)
-        attended = context.attend(depth, context.here(queries), keys, values)
+        attended = context.attend(depth, context.without_exited(queries), keys, values)
         return self.linear("attention_output", attended, adapt)
 
     def of_heads(self, norm: nn.Module, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Layer(Adapted):
         """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
         query, *sizes = self.qkv.sizes
         bias = None if self.qkv.bias is None else self.qkv.bias[query:]
-        normed = self.attention_norm(context.every(hidden))
+        normed = self.attention_norm(context.with_exited(hidden))
         key, value = F.linear(normed, self.qkv.weight[query:], bias).split(sizes, dim=-1)
         key = self.of_heads(self.key_norm, key) if self.head_norms else key
         context.write(depth, context.rotate(key, self.key_value_heads), value)

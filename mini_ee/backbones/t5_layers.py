@@ -237,10 +237,10 @@ class LayerContext(NamedTuple):
         return self._replace(memory=self.memory.repeat(count, 1, 1), readable=readable)
 
     # As the contexts of cache.py have them:
-    def every(self, hidden: Tensor) -> Tensor:
+    def with_exited(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def here(self, x: Tensor) -> Tensor:
+    def without_exited(self, x: Tensor) -> Tensor:
         return x
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> None:
@@ -361,8 +361,8 @@ class Layer(EncoderLayer):
 
     def forward(self, hidden: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D), of the layer at this depth. adapt: what adapters add to its linear maps."""
-        query, key, value = self.linear("qkv", self.attention_norm(context.every(hidden)), adapt).chunk(3, dim=-1)
-        attended = context.attend(depth, context.here(query), key, value, self.dropped)
+        query, key, value = self.linear("qkv", self.attention_norm(context.with_exited(hidden)), adapt).chunk(3, dim=-1)
+        attended = context.attend(depth, context.without_exited(query), key, value, self.dropped)
         hidden = self.add("attention_output", hidden, attended, adapt)
         query = self.linear("cross_query", self.cross_norm(hidden), adapt)
         attended = context.attend_memory(depth, self, query, adapt, self.dropped)
@@ -376,5 +376,5 @@ class Layer(EncoderLayer):
     def write_keys(self, hidden: Tensor, context: LayerContext, depth: int) -> None:
         """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
         query, *_ = self.qkv.sizes
-        own = F.linear(self.attention_norm(context.every(hidden)), self.qkv.weight[query:])
+        own = F.linear(self.attention_norm(context.with_exited(hidden)), self.qkv.weight[query:])
         context.write(depth, *own.chunk(2, dim=-1))

@@ -45,14 +45,16 @@ class Layer(Adapted):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, hidden: Tensor, context, depth: int, adapt=None) -> Tensor:
-        normed = self.norm(context.every(hidden))
+        normed = self.norm(context.with_exited(hidden))
         query, key, value = self.linear("qkv", normed, adapt).split(self.qkv.sizes, dim=-1)
-        attended = self.linear("attention_output", context.attend(depth, context.here(query), key, value), adapt)
-        inner = F.relu(self.linear("up", context.here(normed), adapt))
+        attended = self.linear(
+            "attention_output", context.attend(depth, context.without_exited(query), key, value), adapt
+        )
+        inner = F.relu(self.linear("up", context.without_exited(normed), adapt))
         return hidden + attended + self.linear("down", inner, adapt)
 
     def write_keys(self, hidden: Tensor, context, depth: int) -> None:
-        _, key, value = self.linear("qkv", self.norm(context.every(hidden)), None).split(self.qkv.sizes, dim=-1)
+        _, key, value = self.linear("qkv", self.norm(context.with_exited(hidden)), None).split(self.qkv.sizes, dim=-1)
         context.write(depth, key, value)
 
 

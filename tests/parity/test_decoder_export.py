@@ -385,7 +385,7 @@ def keys_for_values(right, self, depth, key, value):
 
 def forgotten_window(right, self, *where):
     changed = copy_of(self)
-    changed.near = changed.readable
+    changed.window_mask = changed.readable
     return right(changed, *where)
 
 
@@ -426,7 +426,7 @@ GRAPH_BUGS = {
     "LongRoPE's heads are not widened": (
         "phi3",
         mini_ee.backbones.cache,
-        "graph_turn",
+        "graph_cos_sin",
         lambda right, config, *at, **how: [each / config.rope_scale for each in right(config, *at, **how)],
     ),
     "another activation in the policy": ("policies", LOWERINGS, F.gelu, lambda right, x, **how: -right(x, **how)),
