@@ -1,4 +1,4 @@
-"""Activations of feed-forward parts by the names that config.json gives them."""
+"""Activations of feed-forward parts by their names in config.json."""
 
 import torch.nn.functional as F
 

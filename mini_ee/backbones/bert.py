@@ -1,13 +1,13 @@
 """BERT, RoBERTa, ALBERT and ElasticBERT, from scratch.
 
 Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Lan et al. 2019 (ALBERT), Liu et al. 2021 (ElasticBERT).
-All four are one stack of post-norm layers. They differ here, and nowhere else:
+All four are one stack of post-norm layers. The differences:
 
     RoBERTa       positions count from pad_token_id + 1 and skip padding; its masked-LM head is fixed to gelu
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
     ElasticBERT   every layer has a pooler of its own
 
-Agreement with transformers, hidden states and logits, is pinned in tests/parity/test_bert.py.
+Hidden states and logits agree with those of transformers: tests/parity/test_bert.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -25,6 +25,7 @@ from mini_ee.backbones.backbone import (
     AdaptLayer,
     Backbone,
     Layout,
+    Tensors,
     check_fields,
     check_fixed,
     known_fields,
@@ -33,10 +34,11 @@ from mini_ee.backbones.backbone import (
 )
 from mini_ee.backbones.layers import Adapted, StackedLinear
 from mini_ee.backbones.shapes import check
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.data.values import shortened
 
-# What Hugging Face takes for a key that config.json leaves out, where the four types differ.
-TYPE_DEFAULTS = {
+# Hugging Face's defaults for missing keys of config.json, if they differ from those of BertConfig.
+TYPE_DEFAULTS: dict[str, dict] = {
     "bert": {},
     "elasticbert": {},
     "roberta": {"pad_token_id": 1},
@@ -48,7 +50,7 @@ TYPE_DEFAULTS = {
     },
 }
 
-# Keys that would change what is computed, and the only values that this file computes.
+# Keys that would change the computation, and the values that are implemented.
 FIXED_KEYS = {
     "position_embedding_type": ("absolute", None),
     "num_hidden_groups": (1,),
@@ -60,10 +62,10 @@ FIXED_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """The keys of a Hugging Face config.json that this file reads, under their own names.
+    """The keys of a Hugging Face config.json that this file reads.
 
-    `embedding_size` is E; None means E = hidden_size. Where tie_word_embeddings is false, the masked-LM head is left
-    out: ours is tied. Raises ValueError on a value that no model can have.
+    `embedding_size` is E; None means E = hidden_size. If tie_word_embeddings is false, the masked-LM head is not
+    loaded, because ours is tied. Raises ValueError for invalid values.
     """
 
     model_type: str
@@ -97,9 +99,9 @@ class BertConfig:
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "BertConfig":
-        """From the content of a config.json. Keys that do not change the forward pass are passed over."""
+        """From the content of a config.json. Keys that do not change the forward pass are ignored."""
         check_fixed(config, FIXED_KEYS)
-        return cls(**known_fields(cls, config, TYPE_DEFAULTS.get(config.get("model_type"), {})))
+        return cls(**known_fields(cls, config, TYPE_DEFAULTS.get(config.get("model_type", ""), {})))
 
     def to_dict(self) -> dict:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -110,33 +112,30 @@ class BertConfig:
 
     @property
     def token_types(self) -> int:
-        """How many there are."""
         return self.type_vocab_size
 
     @property
     def max_tokens(self) -> int:
-        """The longest input, in tokens. RoBERTa spends pad_token_id + 1 of its positions on padding."""
+        """Maximum length of an input. RoBERTa reserves its first pad_token_id + 1 positions."""
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
 
 
 class LayerContext(NamedTuple):
-    """What all layers need besides the hidden states."""
+    """The input of all layers besides the hidden states."""
 
-    padding: Tensor | None  # (B, 1, 1, T), true where a token may be read; None: nothing is padded
+    padding: Tensor | None  # (B, 1, 1, T), true at tokens; None: no padding
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        """That of these rows of the batch alone."""
         if self.padding is None:
             return self
         return self._replace(padding=self.padding[tensor_on(self.padding.device, rows)])
 
     def repeat(self, count: int) -> "LayerContext":
-        """That of the batch, `count` times one after the other."""
         return self if self.padding is None else self._replace(padding=self.padding.repeat(count, 1, 1, 1))
 
 
 class Embeddings(nn.Module):
-    """Word + position + token type, normalised; ALBERT then maps E to D."""
+    """Word + position + token type, normalised; ALBERT then maps from E to D."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -153,6 +152,7 @@ class Embeddings(nn.Module):
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         types = self.token_type.weight[0] if token_type_ids is None else self.token_type(token_type_ids)
         if self.config.model_type == "roberta":
+            # cumsum numbers the tokens from 1 and skips padding; padding itself has position pad_token_id.
             real = (input_ids != self.config.pad_token_id).long()
             positions = self.position(real.cumsum(1) * real + self.config.pad_token_id)
         else:
@@ -179,34 +179,34 @@ class Layer(Adapted):
         self.attention_dropout = config.attention_probs_dropout_prob
 
     def forward(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
-        """hidden (B, T, D); mask (B, 1, 1, T), true where a token may be read, or None. Returns (B, T, D)."""
+        """hidden (B, T, D); mask (B, 1, 1, T), true at tokens, or None without padding. Returns (B, T, D)."""
         return self.feed_forward(self.attend(hidden, mask, adapt), adapt)
 
     def attend(self, hidden: Tensor, mask: Tensor | None, adapt: AdaptLayer | None = None) -> Tensor:
-        """The first half of forward."""
+        """The first part: hidden -> LN(hidden + dropout(attention))."""
         heads = self.linear("qkv", hidden, adapt).view(*hidden.shape[:2], 3, self.heads, -1)  # (B, T, 3, H, D/H)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
         dropout = self.attention_dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         attended = attended.transpose(1, 2).flatten(2)
         return self.attention_norm(hidden + self._drop(self.linear("attention_output", attended, adapt)))
 
     def feed_forward(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """The second half."""
+        """The second part: hidden -> LN(hidden + dropout(FFN(hidden)))."""
         return self.output_norm(hidden + self._drop(self.mlp(hidden, adapt)))
 
     def mlp(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """What the second half adds to its input, before dropout."""
+        """FFN(hidden)."""
         return self.linear("down", self.activation(self.linear("up", hidden, adapt)), adapt)
 
     def _drop(self, x: Tensor) -> Tensor:
-        return self.dropout(x) if self.training else x  # calling what does nothing is 2 % of a layer at batch 1
+        return self.dropout(x) if self.training else x  # the call in eval mode would take 2 % of a layer at batch 1
 
 
 class MaskedLMHead(nn.Module):
-    """Dense, activation, norm; the vocabulary projection is tied to the word embeddings.
+    """Dense, activation, norm, then a linear map onto the vocabulary, which is tied to the word embeddings.
 
-    The activation is hidden_act, except in RoBERTa, whose head is written with gelu.
+    The activation is hidden_act, but always gelu in RoBERTa.
     """
 
     def __init__(self, config: BertConfig):
@@ -218,13 +218,13 @@ class MaskedLMHead(nn.Module):
         self.activation = F.gelu if config.model_type == "roberta" else ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden: Tensor, word_embeddings: Tensor, words: Tensor | None = None) -> Tensor:
-        """(..., D), (V, E) -> (..., V); of `words` alone, (C,), it is (..., C)."""
+        """(..., D), (V, E) -> (..., V). words (C,): only their logits, (..., C)."""
         weight, bias = (word_embeddings, self.bias) if words is None else (word_embeddings[words], self.bias[words])
         return F.linear(self.norm(self.activation(self.dense(hidden))), weight, bias)
 
 
 class Bert(Backbone):
-    """The backbone: embeddings, L layers, and, where the checkpoint has them, poolers and a masked-LM head."""
+    """The backbone: embeddings, L layers, and poolers and a masked-LM head if the checkpoint has them."""
 
     Config = BertConfig
     vocabulary = {"weight": "embeddings.word.weight", "bias": "lm_head.bias"}
@@ -245,56 +245,49 @@ class Bert(Backbone):
 
     @classmethod
     def parts(cls, config: BertConfig) -> dict[str, str]:
-        """Poolers and head are there where the file has them."""
         return {"pooler": f"poolers.{config.num_hidden_layers}", "lm_head": "lm_head"}
 
     @classmethod
     def tied(cls, config: BertConfig) -> dict[str, str]:
-        """The head's map onto the vocabulary is that of the embeddings, and its bias may have two names."""
+        """The head's map onto the vocabulary is the word embeddings; its bias may be stored under two names."""
         head = LAYOUTS[config.model_type].names["lm_head"]
         return {f"{head}.decoder.weight": "embeddings.word_embeddings.weight", f"{head}.decoder.bias": f"{head}.bias"}
 
-    def embed(self, inputs) -> Tensor:
-        """hidden[0], (B, T, D), as `Backbone.embed` says."""
-        device = self.embeddings.word.weight.device  # self.device walks over the modules: felt at batch 1
+    def embed(self, inputs: Tensors | Inputs) -> Tensor:
+        device = self.embeddings.word.weight.device  # self.device iterates over modules, which is slow at batch 1
         ids, types = tensor_on(device, inputs.input_ids), tensor_on(device, inputs.token_type_ids)
         tokens = check(ids, "B T")["T"]
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types)
 
-    def context(self, inputs) -> LayerContext:
-        """The padding mask."""
+    def context(self, inputs: Tensors | Inputs) -> LayerContext:
         return LayerContext(padding_mask(inputs.attention_mask, self.embeddings.word.weight.device))
 
     def split_layer(self, depth: int) -> Layer:
-        """The layer behind hidden[depth]."""
         return self.layers[depth % len(self.layers)]
 
     def run_layers(
         self, hidden: Tensor, context: LayerContext, start: int, stop: int, adapt: Adapt | None = None
     ) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
         for depth in range(start, stop):
-            stored = depth % len(self.layers)
+            stored = depth % len(self.layers)  # ALBERT stores one layer, which is layer 0 at every depth
             hidden = self.layers[stored](hidden, context.padding, adapt and partial(adapt, stored))
         return hidden
 
     def pooled(self, hidden: Tensor, depth: int | None = None) -> Tensor:
-        """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth is L by default."""
+        """tanh(dense(first token)) of hidden[depth], (B, T, D) -> (B, D). depth: L by default."""
         depth = self.config.num_hidden_layers if depth is None else depth
         if str(depth) not in self.poolers:
             raise ValueError(f"expected a pooler at layer {depth}, this backbone has them at {list(self.poolers)}")
         return torch.tanh(self.poolers[str(depth)](hidden[:, 0]))
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
-        """Masked-LM logits, (..., D) -> (..., V), as `Backbone.lm_logits` says."""
         if self.lm_head is None:
             raise self.no_lm_head()
         return self.lm_head(hidden, self.embeddings.word.weight, words).float()
 
     def without_heads(self) -> "Bert":
-        """The same backbone, without poolers and masked-LM head."""
         self.lm_head, self.poolers = None, nn.ModuleDict()
         return self
 
