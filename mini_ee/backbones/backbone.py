@@ -136,7 +136,7 @@ class Backbone(nn.Module):
     Depth counts layers: hidden[0] is the output of the embeddings, hidden[k] that of the k-th layer, k = 1..L.
     """
 
-    Config: ClassVar[type]
+    Config: ClassVar[Any]
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # the poolings over tokens that are useful for this family
     generates: ClassVar[bool] = False  # True: it generates text token by token, and is a GenerativeBackbone
     is_encoder_decoder: ClassVar[bool] = False  # True: an encoder reads the input; the decoder reads its own output

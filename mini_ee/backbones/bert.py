@@ -12,7 +12,7 @@ Hidden states and logits agree with those of transformers: tests/parity/test_ber
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -209,7 +209,8 @@ class MaskedLMHead(nn.Module):
     The activation is hidden_act, but always gelu in RoBERTa.
     """
 
-    def __init__(self, config: BertConfig):
+    def __init__(self, config: Any):
+        """config: a BertConfig, or one with the same keys."""
         super().__init__()
         width = config.embedding_size or config.hidden_size
         self.dense = nn.Linear(config.hidden_size, width)

@@ -1,13 +1,13 @@
-"""The key/value cache of decoders, and the contexts of their layers: where tokens are, and what they read.
+"""The key/value cache of decoders, and the contexts of their layers: positions, masks and caches of a batch.
 
-LayerContext is the context in torch, GraphBlock the same in ONNX graphs: the only code that writes nodes for decoders.
+LayerContext is the context in torch, GraphBlock the one in ONNX graphs. No other code makes nodes for decoders.
 
-The cache is addressed by position, not by column: the key of a row's token at position p stands in slot p, however the
-batch was padded. So one comparison, slot <= position, is the causal mask, and hides padding and whatever a rejected
-draft has left behind. Rows are named by index: who leaves the batch leaves the cache alone.
+The cache is addressed by position, not by column: the key of a row's token at position p is in slot p, however the
+batch is padded. So one comparison, slot <= position, is the causal mask. It also hides padding and the keys of rejected
+drafts. A context lists the cache rows of its tokens, so the cache does not change if rows exit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -18,31 +18,34 @@ from torch import Tensor
 
 from mini_ee.backbones.backbone import tensor_on
 
+Builder = Any  # export.builder.Builder, which this folder must not import
+
 
 def token_positions(attention_mask: Tensor) -> Tensor:
-    """(B, T) of 1 and 0 -> position of each token in its row, from 0, and -1 for padding, on either side."""
+    """(B, T) of 1 and 0 -> the position of each token in its row, from 0, and -1 at padding, on either side."""
     real = attention_mask.bool()
     return (real.cumsum(1) - 1).masked_fill(~real, -1)
 
 
 def readable(at: Tensor, reads: Tensor, window: int | None = None) -> Tensor:
-    """Whether a token at a position of `at`, (B or 1, T), reads one at a position of `reads`, (B or 1, S).
+    """The causal mask of queries at positions `at`, (B or 1, T), over keys at positions `reads`, (B or 1, S).
 
-    It reads itself and all before it, with a window the nearest so many of them. Returns (B or 1, 1, T, S).
+    A token reads itself and all tokens before it; with a window only the last `window` of these. Returns
+    (B or 1, 1, T, S) bool, true where a key may be read.
     """
     at, reads = at[:, None, :, None], reads[:, None, None, :]
-    seen = reads <= at
-    return seen if window is None else seen & (reads > at - window)
+    causal = reads <= at
+    return causal if window is None else causal & (reads > at - window)
 
 
 class Cache:
-    """Keys and values of up to `rows` texts of up to `capacity` tokens, preallocated, written in place.
+    """Keys and values of up to `rows` texts of up to `capacity` tokens, allocated once and written in place.
 
-    keys[layer], values[layer]: (rows, KV heads, capacity + 1, d). Slot p holds position p; the last takes padding.
+    keys[layer], values[layer]: (rows, KV heads, capacity + 1, d). Slot p is for position p, the last slot for padding.
     """
 
-    def __init__(self, decoder, rows: int, capacity: int):
-        """decoder: a GenerativeBackbone. Raises ValueError if it cannot write texts of this length."""
+    def __init__(self, decoder: Any, rows: int, capacity: int):
+        """decoder: a GenerativeBackbone. Raises ValueError if it cannot generate texts of this length."""
         config, weight = decoder.config, next(decoder.parameters())
         if capacity > decoder.max_written:
             raise ValueError(
@@ -52,18 +55,19 @@ class Cache:
         self.capacity = capacity
         shape = (config.num_hidden_layers, rows, config.key_value_heads, capacity + 1, config.head_width)
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
-        self.memory = None  # what an encoder made of the prompts, where there is one
+        self.memory: Any = None  # the output of an encoder for the prompts (t5_layers.Memory), if there is an encoder
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, Eq. 34): the pairs (x_i, x_{i+R/2}) turn, what is beyond R stays.
+    """Rotary positions (Su et al. 2021, Eq. 34): rotate the pairs (x_i, x_{i+R/2}); values from index R on are kept.
 
     heads (B, T, H, d); cos and sin (B or 1, T, 1, R), with -sin in the first half. Returns (B, T, H, d).
     """
     width = cos.shape[-1]
-    turning = heads[..., :width]
-    turned = torch.addcmul(turning * cos, turning.roll(width // 2, -1), sin)
-    return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
+    pairs = heads[..., :width]
+    # roll by R/2 puts the partner of each value in its place: x_i cos - x_{i+R/2} sin and x_{i+R/2} cos + x_i sin.
+    rotated = torch.addcmul(pairs * cos, pairs.roll(width // 2, -1), sin)
+    return rotated if width == heads.shape[-1] else torch.cat((rotated, heads[..., width:]), dim=-1)
 
 
 class LayerContext(NamedTuple):
@@ -73,36 +77,38 @@ class LayerContext(NamedTuple):
     """
 
     config: Any  # a GenerativeConfig
-    cos: Tensor | None  # (B or 1, T, 1, R); None: the family does not rotate
+    cos: Tensor | None  # (B or 1, T, 1, R); None: the family has no rotary positions
     sin: Tensor | None
-    mask: Tensor | None  # (B or 1, 1, T, S), true where a token may be read; or (B or 1, H, T, S), added to the scores
-    causal: bool  # without a mask: a token reads what is before it; else all
-    end: int  # slots below it are read
-    padding: Tensor | None = None  # (B, 1, 1, T), true at tokens; None: nothing is padded, or a cache is there
+    mask: Tensor | None  # (B or 1, 1, T, S) bool, true where a key may be read; or (B or 1, H, T, S) added to scores
+    causal: bool  # without a mask: True if a token reads the tokens up to itself, False if it reads all keys
+    end: int  # the slots below it are read
+    padding: Tensor | None = None  # (B, 1, 1, T), true at tokens; None: no padding, or there is a cache
     cache: Cache | None = None  # None: the tokens read each other
-    rows: list[int] | None = None  # whose cache they read, None: all rows in order
-    slots: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
-    window_mask: Tensor | None = None  # mask of layers with a window; None: it reaches back to the first token
+    rows: list[int] | None = None  # the cache rows of the tokens; None: all rows in order
+    slots: tuple | None = None  # the index of new keys and values in a layer's cache, (rows, slots, ...)
+    window_mask: Tensor | None = None  # the mask of layers with a window; None: the window includes all keys
 
     def with_exited(self, hidden: Tensor) -> Tensor:
-        """States (B, T, D) of all tokens that leave keys and values: in torch those that run."""
+        """hidden (B, T, D), followed by the rows that have exited but still write keys: in torch there are none."""
         return hidden
 
     def without_exited(self, x: Tensor) -> Tensor:
-        """Of what was made of `every` token, those that run."""
+        """The rows of `with_exited` that are still running."""
         return x
 
     def rotate(self, x: Tensor, count: int) -> Tensor:
-        """(B, T, count d), turned by where the tokens stand."""
+        """Rotate `count` heads by the positions of the tokens: (B, T, count d) -> the same shape."""
         return rotate(x.unflatten(-1, (count, -1)), self.cos, self.sin).flatten(-2)
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> None:
-        """Put keys and values (B, T, KV d) into the cache of the layer at this depth."""
+        """Write keys and values (B, T, KV d) to the cache of the layer at this depth (from 0)."""
+        assert self.cache is not None
         for cache, new in ((self.cache.keys[depth], key), (self.cache.values[depth], value)):
+            # Seen as (rows, slots, KV, d), a view, so that one index (rows, slots) addresses all heads of a token.
             cache.transpose(1, 2)[self.slots] = new.unflatten(-1, (self.config.key_value_heads, -1))
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, T, H d), and keys and values (B, T, KV d) -> (B, T, H d): what the tokens read of all before them."""
+        """Attention of tokens to all tokens up to themselves: (B, T, H d), keys, values (B, T, KV d) -> (B, T, H d)."""
         mask, causal = self.mask, self.causal
         if self.window_mask is not None and self.config.window(depth) is not None:
             mask, causal = self.window_mask, False
@@ -116,7 +122,8 @@ class LayerContext(NamedTuple):
             key, value = self.cache.keys[depth][:, :, : self.end], self.cache.values[depth][:, :, : self.end]
             if self.rows is None:
                 attended = self._attend(query, key, value, mask, causal)
-            else:  # row by row: a gathered copy of their keys takes longer than attention itself
+            else:  # row by row on views of the cache: to gather a copy of the rows takes longer than attention itself
+                assert mask is not None  # `block` makes one whenever it lists rows
                 attended = torch.cat(
                     [
                         self._attend(query[i, None], key[row, None], value[row, None], mask[i, None], False)
@@ -130,36 +137,40 @@ class LayerContext(NamedTuple):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        """That of these rows of the batch alone. Over a cache it is made anew for each token: `CausalDecoder.block`."""
+        """The context of the given rows; not with a cache, for which `CausalDecoder.block` makes one per token."""
         return self._changed(lambda tensor: tensor[tensor_on(tensor.device, rows)])
 
     def repeat(self, count: int) -> "LayerContext":
-        """That of the batch, `count` times one after the other."""
         return self._changed(lambda tensor: tensor.repeat(count, 1, 1, 1))
 
-    def _changed(self, change) -> "LayerContext":
-        names = ("cos", "sin", "mask", "padding", "window_mask")  # those of one row stand for all rows
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "LayerContext":
+        names = ("cos", "sin", "mask", "padding", "window_mask")
         parts = {name: getattr(self, name) for name in names}
+        # A tensor of length 1 is broadcast over all rows, so it stays as it is.
         return self._replace(**{name: change(t) for name, t in parts.items() if t is not None and len(t) > 1})
 
 
-# ---- The same in ONNX graphs ----
+# ---- ONNX graphs ----
 
 
 class GraphCache(NamedTuple):
-    """Where the caches of an ONNX graph are written and read."""
+    """The names of graph values that address the caches."""
 
-    places: str  # (B, T, 2): row and slot of each token
-    rows: str  # (B,): whose caches they are
-    prompts: str  # (1,): how many rows the caches have
+    places: str  # (B, T, 2): cache row and slot of each token
+    rows: str  # (B,): the cache row of each row of the batch
+    prompts: str  # (1,): the number of cache rows
 
 
-def cache_inputs(g, config, first: int) -> tuple[Tensor, Tensor, GraphCache]:
-    """Where tokens are, (B, T) from 0, all slots (S,), and the cache. Declares the inputs positions (B, T), -1 for
-    padding, rows (B,), which prompts the tokens belong to, and the keys of layer `first`, (prompts, slots, KV d)."""
+def cache_inputs(g: Builder, config: Any, first: int) -> tuple[Tensor, Tensor, GraphCache]:
+    """The positions of tokens, (B, T) from 0, all slots, (S,), and the cache.
+
+    Declares the graph inputs positions (B, T), -1 at padding, rows (B,), the prompt of each row, and the keys of layer
+    `first`, (prompts, slots, KV d).
+    """
     positions, rows = g.input("positions", "batch", "tokens"), g.input("rows", "batch")
     width = config.key_value_heads * config.head_width
     keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
+    # places[b, t] = (rows[b], positions[b, t]). Position -1, padding, addresses the last slot.
     row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
     places = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
     zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
@@ -168,12 +179,12 @@ def cache_inputs(g, config, first: int) -> tuple[Tensor, Tensor, GraphCache]:
     return at, g.tensor(slots, "slots", dtype=np.int64), GraphCache(places, rows, g.shape(keys, 0, 1))
 
 
-def graph_cos_sin(config, at: Tensor, cached: bool) -> list[Tensor]:
-    """cos and sin (B, T, R/2) of positions (B, T); a table of all positions would make the file large."""
+def graph_cos_sin(config: Any, at: Tensor, cached: bool) -> list[Tensor]:
+    """cos and sin (B, T, R/2) of positions (B, T), computed: a table of all positions would make the file large."""
     if not config.rotary_width:
         return []
     frequencies = config.rope_frequencies()
-    if not cached and config.short_tokens is not None:
+    if not cached and config.short_tokens is not None:  # LongRoPE: the longest position of a row chooses its factors
         is_long = at.amax(1)[:, None, None] >= config.short_tokens
         frequencies = torch.where(is_long, config.rope_frequencies(long=True), frequencies)
     angle = at.float()[..., None] * frequencies
@@ -182,40 +193,47 @@ def graph_cos_sin(config, at: Tensor, cached: bool) -> list[Tensor]:
 
 
 class GraphBlock:
-    """LayerContext in a graph: whole rows, whose tokens read each other, or tokens whose past is in caches.
+    """LayerContext in a graph: of whole texts, whose tokens read each other, or of tokens that read a cache.
 
-    The cache of layer 3 (from 0) is `keys_3` and `values_3`, (prompts, slots, KV d), whole: slot p holds position p,
-    the last takes padding. A layer leaves them in `written`, as they are then. The caller lays the outputs over the
-    inputs: then nothing is copied but the new tokens.
+    The cache of layer 3 (from 0) is the inputs `keys_3` and `values_3`, (prompts, slots, KV d): slot p is for position
+    p, the last slot for padding. A layer puts the names of the updated caches into `written`. The caller binds each
+    output to the memory of its input, so only the new tokens are copied.
     """
 
-    scale: float | None = None  # of the products of queries and keys; None: one over the root of d
+    scale: float | None = None  # factor of the products of queries and keys; None: 1 / sqrt(d)
 
-    def __init__(self, config, at: Tensor, masks: Sequence[Tensor | None], cos_sin: Sequence[Tensor] = (), cache=None):
-        """at (B, T): positions, from 0. masks: as in LayerContext, for layers without a window and for layers with one.
+    def __init__(
+        self,
+        config: Any,
+        at: Tensor,
+        masks: Sequence[Tensor | None],
+        cos_sin: Sequence[Tensor] = (),
+        cache: GraphCache | None = None,
+    ):
+        """at (B, T): positions, from 0. masks: as in LayerContext, for layers without and with a window.
 
-        cos_sin: cos and sin (B, T, R/2) where the family rotates. cache: None where tokens read each other alone.
+        cos_sin: cos and sin (B, T, R/2), if the family has rotary positions. cache: None if tokens read each other.
         """
         self.config, self.at, self._cache = config, at, cache
         self.readable, self.window_mask = (mask if mask is None else _in_graph(mask) for mask in masks)
         self._cos_sin = [_in_graph(each) for each in cos_sin]
-        self.dims = self.written_dims = at.shape
+        self.dims = self.written_dims = at.shape  # of the running tokens; of all tokens that write keys
         self.width = config.key_value_heads * config.head_width
-        self.padding: Tensor | None = None  # (B, 1, 1, T), true at tokens, where tokens read each other
-        self.written: dict[str, str] = {}  # cache -> what it has become
-        self._exited = None
+        self.padding: Any = None  # (B, 1, 1, T), true at tokens, if tokens read each other
+        self.written: dict[str, str] = {}  # name of a cache input -> name of the updated cache
+        self._exited: str | None = None
 
     @classmethod
-    def of_texts(cls, decoder, mask: Tensor) -> "GraphBlock":
-        """Of whole texts, whose tokens read each other and no padding, on either side. mask (B, T): true at tokens."""
+    def of_texts(cls, decoder: Any, mask: Tensor) -> "GraphBlock":
+        """For whole texts, padded on either side. mask (B, T): true at tokens."""
         at, padding = token_positions(mask).clamp(min=0), mask[:, None, None, :]
         block = cls(decoder.config, at, decoder.masks(at, at, padding), graph_cos_sin(decoder.config, at, cached=False))
         block.padding = padding
         return block
 
     @classmethod
-    def over_caches(cls, g, decoder, first: int) -> "GraphBlock":
-        """Of tokens whose past is in caches, in a graph whose first layer is this, from 0. Declares what it takes."""
+    def over_caches(cls, g: Builder, decoder: Any, first: int) -> "GraphBlock":
+        """For tokens that read a cache, in a graph that begins with layer `first` (from 0). Declares its inputs."""
         config = decoder.config
         at, slots, cache = cache_inputs(g, config, first)
         return cls(config, at, decoder.masks(at, slots[None]), graph_cos_sin(config, at, cached=True), cache)
@@ -226,9 +244,10 @@ class GraphBlock:
         states (M, T, D): the hidden states at their exits, which replace the input of all deeper layers. Only running
         rows attend (`readable`, `rows`). Keys of both are rotated and written (`_cos_sin`, `places`), running first.
         """
-        block, every, g = copy(self), torch.cat((running, exited)), running.g
-        block.dims, block.written_dims = ((rows.shape[0], self.dims[1]) for rows in (running, every))
-        read, write = running.name, every.name
+        block, both, g = copy(self), torch.cat((running, exited)), running.g
+        block.dims, block.written_dims = ((rows.shape[0], self.dims[1]) for rows in (running, both))
+        read, write = running.name, both.name
+        assert self._cache is not None  # only tokens that read a cache exit on their own
         block.readable, block.written = g.op("Gather", self.readable, read), {}
         block.window_mask = self.window_mask and g.op("Gather", self.window_mask, read)
         block._cos_sin = [g.op("Gather", each, write) for each in self._cos_sin]
@@ -238,7 +257,7 @@ class GraphBlock:
         return block
 
     def keep(self, rows: Tensor) -> "GraphBlock":
-        """That of these rows of a batch whose tokens read each other."""
+        """The context of the given rows of a batch of whole texts."""
         block, g = copy(self), rows.g
         block.readable, block.padding = g.op("Gather", self.readable, rows.name), self.padding[rows]
         block.window_mask = self.window_mask and g.op("Gather", self.window_mask, rows.name)
@@ -247,7 +266,6 @@ class GraphBlock:
         return block
 
     def repeat(self, count: int) -> "GraphBlock":
-        """That of the batch, `count` times one after the other."""
         block, g = copy(self), self.padding.g
         block.padding = self.padding.repeat(count, 1, 1, 1)
         block.readable = g.op("Tile", self.readable, g.integers(count, 1, 1, 1))
@@ -257,13 +275,12 @@ class GraphBlock:
         return block
 
     def unwritten(self) -> "GraphBlock":
-        """The same, to be written anew, in another branch."""
+        """A copy whose caches are not updated yet, for another branch of an If."""
         block = copy(self)
         block.written = {}
         return block
 
     def with_exited(self, hidden: Tensor) -> Tensor:
-        """As in LayerContext: the states of exited tokens follow those of the tokens that run."""
         if self._exited is None:
             return hidden
         both = hidden.g.op("Concat", hidden.flat, self._exited, axis=0)
@@ -278,7 +295,8 @@ class GraphBlock:
         return x.like(x.g.op("RotaryEmbedding", x.name, *self._cos_sin, num_heads=count, **part))
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> list[str]:
-        """As in LayerContext; returns the names of both caches as they are then."""
+        """As in LayerContext; returns the names of the updated keys and values."""
+        assert self._cache is not None
         for kind, new in (("keys", key), ("values", value)):
             cache = new.g.input(f"{kind}_{depth}", "prompts", "slots", self.width, dtype=new.g.dtype)
             self.written[cache] = new.g.op("ScatterND", cache, self._cache.places, new.name)
@@ -286,24 +304,21 @@ class GraphBlock:
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         g, heads = query.g, (self.config.num_attention_heads, self.config.key_value_heads)
-        seen = self.readable if self.config.window(depth) is None else self.window_mask
+        mask = self.readable if self.config.window(depth) is None else self.window_mask
         if self._cache is None:
-            return query.like(g.attention(query.name, key.name, value.name, seen, *heads, self.scale))
-        queries, caches = query.name, self.write(depth, key, value)
+            return query.like(g.attention(query.name, key.name, value.name, mask, *heads, self.scale))
+        queries, caches, cache_rows = query.name, self.write(depth, key, value), self._cache.rows
 
-        def of_all() -> list:  # read in place
-            return [g.value(g.attention(queries, *caches, seen, *heads, self.scale), "some", "tokens", query.shape[-1])]
+        def read(keys_values: Sequence[str]) -> list:
+            attended = g.attention(queries, *keys_values, mask, *heads, self.scale)
+            return [g.value(attended, "some", "tokens", query.shape[-1])]
 
-        def of_some() -> list:
-            gathered = [g.op("Gather", cache, self._cache.rows) for cache in caches]
-            return [
-                g.value(g.attention(queries, *gathered, seen, *heads, self.scale), "some", "tokens", query.shape[-1])
-            ]
-
-        everyone = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
-        return query.like(g.either(everyone, of_all, of_some)[0].name)
+        # If all rows run, the caches are read in place; else the caches of the running rows are gathered first.
+        all_run = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
+        gathered = lambda: read([g.op("Gather", cache, cache_rows) for cache in caches])  # noqa: E731 - a branch
+        return query.like(g.either(all_run, lambda: read(caches), gathered)[0].name)
 
 
 def _in_graph(x: Tensor) -> str:
-    """Its name; numbers are of the graph's dtype."""
+    """The name of a graph value, cast to the graph's dtype if it is floating-point."""
     return x.g.cast(x.name, x.g.dtype) if x.is_floating_point() and x.kind != x.g.dtype else x.name

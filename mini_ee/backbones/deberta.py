@@ -1,57 +1,63 @@
-"""DeBERTa v1 and v2 (v3 is a v2), from scratch: attention that keeps what a token is and where it stands apart.
+"""DeBERTa v1 and v2 (v3 is a v2), from scratch: disentangled attention, with separate content and position vectors.
 
-Sources: He et al. 2021, arXiv 2006.03654v6 (v1), He et al. 2023, arXiv 2111.09543v4 (v3); v2 is published as code alone
-(microsoft/DeBERTa). Layers are BERT's, post-norm, but for the attention. With one table P of relative positions,
+Sources: He et al. 2021, arXiv 2006.03654v6 (v1); He et al. 2023, arXiv 2111.09543v4 (v3); v2 is published only as code
+(microsoft/DeBERTa). Except for attention, the layers are BERT's (post-norm). P is one table of relative positions:
 
     score_ij = (q_i . k_j + q_i . K_r + k_j . Q_r) / sqrt((1 + n) d),    K = P W_K,  Q = P W_Q,  r = row(i - j)
 
-q_i . K_r is c2p, k_j . Q_r is p2c, n of the two are there (`pos_att_type`), and d is the width of a head. The paper has
-the row of j - i in the last term; the published code, v1 and v2, has that of i - j, and so has this file. Embeddings
-are zero at padding. What differs:
+q_i . K_r is c2p (content to position), k_j . Q_r is p2c; n is how many of the two are used (`pos_att_type`), and d is
+the width of a head. In the last term the paper takes the row of j - i; the published code of both versions and this
+file take that of i - j. Embeddings are 0 at padding. The versions differ in:
 
-    v1    queries and values have biases, keys none; W_K has none (`pos_proj`), W_Q one (`pos_q_proj`); row r + span
-    v2    all have biases; W_K and W_Q are those of keys and queries where `share_att_key` says so; far rows are shared
-          (`position_buckets`); P may be normed; the first layer may add a convolution of the embeddings
+    v1    biases: of queries and values, and of W_Q (`pos_q_proj`), but not of W_K (`pos_proj`); row(r) = r + span
+    v2    biases everywhere; W_K and W_Q are those of keys and queries if `share_att_key`; distant positions share rows
+          (`position_buckets`); P may have a norm; the first layer may add a convolution of the embeddings
 
-K and Q do not depend on the input. Here only the rows that some i - j reaches are computed, once a batch and layer, and
-with adapters once for each stream; in ONNX they and their adapters are constants, which ONNX Runtime folds as it loads.
+K and Q do not depend on the input. Only the rows of distances that occur are computed, once per batch and layer, or
+once per stream if there are adapters. In ONNX they are constants: ONNX Runtime computes them when it loads the graph.
 
-The masked-LM head is the one that `cls.predictions` or `lm_predictions.lm_head` holds: both compute the same.
-Transformers (5.23) agrees in every hidden state and logit: tests/parity/test_deberta.py.
+The masked-LM head may be stored as `cls.predictions` or as `lm_predictions.lm_head`: both compute the same.
+Hidden states and logits agree with those of transformers (5.23): tests/parity/test_deberta.py.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones import bert
-from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, layer_flops, padding_mask, tensor_on
+from mini_ee.backbones.backbone import Adapt, AdaptLayer, Backbone, Tensors, layer_flops, padding_mask, tensor_on
 from mini_ee.backbones.bert import ACTIVATIONS, Bert, MaskedLMHead
 from mini_ee.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
 from mini_ee.backbones.layers import Adapted, StackedLinear
 from mini_ee.backbones.shapes import check
+from mini_ee.data.tokenizer import Inputs
 
-MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> the map of its positions
+MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> its linear map of positions
 
 
-# ---- What all layers need ----
+# ---- The context of layers ----
 class LayerContext(NamedTuple):
-    """What all layers need besides the hidden states. S = 2 T - 1: distances i - j from 1 - T on."""
+    """The inputs of all layers besides the hidden states. S = 2 T - 1 distances i - j, from 1 - T to T - 1."""
 
-    padding: Tensor | None  # (B, 1, 1, T), true where a token may be read; None: nothing is padded
-    table: Tensor | None  # (S, D), the rows of P that the distances have; None: no positions are read
-    rows: Tensor | None  # (S,), which rows of the table these are, where it is whole: in a graph
-    index: Tensor | None  # (T, T), which of these is i - j
+    padding: Tensor | None  # (B, 1, 1, T), true at tokens; None: no padding
+    table: Tensor | None  # (S, D), the row of P for each distance, or in a graph all of P; None: no relative positions
+    rows: Tensor | None  # (S,), in a graph the row of P for each distance; else None
+    distance: Tensor | None  # (T, T), the index of i - j among the S distances
 
-    keep, repeat = bert.LayerContext.keep, bert.LayerContext.repeat  # what positions read is the same for all rows
+    def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
+        return self._replace(padding=bert.LayerContext(self.padding).keep(rows).padding)
+
+    def repeat(self, count: int) -> "LayerContext":
+        return self._replace(padding=bert.LayerContext(self.padding).repeat(count).padding)
 
 
 class Embeddings(nn.Module):
-    """Word, and position and token type where the config has them; mapped from E to D, normed, zero at padding."""
+    """Word, plus position and token type if the config has them; mapped from E to D, normed, 0 at padding."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
@@ -78,27 +84,28 @@ class Embeddings(nn.Module):
 
 # ---- A layer ----
 class HeadByHead(StackedLinear):
-    """Queries, keys and values in one product; in a file, their rows stand together head by head."""
+    """Queries, keys and values in one product. In a file the rows of a head's query, key and value are consecutive."""
 
     def __init__(self, width: int, heads: int):
         super().__init__(width, (width, width, width), bias=False)
         self.heads = heads
 
     def to_file(self, weight: Tensor) -> Tensor:
-        """(3 H d, D), ours -> the file's, (H 3 d, D)."""
+        """Our weight (3 H d, D) -> the file's, (H 3 d, D)."""
         return weight.unflatten(0, (3, self.heads, -1)).transpose(0, 1).flatten(0, 2)
 
     def from_file(self, weight: Tensor) -> Tensor:
-        """(H 3 d, D), the file's -> ours."""
+        """The file's weight (H 3 d, D) -> ours, (3 H d, D)."""
         return weight.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 class Convolution(nn.Module):
-    """Of v2's first layer: its output and a convolution of its input over tokens, added and normed; zero at padding."""
+    """In the first layer of v2: norm(output + convolution of the input over tokens), 0 at padding."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
         width, kernel = config.hidden_size, config.conv_kernel_size
+        assert kernel is not None
         self.conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=config.conv_groups)
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.activation = CONV_ACTIVATIONS[config.conv_act]
@@ -118,7 +125,7 @@ class Layer(Adapted):
         super().__init__()
         width, v1 = config.hidden_size, config.model_type == "deberta"
         self.heads, self.terms, self.shared = config.num_attention_heads, config.terms, config.share_att_key
-        self.share = (1 + len(config.pos_att_type)) ** -0.5  # of each term; without positions too, as published
+        self.share = (1 + len(config.pos_att_type)) ** -0.5  # as published, also if relative_attention is off
         self.scale = self.share * config.head_width**-0.5
         self.qkv = HeadByHead(width, self.heads) if v1 else StackedLinear(width, (width, width, width), bias=True)
         self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(width)) if v1 else None for _ in range(2))
@@ -138,7 +145,7 @@ class Layer(Adapted):
     def forward(
         self, hidden: Tensor, context: LayerContext, adapt: AdaptLayer | None = None, streams: int = 1
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). adapt: what adapters add to the linear maps of this layer, one of each stream."""
+        """(B, T, D) -> (B, T, D). adapt: adds the adapters of every stream to the linear maps of this layer."""
         linear = partial(self.linear, adapt=adapt)
         query, key, value = linear("qkv", hidden).chunk(3, dim=-1)
         if self.q_bias is not None:
@@ -148,8 +155,8 @@ class Layer(Adapted):
         if self.terms:
             table = self.dropout(context.table)
             tables = self.tables(linear, table.expand(streams, -1, -1), context.rows)
-            positions = self.position_scores(query, key, tables, context.index) * self.scale
-            mask = positions if mask is None else positions.masked_fill(~mask, -torch.inf)
+            positions = self.position_scores(query, key, tables, context.distance) * self.scale
+            mask = positions if mask is None else positions.masked_fill(~mask, -torch.inf)  # added to q_i . k_j
         dropout = self.attention_dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=self.scale
@@ -165,9 +172,10 @@ class Layer(Adapted):
         return x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def tables(self, linear: Callable[[str, Tensor], Tensor], table: Tensor, rows: Tensor | None) -> dict[str, Tensor]:
-        """K and Q by term, (n, H, S, d) each, of one table for each stream, (n, S, D).
+        """K (c2p) and Q (p2c), (n, H, S, d) each, from one table per stream, (n, S, D).
 
-        rows: of a whole table, those that are read: all that comes before is constant in a graph, and is folded.
+        rows: the rows of each distance, if the table is all of P, as in a graph. They are selected after the product,
+        because everything before depends on weights alone: ONNX Runtime computes it when it loads the graph.
         """
         if self.shared:
             query, key, _ = linear("qkv", table).chunk(3, dim=-1)
@@ -177,28 +185,33 @@ class Layer(Adapted):
         read = {term: found[term] if rows is None else found[term][..., rows, :] for term in self.terms}
         return {term: self.by_head(each) for term, each in read.items()}
 
-    def position_scores(self, query: Tensor, key: Tensor, tables: dict[str, Tensor], index: Tensor) -> Tensor:
-        """q_i . K_r + k_j . Q_r, (B, H, T, T). The rows of the batch are as many equal groups as there are tables."""
-        shape, scores = (*query.shape[:2], *index.shape), []
-        for term, content, at in (("c2p", query, index), ("p2c", key, index.T)):
+    def position_scores(self, query: Tensor, key: Tensor, tables: dict[str, Tensor], distance: Tensor) -> Tensor:
+        """q_i . K_r + k_j . Q_r, (B, H, T, T). The batch consists of as many equal groups of rows as there are tables.
+
+        Each query is multiplied with all S rows of K; then a gather takes the column of i - j for each j. In p2c the
+        keys j are the rows of the product: the gather takes the column of i - j for each i, and .mT puts i first.
+        """
+        shape, scores = (*query.shape[:2], *distance.shape), []
+        for term, content, columns in (("c2p", query, distance), ("p2c", key, distance.T)):
             if term not in tables:
                 continue
             table = tables[term]
-            if len(table) > 1:
+            if len(table) > 1:  # group g of rows, (B / n, H, T, d), with table g, (1, H, S, d)
                 products = (content.unflatten(0, (len(table), -1)) @ table[:, None].mT).flatten(0, 1)
             else:
-                products = content @ table.mT
-            found = products.gather(-1, at.expand(shape))
+                products = content @ table.mT  # (B, H, T, S)
+            found = products.gather(-1, columns.expand(shape))
             scores.append(found if term == "c2p" else found.mT)
         return scores[0] if len(scores) == 1 else scores[0] + scores[1]
 
 
 # ---- The backbone ----
 class Deberta(Backbone):
-    """The backbone: embeddings, positions, L layers, and, where the checkpoint has it, a masked-LM head."""
+    """The backbone: embeddings, positions, L layers, and a masked-LM head if the checkpoint has one."""
 
     Config = DebertaConfig
     vocabulary, lm_logits = Bert.vocabulary, Bert.lm_logits  # the head is BERT's
+    lm_head: Any
 
     def __init__(self, config: DebertaConfig, lm_head: bool = True):
         super().__init__()
@@ -211,43 +224,39 @@ class Deberta(Backbone):
 
     @classmethod
     def tied(cls, config: DebertaConfig) -> dict[str, str]:
-        """The head's map onto the vocabulary is that of the embeddings, and its bias may have two names."""
+        """The head's map onto the vocabulary is the word embeddings; its bias may be stored under two names."""
         head = "cls.predictions"
         return {f"{head}.decoder.weight": "embeddings.word_embeddings.weight", f"{head}.decoder.bias": f"{head}.bias"}
 
     @classmethod
     def unused(cls, config: DebertaConfig) -> str:
-        """Microsoft's files hold absolute positions where none are added."""
+        """Microsoft's files have absolute positions even if the model does not add them."""
         return "(?!)" if config.position_biased_input else r"embeddings\.position_embeddings\.weight"
 
-    def embed(self, inputs) -> Tensor:
-        """hidden[0], (B, T, D), as `Backbone.embed` says."""
-        device = self.embeddings.word.weight.device  # self.device walks over the modules: felt at batch 1
+    def embed(self, inputs: Tensors | Inputs) -> Tensor:
+        device = self.embeddings.word.weight.device  # self.device iterates over modules, which is slow at batch 1
         ids, types = tensor_on(device, inputs.input_ids), tensor_on(device, inputs.token_type_ids)
         tokens = check(ids, "B T")["T"]
         if tokens > self.config.max_tokens:
             raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
         return self.embeddings(ids, types, padding_mask(inputs.attention_mask, device))
 
-    def context(self, inputs) -> LayerContext:
-        """The padding mask, and what positions read."""
+    def context(self, inputs: Tensors | Inputs) -> LayerContext:
         padding = padding_mask(inputs.attention_mask, self.embeddings.word.weight.device)
         return LayerContext(padding, *self.positions(inputs.input_ids))
 
     def run_layers(
         self, hidden: Tensor, context: LayerContext, start: int, stop: int, adapt: Adapt | None = None
     ) -> Tensor:
-        """hidden[start] -> hidden[stop], both (B, T, D), as `Backbone.run_layers` says."""
-        streams = (
-            (getattr(adapt, "streams", None) or len(hidden)) if adapt else 1
-        )  # a table for each, else for each row
+        # With adapters K and Q differ between streams; without equal streams, each row gets tables of its own.
+        streams = (getattr(adapt, "streams", None) or len(hidden)) if adapt else 1
         for depth in range(start, stop):
             hidden = self.layers[depth](hidden, context, adapt and partial(adapt, depth), streams)
         return hidden
 
-    # ---- What it costs ----
+    # ---- FLOPs ----
     def layer_flops(self, tokens: int) -> float:
-        """Of one layer on a row alone, with the maps of the positions and their products."""
+        """As `Backbone.layer_flops`, with the linear maps of the positions and the products with them."""
         layer, width, positions = self.layers[0], self.config.hidden_size, 2 * tokens - 1
         maps = (layer.qkv, layer.attention_output, layer.up, layer.down)
         read = [layer.qkv] if layer.shared else [getattr(layer, MAPS[term]) for term in layer.terms]
@@ -263,7 +272,7 @@ class Deberta(Backbone):
         return tokens + positions if shared else tokens
 
     def start_flops(self, tokens: int) -> float:
-        """With the convolution of the embeddings."""
+        """As `Backbone.start_flops`, with the convolution of the embeddings."""
         conv = self.layers[0].conv
         return super().start_flops(tokens) + (2.0 * tokens * conv.conv.weight.numel() if conv else 0.0)
 

@@ -1,4 +1,4 @@
-"""The config of a DeBERTa, v1 or v2, its table of relative positions, and the names of its weights in files."""
+"""DeBERTa v1 and v2: the config, the table of relative positions, and the names of weights in files."""
 
 from dataclasses import asdict, dataclass
 
@@ -12,15 +12,15 @@ from mini_ee.data.values import shortened
 CONV_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
 TERMS = ("c2p", "p2c")
 OF_V2 = ("share_att_key", "position_buckets", "norm_rel_ebd", "conv_kernel_size", "conv_groups", "conv_act")
-NONE_BELOW_1 = ("max_relative_positions", "position_buckets", "conv_kernel_size")  # -1 and 0 stand for None
+NONE_BELOW_1 = ("max_relative_positions", "position_buckets", "conv_kernel_size")  # -1 and 0 mean None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DebertaConfig:
-    """The keys of a Hugging Face config.json that this file reads, under their own names.
+    """The keys of a Hugging Face config.json that this file reads.
 
     `embedding_size` is E; None means E = hidden_size. `max_relative_positions` None means max_position_embeddings.
-    Raises ValueError on a value that no model can have.
+    Raises ValueError for invalid values.
     """
 
     model_type: str
@@ -73,7 +73,7 @@ class DebertaConfig:
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "DebertaConfig":
-        """From the content of a config.json. Keys that do not change the forward pass are passed over."""
+        """From the content of a config.json. Keys that do not change the forward pass are ignored."""
         v1 = config.get("model_type") == "deberta"
         given = {key: value for key, value in config.items() if not (v1 and key in OF_V2)}
         for key in NONE_BELOW_1:
@@ -88,7 +88,7 @@ class DebertaConfig:
         given["pos_att_type"] = None if terms is None else tuple(terms)
         if isinstance(norms, str) and "layer_norm" in (parts := [part.strip() for part in norms.lower().split("|")]):
             given["norm_rel_ebd"] = "layer_norm" if set(parts) <= {"layer_norm", "none"} else norms
-        if config.get("legacy") is False:  # that head is tied, whatever is said
+        if config.get("legacy") is False:  # this head is always tied
             given["tie_word_embeddings"] = True
         made = cls(**known_fields(cls, given, {}))
         width = made.hidden_size
@@ -110,33 +110,35 @@ class DebertaConfig:
 
     @property
     def token_types(self) -> int | None:
-        """How many there are."""
         return self.type_vocab_size or None
 
     @property
     def max_tokens(self) -> int:
-        """The longest input, in tokens."""
+        """Maximum length of an input."""
         return self.max_position_embeddings
 
     @property
     def reach(self) -> int:
-        """Distances from there on are one."""
+        """The distance from which on all distances share a row."""
         return self.max_relative_positions or self.max_position_embeddings
 
     @property
     def span(self) -> int:
-        """Half the rows of the table of relative positions."""
+        """Half the number of rows of the table of relative positions."""
         return self.position_buckets or self.reach
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Those of c2p and p2c that are computed."""
+        """The position terms of attention: c2p, p2c, both or none."""
         return self.pos_att_type if self.relative_attention else ()
 
 
 def table_rows(distances: Tensor, config: DebertaConfig) -> Tensor:
-    """row(r): distances i - j, int64 -> rows of the table. v2: distances above half the buckets share rows, by their
-    logarithm."""
+    """row(r): distances i - j, int64 -> rows of the table.
+
+    With buckets (v2), distances up to `near`, half the buckets, have a row each. Larger ones up to reach - 1 share the
+    next near - 1 rows by their logarithm, so that near maps to near and reach - 1 to 2 near - 1.
+    """
     if config.position_buckets:
         near = config.position_buckets // 2
         far = distances.abs().clamp(min=near)
@@ -146,11 +148,11 @@ def table_rows(distances: Tensor, config: DebertaConfig) -> Tensor:
             * (near - 1)
         )
         distances = torch.where(far > near, distances.sign() * (steps.ceil().long() + near), distances)
-    return (distances + config.span).clamp(0, 2 * config.span - 1)
+    return (distances + config.span).clamp(0, 2 * config.span - 1)  # distance 0 is row `span`
 
 
 class Positions(nn.Module):
-    """P, one row for each relative position, or bucket of them."""
+    """P, with one row per relative position or bucket of positions."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
@@ -158,17 +160,21 @@ class Positions(nn.Module):
         self.table = nn.Embedding(2 * config.span, config.hidden_size) if config.relative_attention else None
         normed = config.norm_rel_ebd == "layer_norm"
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if normed else None
-        every = table_rows(torch.arange(1 - config.max_tokens, config.max_tokens, device="cpu"), config)
-        self.register_buffer("rows", every, persistent=False)
+        distances = torch.arange(1 - config.max_tokens, config.max_tokens, device="cpu")
+        self.register_buffer(
+            "rows", table_rows(distances, config), persistent=False
+        )  # distance r at r + max_tokens - 1
 
     def forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The table (S, D), its rows (S,), where it is whole, and the index (T, T) of `LayerContext`. ids: (B, T)."""
+        """`table`, `rows` and `distance` of `LayerContext`. ids: (B, T)."""
         if not self.config.terms:
             return None, None, None
-        places = token_places(ids)
-        last, distances = places[-1:], places[:, None] - places
-        every = torch.cat((places - last, places[1:]))  # 1 - T .. T - 1
-        rows, index = self.rows[every + self.config.max_tokens - 1], distances + last
+        assert self.table is not None
+        places = token_places(ids)  # 0 .. T - 1; in a graph T is not known, so all sizes follow from this
+        last = places[-1:]  # (1,), T - 1
+        distances = torch.cat((places - last, places[1:]))  # (S,), 1 - T .. T - 1
+        rows = self.rows[distances + self.config.max_tokens - 1]
+        index = places[:, None] - places + last  # (T, T): i - j has index i - j + T - 1 in `distances`
         if is_traced(rows):
             return self.normed(self.table.weight), rows, index
         return self.normed(self.table(rows)), None, index
@@ -213,11 +219,11 @@ V2 = {
     "layers.{i}.conv.norm": "encoder.conv.LayerNorm",
 }
 
-_OTHER_HEAD = "lm_predictions.lm_head"  # of Microsoft's files
+_OTHER_HEAD = "lm_predictions.lm_head"  # in Microsoft's files
 
 
 def layout(architecture: str, names: dict[str, str]) -> Layout:
-    """The names of a version, V1 or V2, in files."""
+    """The Layout of a version; names: V1 or V2."""
     return Layout(
         names=_NAMES | names,
         prefix="deberta.",

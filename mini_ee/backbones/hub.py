@@ -1,12 +1,12 @@
-"""A Hugging Face checkpoint on disk <-> a backbone, strict both ways; tensors with a checksum.
+"""Loads a Hugging Face checkpoint as a backbone and writes it back; tensors with a checksum.
 
-A backbone folder is what one downloads: config.json and model.safetensors, or several shards with their index. Tensor
-names may carry the model's prefix (`bert.`, a decoder's `model.`) or not. Every tensor must find its parameter and
-every parameter its tensor, but for those that carry no weight of the backbone: what its Layout ignores, and the head
-of a fine-tuned classifier, which is named in `backbone.left_out`. Files in half precision are read as float32. Nothing
-is unpickled. No family is known here: registry.py names the module of each model_type.
+A backbone folder has config.json and model.safetensors, or several shards with their index, as downloaded. Tensor names
+may have the model's prefix (`bert.`, a decoder's `model.`) or not. Tensors and parameters must match one to one, except
+for tensors that do not belong to the backbone: those that its Layout ignores, and the head of a fine-tuned classifier,
+which `backbone.left_out` lists. Half precision is converted to float32. Nothing is unpickled. This file does not know
+the families: registry.py names the module of each model_type.
 
-What mini_ee writes carries a checksum: safetensors files in their metadata, JSON files (files.py) in a key of theirs.
+Files that mini_ee writes have a checksum: safetensors files in the metadata, JSON files (files.py) in a key.
 """
 
 import hashlib
@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,54 +33,54 @@ from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
 
 BUILT_IN_MODEL = Path(str(files("mini_ee.weights") / "bert-12x128"))
-"""The 12-layer BERT that comes with the project (weights/README.md)."""
+"""The built-in 12-layer BERT (weights/README.md)."""
 
 BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-12x256")
-"""The 12-layer Llama that comes with the project."""
+"""The built-in 12-layer Llama."""
 
 OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
-"""Tensors that a fine-tuned model has besides its backbone: the head of another task."""
+"""Tensors of a fine-tuned model that are not part of its backbone: the head of another task."""
 
 CONVERT = (
     'python -c "from glob import glob; from torch import load; from safetensors.torch import save_file; '
     "save_file({name: tensor.contiguous().clone() for file in glob('DIR/pytorch_model*.bin') "
     "for name, tensor in load(file, weights_only=True).items()}, 'DIR/model.safetensors')\""
 )
-"""What makes safetensors of a .bin checkpoint, in one line."""
+"""A command that converts a .bin checkpoint to safetensors."""
 
-LARGEST_WEIGHT = 1e18  # its square is no float32 number; trained weights stay below 1e6
+LARGEST_WEIGHT = 1e18  # its square is infinite in float32; trained weights are below 1e6
 
 
-def backbone_class(model_type: str) -> type[Backbone]:
-    """The class for a model_type of config.json. Raises ValueError for one that is not in registry.py."""
+def backbone_class(model_type: object) -> type[Backbone]:
+    """The class for a model_type of config.json. Raises ValueError if it is not in registry.py."""
     return _module(model_type).BACKBONE
 
 
-def generates(model_type) -> bool:
-    """Whether this is the model_type of a backbone that writes text; False for what is no backbone's."""
+def generates(model_type: object) -> bool:
+    """Whether this is the model_type of a backbone that generates text; False if it is not in registry.py."""
     return isinstance(model_type, str) and model_type in BACKBONES and backbone_class(model_type).generates
 
 
 def check_generates(folder: str | Path, model_type: str) -> None:
-    """Raise WrongArguments for a folder whose model_type writes no text, with those that do."""
+    """Raise WrongArguments if backbones of this model_type do not generate text."""
     if not generates(model_type):
         found = ", ".join(filter(generates, BACKBONES))
         raise WrongArguments(f"{folder}: holds a {model_type}, which writes no text; give one of {found}")
 
 
 def layout_of(model_type: str) -> Layout:
-    """How Hugging Face keeps this model_type. Raises ValueError for one that is not in registry.py."""
+    """The Layout of this model_type. Raises ValueError if it is not in registry.py."""
     return _module(model_type).LAYOUTS[model_type]
 
 
-def _module(model_type: str):
+def _module(model_type: object) -> ModuleType:
     if not isinstance(model_type, str) or model_type not in BACKBONES:
         raise ValueError(f"model_type must be one of {', '.join(BACKBONES)}, found {shortened(model_type)}")
     return import_module(BACKBONES[model_type])
 
 
 def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
-    """The Hugging Face names, without prefix, of one of our parameters: several where ours stacks them.
+    """The Hugging Face names, without prefix, of one of our parameters; several if ours stacks them.
 
     >>> hugging_face_names("bert", "layers.3.up.weight")
     ('encoder.layer.3.intermediate.dense.weight',)
@@ -87,13 +89,14 @@ def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
     pattern = layout_of(model_type).names[re.sub(r"\.\d+", ".{i}", module)]
     if number := re.search(r"\.(\d+)", module):
         pattern = pattern.replace("{i}", number[1]).replace("{i-1}", str(int(number[1]) - 1))
-    before, parts, after = re.fullmatch(r"([^{]*)\{?([^{}]*\|[^{}]*)?\}?([^}]*)", pattern).groups(default="")
+    # "before.{a|b|c}.after" -> its three parts; without braces all is `before`, and `parts` is one empty string.
+    before, parts, after = re.findall(r"^([^{]*)\{?([^{}]*\|[^{}]*)?\}?([^}]*)$", pattern)[0]
     return tuple(f"{before}{part}{after}.{leaf}" for part in parts.split("|"))
 
 
 # ---- A backbone ----
 class _Undrawn(TorchFunctionMode):
-    """Skips the initialisation of parameters: to draw without memory is slow, and imports a second of torch first."""
+    """Skips the initialisation of parameters, which is slow on the meta device and first imports a second of torch."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -104,7 +107,7 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Modules that are made here have parameters of the meta device: their weights are yet to come."""
+    """Modules created in this block have parameters on the meta device, for weights that are loaded later."""
     with torch.device("meta"), _Undrawn():
         yield
 
@@ -112,10 +115,11 @@ def without_memory() -> Iterator[None]:
 def load_backbone(folder: str | Path) -> Backbone:
     """The backbone in a Hugging Face folder, float32, in eval mode, on the CPU, with `backbone.config`.
 
-    The kind is taken from model_type in config.json. Poolers and the head to words are there if the file has them; the
-    head must be, where config.json names a model that writes (`...ForCausalLM`). `left_out` names the tensors of other
-    heads, and those of a masked-LM head that is not tied to the embeddings, as ours is: then `untied_head` is true.
-    Raises FileNotFoundError for a missing folder or file, ValueError for a config or tensors that do not fit.
+    model_type in config.json selects the class. The backbone has poolers and an LM head if the file has them; the LM
+    head is required if config.json names an architecture that generates text (`...ForCausalLM`). `left_out` lists the
+    tensors of other heads. These include a masked-LM head that is not tied to the embeddings, because ours is tied;
+    then `untied_head` is True. Raises FileNotFoundError for a missing folder or file, ValueError for a config or
+    tensors that do not fit.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -145,27 +149,27 @@ def load_backbone(folder: str | Path) -> Backbone:
 
 
 def empty_backbone(config: dict, lm_head: bool = False) -> Backbone:
-    """A backbone with weights yet to come, from what its config's to_dict gave; with its head to words or without.
+    """A backbone for weights that are loaded later, from the dict of its config's to_dict. lm_head: with its LM head.
 
-    Raises ValueError for a config that no backbone can have.
+    Raises ValueError for an invalid config.
     """
     kind = backbone_class(config.get("model_type"))
-    config = kind.Config.from_hugging_face(config)
-    backbone = kind(config, **{part: part == "lm_head" and lm_head for part in kind.parts(config)})
+    made = kind.Config.from_hugging_face(config)
+    backbone = kind(made, **{part: part == "lm_head" and lm_head for part in kind.parts(made)})
     return backbone if lm_head else backbone.without_heads()
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     """Write the backbone as a Hugging Face folder that `load_backbone` and transformers read.
 
-    The folder appears whole or not at all. Raises FileExistsError where it is there already.
+    If the write is interrupted, there is no folder. Raises FileExistsError if the folder exists.
     """
     with atomic_folder(folder) as partial:
         write_backbone(backbone, partial)
 
 
 def backbone_sha256(folder: str | Path) -> str:
-    """One digest over the config and the weight files of a backbone's folder, so that a run knows it again."""
+    """One digest over the config and the weight files of a backbone's folder, by which a run recognises it."""
     digest = hashlib.sha256()
     for path in [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]:
         digest.update(bytes.fromhex(file_sha256(path)))
@@ -173,7 +177,7 @@ def backbone_sha256(folder: str | Path) -> str:
 
 
 def write_backbone(backbone: Backbone, folder: Path) -> None:
-    """config.json and model.safetensors into a folder that is there. Names carry the prefix where there is a head."""
+    """Write config.json and model.safetensors to an existing folder. Names have the prefix if there is an LM head."""
     config, layout = backbone.config, layout_of(backbone.config.model_type)
     prefix, ending = (layout.prefix, backbone.head_architecture) if backbone.has_lm_head else ("", "Model")
     head = _prefix_of(config.model_type, "lm_head")
@@ -187,7 +191,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
     write_json(folder / "config.json", config.to_dict() | about)
 
 
-def read_config(path: Path):
+def read_config(path: Path) -> Any:
     """The config of a backbone, from its config.json. Errors name the file."""
     config = read_json(path)
     if "format_version" in config:
@@ -199,7 +203,7 @@ def read_config(path: Path):
 
 
 def check_weights(tensors: dict[str, Tensor], source: Path) -> None:
-    """Raise ValueError for weights so large that what is computed with them would be no numbers."""
+    """Raise ValueError for weights so large that results would overflow."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() and float(tensor.float().abs().max()) > LARGEST_WEIGHT:
             raise ValueError(
@@ -209,11 +213,10 @@ def check_weights(tensors: dict[str, Tensor], source: Path) -> None:
 
 
 def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, tuple[str, ...]], source: Path) -> None:
-    """Give `module` (on any device, meta too) its parameters, or say what is missing, unexpected or of another shape.
+    """Load the parameters of `module` (on any device, meta too); those that are not in `names` stay as they are.
 
-    Those that `names` does not have stay as they are.
-
-    names: parameter -> the tensors that it is made of, stacked along the first axis. Raises ValueError.
+    names: parameter -> the tensors that it stacks along the first axis. Raises ValueError if tensors are missing,
+    unexpected, of another shape or not floating-point.
     """
     wanted = {name: part.shape for name, part in _parts(module, names).items()}
     missing = sorted(wanted.keys() - tensors.keys())
@@ -227,21 +230,24 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
             raise ValueError(f"{source}: {name} must have shape {tuple(shape)}, found {tuple(tensors[name].shape)}")
         if not tensors[name].is_floating_point():
             raise ValueError(f"{source}: {name} must hold floating-point numbers, found {tensors[name].dtype}")
-    # torch.cat copies: the parameters are no views of the file.
+    # torch.cat copies, so the parameters are not views of the file.
     own = {ours: torch.cat([tensors[name].float() for name in theirs]) for ours, theirs in names.items()}
     for ours, theirs in names.items():
-        if theirs != (ours,) and hasattr(holder := _holder(module, ours), "from_file"):  # a file of ours has our order
+        # Equal names mean a run's own model.safetensors, whose rows are in our order already.
+        if theirs != (ours,) and hasattr(holder := _holder(module, ours), "from_file"):
             own[ours] = holder.from_file(own[ours])
     module.load_state_dict(module.state_dict() | own, strict=True, assign=True)
 
 
 def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """The tensors that the parameters are made of: several where a StackedLinear has them in one.
+    """The tensors of a file for these parameters; several for a parameter of a StackedLinear.
 
-    A module with to_file(weight) and from_file(weight) keeps the rows of its weight in another order than a file.
+    If a module has to_file(weight) and from_file(weight), the rows of its weight are in another order than in a file.
     """
-    parts, state = {}, module.state_dict()
+    parts: dict[str, Tensor] = {}
+    state = module.state_dict()
     for ours, theirs in names.items():
+        holder: Any
         holder, value = _holder(module, ours), state[ours]
         value = holder.to_file(value) if hasattr(holder, "to_file") else value
         split = value.split(holder.sizes) if len(theirs) > 1 else [value]
@@ -258,7 +264,7 @@ def _name_map(backbone: Backbone) -> dict[str, tuple[str, ...]]:
 
 
 def _prefix_of(model_type: str, module: str) -> str:
-    """What the Hugging Face names of one of our modules begin with."""
+    """The Hugging Face name of one of our modules, with a dot at its end."""
     return hugging_face_names(model_type, f"{module}.bias")[0].removesuffix("bias")
 
 
@@ -267,14 +273,14 @@ def _has(tensors: dict[str, Tensor], model_type: str, module: str) -> bool:
 
 
 def _names_its_head(folder: Path, kind: type[Backbone]) -> bool:
-    """Whether config.json names a model with the head to words, not a bare one or a classifier."""
+    """Whether config.json names an architecture with an LM head, not a bare backbone or a classifier."""
     named = read_json(folder / "config.json").get("architectures")
     return isinstance(named, list) and any(str(name).endswith(kind.head_architecture) for name in named)
 
 
 def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> dict[str, Tensor]:
-    """Names without prefix, old ones as they are today, and without what carries no weight of ours."""
-    plain = {}
+    """The tensors that the layout does not ignore, with names without prefix and old names replaced."""
+    plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         name = name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix)
         for old, new in layout.renamed:
@@ -287,7 +293,7 @@ def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> di
 
 
 def _shares(name: str, tensor: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """A tensor of the file, or where it holds several of ours, each by itself."""
+    """A tensor of the file, split if it stacks several of our modules (Layout.fused)."""
     module, _, leaf = name.rpartition(".")
     parts = next((parts for whole, parts in layout.fused if module.endswith(whole) and tensor.dim()), None)
     if parts is None:
@@ -296,8 +302,8 @@ def _shares(name: str, tensor: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 
 def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """As a file has them: what `_shares` took apart in one again."""
-    found = {}
+    """The inverse of `_shares`: the tensors of a file, with those of fused modules stacked."""
+    found: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         whole = next(
@@ -308,10 +314,10 @@ def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in found.items()}
 
 
-def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config, folder: Path) -> list[str]:
-    """Take the copies out, if they are what they are tied to. Where they are not: the names of the head's tensors.
+def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config: Any, folder: Path) -> list[str]:
+    """Remove copies of tied tensors. Returns the names of the masked-LM head's tensors if the head is not tied.
 
-    Raises ValueError for such a head in a model that writes, and for any other copy.
+    Raises ValueError for an untied head of a model that generates text, and for any other copy with other values.
     """
     untied, head = False, _prefix_of(config.model_type, "lm_head")
     for copy, original in kind.tied(config).items():
@@ -331,10 +337,11 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not index.exists():
         return read_tensors(folder / "model.safetensors")
     weight_map = read_json(index).get("weight_map")
-    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    weight_map = weight_map if isinstance(weight_map, dict) else {}
+    shards = list(weight_map.values())
     if not shards or not all(isinstance(shard, str) and shard == Path(shard).name for shard in shards):
         raise ValueError(f"{index}: expected a weight_map from tensor names to files in this folder")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for shard in sorted(set(shards)):
         found = read_tensors(folder / shard)
         differ = sorted(found.keys() ^ {name for name, file in weight_map.items() if file == shard})
@@ -346,10 +353,9 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 # ---- Tensors ----
 def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, which must be finite.
+    """All tensors of a safetensors file. Raises ValueError unless they are finite and the checksum is right.
 
-    The checksum is compared with `sha256`, or with the one that the file carries, where there is one; signed: there
-    must be one.
+    sha256: the expected checksum; None: the one in the file's metadata, if there is one. signed: there must be one.
     """
     if not path.exists():
         line = CONVERT.replace("DIR", str(path.parent))
@@ -374,7 +380,7 @@ def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) ->
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """A safetensors file with its checksum in the metadata, written whole or not at all. Returns the checksum."""
+    """Write a safetensors file with its checksum in the metadata, atomically. Returns the checksum."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt", "sha256": tensors_sha256(tensors)}
     write_bytes(path, *_ordered(save(tensors, metadata=metadata), metadata))
@@ -382,7 +388,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def _ordered(content: bytes, metadata: dict[str, str]) -> tuple[bytes, bytes, memoryview]:
-    """A safetensors file with its metadata in this order: safetensors shuffles it, and equal runs are equal bytes."""
+    """A safetensors file with its metadata in this order. safetensors shuffles it; here equal runs give equal bytes."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8:end]) | {"__metadata__": metadata}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the values stay aligned

@@ -1,15 +1,15 @@
-"""Llama and its family, from scratch: the layer, and the backbone that it makes with what all causal decoders share.
+"""Llama and its family, from scratch: the layer, and the backbone.
 
-    llama_config.py   what each model_type is: Llama, Gemma, Phi, Mistral, Qwen2, Qwen3, Phi-3; its config
-    generative.py     where tokens are, what they read, the final norm and the head to words
+    llama_config.py   the differences between Llama, Gemma, Phi, Mistral, Qwen2, Qwen3 and Phi-3; the config
+    generative.py     positions, masks, the final norm and the LM head, as in all causal decoders
     cache.py          the key/value cache, and the contexts of layers
 
-All are pre-norm with rotary positions (Su et al. 2021). Agreement with transformers:
+All are pre-norm with rotary positions (Su et al. 2021). Hidden states and logits agree with those of transformers:
 tests/parity/test_decoder.py.
 
-LongRoPE (Phi-3) has factors for short and for long texts. Here the length of each row chooses them; in transformers the
-longest row of a batch chooses for all. So in a batch of long and short rows each row equals what transformers computes
-for that row alone, and a short row differs from what transformers computes in that batch.
+LongRoPE (Phi-3) has factors for short and for long texts. Here the length of each row selects them; in transformers the
+longest row of a batch selects them for all rows. So each row has the result that transformers computes for that row
+alone; in a batch with a long row, transformers computes another result for short rows.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from mini_ee.backbones.llama_config import LAYER_TYPES, MEMBERS, DecoderConfig
 
 # ---- The layers ----
 def norm_of(config: DecoderConfig, width: int | None = None) -> nn.Module:
-    """A norm as the model has them, of weight one; width: of a head, None: of a hidden state."""
+    """A new norm of the model's kind, initialised with ones. width: that of hidden states if None."""
     width, kind = width or config.hidden_size, config.member.norm
     if kind == "layer":
         return nn.LayerNorm(width, eps=config.norm_eps)
@@ -37,9 +37,9 @@ def norm_of(config: DecoderConfig, width: int | None = None) -> nn.Module:
 
 
 class Layer(Adapted):
-    """Attention and MLP, each on a normed input and added to the stream; some add both at once, on one norm.
+    """Attention and MLP, each on a normed input and added to the hidden state; in Phi both read the same norm.
 
-    depth: which layer it is, from 0: it may have a window.
+    depth: the layer's number, from 0, which decides if it has a window.
     """
 
     float_maps = ("down",)
@@ -67,9 +67,9 @@ class Layer(Adapted):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
-        """hidden (B, T, D) -> (B, T, D), of the layer at this depth, from 0: whose cache is read and written.
+        """hidden (B, T, D) -> (B, T, D). depth: of this layer, from 0; the cache of that depth is read and written.
 
-        adapt: what adapters add to the linear maps of this layer.
+        adapt: adds adapters to the linear maps of this layer.
         """
         normed = self.attention_norm(context.with_exited(hidden))
         attended = self.attention(normed, context, depth, adapt)
@@ -79,23 +79,24 @@ class Layer(Adapted):
         return hidden + self.mlp(self.mlp_norm(hidden), adapt)
 
     def attention(self, normed: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D): every token reads the tokens up to itself (grouped queries: Ainslie et al. 2023)."""
+        """Causal attention (grouped queries: Ainslie et al. 2023), (B, T, D) -> (B, T, D)."""
         query, key, value = self.qkv.sizes
-        turning, values = self.linear("qkv", normed, adapt).split((query + key, value), dim=-1)
+        # Queries and keys stay one tensor, so that they are rotated together.
+        query_key, values = self.linear("qkv", normed, adapt).split((query + key, value), dim=-1)
         if self.head_norms:
-            of_query, of_key = turning.split((query, key), dim=-1)
+            of_query, of_key = query_key.split((query, key), dim=-1)
             of_query, of_key = self.of_heads(self.query_norm, of_query), self.of_heads(self.key_norm, of_key)
-            turning = torch.cat((of_query, of_key), dim=-1)
-        queries, keys = context.rotate(turning, self.heads + self.key_value_heads).split((query, key), dim=-1)
+            query_key = torch.cat((of_query, of_key), dim=-1)
+        queries, keys = context.rotate(query_key, self.heads + self.key_value_heads).split((query, key), dim=-1)
         attended = context.attend(depth, context.without_exited(queries), keys, values)
         return self.linear("attention_output", attended, adapt)
 
     def of_heads(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """The norm of each head: (B, T, n d) -> the same."""
+        """A norm applied to each head: (B, T, n d) -> the same shape."""
         return norm(x.unflatten(-1, (-1, self.head_width))).flatten(-2)
 
     def write_keys(self, hidden: Tensor, context: LayerContext, depth: int) -> None:
-        """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
+        """Write keys and values of hidden (B, T, D), as input of this layer, to its cache; nothing else is computed."""
         query, *sizes = self.qkv.sizes
         bias = None if self.qkv.bias is None else self.qkv.bias[query:]
         normed = self.attention_norm(context.with_exited(hidden))
@@ -104,7 +105,7 @@ class Layer(Adapted):
         context.write(depth, context.rotate(key, self.key_value_heads), value)
 
     def mlp(self, normed: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """down(act(gate) * up), without a gate down(act(up)): (B, T, D) -> (B, T, D)."""
+        """down(act(gate) * up), or down(act(up)) without a gate: (B, T, D) -> (B, T, D)."""
         inner = self.linear("up", normed, adapt)
         inner = self.activation(self.linear("gate", normed, adapt)) * inner if self.gated else self.activation(inner)
         return self.linear("down", inner, adapt)
@@ -112,7 +113,7 @@ class Layer(Adapted):
 
 # ---- The backbone ----
 class Decoder(CausalDecoder):
-    """The backbone: embeddings, L layers, the final norm and the head to words."""
+    """The backbone: embeddings, L layers, the final norm and the LM head."""
 
     Config = DecoderConfig
 
@@ -120,17 +121,18 @@ class Decoder(CausalDecoder):
         return Layer(self.config, depth)
 
     def exit_norm(self) -> nn.Module:
-        """Layers leave the sums that they add to unnormed."""
+        """A norm, because layers are pre-norm: their output is not normed."""
         return norm_of(self.config)
 
     def embed_tokens(self, ids: Tensor, at: Tensor) -> Tensor:
         hidden = self.embeddings(ids)
         if self.config.member.scaled_embeddings:
-            hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)  # rounded to the model's dtype, as theirs
+            # A tensor, so that the factor is rounded to the model's dtype, as in transformers.
+            hidden = hidden * hidden.new_tensor(self.config.hidden_size**0.5)
         return hidden
 
     def config_of(self, layers: Sequence[int]) -> DecoderConfig:
-        """As `Backbone.config_of` says; each layer keeps its window."""
+        """As `Backbone.config_of`; each layer keeps its window."""
         config, windows = super().config_of(layers), list(map(self.config.window, range(self.config.num_hidden_layers)))
         if len(set(windows)) == 1:
             return config

@@ -1,12 +1,13 @@
-"""Llama's family: what each model_type is, in its layout and a few switches; its config, and the rotary frequencies.
+"""Llama's family: the layout and the switches of each model_type, the config, and the rotary frequencies.
 
-No other file has a list of the members. Sources: Touvron et al. 2023 (Llama 1, 2), Llama team 2024 (Llama 3), Gemma
+No other file lists the members. Sources: Touvron et al. 2023 (Llama 1, 2), Llama team 2024 (Llama 3), Gemma
 team 2024 (Gemma 1), Javaheripi et al. 2023 (Phi-2), Jiang et al. 2023 (Mistral), Yang et al. 2024 and 2025 (Qwen2,
 Qwen3), Abdin et al. 2024 (Phi-3).
 """
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +28,27 @@ from mini_ee.data.values import check_value, shortened
 # ---- The members ----
 WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 SWITCHES = WINDOWS | {"attention_bias"}
-"""Keys of config.json that not every member obeys."""
+"""Keys of config.json that only some members use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A layer has the modules that the layout names; the switches say how they compute.
+    """One model_type. Its layers have the modules that the layout names; the switches select how they compute.
 
-    Without `mlp_norm` attention and MLP stand side by side, without `gate` the MLP is not gated, `query_norm` and
+    Without `mlp_norm`, attention and MLP read the same norm. Without `gate`, the MLP is not gated. `query_norm` and
     `key_norm` are norms of each head.
     """
 
     layout: Layout
-    defaults: dict  # what Hugging Face takes for a key that config.json leaves out
-    norm: str = "rms"  # RMSNorm; "rms, 1 + w": it stores w - 1; "layer": LayerNorm
-    biased: tuple[str, ...] = ()  # maps that have a bias: "qkv", "attention_output", "mlp", "lm_head"
-    switches: frozenset[str] = frozenset()  # those of SWITCHES that it obeys
-    partial_rotary: bool = False  # a part of each head may stay as it is
+    defaults: dict  # Hugging Face's defaults for keys that config.json does not have
+    norm: str = "rms"  # RMSNorm; "rms, 1 + w": its parameter is w - 1; "layer": LayerNorm
+    biased: tuple[str, ...] = ()  # linear maps with a bias: "qkv", "attention_output", "mlp", "lm_head"
+    switches: frozenset[str] = frozenset()  # those of SWITCHES that it uses
+    partial_rotary: bool = False  # whether only a part of each head may be rotated
     rope_types: tuple[str, ...] = ("default", "llama3")
-    original_length: int | None = None  # `original_max_position_embeddings` where it is left out, beside `rope_scaling`
-    scaled_embeddings: bool = False  # embeddings times sqrt(D)
-    gelu_is_tanh: bool = False  # the oldest files say gelu and mean its tanh form
+    original_length: int | None = None  # `original_max_position_embeddings` of a `rope_scaling` that does not have it
+    scaled_embeddings: bool = False  # whether embeddings are multiplied by sqrt(D)
+    gelu_is_tanh: bool = False  # whether gelu means its tanh approximation, as in the oldest files
 
     def has(self, module: str) -> bool:
         """Whether a layer has this module."""
@@ -55,7 +56,7 @@ class Member:
 
     @property
     def eps_key(self) -> str:
-        """How config.json calls norm_eps."""
+        """The key of norm_eps in config.json."""
         return "layer_norm_eps" if self.norm == "layer" else "rms_norm_eps"
 
 
@@ -144,7 +145,7 @@ MEMBERS = {
 
 
 # ---- The config ----
-# Keys that would change what is computed, and the only values that this file computes, but for members that obey them.
+# Keys that would change the computation, and the implemented values. Not checked for members that use the key.
 FIXED_KEYS = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -152,11 +153,11 @@ FIXED_KEYS = {
     "use_bidirectional_attention": (False, None),
     "is_causal": (True,),
     "sliding_window": (None,),
-    "default_theta": (None,),  # transformers 5 takes it in a Phi-3 without rope_theta
+    "default_theta": (None,),  # transformers 5 uses it for a Phi-3 without rope_theta
 }
-NULL = ("num_key_value_heads", "sliding_window", "pad_token_id")  # keys in which null is no default
+NULL = ("num_key_value_heads", "sliding_window", "pad_token_id")  # keys for which null does not mean the default
 
-LARGEST_TABLE = 2**30  # numbers of the tables of rotary positions: 4 GiB
+LARGEST_TABLE = 2**30  # values in the tables of rotary positions: 4 GiB
 
 ORIGINAL = "original_max_position_embeddings"
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
@@ -169,14 +170,14 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(GenerativeConfig):
-    """The keys of a Hugging Face config.json that this file reads, under their own names.
+    """The keys of a Hugging Face config.json that this file reads.
 
-    `norm_eps` is rms_norm_eps, in Phi layer_norm_eps. `rope_scaling` holds rope_type, llama3 or longrope, and its
-    numbers. num_key_value_heads is num_attention_heads where it is None, head_dim hidden_size / num_attention_heads.
-    sliding_window: how many tokens, itself included, a token reads in the layers that layer_types calls
-    sliding_attention, without it in those from max_window_layers on. layer_types may go on beyond the last layer.
-    pad_token_id is not read here, and is kept for who reads what `to_dict` wrote: Phi-3's is 32000 unless it says null.
-    Dropout is not applied. Raises ValueError on a value that no model can have.
+    norm_eps: rms_norm_eps, in Phi layer_norm_eps. rope_scaling: rope_type (llama3 or longrope) and its numbers.
+    num_key_value_heads: num_attention_heads if None. head_dim: hidden_size / num_attention_heads if None.
+    sliding_window: the number of tokens, itself included, that a token reads in the layers that layer_types calls
+    sliding_attention, or without layer_types in those from max_window_layers on. layer_types may have more entries than
+    there are layers. pad_token_id is not used here, but `to_dict` writes it: Phi-3's is 32000 unless the file has null.
+    There is no dropout. Raises ValueError for invalid values.
     """
 
     model_type: str
@@ -244,7 +245,7 @@ class DecoderConfig(GenerativeConfig):
                 f"head_dim * partial_rotary_factor must be an even number of at least 2, got "
                 f"{self.head_width} * {self.partial_rotary_factor}"
             )
-        if self.partial_rotary_factor != 1 and not self.member.partial_rotary:  # transformers 5 passes over it, 4 fails
+        if self.partial_rotary_factor != 1 and not self.member.partial_rotary:  # transformers 5 ignores it, 4 fails
             raise ValueError(
                 f"partial_rotary_factor must be 1 in {self.model_type}, got {self.partial_rotary_factor}: not supported"
             )
@@ -255,29 +256,31 @@ class DecoderConfig(GenerativeConfig):
         for key in keys:
             check_value(f"rope_scaling: {key}", self.rope_scaling.get(key), float, above=0, most=LARGEST_NUMBER)
         if long:
-            self._check_long_rope()
+            self._check_long_rope(self.rope_scaling)
         elif self.rope_scaling["high_freq_factor"] <= self.rope_scaling["low_freq_factor"]:
             raise ValueError(
                 f"rope_scaling: high_freq_factor must be above low_freq_factor, got {shortened(self.rope_scaling)}"
             )
 
-    def _check_long_rope(self) -> None:
-        check_integer(ORIGINAL, self.rope_scaling[ORIGINAL], least=2, most=LARGEST["max_position_embeddings"])
+    def _check_long_rope(self, scaling: dict) -> None:
+        check_integer(ORIGINAL, scaling[ORIGINAL], least=2, most=LARGEST["max_position_embeddings"])
         for key in ("short_factor", "long_factor"):
-            found, name = self.rope_scaling.get(key), f"rope_scaling: {key}"
-            check_value(name, found, float, several=True, above=0, most=LARGEST_NUMBER)
+            found: Any = scaling.get(key)
+            check_value(f"rope_scaling: {key}", found, float, several=True, above=0, most=LARGEST_NUMBER)
             if len(found) != self.rotary_width // 2:
-                raise ValueError(f"{name} must be {self.rotary_width // 2} numbers, got {len(found)}")
+                raise ValueError(f"rope_scaling: {key} must be {self.rotary_width // 2} numbers, got {len(found)}")
         for key in ("factor", "attention_factor"):
-            if (found := self.rope_scaling.get(key)) is not None:
+            if (found := scaling.get(key)) is not None:
                 check_value(f"rope_scaling: {key}", found, float, above=0, most=LARGEST_NUMBER)
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":
-        """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over."""
+        """From the content of a config.json, of transformers 4 or 5. Keys that have no effect here are ignored."""
         member = MEMBERS[config["model_type"]]
-        asks, types = "use_sliding_window" in member.switches, config.get("layer_types")
-        if not config.get("use_sliding_window", not asks) and (asks or "sliding_window" not in member.switches):
+        # Without use_sliding_window, a window is off in Qwen, which has this switch, and on in the others.
+        has_switch, types = "use_sliding_window" in member.switches, config.get("layer_types")
+        used = config.get("use_sliding_window", not has_switch)
+        if not used and (has_switch or "sliding_window" not in member.switches):
             config = config | {"sliding_window": None}
         fixed = FIXED_KEYS | {"layer_types": (None, [LAYER_TYPES[0]] * len(types) if isinstance(types, list) else None)}
         check_fixed(config, {key: values for key, values in fixed.items() if key not in member.switches})
@@ -289,14 +292,14 @@ class DecoderConfig(GenerativeConfig):
         if member.gelu_is_tanh:
             given["hidden_act"] = _tanh_activation(given)
         for key in ("pad_token_id", "bos_token_id"):
-            if given.get(key) == -1:  # as some write that there is none
+            if given.get(key) == -1:  # some files write -1 for none
                 del given[key]
         given |= {key: tuple(given[key]) for key in ("eos_token_id", "layer_types") if isinstance(given.get(key), list)}
         defaults = {key: value for key, value in member.defaults.items() if not (key in NULL and key in config)}
         return cls(**known_fields(cls, given, defaults))
 
     def to_dict(self) -> dict:
-        """As Hugging Face writes it; `from_hugging_face` reads it back."""
+        """The content of config.json, for `from_hugging_face`."""
         member, unused = self.member, SWITCHES - self.member.switches
         written = {key: value for key, value in asdict(self).items() if key not in unused}
         config = {key: value for key, value in written.items() if value is not None or key in member.defaults}
@@ -313,11 +316,10 @@ class DecoderConfig(GenerativeConfig):
 
     @property
     def member(self) -> Member:
-        """What this model_type is."""
         return MEMBERS[self.model_type]
 
     def biased(self, name: str) -> bool:
-        """Whether these linear maps have a bias, as `Member.biased` calls them."""
+        """Whether linear maps have a bias; name: one of those in `Member.biased`."""
         return name in self.member.biased or self.attention_bias and name in ("qkv", "attention_output")
 
     @property
@@ -339,24 +341,24 @@ class DecoderConfig(GenerativeConfig):
 
     @property
     def rotary_width(self) -> int:
-        """How many of a head's numbers rotate."""
+        """R, the number of values of a head that are rotated."""
         return int(self.head_width * self.partial_rotary_factor)
 
     @property
     def short_tokens(self) -> int | None:
-        """LongRoPE turns a text of more tokens than this by other numbers, from its first token on; None elsewhere."""
+        """LongRoPE: the maximum length for short_factor; all positions of longer texts use long_factor. Else None."""
         scaling = self.rope_scaling
         if scaling is None or scaling["rope_type"] != "longrope" or scaling[ORIGINAL] >= self.max_tokens:
             return None
         return scaling[ORIGINAL]
 
     def rope_frequencies(self, long: bool = False) -> Tensor:
-        """theta_i = rope_theta^(-2i/R), in radians a token, (R/2,) float32, where R numbers of a head rotate.
+        """theta_i = rope_theta^(-2i/R), in radians per token, (R/2,) float32; R values of a head are rotated.
 
-        Llama 3 divides the slow ones by `factor`: those whose wavelength 2 pi / theta_i is above
-        original_max_position_embeddings / low_freq_factor; the quick ones, below original / high_freq_factor, stay;
-        between the two it goes over linearly in original / wavelength. LongRoPE (Ding et al. 2024) divides each by a
-        number of its own, which a search has found; long: by those for texts above the original length.
+        Llama 3 divides low frequencies by `factor`: those whose wavelength 2 pi / theta_i is above
+        original_max_position_embeddings / low_freq_factor. High frequencies, with wavelengths below original /
+        high_freq_factor, stay; between the two, the share that stays is linear in original / wavelength. LongRoPE
+        (Ding et al. 2024) divides each frequency by a factor of its own; long: the factors for long texts.
         """
         width, scaling = self.rotary_width, self.rope_scaling
         slowness = self.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
@@ -367,13 +369,13 @@ class DecoderConfig(GenerativeConfig):
             factors = torch.tensor(scaling["long_factor" if long else "short_factor"], device="cpu")
             return 1.0 / (factors * slowness)
         factor, low, high, original = (scaling[key] for key in LLAMA3_SCALING)
-        turns = original * frequency / (2 * math.pi)  # how often it goes round within the original context
+        turns = original * frequency / (2 * math.pi)  # original / wavelength: rotations within the original context
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         return frequency * (unscaled + (1 - unscaled) / factor)
 
     @property
     def rope_scale(self) -> float:
-        """What cos and sin are multiplied with: in LongRoPE sqrt(1 + ln(factor) / ln(original length))."""
+        """The factor of cos and sin: in LongRoPE sqrt(1 + ln(factor) / ln(original length)), else 1."""
         scaling = self.rope_scaling
         if scaling is None or scaling["rope_type"] != "longrope":
             return 1.0
@@ -384,7 +386,7 @@ class DecoderConfig(GenerativeConfig):
 
 
 def _tanh_activation(given: dict) -> str | None:
-    """The oldest files say gelu and mean its tanh form; of two keys, versions of transformers obey another one."""
+    """The activation, with gelu as its tanh approximation. Versions of transformers read different keys of the two."""
     act, other = given.get("hidden_act"), given.get("hidden_activation")
     act, other = ("gelu_pytorch_tanh" if name in ("gelu", None) else name for name in (act, other or act))
     if other != act:
@@ -393,12 +395,12 @@ def _tanh_activation(given: dict) -> str | None:
 
 
 def _rope_keys(config: dict, member: Member) -> dict:
-    """rope_theta, partial_rotary_factor and rope_scaling, which transformers 5 writes as one entry, rope_parameters.
+    """rope_theta, partial_rotary_factor and rope_scaling; transformers 5 writes them as one entry, rope_parameters.
 
-    Raises ValueError where a file has both entries and they disagree.
+    Raises ValueError if a file has rope_scaling and rope_parameters and they differ.
     """
     entries = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
-    original = config.get(ORIGINAL, member.original_length)  # some have it beside the entry
+    original = config.get(ORIGINAL, member.original_length)  # some files have it outside the entry
     found = [_rope_entry(name, entry, original, member.rope_types) for name, entry in entries.items()]
     both = [{"rope_theta": config.get("rope_theta")} | entry for entry in found]
     if len(found) == 2 and both[0] != both[1]:
@@ -406,7 +408,8 @@ def _rope_keys(config: dict, member: Member) -> dict:
     return found[-1] if found else {}
 
 
-def _rope_entry(name: str, entry, original, kinds: tuple[str, ...]) -> dict:
+def _rope_entry(name: str, entry: object, original: int | None, kinds: tuple[str, ...]) -> dict:
+    """The fields of DecoderConfig that one entry sets."""
     if not isinstance(entry, dict) or any(isinstance(value, dict) for value in entry.values()):
         raise ValueError(f"{name} must be an object that serves all layers, got {shortened(entry)}")
     kind = entry.get("rope_type", entry.get("type", "default"))
@@ -414,7 +417,7 @@ def _rope_entry(name: str, entry, original, kinds: tuple[str, ...]) -> dict:
         expected = " or ".join(map(repr, kinds))
         raise ValueError(f"{name}: rope_type must be {expected}, got {shortened(kind)}: not supported")
     found = {key: entry[key] for key in ("rope_theta", "partial_rotary_factor") if entry.get(key) is not None}
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # its earlier name
     scaling = {key: entry[key] for key in ROPE_KEYS.get(kind, ()) if entry.get(key) is not None}
     if kind != "default" and original is not None and scaling.setdefault(ORIGINAL, original) != original:
         raise ValueError(f"{name}: {ORIGINAL} must be {original} as beside it, got {shortened(scaling[ORIGINAL])}")

@@ -10,17 +10,17 @@ from mini_ee.backbones.targets import TARGETS
 
 
 class LowRank(nn.Module):
-    """A B of Eq. 2. A is drawn, B is zero: an adapter begins as nothing."""
+    """The factors A and B of an adapter's output x A B. A is random and B is 0, so the initial output is 0."""
 
     def __init__(self, inputs: int, rank: int, outputs: int):
         super().__init__()
         self.A = nn.Parameter(torch.empty(inputs, rank))
         self.B = nn.Parameter(torch.zeros(rank, outputs))
-        nn.init.uniform_(self.A, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear and PEFT draw it
+        nn.init.uniform_(self.A, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear and PEFT do
 
 
 def check_lora(rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = ("query", "value")) -> None:
-    """Raise ValueError for adapters that cannot be."""
+    """Raise ValueError if rank, alpha or targets are invalid."""
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
     if not 0 < alpha < float("inf"):
@@ -33,7 +33,7 @@ def check_lora(rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = ("qu
 
 
 def columns_of(layer: nn.Module, target: str) -> slice:
-    """Where in the output of the linear map that holds it a projection's own stands."""
+    """The outputs of a projection (`target`) in the output of its linear map, which may stack several projections."""
     name, part = TARGETS[target]
     linear = getattr(layer, name)
     sizes = linear.sizes if isinstance(linear, StackedLinear) else [linear.out_features]

@@ -1,13 +1,15 @@
 """Checks of arrays. Letters: B batch, T tokens, D width, H heads, C classes, V vocabulary, K exits, L layers."""
 
+from typing import Any
+
 import numpy as np
 
 
-def check(x, dims: str, **want: int) -> dict[str, int]:
+def check(x: Any, dims: str, **want: int) -> dict[str, int]:
     """Sizes of the named dimensions of an array or tensor.
 
-    dims: one name a dimension, separated by spaces; want: sizes that are known.
-    Raises ValueError where the rank differs, or a name stands for two sizes.
+    dims: one name per dimension, separated by spaces. want: the sizes that are known.
+    Raises ValueError if the number of dimensions differs, or a name has two sizes.
 
     >>> import numpy
     >>> check(numpy.zeros((2, 5, 8)), "B T D", D=8)
@@ -23,8 +25,8 @@ def check(x, dims: str, **want: int) -> dict[str, int]:
 
 
 def check_finite(x: np.ndarray, what: str = "the logits") -> np.ndarray:
-    """The same array, or ValueError where a number in it is NaN or infinite: no rule and no reader can use it."""
-    if isinstance(x, np.ndarray) and not np.isfinite(x).all():  # of a graph it is known when it runs
+    """The same array. Raises ValueError if it has NaN or infinity."""
+    if isinstance(x, np.ndarray) and not np.isfinite(x).all():  # not checked for values of a graph
         raise ValueError(
             f"{what} must be finite, found NaN or infinity: the weights are damaged, or too large to compute with; "
             f"fetch or train them again"

@@ -1,35 +1,35 @@
 """T5 v1.0 and v1.1, from scratch: an encoder reads the text, a decoder writes the answer; exits are in the decoder.
 
-Source: Raffel et al. 2020, arXiv 1910.10683v4 (v1.0); v1.1 is published as code alone. Layers are pre-norm, with RMS
-norms and no biases, and attention is not scaled: the sums are softmax(q_i . k_j + b_r). Positions are known through b
-alone, a number for each head and bucket of distances r = j - i, which all layers of a stack share; attention of the
-decoder to the encoder's output has none. What differs:
+Source: Raffel et al. 2020, arXiv 1910.10683v4 (v1.0); v1.1 is published only as code. Layers are pre-norm, with RMS
+norms and no biases. Attention is unscaled, softmax(q_i . k_j + b_r). Positions enter only through b, a number per head
+and bucket of distances r = j - i. All layers of a stack share b; cross attention has none. The versions differ in:
 
-    v1.0    down(relu(up)); the head is tied to the embeddings, and its input times 1 / sqrt(D)
-    v1.1    down(gelu(gate) * gated); a head of its own, its input unscaled
+    v1.0    down(relu(up)); the LM head is tied to the embeddings, and its input is multiplied by 1 / sqrt(D)
+    v1.1    down(gelu(gate) * gated); the LM head has weights of its own, and its input is unscaled
 
-Depth counts the decoder's layers. `context` runs the whole encoder, and its cost is that of the start (`start_flops`).
-Hidden states are those of the decoder: (B, 1, D), of the token that it starts with, through which a row is read; or
-those of `decoder_input_ids` where inputs have them (`Pairs`). So an exit saves layers of the decoder: RAEE counts T5's
-layers from the encoder on, and does not say what an exit in there would read.
+Depth counts the decoder's layers. `context` runs the whole encoder, whose FLOPs are part of `start_flops`. Hidden
+states are the decoder's: (B, 1, D), of the start token, which stands for the whole row; or those of `decoder_input_ids`
+if the inputs have them (`Pairs`). So an exit saves layers of the decoder. RAEE counts T5's layers from the encoder on,
+and does not specify what an exit in the encoder would read.
 
-Keys and values of the encoder's output are made by the layer that reads them, for the rows that come there: what is not
-run costs nothing. Text is written over caches as by any decoder; a token that has left leaves its own keys above, those
-of the encoder's output are fixed. As a prompt's, the encoder's cost is not a token's, nor is reading its output.
+A decoder layer computes its keys and values of the encoder's output itself, only for the rows that reach it. Text is
+generated with a cache as by any decoder. If a token exits early, its own keys are missing in the layers above; those of
+the encoder's output do not depend on it. FLOPs of a token include neither the encoder nor these keys and values.
 
-In ONNX graphs of tokens the keys and values of all layers come from a graph of their own, which runs once: see T5Block.
-Transformers (5.23) agrees in every hidden state and logit: tests/parity/test_t5.py.
+In ONNX graphs of tokens, a separate graph computes these keys and values of all layers once: see T5Block.
+Hidden states and logits agree with those of transformers (5.23): tests/parity/test_t5.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Layout, Tensors, layer_flops, padding_mask, tensor_on, token_places
-from mini_ee.backbones.cache import Cache, GraphBlock, cache_inputs
+from mini_ee.backbones.backbone import AdaptLayer, Layout, Tensors, layer_flops, padding_mask, tensor_on, token_places
+from mini_ee.backbones.cache import Builder, Cache, GraphBlock, cache_inputs
 from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_layers import (
@@ -43,48 +43,55 @@ from mini_ee.backbones.t5_layers import (
     T5Config,
     norm_of,
 )
+from mini_ee.data.tokenizer import Inputs
 
 # ---- In graphs ----
-MEMORY = "memory"  # what names of inputs begin with that hold what was made of the prompts
+MEMORY = "memory"  # prefix of graph inputs with keys, values and mask of the encoder's output
 
 
 class T5Block(GraphBlock):
-    """Tokens whose past stands in caches, as GraphBlock has them, and whose prompts an encoder has read.
+    """The context of tokens that read a cache, as in GraphBlock, and the encoder's output for their prompts.
 
-    What it made of them is fixed: `memory_keys_3` and `memory_values_3` of the decoder's layer 3 (from 0), (prompts,
-    memory, H d), and memory_mask (prompts, memory), 1 at tokens.
+    The inputs `memory_keys_3` and `memory_values_3`, (prompts, memory, H d), are the keys and values of the encoder's
+    output in the decoder's layer 3 (from 0). memory_mask (prompts, memory) is 1 at tokens.
     """
 
     scale = 1.0
 
     @classmethod
-    def over_caches(cls, g, decoder, first: int) -> "T5Block":
+    def over_caches(cls, g: Builder, decoder: Any, first: int) -> "T5Block":
         at, slots, cache = cache_inputs(g, decoder.config, first)
-        distances = slots - at[..., None]
+        distances = slots - at[..., None]  # (B, T, S): key slot minus query position
         biases = decoder.biases.of_distances(distances).masked_fill((distances > 0)[:, None], -torch.inf)
         return cls(decoder.config, at, (biases, None), cache=cache)
 
-    def attend_memory(self, depth: int, layer, query: Tensor, adapt=None, dropout: float = 0.0) -> Tensor:
-        """(B, T, H d) -> (B, T, H d): what the tokens read of their prompts."""
-        g, queries = query.g, query.name
-        kept = [
+    def attend_memory(
+        self, depth: int, layer: nn.Module, query: Tensor, adapt: AdaptLayer | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """Cross attention to the encoder's output, (B, T, H d) -> (B, T, H d)."""
+        assert self._cache is not None
+        g, queries, cache_rows = query.g, query.name, self._cache.rows
+        keys, values = (
             g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
             for kind in ("keys", "values")
-        ]
+        )
         mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
 
-        def attended(keys: str, values: str, mask: str) -> list:
-            seen = g.readable(g.cast(mask, bool), queries)
-            read = g.attention(queries, keys, values, seen, heads, heads, self.scale)
-            return [g.value(read, "some", "tokens", self.width)]
+        def read(keys: str, values: str, mask: str) -> list:
+            allowed = g.readable(g.cast(mask, bool), queries)
+            attended = g.attention(queries, keys, values, allowed, heads, heads, self.scale)
+            return [g.value(attended, "some", "tokens", self.width)]
 
-        everyone = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
-        of_some = lambda: attended(*(g.op("Gather", each, self._cache.rows) for each in (*kept, mask)))  # noqa: E731
-        return query.like(g.either(everyone, lambda: attended(*kept, mask), of_some)[0].name)
+        def gathered() -> list:
+            return read(*(g.op("Gather", each, cache_rows) for each in (keys, values, mask)))
+
+        # If all rows run, the keys and values are read in place; else those of the running rows are gathered first.
+        all_run = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
+        return query.like(g.either(all_run, lambda: read(keys, values, mask), gathered)[0].name)
 
     @staticmethod
-    def write_memory(decoder, g) -> None:
-        """The graph memory.onnx: input_ids and attention_mask (prompts, memory) -> what this takes of the prompts."""
+    def write_memory(decoder: Any, g: Builder) -> None:
+        """The graph memory.onnx: input_ids and attention_mask (prompts, memory) -> the `memory_` inputs of this."""
         names, axes = ("input_ids", "attention_mask"), ("prompts", "memory")
         ids, mask = (g.tensor(g.input(name, *axes), *axes, dtype=np.int64) for name in names)
         with g.tracing():
@@ -98,10 +105,10 @@ class T5Block(GraphBlock):
 
 # ---- The backbone ----
 class T5(GenerativeBackbone):
-    """The backbone: embeddings, the encoder, the decoder's L layers, and the head to words with its norm."""
+    """The backbone: embeddings, the encoder, the decoder's L layers, and the LM head with its norm."""
 
     Config = T5Config
-    poolings = ("first",)  # there is one
+    poolings = ("first",)  # a row has one state, that of the start token
     is_encoder_decoder = True
     made_once = "memory"
     graph_context = T5Block
@@ -124,23 +131,23 @@ class T5(GenerativeBackbone):
 
     @classmethod
     def fitted(cls, config: T5Config, tensors: dict[str, Tensor]) -> T5Config:
-        """A head in the file that is not that of the embeddings is a head of its own, whatever config.json says."""
+        """If the file's LM head differs from the embeddings, it is not tied, whatever config.json says."""
         head, words = tensors.get("lm_head.weight"), tensors.get("shared.weight")
         own = head is not None and words is not None and not torch.equal(head, words)
         return replace(config, tie_word_embeddings=False) if own else config
 
     @classmethod
     def tied(cls, config: T5Config) -> dict[str, str]:
-        """The embeddings of both stacks, and the head where the config says so."""
+        """The embeddings of both stacks, and the LM head if the config ties it."""
         copies = [f"{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")]
         return dict.fromkeys(copies + ["lm_head.weight"] * config.tie_word_embeddings, "shared.weight")
 
     def exit_norm(self) -> nn.Module:
-        """Layers leave the sums that they add to unnormed."""
+        """A norm, because layers are pre-norm: their output is not normed."""
         return norm_of(self.config)
 
-    def embed(self, inputs) -> Tensor:
-        """hidden[0], (B, 1, D), of the start token; (B, T, D) of what has been written, where inputs are Pairs."""
+    def embed(self, inputs: Tensors | Inputs | Pairs) -> Tensor:
+        """hidden[0]: (B, 1, D), of the start token; (B, T, D), of the decoder's tokens if inputs are Pairs."""
         device = self.embeddings.weight.device
         check(inputs.input_ids, "B T")
         written = getattr(inputs, "decoder_input_ids", None)
@@ -149,8 +156,8 @@ class T5(GenerativeBackbone):
             return self.dropout(start.expand(inputs.input_ids.shape[0], 1, -1))
         return self.dropout(self.embeddings(tensor_on(device, written)))
 
-    def encode(self, inputs, stop: int) -> tuple[Tensor, Tensor | None]:
-        """What the encoder makes of the texts in its first `stop` layers, (B, S, D), unnormed; and their padding."""
+    def encode(self, inputs: Tensors | Inputs | Pairs, stop: int) -> tuple[Tensor, Tensor | None]:
+        """The states after the first `stop` layers of the encoder, (B, S, D), not normed; and the padding mask."""
         ids = tensor_on(self.embeddings.weight.device, inputs.input_ids)
         tokens, places = check(ids, "B S")["S"], token_places(ids)
         if tokens > self.config.max_tokens:
@@ -163,8 +170,8 @@ class T5(GenerativeBackbone):
             hidden = layer(hidden, bias)
         return hidden, readable
 
-    def context(self, inputs) -> LayerContext:
-        """The encoder's output, with its mask, and the biases of what is written."""
+    def context(self, inputs: Tensors | Inputs | Pairs) -> LayerContext:
+        """The encoder's output with its mask, and the biases of the decoder's tokens."""
         hidden, readable = self.encode(inputs, len(self.encoder))
         written = getattr(inputs, "decoder_input_ids", None)
         places = torch.arange(1 if written is None else written.shape[1], device=hidden.device)
@@ -173,11 +180,10 @@ class T5(GenerativeBackbone):
 
     # ---- Token by token ----
     def decoder_start_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The start token: prompts are the encoder's."""
+        """The start token for each; the encoder reads the prompts."""
         return [[self.config.decoder_start_token_id]] * len(prompts)
 
     def read_prompts(self, prompts: Sequence[Sequence[int]], cache: Cache) -> None:
-        """The encoder's output for all prompts."""
         ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         lengths = torch.tensor([[len(prompt)] for prompt in prompts])
         hidden, readable = self.encode(Tensors(ids, torch.arange(ids.shape[1]) < lengths), len(self.encoder))
@@ -187,14 +193,15 @@ class T5(GenerativeBackbone):
         return self.embeddings(input_ids)
 
     def block(self, positions: Tensor, cache: Cache, rows: list[int] | None = None) -> LayerContext:
-        """As `GenerativeBackbone.block` says; there is always a cache."""
+        """As `GenerativeBackbone.block`, but always with a cache."""
         end = int(positions.max()) + 1
         if end > cache.capacity:
             raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: ask for fewer tokens")
         at, slots = positions.clamp(min=0), torch.arange(end, device=positions.device)
         bias = self.biases(at, slots).masked_fill(slots > at[:, None, :, None], -torch.inf)
-        index = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
-        write = (index.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
+        cache_rows = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
+        # Indices (B, 1) and (B, T), which broadcast: the token at position p goes to slot p, padding to the last slot.
+        write = (cache_rows.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         readable = cache.memory.readable
         readable = readable if readable is None or rows is None else readable[rows]
         heads = self.config.num_attention_heads
@@ -206,45 +213,44 @@ class T5(GenerativeBackbone):
         return block._replace(slots=(slice(None), slice(low, low + tokens)))
 
     def read_texts(self, input_ids: Tensor, counted: Tensor) -> tuple[Pairs, Tensor]:
-        """The encoder reads up to the first token that counts; in its place stands the start token."""
+        """The encoder reads each text up to the first token that counts. The decoder reads the start token in place of
+        that token, then the tokens after it."""
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        first = counted.int().argmax(1, keepdim=True)
+        first = counted.int().argmax(1, keepdim=True)  # (B, 1): argmax is the first of equal values
         width = int((counted.sum(1) if counted.any() else first + 1).max())
-        from_there = (first + places[:width]).clamp(max=len(places) - 1)
-        written = input_ids.gather(1, from_there)
+        # (B, width): first, first + 1, ..; clamped, as these places may be beyond the end of a row.
+        from_first = (first + places[:width]).clamp(max=len(places) - 1)
+        written = input_ids.gather(1, from_first)
         written[:, 0] = self.config.decoder_start_token_id
-        counts = counted.gather(1, from_there) & (first + places[:width] < len(places))
+        counts = counted.gather(1, from_first) & (first + places[:width] < len(places))  # not at clamped places
         given = int(first.max()) + 1
         return Pairs(input_ids[:, :given], (places[:given] <= first).long(), written), counts
 
     @property
     def token_weights(self) -> int:
-        """Keys and values of the encoder's output are made once, as those of a prompt are."""
+        """Without the maps to keys and values of the encoder's output, which are computed once per prompt."""
         return super().token_weights - self.layers[0].cross_key_value.weight.numel()
 
-    # ---- What texts are compared by ----
+    # ---- States of the input text: those of the encoder ----
     @property
     def text_layers(self) -> int:
-        """Those of the encoder."""
         return self.config.num_encoder_layers
 
-    def text_states(self, inputs, layer: int) -> tuple[Tensor, Tensor | None]:
-        """The encoder's, which reads the text."""
+    def text_states(self, inputs: Tensors | Inputs, layer: int) -> tuple[Tensor, Tensor | None]:
         return self.encode(inputs, layer)
 
     def text_flops(self, layer: int, tokens: int) -> float:
-        """Of text_states on one row."""
         config = self.config
         weights = sum(weight.numel() for weight in self.encoder[0].parameters() if weight.dim() == 2)
         return layer * layer_flops(weights, config.head_width * config.num_attention_heads, tokens)
 
-    # ---- What it costs ----
+    # ---- FLOPs ----
     def start_flops(self, tokens: int) -> float:
-        """The encoder's, on one row."""
+        """FLOPs of the encoder on one row."""
         return self.text_flops(len(self.encoder), tokens)
 
     def layer_flops(self, tokens: int) -> float:
-        """Of one layer of the decoder, on one token of a row whose text has so many."""
+        """FLOPs of one decoder layer on one token (the start token), if the encoder read that many tokens."""
         layer = self.layers[0]
         weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
         of_memory, width = layer.cross_key_value.weight.numel(), layer.cross_query.out_features
@@ -254,31 +260,33 @@ class T5(GenerativeBackbone):
         return tokens if target in ("cross_key", "cross_value") else 1
 
     def initialise(self, module: nn.Module) -> None:
-        """As Hugging Face does: embeddings by initializer_factor, a map by that over the root of its inputs."""
+        """As Hugging Face: the standard deviation is initializer_factor for word embeddings and an untied LM head, and
+        initializer_factor / sqrt(inputs) for other linear maps."""
         config, factor = self.config, self.config.initializer_factor
         if isinstance(module, nn.Embedding):
             words = module is self.embeddings
             nn.init.normal_(module.weight, std=factor if words else factor * config.hidden_size**-0.5)
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=factor if module is self.lm_head else factor * module.in_features**-0.5)
-        for name in ("qkv", "cross_query"):  # their queries are drawn smaller, as scores are not scaled
+        for name in ("qkv", "cross_query"):  # queries are smaller by 1 / sqrt(d), because scores are not scaled
             if isinstance(module, EncoderLayer) and hasattr(module, name):
                 with torch.no_grad():
                     getattr(module, name).weight[: self.layers[0].attention_output.in_features] *= config.head_dim**-0.5
 
 
 # ---- Hugging Face's names ----
-def _stack(ours: str, theirs: str, feed: int) -> dict[str, str]:
+def _stack(ours: str, theirs: str, mlp: int) -> dict[str, str]:
+    """Names of a stack's layers. mlp: the index of the feed-forward part, in Hugging Face's names."""
     block = f"{theirs}.block.{{i}}.layer"
     return {
         f"{ours}.{{i}}.attention_norm": f"{block}.0.layer_norm",
         f"{ours}.{{i}}.qkv": f"{block}.0.SelfAttention.{{q|k|v}}",
         f"{ours}.{{i}}.attention_output": f"{block}.0.SelfAttention.o",
-        f"{ours}.{{i}}.mlp_norm": f"{block}.{feed}.layer_norm",
-        f"{ours}.{{i}}.up": f"{block}.{feed}.DenseReluDense.wi",
-        f"{ours}.{{i}}.gate": f"{block}.{feed}.DenseReluDense.wi_0",
-        f"{ours}.{{i}}.gated": f"{block}.{feed}.DenseReluDense.wi_1",
-        f"{ours}.{{i}}.down": f"{block}.{feed}.DenseReluDense.wo",
+        f"{ours}.{{i}}.mlp_norm": f"{block}.{mlp}.layer_norm",
+        f"{ours}.{{i}}.up": f"{block}.{mlp}.DenseReluDense.wi",
+        f"{ours}.{{i}}.gate": f"{block}.{mlp}.DenseReluDense.wi_0",
+        f"{ours}.{{i}}.gated": f"{block}.{mlp}.DenseReluDense.wi_1",
+        f"{ours}.{{i}}.down": f"{block}.{mlp}.DenseReluDense.wo",
     }
 
 
@@ -306,6 +314,6 @@ LAYOUTS = {
         prefix="",
         architecture="T5",
         classifier_prefix="transformer.",
-        ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # nothing reads it
+        ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # not used
     )
 }

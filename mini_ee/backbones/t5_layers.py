@@ -1,6 +1,6 @@
-"""The config of a T5, v1.0 or v1.1, its biases by relative position, and the layers of its encoder and its decoder.
+"""T5 v1.0 and v1.1: the config, the biases of relative positions, and the layers of encoder and decoder.
 
-t5.py says what they compute.
+t5.py has the equations.
 """
 
 import math
@@ -44,10 +44,10 @@ FIXED_KEYS = {"is_encoder_decoder": (True,), "is_decoder": (False,), "is_causal"
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(GenerativeConfig):
-    """The keys of a Hugging Face config.json that the model reads, under the names that all backbones have.
+    """The keys of a Hugging Face config.json that the model reads, under the names that all backbones share.
 
-    num_hidden_layers counts the decoder's layers, where the exits are. Positions are relative, so that no length is too
-    long for the model; max_tokens is that of its training. Raises ValueError on a value that no model can have.
+    num_hidden_layers counts the layers of the decoder, which has the exits. Positions are relative, so the model does
+    not limit the length; max_tokens is the length in its training. Raises ValueError for invalid values.
     """
 
     model_type: str
@@ -94,9 +94,9 @@ class T5Config(GenerativeConfig):
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "T5Config":
-        """From the content of a config.json, of transformers 4 or 5. Keys that change nothing here are passed over.
+        """From the content of a config.json, of transformers 4 or 5. Keys that have no effect here are ignored.
 
-        Version 5 always says that the head is tied: whether it is, the file of weights tells (`T5.fitted`).
+        Version 5 always writes that the head is tied; `T5.fitted` finds out from the weights.
         """
         check_fixed(config, FIXED_KEYS)
         given = {key: value for key, value in config.items() if key not in THEIR_KEYS}
@@ -104,7 +104,7 @@ class T5Config(GenerativeConfig):
         if "num_encoder_layers" in given:
             given.setdefault("num_hidden_layers", given["num_encoder_layers"])
         given.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-        check_fixed(given, {"scale_decoder_outputs": (True, False)})  # transformers 5 takes null for false
+        check_fixed(given, {"scale_decoder_outputs": (True, False)})  # not null, which transformers 5 takes as false
         if isinstance(given.get("eos_token_id"), list):
             given["eos_token_id"] = tuple(given["eos_token_id"])
         start = given.get("pad_token_id")
@@ -116,18 +116,18 @@ class T5Config(GenerativeConfig):
         return made
 
     def to_dict(self) -> dict:
-        """As Hugging Face writes it; `from_hugging_face` reads it back."""
+        """The content of config.json, for `from_hugging_face`."""
         config = {THEIR_KEYS.get(key, key): value for key, value in asdict(self).items()}
         return config | {"is_encoder_decoder": True}
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward part multiplies two maps (v1.1)."""
+        """Whether the feed-forward part multiplies the outputs of two linear maps (v1.1)."""
         return self.feed_forward_proj.startswith(GATED)
 
     @property
     def activation(self) -> str:
-        """A name of ACTIVATIONS; the gated gelu is its tanh form."""
+        """A key of ACTIVATIONS; "gated-gelu" means the tanh approximation."""
         name = self.feed_forward_proj.removeprefix(GATED)
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
@@ -137,33 +137,34 @@ class T5Config(GenerativeConfig):
 
 
 def _in_their_words(message: str) -> str:
-    """An error with the keys that the file has."""
+    """The message of an error with Hugging Face's keys in place of ours."""
     for ours, theirs in THEIR_KEYS.items():
         message = message.replace(ours, theirs)
     return message
 
 
 def buckets(distances: Tensor, both: bool, config: T5Config) -> Tensor:
-    """Which bucket j - i is in, int64 -> int64. both: j may be behind i; half of the buckets are for those.
+    """The bucket of each distance j - i, int64 -> int64. both: j may come after i; half of the buckets are for these.
 
-    Half of a side's buckets are for one distance each; the others grow with the logarithm up to the largest distance.
-    In float32, as Hugging Face computes it: distances at the edge of a bucket fall where the model learned them.
+    Half of the buckets of a side have one distance each; the others grow with the logarithm up to the largest distance.
+    Computed in float32 like Hugging Face's, so that distances at the edge of a bucket get the bucket of the training.
     """
     count, most = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    first = torch.zeros_like(distances)
+    first = torch.zeros_like(distances)  # the first bucket of the side
     if both:
         count //= 2
         first, distances = (distances > 0) * count, distances.abs()
     else:
         distances = (-distances).clamp(min=0)
     near = count // 2
+    # Distances near .. most are mapped to near .. count by their logarithm; all beyond share the last bucket.
     steps = torch.log(distances.clamp(min=1).float() / near) / math.log(most / near) * (count - near)
     far = (near + steps.long()).clamp(max=count - 1)
     return first + torch.where(distances < near, distances, far)
 
 
 class Biases(nn.Module):
-    """What is added to the scores of every layer of a stack: a number for each bucket and head."""
+    """The position bias of a stack, one number per bucket and head, which every layer adds to its scores."""
 
     def __init__(self, config: T5Config, both: bool):
         super().__init__()
@@ -171,20 +172,21 @@ class Biases(nn.Module):
         self.table = nn.Embedding(config.relative_attention_num_buckets, config.num_attention_heads)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Positions (B, T) and (S,) -> (B, H, T, S)."""
+        """Positions of queries (B, T) and keys (S,) -> (B, H, T, S)."""
         return self.of_distances(keys - queries[..., None])
 
     def of_distances(self, distances: Tensor) -> Tensor:
-        """j - i, (B, T, S) -> (B, H, T, S)."""
-        most = self.config.relative_attention_max_distance  # beyond it all distances are one
-        every = torch.arange(-most, most + 1, device=self.table.weight.device)
-        by_distance = self.table(buckets(every, self.both, self.config))
+        """Distances j - i, (B, T, S) -> (B, H, T, S)."""
+        most = self.config.relative_attention_max_distance  # from here on all distances share a bucket
+        # A lookup of the biases of all 2 most + 1 distances, so that the logarithms are not taken for each (T, S) pair.
+        possible = torch.arange(-most, most + 1, device=self.table.weight.device)
+        by_distance = self.table(buckets(possible, self.both, self.config))
         return F.embedding(distances.clamp(-most, most) + most, by_distance).permute(0, 3, 1, 2)
 
 
-# ---- What all layers need ----
+# ---- The context of layers ----
 class Pairs(NamedTuple):
-    """Texts and what the decoder has written to them, the start token first; padded on the right."""
+    """Texts for the encoder and the tokens that the decoder reads, the start token first; padded on the right."""
 
     input_ids: Tensor  # (B, S)
     attention_mask: Tensor | None
@@ -192,51 +194,57 @@ class Pairs(NamedTuple):
 
 
 class Memory:
-    """The encoder's output for the prompts of a batch; its keys and values by layer, made where a row needs them."""
+    """The encoder's output for the prompts of a batch, and keys and values of it for each layer.
+
+    A layer's keys and values of a row are computed when the row first reaches the layer, and then reused by later
+    tokens.
+    """
 
     def __init__(self, states: Tensor, readable: Tensor | None):
-        """states (rows, S, D); readable (rows, 1, 1, S), or None where nothing is padded."""
+        """states (rows, S, D); readable (rows, 1, 1, S), true at tokens, or None without padding."""
         self.states, self.readable = states, readable
-        self._made: dict[int, tuple[list[Tensor], set[int]]] = {}  # layer -> keys and values, and of which rows
+        self._computed: dict[int, tuple[list[Tensor], set[int]]] = {}  # depth -> keys and values; the rows they have
 
     def heads(self, depth: int, layer: "Layer", rows: list[int] | None, adapt: AdaptLayer | None) -> list[Tensor]:
-        """Keys and values of the layer at this depth, (B, H, S, d) each, for these rows; None: all."""
-        every = list(range(len(self.states))) if rows is None else rows
-        made, known = self._made.setdefault(depth, ([], set()))
-        new = [row for row in every if row not in known]
+        """Keys and values of the layer at this depth, (B, H, S, d) each, for the given rows; None: for all."""
+        wanted = list(range(len(self.states))) if rows is None else rows
+        both, known = self._computed.setdefault(depth, ([], set()))
+        new = [row for row in wanted if row not in known]
         if new:
             found = layer.memory_heads(self.states[new], adapt)
-            made[:] = made or [each.new_zeros(len(self.states), *each.shape[1:]) for each in found]
-            for each, part in zip(made, found):
+            # Zeros for all rows, made once per layer; `new` rows are filled in now, others when they arrive.
+            both[:] = both or [each.new_zeros(len(self.states), *each.shape[1:]) for each in found]
+            for each, part in zip(both, found):
                 each[new] = part
             known.update(new)
-        return made if rows is None else [each[rows] for each in made]
+        return both if rows is None else [each[rows] for each in both]
 
 
 class LayerContext(NamedTuple):
-    """What the decoder's layers need besides the hidden states (B, T, D)."""
+    """The inputs of the decoder's layers besides the hidden states (B, T, D)."""
 
     heads: int
-    memory: Tensor | None  # (B, S, D), the encoder's output; None: a cache holds it
-    readable: Tensor | None  # (B, 1, 1, S), true where it may be read; None: nothing is padded
-    bias: Tensor  # (B or 1, H, T, S'), added to the scores of the tokens among themselves
-    padding: None = None  # of the hidden states
+    memory: Tensor | None  # (B, S, D), the encoder's output; None: it is in the cache
+    readable: Tensor | None  # (B, 1, 1, S), true at tokens of the encoder's input; None: no padding
+    bias: Tensor  # (B or 1, H, T, S'), added to the scores of self-attention; -inf where a key must not be read
+    padding: None = None  # of the hidden states, which have none
     cache: Cache | None = None  # None: the tokens read each other
-    rows: list[int] | None = None  # whose cache they read, None: all rows in order
-    slots: tuple | None = None  # where in a layer's cache, (rows, slots, ...), their keys and values go
+    rows: list[int] | None = None  # the cache rows of the tokens; None: all rows in order
+    slots: tuple | None = None  # the index of new keys and values in a layer's cache, (rows, slots, ...)
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        """That of these rows of the batch alone. Over a cache it is made anew for each token: `T5.block`."""
+        """The context of the given rows; not with a cache, for which `T5.block` makes one per token."""
+        assert self.memory is not None
         index = tensor_on(self.memory.device, rows)
         readable = None if self.readable is None else self.readable[index]
         return self._replace(memory=self.memory[index], readable=readable)
 
     def repeat(self, count: int) -> "LayerContext":
-        """That of the batch, `count` times one after the other."""
+        assert self.memory is not None
         readable = None if self.readable is None else self.readable.repeat(count, 1, 1, 1)
         return self._replace(memory=self.memory.repeat(count, 1, 1), readable=readable)
 
-    # As the contexts of cache.py have them:
+    # As in the contexts of cache.py:
     def with_exited(self, hidden: Tensor) -> Tensor:
         return hidden
 
@@ -244,30 +252,33 @@ class LayerContext(NamedTuple):
         return x
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> None:
-        """Put keys and values (B, T, H d) into the cache of the layer at this depth."""
+        """Write keys and values (B, T, H d) to the cache of the layer at this depth (from 0)."""
+        assert self.cache is not None
         for cache, new in ((self.cache.keys[depth], key), (self.cache.values[depth], value)):
+            # Seen as (rows, slots, H, d), a view, so that one index (rows, slots) addresses all heads of a token.
             cache.transpose(1, 2)[self.slots] = new.unflatten(-1, (cache.shape[1], -1))
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-        """(B, T, H d), and keys and values of the same shape -> (B, T, H d): what tokens read of each other."""
+        """Self-attention: queries, keys and values (B, T, H d) -> (B, T, H d)."""
         if self.cache is None:
             return attention(
                 query, by_head(key, self.heads), by_head(value, self.heads), self.bias, self.heads, dropout
             )
         self.write(depth, key, value)
+        # The slots after those of the bias hold no token of this batch yet.
         read = [cache[depth][:, :, : self.bias.shape[-1]] for cache in (self.cache.keys, self.cache.values)]
-        read = read if self.rows is None else [each[self.rows] for each in read]
-        return attention(query, *read, self.bias, self.heads, dropout)
+        key, value = read if self.rows is None else (each[self.rows] for each in read)
+        return attention(query, key, value, self.bias, self.heads, dropout)
 
     def attend_memory(
         self, depth: int, layer: "Layer", query: Tensor, adapt: AdaptLayer | None = None, dropout: float = 0.0
     ) -> Tensor:
-        """(B, T, H d) -> (B, T, H d): what tokens read of the encoder's output, through the keys of this layer."""
+        """Cross attention to the encoder's output, (B, T, H d) -> (B, T, H d). layer: makes its keys and values."""
         if self.cache is None:
-            memory = layer.memory_heads(self.memory, adapt)
+            key, value = layer.memory_heads(self.memory, adapt)
         else:
-            memory = self.cache.memory.heads(depth, layer, self.rows, adapt)
-        return attention(query, *memory, self.readable, self.heads, dropout)
+            key, value = self.cache.memory.heads(depth, layer, self.rows, adapt)
+        return attention(query, key, value, self.readable, self.heads, dropout)
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
@@ -276,7 +287,7 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, dropout: float) -> Tensor:
-    """(B, T, H d), and (B, H, S, d) twice -> (B, T, H d), unscaled. mask: bool, or added to the scores."""
+    """Unscaled attention: (B, T, H d), keys and values (B, H, S, d) -> (B, T, H d). mask: bool, or added to scores."""
     query = by_head(query, heads)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=1.0)
     return attended.transpose(1, 2).flatten(2)
@@ -284,7 +295,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, he
 
 # ---- The layers ----
 class HeadNorm(RMSNorm):
-    """The norm before the head to words, with the scale of v1.0 behind it."""
+    """The norm before the LM head, followed by the scale of v1.0."""
 
     def __init__(self, config: T5Config):
         super().__init__(config.hidden_size, config.layer_norm_epsilon, offset=False)
@@ -295,12 +306,12 @@ class HeadNorm(RMSNorm):
 
 
 def norm_of(config: T5Config) -> RMSNorm:
-    """A norm as the layers have them, of weight one."""
+    """A new norm of a layer, initialised with ones."""
     return RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=False)
 
 
 class EncoderLayer(Adapted):
-    """Self-attention, then the feed-forward part, each on a normed input and added to the stream."""
+    """Self-attention, then the feed-forward part, each on a normed input and added to the hidden state (pre-norm)."""
 
     float_maps = ("down",)
 
@@ -319,11 +330,11 @@ class EncoderLayer(Adapted):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D). bias (B or 1, H, T, T): added to the scores, -inf where nothing may be read."""
+        """(B, T, D) -> (B, T, D). bias (B or 1, H, T, T): added to the scores, -inf at padding."""
         return self.feed_forward(self.attend(hidden, bias))
 
     def attend(self, hidden: Tensor, bias: Tensor) -> Tensor:
-        """The first part: tokens read each other."""
+        """The first part, self-attention."""
         query, key, value = self.linear("qkv", self.attention_norm(hidden), None).chunk(3, dim=-1)
         key, value = (by_head(each, self.heads) for each in (key, value))
         attended = attention(query, key, value, bias, self.heads, self.dropped)
@@ -331,15 +342,15 @@ class EncoderLayer(Adapted):
 
     @property
     def dropped(self) -> float:
-        """The chance that a score is dropped."""
+        """Dropout probability of attention weights."""
         return self.dropout.p if self.training else 0.0
 
     def add(self, output: str, hidden: Tensor, attended: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """hidden, and what it has read, mapped by `output`."""
+        """hidden plus the output of attention, mapped by the linear map `output`."""
         return hidden + self.dropout(self.linear(output, attended, adapt))
 
     def feed_forward(self, hidden: Tensor, adapt: AdaptLayer | None = None) -> Tensor:
-        """The last part."""
+        """The last part: hidden + FFN(norm(hidden))."""
         normed = self.mlp_norm(hidden)
         if self.is_gated:
             inner = self.activation(self.linear("gate", normed, adapt)) * self.linear("gated", normed, adapt)
@@ -349,7 +360,7 @@ class EncoderLayer(Adapted):
 
 
 class Layer(EncoderLayer):
-    """A layer of the decoder: between the two parts, attention to the encoder's output."""
+    """A layer of the decoder, with cross attention to the encoder's output between the two parts."""
 
     def __init__(self, config: T5Config):
         super().__init__(config)
@@ -360,7 +371,7 @@ class Layer(EncoderLayer):
         self.cross_output = nn.Linear(all_heads, width, bias=False)
 
     def forward(self, hidden: Tensor, context: LayerContext, depth: int, adapt: AdaptLayer | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D), of the layer at this depth. adapt: what adapters add to its linear maps."""
+        """(B, T, D) -> (B, T, D). depth: of this layer, from 0. adapt: adds adapters to its linear maps."""
         query, key, value = self.linear("qkv", self.attention_norm(context.with_exited(hidden)), adapt).chunk(3, dim=-1)
         attended = context.attend(depth, context.without_exited(query), key, value, self.dropped)
         hidden = self.add("attention_output", hidden, attended, adapt)
@@ -374,7 +385,7 @@ class Layer(EncoderLayer):
         return tuple(by_head(each, self.heads) for each in stacked.chunk(2, dim=-1))
 
     def write_keys(self, hidden: Tensor, context: LayerContext, depth: int) -> None:
-        """The keys and values of hidden (B, T, D), as this layer's own input, into its cache; nothing is attended."""
+        """Write keys and values of hidden (B, T, D), as input of this layer, to its cache; nothing else is computed."""
         query, *_ = self.qkv.sizes
         own = F.linear(self.attention_norm(context.with_exited(hidden)), self.qkv.weight[query:])
         context.write(depth, *own.chunk(2, dim=-1))
