@@ -427,7 +427,9 @@ class QExit(Rule):
         return 4.0  # exponential, logarithm, sum, comparison
 
 
-RULES = {rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)}
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)
+}
 
 
 def rule_class(name: Any) -> type[Rule]:

@@ -64,6 +64,7 @@ def recipe(model: nn.Module, config: NoConfig) -> list[Stage]:
 
 def classifier_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Binary cross-entropy of the agreement, the mean over exits and over examples or tokens."""
+    assert batch.targets is not None
     return F.binary_cross_entropy_with_logits(model.exit_logits(batch.states), batch.targets.float())
 
 

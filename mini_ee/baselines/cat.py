@@ -34,6 +34,7 @@ Deviations, 1 to 5 of them pinned in tests/methods/test_cat.py:
    one (src/conformal.py, 107), so it guarantees agreement among the others. Here it is less strict, but for all.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -45,8 +46,9 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, LayerContext, tensor_on
 from mini_ee.data.settings import Settings, option
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead
-from mini_ee.exits.row_exits import RowExits, RowSegments, States
+from mini_ee.exits.row_exits import RowExits, RowSegments, RowState, States
 from mini_ee.rules import Policy
 from mini_ee.segments import Reading
 from mini_ee.training.default_rule import sweep
@@ -149,6 +151,8 @@ class CatExits(RowExits):
     Raises ValueError for a single exit.
     """
 
+    policy: MetaClassifiers
+
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config):
         super().__init__(backbone, exits, num_labels, pool)
         if len(exits) < 2:
@@ -201,14 +205,14 @@ class CatSegments(RowSegments):
 
     carried = "seen"  # the probabilities at the exits so far
 
-    def start(self, inputs) -> CatState:
+    def start(self, inputs: Inputs) -> CatState:
         return CatState(*super().start(inputs))
 
-    def select_heads(self, heads, state: CatState) -> CatState:
+    def select_heads(self, heads: Container[int], state: CatState) -> CatState:
         return state._replace(decides=False)
 
     def advance(self, k: int, state: CatState) -> CatState:
-        hidden, context, *_ = super().advance(k, state)
+        hidden, context = super().advance(k, RowState(state.hidden, state.context))
         if not (state.decides and self._decides(k)):
             return CatState(hidden, context, state.decides)
         head = self.model.heads[k]
@@ -296,6 +300,7 @@ def heads_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
 
 def temperature_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
     """The same loss on the part of train for temperatures, from states that are computed once."""
+    assert batch.states is not None  # the stage learns from states
     each = [model.classify(k, state) for k, state in enumerate(batch.states)]
     return inner_loss(each, batch, TEMPERATURES, config)
 
@@ -308,6 +313,7 @@ def inner_loss(each: list[Tensor], batch: Batch, part: int, config: Config) -> T
 
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:
     """The mean over exits of the balanced loss, on the part of train for meta classifiers."""
+    assert batch.states is not None and batch.targets is not None  # the stage learns from states
     rows = batch.targets == META
     *states, last = (state[rows] for state in batch.states)
     states = [*(F.dropout(state, HEAD_DROPOUT, model.policy.training) for state in states), last]

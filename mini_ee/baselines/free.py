@@ -39,6 +39,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,8 +51,8 @@ from mini_ee.exits.generation import TokenSegments
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import SharedExits, TextData, record_texts
 from mini_ee.recording import Record
-from mini_ee.rules import Rule, Threshold
-from mini_ee.segments import Reading
+from mini_ee.rules import Rule, Threshold, confidence
+from mini_ee.segments import Reading, known_logits
 from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
@@ -171,7 +172,7 @@ class Mixture(NamedTuple):
         """The weight of each token in the component of tokens that agree, from 0 to 1."""
         return TRUST * self.posterior(gaps) + (1 - TRUST) * agrees
 
-    def fitted(self, gaps: np.ndarray, agrees: np.ndarray) -> "Mixture":
+    def fitted(self, gaps: npt.ArrayLike, agrees: npt.ArrayLike) -> "Mixture":
         """After one more step of EM on all pairs so far: gaps (N,) and agrees (N,) bool."""
         gaps = np.clip(np.asarray(gaps, np.float64), EDGE, 1 - EDGE)
         weights = self.responsibility(gaps, np.asarray(agrees, bool))
@@ -197,7 +198,8 @@ class OnlineCalibrationSegments(TokenSegments):
     def read_logits(self, k: int, state: TokenState) -> Reading:
         reading = super().read_logits(k, state)
         if k == 0:
-            predictions = zip(reading.breaking_ties.tolist(), reading.logits.argmax(axis=1).tolist())
+            gaps, logits = confidence(reading, MEASURE), known_logits(reading)
+            predictions = zip(gaps.tolist(), logits.argmax(axis=1).tolist())
             places = zip(state.rows, (positions[-1] for positions in state.positions))
             self._shallow |= dict(zip(places, predictions))
         return reading
@@ -230,7 +232,10 @@ class Moved(NamedTuple):
 @torch.inference_mode()
 def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
     """Continue the prompt of each text (up to its `start`), one text after the other; lambda adapts to them."""
-    mixture, thresholds, written, gaps, agrees = Mixture(), [FIRST], [], [], []
+    mixture, thresholds = Mixture(), [FIRST]
+    written: list[Generated] = []
+    gaps: list[float] = []
+    agrees: list[bool] = []
     stop = model.backbone.config.stop_tokens
     for text in texts:
         prompt = text.ids[: text.start + 1]

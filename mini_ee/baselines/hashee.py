@@ -100,10 +100,10 @@ def attend(layer: SplitLayer, first: Tensor, hidden: Tensor, mask: Tensor | None
     width, (weight, bias) = hidden.shape[2], (layer.qkv.weight, layer.qkv.bias)
     query = F.linear(first, weight[:width], bias[:width])
     key, value = F.linear(hidden, weight[width:], bias[width:]).chunk(2, dim=2)
-    heads = (each.unflatten(2, (layer.heads, -1)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (each.unflatten(2, (layer.heads, -1)).transpose(1, 2) for each in (query, key, value))
     dropout = layer.attention_dropout if layer.training else 0.0
-    attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout).transpose(1, 2).flatten(2)
-    return layer.attention_norm(first + layer.dropout(layer.attention_output(attended)))
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    return layer.attention_norm(first + layer.dropout(layer.attention_output(attended.transpose(1, 2).flatten(2))))
 
 
 # ---- The model ----

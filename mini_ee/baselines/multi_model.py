@@ -5,11 +5,13 @@ the pretrained backbone with its own head, fine-tuned alone. An example that doe
 the next one. The layer passes are those of LoRAExit's restart schedule; the memory is that of K models.
 """
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import ExitModel, RowExits, RowState, check_exits
 from mini_ee.segments import Reading, Segments
 from mini_ee.training.method import Method, NoConfig
@@ -57,7 +59,7 @@ def recipe(model: MultiModel, config: NoConfig) -> list[Stage]:
 class CascadeState(NamedTuple):
     """The rows still in the cascade."""
 
-    inputs: object  # data.tokens.Inputs
+    inputs: Inputs
     running: RowState | None  # in the model that ran last
 
     def keep(self, rows: np.ndarray) -> "CascadeState":
@@ -65,7 +67,7 @@ class CascadeState(NamedTuple):
 
 
 class CascadeSegments(Segments):
-    """The models of a MultiModel in eval mode, one after the other. Inputs are data.tokens.Inputs."""
+    """The models of a MultiModel in eval mode, one after the other."""
 
     engine = "torch"
 
@@ -74,10 +76,10 @@ class CascadeSegments(Segments):
         self.from_embeddings = range(len(model.exits))
         self._models = [each.segments() for each in model.models]
 
-    def running(self):
+    def running(self) -> AbstractContextManager:
         return self._models[0].running()
 
-    def start(self, inputs) -> CascadeState:
+    def start(self, inputs: Inputs) -> CascadeState:
         return CascadeState(inputs, None)
 
     def advance(self, k: int, state: CascadeState) -> CascadeState:
@@ -87,7 +89,7 @@ class CascadeSegments(Segments):
     def read(self, k: int, state: CascadeState) -> Reading:
         return self._models[k].read(0, state.running)
 
-    def flops(self, k: int, inputs) -> tuple[float, float]:
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         return self._models[k].flops(0, inputs)
 
     def whole(self) -> Segments:

@@ -20,7 +20,7 @@ epochs are those that all systems share here (theirs: 1e-5, up to 25 epochs, no 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import LayerContext, tensor_on
 from mini_ee.data.settings import Settings, option
 from mini_ee.exits.heads import HEAD_DROPOUT
-from mini_ee.exits.row_exits import RowExits, RowSegments
+from mini_ee.exits.row_exits import RowExits, RowSegments, RowState
 from mini_ee.rules import QExit
 from mini_ee.segments import Reading
 from mini_ee.training.default_rule import sweep
@@ -126,9 +126,9 @@ class PonderState(NamedTuple):
     """The rows still in the model."""
 
     hidden: Tensor  # (B, T, D)
-    context: LayerContext | None
-    current: Tensor | None = None  # s_k of the exit just reached, (B, D)
-    before: Tensor | None = None  # s_{k-1}
+    context: LayerContext
+    current: Any = None  # s_k of the exit just reached, (B, D); None before the first
+    before: Any = None  # s_{k-1}
 
     def keep(self, rows: np.ndarray) -> "PonderState":
         index = tensor_on(self.hidden.device, rows)
@@ -144,11 +144,10 @@ class PonderSegments(RowSegments):
         return PonderState(*super().start(inputs))
 
     def advance(self, k: int, state: PonderState) -> PonderState:
-        hidden, context = super().advance(k, state)[:2]
+        hidden, context = super().advance(k, RowState(state.hidden, state.context))
         current = self.model.heads[k].inner(self.model.heads[k].state(hidden, context.padding))
-        return PonderState(
-            hidden, context, current, torch.zeros_like(current) if state.current is None else state.current
-        )
+        before = torch.zeros_like(current) if state.current is None else state.current
+        return PonderState(hidden, context, current, before)
 
     def read_logits(self, k: int, state: PonderState) -> Reading:
         return Reading(self.model.heads[k].conclude(state.current).float().numpy(force=True))

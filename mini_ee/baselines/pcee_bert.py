@@ -4,6 +4,7 @@ Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early E
 """
 
 import math
+from typing import Any
 
 from mini_ee.recording import Record
 from mini_ee.rules import PatienceConfidence, Rule, Threshold
@@ -13,7 +14,8 @@ from mini_ee.training.method import Method
 
 def confident_patiences(recorded: Record) -> list[Rule]:
     """Every patience from 2 on, with every fifth threshold on the maximum probability."""
-    thresholds = [rule.threshold for rule in sweep(Threshold(math.inf))(recorded)[::5]]
+    rules: list[Any] = sweep(Threshold(math.inf))(recorded)[::5]  # each a Threshold with one number
+    thresholds = [rule.threshold for rule in rules]
     patiences = range(2, len(recorded.segments.exits))
     return [PatienceConfidence(patience, threshold) for patience in patiences for threshold in thresholds]
 

@@ -79,6 +79,7 @@ class ShortDecoder(TokenExits):
         layers = backbone.config.num_hidden_layers
         super().__init__(backbone, (layers,))
         self.full = TokenExits(backbone, (layers,))
+        self.stays: Tensor
         self.register_buffer("stays", torch.ones(layers))  # 1 or 0 for each layer
 
     @property

@@ -60,18 +60,18 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def batch(self, rows: np.ndarray) -> Inputs:
+    def batch(self, rows: np.ndarray | slice) -> Inputs:
         """The given rows (indices, a mask or a slice), padded on the right to the longest of them."""
-        rows = np.arange(len(self))[rows]
-        lengths = np.array([len(self.ids[row]) for row in rows], np.int64)
+        indices = np.arange(len(self))[rows]
+        lengths = np.array([len(self.ids[row]) for row in indices], np.int64)
         mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
         inputs = Inputs(
             np.full(mask.shape, self.pad_token_id, np.int64),
             mask.astype(np.int64),
             np.zeros(mask.shape, np.int64),
-            tuple(self.texts[row] for row in rows),
+            tuple(self.texts[row] for row in indices),
         )
-        for at, row in enumerate(rows):
+        for at, row in enumerate(indices):
             inputs.input_ids[at, : lengths[at]] = self.ids[row]
             inputs.token_type_ids[at, : lengths[at]] = self.type_ids[row]
         return inputs

@@ -6,6 +6,8 @@ and with the number of times that the training forgot a held-out example.
 Paper: arXiv:2312.11882v2, as consistent.py. The equations as tests: tests/spec/test_4_consistent.py.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -45,6 +47,7 @@ def hardness_correlations(memorized: np.ndarray, losses: np.ndarray, events: np.
 
 def hardness(recorded: Record, rows: Split) -> dict:
     """The memorized layer of examples with classes, and its correlation with their loss."""
+    assert rows.labels is not None
     memorized, losses = hardness_of(recorded.logits, rows.labels, recorded.segments.exits)
     report = {
         "memorized_layer": memorized.tolist(),
@@ -56,7 +59,7 @@ def hardness(recorded: Record, rows: Split) -> dict:
     return report
 
 
-def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
+def hardness_in_training(run: Any, task: Task, batch_size: int) -> dict | None:
     """Table 1 on the held-out examples that selected the best epoch; None if the run has no record of them."""
     folder = getattr(run, "folder", None)
     path = folder and folder / "metrics.json"
@@ -76,6 +79,7 @@ def hardness_in_training(run, task: Task, batch_size: int) -> dict | None:
     if not events.any():
         return None
     recorded = record(run.segments(), run.encode(selection.texts), batch_size)
+    assert selection.labels is not None
     memorized, losses = hardness_of(recorded.logits, selection.labels, run.exits)
     return {
         "rows": len(selection),

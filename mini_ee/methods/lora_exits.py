@@ -209,16 +209,16 @@ class LoRAExits(ExitModel):
         A server needs this for requests that have reached different exits. Rows are sorted by exit, so the segments of
         Eq. 6 have unequal lengths. No row runs deeper than its exit.
         """
-        K, exit_of_row = len(self.exits), np.asarray(exit_of_row)
-        if exit_of_row.shape != (len(input_ids),) or exit_of_row.min() < 0 or exit_of_row.max() >= K:
-            raise ValueError(f"expected exits from 0 to {K - 1} of {len(input_ids)} rows, got {exit_of_row.tolist()}")
+        K, exit_index = len(self.exits), np.asarray(exit_of_row)
+        if exit_index.shape != (len(input_ids),) or exit_index.min() < 0 or exit_index.max() >= K:
+            raise ValueError(f"expected exits from 0 to {K - 1} of {len(input_ids)} rows, got {exit_index.tolist()}")
         # The first rows are those of the first exit. Exit k drops its rows; streams k + 1 .. K - 1 go on, in order.
-        order = torch.from_numpy(exit_of_row.argsort(kind="stable")).to(input_ids.device)
-        counts = np.bincount(exit_of_row, minlength=K).tolist()
+        order = torch.from_numpy(exit_index.argsort(kind="stable")).to(input_ids.device)
+        counts = np.bincount(exit_index, minlength=K).tolist()
         streams, logits = self.streams(0, K), []
         inputs = Tensors(input_ids[order], attention_mask[order], token_type_ids[order])
         context, hidden = self.backbone.context(inputs), self.backbone.embed(inputs)
-        for k in range(exit_of_row.max() + 1):
+        for k in range(exit_index.max() + 1):
             adapt = streams.adapt(K - k, [0, *accumulate(counts[k:])])
             hidden = self.backbone.run_layers(hidden, context, self.starts[k], self.exits[k], adapt)
             rows, here = torch.arange(len(hidden), device=hidden.device), counts[k]
@@ -298,8 +298,8 @@ def teacher_logits(model: LoRAExits, data: RowData, k: int) -> np.ndarray:
 
 def build(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> LoRAExits:
     """The model with the adapters of the settings."""
-    shape = {"rank": config.rank, "alpha": config.alpha, "targets": config.targets}
-    return LoRAExits(backbone, exits, num_labels, pool, **shape)
+    rank, alpha, targets = config.rank, config.alpha, config.targets
+    return LoRAExits(backbone, exits, num_labels, pool, rank=rank, alpha=alpha, targets=targets)
 
 
 METHOD = Method(

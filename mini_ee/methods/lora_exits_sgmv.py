@@ -156,14 +156,14 @@ class Streams:
                 add_low_rank(y, x, stacked, rows, self.scale)
             return y
 
-        adapt.streams = None if starts else live  # see backbones.backbone.Adapt
+        setattr(adapt, "streams", None if starts else live)  # see backbones.backbone.Adapt
         return adapt
 
 
 def _stacked_layer(model: nn.Module, exits: nn.ModuleList, stored: int) -> dict[str, list[Stacked]]:
     """The stacked adapters on one stored layer, of the exits that reach it: name of a linear map -> its projections."""
     reaching = [layers[stored] for layers in exits if stored < len(layers)]
-    maps = {}
+    maps: dict[str, list[Stacked]] = {}
     for target in model.targets:
         columns = columns_of(model.backbone.layers[stored], target)
         A, B = (_stack([getattr(adapters[target], factor) for adapters in reaching]) for factor in "AB")

@@ -59,7 +59,8 @@ def cheapest_schedule(costs: Costs, reach: np.ndarray) -> list[list[int]]:
     Dynamic programming: the best schedule of the exits before `stop` is some last group first .. stop - 1 after the
     best schedule of the exits before `first`.
     """
-    best = [(0.0, [])]  # index `stop`: expected seconds and schedule of the exits before `stop`
+    # index `stop`: expected seconds and schedule of the exits before `stop`
+    best: list[tuple[float, list[list[int]]]] = [(0.0, [])]
     for stop in range(1, len(reach) + 1):
         groups = [list(range(first, stop)) for first in range(stop)]
         options = [(best[group[0]][0] + _group_seconds(group, costs, reach), group) for group in groups]
@@ -84,10 +85,10 @@ def measure_costs(model: nn.Module, batch_size: int, tokens: int, rounds: int = 
                     layers = start, model.exits[k]
                     runs[place, k, n - 1] = partial(model.backbone.run_layers, hidden, context, *layers, adapt)
         for turn in seconds:
-            for place, run in runs.items():
+            for case, run in runs.items():
                 begin = time.perf_counter()
                 run().flatten()[0].item()  # waits for the device
-                turn[place] = time.perf_counter() - begin
+                turn[case] = time.perf_counter() - begin
     return Costs(*np.median(seconds[1:], axis=0))
 
 
@@ -136,11 +137,10 @@ class LoRASegments(RowSegments):
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
         group = self._group[k]
-        if (
-            k == group[0]
-        ):  # the group begins: all its streams start from the same embeddings, which expand does not copy
+        if k == group[0]:  # all streams of the group start from the same embeddings, which expand does not copy
             start, hidden = 0, state.embedded.expand(len(group), *state.embedded.shape)
         else:  # the stream of exit k - 1 has ended
+            assert state.hidden is not None
             start, hidden = self.exits[k - 1], state.hidden[1:]
         context = state.context.repeat(len(hidden))
         graph = is_traced(hidden)  # a graph knows parameters by name only, so it stacks the adapters itself
@@ -150,6 +150,7 @@ class LoRASegments(RowSegments):
         return LoRAState(state.embedded, flat.view(hidden.shape), state.context)
 
     def read_logits(self, k: int, state: LoRAState) -> Reading:
+        assert state.hidden is not None
         return Reading(self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True))
 
     def layer_passes(self, k: int) -> int:

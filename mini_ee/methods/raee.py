@@ -25,11 +25,12 @@ Deviations from the paper, and what it leaves open:
 This file imports no torch at the top: the runtime without torch plans with it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -143,7 +144,7 @@ class Retrieval(Rule):
             )
 
     def plan(self, inputs: Inputs) -> np.ndarray:
-        if self.datastore is None:
+        if self.datastore is None or self.embed is None:
             raise ValueError("the rule raee plans from a datastore, this one has none; give it one with with_datastore")
         return self.chosen(self.datastore.search(self.embed(inputs), self.k))
 
@@ -159,6 +160,7 @@ class Retrieval(Rule):
 
     def _values_of(self, neighbours: Neighbours) -> np.ndarray:
         """Values of the neighbours, (B, k, K); 0 at layer 0 unless it is an exit."""
+        assert self.datastore is not None  # the neighbours come from it
         values = self.datastore.values[neighbours.rows]
         if self.datastore.exits[0] == 0 and not self.include_embeddings:
             values[:, :, 0] = 0
@@ -172,7 +174,8 @@ class Retrieval(Rule):
         """FLOPs of the embedding of a row. The search is not counted: hnswlib does not report how many distances it
         computes. A measured speed-up includes it.
         """
-        return self.embed.flops(inputs) if hasattr(self.embed, "flops") else 0.0
+        flops = getattr(self.embed, "flops", None)
+        return flops(inputs) if flops else 0.0
 
     def check(self, num_exits: int) -> None:
         if self.datastore is not None and len(self.datastore.exits) != num_exits:
@@ -190,15 +193,17 @@ class Retrieval(Rule):
         """The same settings with a datastore. embed: Inputs -> (B, D), the encoder of the datastore."""
         return replace(self, datastore=datastore, embed=embed)
 
-    def opened(self, folder: Path, config: dict, model) -> "Retrieval":
+    def opened(self, folder: Path, config: dict, model: Any) -> "Retrieval":
         from mini_ee.methods.raee_encoders import open_encoder  # needs torch
 
         return self.served(folder, open_encoder(config["retrieval"], model.backbone))
 
     def save(self, folder: Path) -> None:
+        assert self.datastore is not None
         self.datastore.save(folder / "datastore")
 
-    def served(self, folder: Path, embed: Embed) -> "Retrieval":
+    def served(self, folder: Path, embed: Any) -> "Retrieval":
+        """With the datastore in a run's folder. embed: an Embed with the `name` of its encoder."""
         return self.with_datastore(Datastore.load(folder / "datastore", embed.name), embed)
 
 
@@ -211,10 +216,8 @@ def plan_ahead(rule: Rule, inputs: Iterable[Inputs]) -> Iterator[tuple[Inputs, P
     The paper runs both in parallel (Section 3.2). Every plan is waited for, so no result depends on timing.
     """
     with ThreadPoolExecutor(max_workers=1) as thread:
-        plans = ((batch, thread.submit(rule.plan, batch)) for batch in inputs)
-        for (batch, plan), _ in pairwise(
-            chain(plans, [None])
-        ):  # pairwise reads one ahead: the next plan is submitted already
+        plans: Iterator[Any] = ((batch, thread.submit(rule.plan, batch)) for batch in inputs)
+        for (batch, plan), _ in pairwise(chain(plans, [None])):  # reads one ahead: the next plan is submitted already
             yield batch, Planned(plan.result())
 
 
@@ -248,8 +251,8 @@ class Config(Settings):
     )
 
 
-def train(request, say):
-    """Algorithm 3.1: collect, and write the run. Arguments as in Method.train."""
+def train(request: Any, say: Callable[[str], None]) -> Any:
+    """Algorithm 3.1: collect, and write the run. Arguments as in Method.train; their types need torch."""
     from mini_ee.methods.raee_collect import collect_run  # needs torch
 
     config = request.config
@@ -266,8 +269,7 @@ METHOD = Method(
     controls=controls,
     ablation=ablation,
     neighbours=retrieved,
-    defaults={
-        "rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}
-    },  # for few-shot fine-tuning; LM-BFF's models are larger, with lr 1e-5
+    # for few-shot fine-tuning; LM-BFF's models are larger, with lr 1e-5
+    defaults={"rows": {"lr": 3e-4, "epochs": 15, "batch_size": 8}},
     lacks=("pool", "head", "head_lr", "max_loss", "confidence"),
 )

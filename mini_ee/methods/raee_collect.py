@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
@@ -107,7 +109,7 @@ def _base_run(request: Request) -> Path:
     return prompt_run(request)
 
 
-def _query_source(config) -> dict:
+def _query_source(config: Any) -> dict:
     """The source of the queries, as open_encoder takes it."""
     return {"layer": config.layer, "encoder": None if config.encoder is None else str(Path(config.encoder).resolve())}
 
@@ -123,7 +125,7 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
     folder = training_folder(request.out) / "datastore"
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # left by a collection that was killed before its run was written
-    collected = Collected(encoded, values, rows.labels, run.exits, request.config.shards)
+    collected = Collected(encoded, values, np.asarray(rows.labels), run.exits, request.config.shards)
     store = build(folder, embed.name, embed, collected, progress="indexing")
     return {
         "epochs": run.metrics.get("epochs", []),
@@ -196,8 +198,8 @@ def prompt_run(request: Request) -> Path:
     source = {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)}
     epochs = _fine_tuned(request, model, tokenizer, source) if config.shots else []
     training = asdict(request.train) | {"shots": config.shots or 0, "from": source, "max_train": None}
-    about = {"method": "raee", "unit": "prompts", "settings": {}, "backbone": source, "task": about_task(task)}
-    about |= {"seed": request.seed, "training": training}
+    about: dict[str, Any] = {"method": "raee", "unit": "prompts", "settings": {}, "backbone": source}
+    about |= {"task": about_task(task), "seed": request.seed, "training": training}
     base = unfinished / "base"
     if ranks.rank() == 0:
         shutil.rmtree(base, ignore_errors=True)
@@ -210,14 +212,16 @@ def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer
     """Train on the shots, in place. Returns the record of every epoch."""
     task, unfinished = request.task, training_folder(request.out)
     shots = draw_shots(task.split("train"), task.num_labels, request.config.shots, request.seed)[:2]
-    data = [RowData(encode(tokenizer, part.texts, model.backbone), part.labels, task) for part in shots]
+    train, held_out = (
+        RowData(encode(tokenizer, part.texts, model.backbone), np.asarray(part.labels), task) for part in shots
+    )
     settings = asdict(request.train) | {"shots": request.config.shots, "backbone": source["sha256"]}
     digest = json_sha256([part.texts for part in shots])
     settings |= {"exits": list(model.exits), "prompt": tokenizer.prompt.to_dict(), "data": digest}
     saved = Saved(unfinished, settings, (unfinished / STATE).exists())
     with torch.random.fork_rng():
         torch.manual_seed(request.seed)
-        return fit(model, few_shot(model), *data, request.train, saved).epochs
+        return fit(model, few_shot(model), train, held_out, request.train, saved).epochs
 
 
 def few_shot(model: PromptModel) -> list[Stage]:
@@ -243,8 +247,8 @@ def chosen_prompt(request: Request) -> Prompt:
             return prompt_of(request.task, kind, Path(config.prompts or PROMPTS))
         pairs = [word.partition("=") for word in config.words]
         if not all(key.strip() and word.strip() for key, _, word in pairs):
-            words = ",".join(config.words)
-            raise ValueError(f"--words: expected a word for each class, as 0=terrible,1=great, found {words}")
+            found = ",".join(config.words)
+            raise ValueError(f"--words: expected a word for each class, as 0=terrible,1=great, found {found}")
         words = {key.strip(): word.strip() for key, _, word in pairs}
         return Prompt.from_dict({"template": config.template, "words": words}, request.task.label_names)
     except ValueError as error:

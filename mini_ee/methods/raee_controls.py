@@ -14,6 +14,7 @@ The equations as tests: tests/spec/test_3_raee.py.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.methods.raee_datastore import Datastore, Neighbours
 from mini_ee.recording import Record, summary
-from mini_ee.rules import Planned, Rule
+from mini_ee.rules import Planned
+
+Retrieval = Any  # raee.Retrieval, which imports this file
 
 SHUFFLES = 10  # number of shuffled plans, whose mean is reported
 
@@ -56,7 +59,7 @@ def earliest_right_exit(right: np.ndarray) -> np.ndarray:
 
 
 def controls(
-    rule: Rule,
+    rule: Retrieval,
     recorded: Record,
     encoded: Encoded,
     task: Task,
@@ -81,7 +84,7 @@ def controls(
     right = recorded.logits.argmax(axis=2) == labels[:, None]
 
     def planned(exit_index: np.ndarray) -> dict:
-        return summary(recorded.replay(Planned(exit_index)), recorded, task, labels)
+        return summary(recorded.replay(Planned(tuple(exit_index))), recorded, task, labels)
 
     def voted(weights: np.ndarray | None) -> dict:
         share = cost / recorded.full_flops
@@ -104,7 +107,7 @@ def controls(
 
 # ---- The paper's tables ----
 def ablation(
-    rule: Rule,
+    rule: Retrieval,
     recorded: Record,
     encoded: Encoded,
     task: Task,
@@ -143,7 +146,7 @@ def full_model_is_right(values: np.ndarray) -> np.ndarray:
     return values[:, -1] > 0
 
 
-def retrieved(rule: Rule, encoded: Encoded, batch_size: int) -> list[dict]:
+def retrieved(rule: Retrieval, encoded: Encoded, batch_size: int) -> list[dict]:
     """The neighbours of each example and the exit that they choose (Tables 9 and 10): one dict per example.
 
     layer: that of the exit. neighbours, nearest first: text, label, weight by Eq. 5, and the layers that it votes for.
@@ -163,7 +166,7 @@ def retrieved(rule: Rule, encoded: Encoded, batch_size: int) -> list[dict]:
     return found
 
 
-def embed_all(rule: Rule, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:
+def embed_all(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:
     """The embeddings of all examples, (N, D), and the mean FLOPs of the plan of one."""
     queries, flops = np.empty((len(encoded), rule.datastore.dimension), np.float32), 0.0
     for rows in batches(encoded, batch_size):

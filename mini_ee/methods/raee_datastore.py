@@ -148,9 +148,8 @@ class Datastore:
         if not np.isin(rows, range(len(self))).all():
             raise ValueError(f"expected rows from 0 to {len(self) - 1}, found {rows.min()} to {rows.max()}")
         self._shards.delete(self._ids[rows])
-        self._ids, self.values, self.labels = (
-            np.delete(array, rows, axis=0) for array in (self._ids, self.values, self.labels)
-        )
+        for name in ("_ids", "values", "labels"):
+            setattr(self, name, np.delete(getattr(self, name), rows, axis=0))
         deleted = set(rows.tolist())
         self.texts = [text for row, text in enumerate(self.texts) if row not in deleted]
 
@@ -239,7 +238,8 @@ def build(
     if folder.exists():
         raise FileExistsError(f"{folder}: is there already; name another folder, remove it, or add to it")
     unfinished = folder.with_name(f"{folder.name}.building")
-    source, store = collected.sha256(encoder), None
+    source = collected.sha256(encoder)
+    store: Datastore | None = None
     if (unfinished / MANIFEST).exists():
         if read_manifest(unfinished).get("built_from") != source:
             raise ValueError(f"{unfinished}: an unfinished build of other rows is there; remove it")
@@ -256,6 +256,7 @@ def build(
             if len(store) - saved >= save_every:
                 store.save(unfinished, built_from=source)
                 saved = len(store)
+    assert store is not None  # there is at least one row
     store.save(unfinished, built_from=source)
     os.rename(unfinished, folder)
     return store

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,7 +124,7 @@ def _manifest_problems(manifest: dict) -> Iterator[str]:
     """Values of a wrong type or out of range. Use only the first: the next checks rely on the ones before."""
     exits, index, files = (manifest.get(key) for key in ("exits", "index", "files"))
     index = index if isinstance(index, dict) else {}
-    numbers = {  # name: (value, least, most)
+    numbers: dict[str, tuple[Any, Any, int]] = {  # name: (value, least, most)
         "dimension": (manifest.get("dimension"), 1, 2**20),
         "rows": (manifest.get("rows"), 0, 2**31 - 1),
         "vectors": (manifest.get("vectors"), manifest.get("rows"), 2**31 - 1),
@@ -168,7 +168,7 @@ def _read_entries(path: Path, rows: int, exits: int) -> Entries:
     try:
         arrays = load(path.read_bytes())
         texts = list(text_rows(json.loads(arrays["texts"].tobytes())))
-        entries = Entries(*(arrays[name] for name in expected), texts)
+        entries = Entries(arrays["values"], arrays["labels"], arrays["ids"], texts)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}; build the datastore again") from None
     found = {name: (arrays[name].dtype, arrays[name].shape) for name in expected}

@@ -60,6 +60,7 @@ def _problems(
     end = HEADER.itemsize + count * element.itemsize
     header, elements = content[: HEADER.itemsize].view(HEADER)[0], content[HEADER.itemsize : end].view(element)
     expected = {"offset_level0": 0, "cur_element_count": count, "size_data_per_element": element.itemsize}
+    assert element.fields is not None  # it is a structured dtype
     expected |= {"label_offset": element.fields["label"][1], "offset_data": element.fields["vector"][1]}
     expected |= {"max_m": m, "max_m0": 2 * m, "m": m, "ef_construction": ef_construction}
     agrees = all(header[name] == number for name, number in expected.items())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from mini_ee.training.loop import Fitted, fit
 from mini_ee.training.method import Method, configured, load_method
 from mini_ee.training.run_folder import Run, build_model, is_run, load_run, run_config, save_run, training_folder
 from mini_ee.training.state import STATE, NothingToResume, Saved
-from mini_ee.training.train_settings import CommonOptions, TextOptions, TrainConfig
+from mini_ee.training.train_settings import TextOptions, TrainConfig
 from mini_ee.training.unit import TrainingData, Unit, load_unit
 
 
@@ -41,11 +42,11 @@ class Request:
     method: Method
     unit: Unit
     model: Path
-    task: Task | None  # of rows
+    task: Any  # of rows: a Task; of tokens: None
     out: Path
-    config: object  # the method's Config
+    config: Any  # the method's Config
     train: TrainConfig
-    common: CommonOptions  # of rows: RowOptions
+    common: Any  # CommonOptions; of rows: RowOptions
     texts: TextOptions | None  # of tokens
     resume: bool
     given: frozenset[str]  # the names of the options that were given, not taken from defaults

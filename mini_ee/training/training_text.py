@@ -9,7 +9,7 @@ Without a file the decoder writes the text itself; it is made again from the see
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,7 @@ EPSILON, MEASURE = 0.95, "breaking_ties"  # of the rule that a training ends wit
 class Source(NamedTuple):
     """A decoder that writes, its tokenizer, and the settings: all that texts are made from."""
 
-    backbone: object
+    backbone: Any  # a GenerativeBackbone
     tokenizer: Tokenizer
     options: TextOptions
     seed: int
