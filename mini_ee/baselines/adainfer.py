@@ -27,6 +27,7 @@ No import of torch at the top: the runtime without torch stops by the rule in th
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +37,10 @@ from mini_ee.training.default_rule import Chosen, passing, sweep
 from mini_ee.training.method import Method, NoConfig
 
 COST = 10.0
-MOST_ROWS = 5000  # to which an SVM is fitted, drawn with a fixed seed
+MAX_FITTED_ROWS = 5000  # to which an SVM is fitted, drawn with a fixed seed
 SVM_INPUTS = "breaking_ties", "max_probability"
-LEAST_STD = 1e-6  # standard deviation of a measure, at least: it is divided by
-MOST_STEPS, GAP = 20_000, 1e-5  # of the solver: it stops once primal and dual differ by this share
+MIN_STD = 1e-6  # standard deviation of a measure, at least: it is divided by
+MAX_STEPS, DUALITY_GAP = 20_000, 1e-5  # of the solver: it stops once primal and dual differ by this share
 
 
 # ---- The rule ----
@@ -69,7 +70,7 @@ class Svm(Rule):
             wanted = f"expected {num_exits - 1} classifiers, one for each exit but the last"
             raise ValueError(f"{wanted}, got {len(self.gap)}")
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         gap, top = (confidence(reading, measure) for measure in SVM_INPUTS)
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
@@ -99,7 +100,7 @@ def fit_svm(x: np.ndarray, y: np.ndarray, cost: float = COST) -> tuple[np.ndarra
     step = 1 / np.linalg.eigvalsh(x.T @ x)[-1]
     alpha = ahead = np.zeros(len(y))
     speed = 1.0
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         gradient = 1 - signed @ (ahead @ signed)
         new = np.clip(ahead + step * gradient, 0, bound)
         if gradient @ (new - alpha) < 0:  # restart
@@ -109,7 +110,7 @@ def fit_svm(x: np.ndarray, y: np.ndarray, cost: float = COST) -> tuple[np.ndarra
         alpha, speed = new, faster
         w = alpha @ signed
         hinge = bound @ np.maximum(0, 1 - signed @ w)
-        if w @ w + hinge - alpha.sum() <= GAP * max(hinge, GAP):
+        if w @ w + hinge - alpha.sum() <= DUALITY_GAP * max(hinge, DUALITY_GAP):
             break
     return w, alpha
 
@@ -121,9 +122,9 @@ def bounds(y: np.ndarray, cost: float) -> np.ndarray:
 
 def svm(recorded: Record, right: np.ndarray) -> Svm:
     """The rule, fitted to recorded exits. right: (N, K - 1) bool, whether each exit is right."""
-    rows = np.random.default_rng(0).permutation(len(right))[:MOST_ROWS]
+    rows = np.random.default_rng(0).permutation(len(right))[:MAX_FITTED_ROWS]
     measures = np.stack([recorded.confidence(measure)[rows] for measure in SVM_INPUTS], axis=2).astype(np.float64)
-    mean, spread = measures.mean(axis=0), np.maximum(measures.std(axis=0), LEAST_STD)
+    mean, spread = measures.mean(axis=0), np.maximum(measures.std(axis=0), MIN_STD)
     scaled, weights = (measures - mean) / spread, []
     for k in range(right.shape[1]):
         x = np.column_stack((scaled[:, k], np.ones(len(rows))))
@@ -149,8 +150,11 @@ def svms(recorded: Record) -> list[Rule]:
     return sweep(*(svm(recorded, right) for right in right_of(recorded).values()))(recorded)
 
 
-def svm_of_texts(model, source, held_out) -> Chosen:
-    """The SVMs of held-out tokens. The first is the default rule; `mini-ee compare --sweep` takes other margins too."""
+def svm_of_texts(model: Any, source: Any, held_out: Any) -> Chosen:
+    """The SVMs of held-out tokens. The first is the default rule; `mini-ee compare --sweep` takes other margins too.
+
+    The arguments are a TokenExits, a Source and a TextData, whose modules need torch.
+    """
     from mini_ee.exits.token_exits import record_texts
 
     recorded = record_texts(model, held_out.texts, last=False)
@@ -162,7 +166,7 @@ def svm_of_texts(model, source, held_out) -> Chosen:
     return Chosen(own["gold"], None, None, about)
 
 
-def recipe(model, config: NoConfig) -> list:
+def recipe(model: Any, config: NoConfig) -> list:
     """The training of the heads; the SVMs are fitted afterwards."""
     from mini_ee.training.stages import fine_tune_then_heads, joint_stage
 

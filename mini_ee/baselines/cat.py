@@ -34,7 +34,7 @@ Deviations, 1 to 5 of them pinned in tests/methods/test_cat.py:
    one (src/conformal.py, 107), so it guarantees agreement among the others. Here it is less strict, but for all.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -55,8 +55,8 @@ from mini_ee.training.default_rule import sweep
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage
 
-INNER = 32  # hidden values of an inner exit, and of a meta classifier
-HEADS, TEMPERATURES, META = 0, 1, 2  # the part of train from which each learns
+INNER_WIDTH = 32  # hidden values of an inner exit, and of a meta classifier
+HEADS_PART, TEMPERATURES_PART, META_PART = 0, 1, 2  # the part of train from which each learns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class InnerHead(ExitHead):
 
     def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None):
         super().__init__(width, num_labels, pool, norm)
-        self.dense, self.out = nn.Linear(width, INNER), nn.Linear(INNER, num_labels)
+        self.dense, self.out = nn.Linear(width, INNER_WIDTH), nn.Linear(INNER_WIDTH, num_labels)
         for linear in (self.dense, self.out):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
@@ -135,10 +135,12 @@ class MetaClassifiers(nn.Module):
 
     def __init__(self, exits: int, classes: int, shared: bool):
         super().__init__()
-        width = classes + INNER + 2 + max(exits - 2, 0) + 1
-        networks = (nn.Sequential(nn.Linear(width, INNER), nn.Tanh(), nn.Linear(INNER, 1)) for _ in range(exits))
+        width = classes + INNER_WIDTH + 2 + max(exits - 2, 0) + 1
+        networks = (
+            nn.Sequential(nn.Linear(width, INNER_WIDTH), nn.Tanh(), nn.Linear(INNER_WIDTH, 1)) for _ in range(exits)
+        )
         self.networks = nn.ModuleList([next(networks)] if shared else networks)
-        self.flops = 2.0 * INNER * (width + 1)  # of one exit_logit
+        self.flops = 2.0 * INNER_WIDTH * (width + 1)  # of one exit_logit
 
     def network(self, k: int) -> nn.Module:
         """That of exit k."""
@@ -249,7 +251,7 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
         Stage(
             name="fine-tune",
             trainable=lambda name: name.startswith(("backbone.", last)),
-            loss=lambda model, batch: part_loss(model(*batch.inputs)[-1:], batch.labels, batch.targets == HEADS),
+            loss=lambda model, batch: part_loss(model(*batch.inputs)[-1:], batch.labels, batch.targets == HEADS_PART),
             score=lambda scores: float(scores[-1]),
             make_targets=split,
         ),
@@ -264,7 +266,9 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
             name="temperatures",
             trainable=lambda name: name.endswith("temperature"),
             loss=temperatures,
-            validate=lambda model, held_out: {"score": -held_out_loss(temperatures, TEMPERATURES, model, held_out)},
+            validate=lambda model, held_out: {
+                "score": -held_out_loss(temperatures, TEMPERATURES_PART, model, held_out)
+            },
             on_states=True,
             make_targets=split,
             settings={"head_lr": config.temperature_lr, "warmup": 0.0},
@@ -273,7 +277,7 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
             name="meta",
             trainable=lambda name: name.startswith("policy."),
             loss=meta_loss,
-            validate=lambda model, held_out: {"score": -held_out_loss(meta_loss, META, model, held_out)},
+            validate=lambda model, held_out: {"score": -held_out_loss(meta_loss, META_PART, model, held_out)},
             on_states=True,
             make_targets=split,
             settings={"epochs": config.meta_epochs, "head_lr": config.meta_lr, "warmup": 0.0},
@@ -281,10 +285,10 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
     ]
 
 
-def parts(model: CatExits, data, apart: float) -> np.ndarray:
+def parts(model: CatExits, data: Sized, apart: float) -> np.ndarray:
     """The part of train that each example belongs to, (N,); the same in every stage."""
     drawn = np.random.default_rng(0).permutation(len(data)) / len(data)
-    return np.where(drawn >= apart, HEADS, np.where(drawn < apart / 2, TEMPERATURES, META))
+    return np.where(drawn >= apart, HEADS_PART, np.where(drawn < apart / 2, TEMPERATURES_PART, META_PART))
 
 
 def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
@@ -295,14 +299,14 @@ def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
 
 def heads_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
     """The loss of the inner exits, on the labels or on the predictions of the last exit."""
-    return inner_loss(model(*batch.inputs), batch, HEADS, config)
+    return inner_loss(model(*batch.inputs), batch, HEADS_PART, config)
 
 
 def temperature_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
     """The same loss on the part of train for temperatures, from states that are computed once."""
     assert batch.states is not None  # the stage learns from states
     each = [model.classify(k, state) for k, state in enumerate(batch.states)]
-    return inner_loss(each, batch, TEMPERATURES, config)
+    return inner_loss(each, batch, TEMPERATURES_PART, config)
 
 
 def inner_loss(each: list[Tensor], batch: Batch, part: int, config: Config) -> Tensor:
@@ -314,7 +318,7 @@ def inner_loss(each: list[Tensor], batch: Batch, part: int, config: Config) -> T
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:
     """The mean over exits of the balanced loss, on the part of train for meta classifiers."""
     assert batch.states is not None and batch.targets is not None  # the stage learns from states
-    rows = batch.targets == META
+    rows = batch.targets == META_PART
     *states, last = (state[rows] for state in batch.states)
     states = [*(F.dropout(state, HEAD_DROPOUT, model.policy.training) for state in states), last]
     exit_logits = model.exit_logits(states)
@@ -327,7 +331,7 @@ def meta_loss(model: CatExits, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(loss, part: int, model: CatExits, held_out: States) -> float:
+def held_out_loss(loss: Callable[[CatExits, Batch], Tensor], part: int, model: CatExits, held_out: States) -> float:
     """A loss on the held-out set, all of which counts as the part of this loss."""
     states, labels = held_out.batch(np.arange(len(held_out)), next(model.parameters()).device)
     return float(loss(model, Batch((), labels, states, torch.full_like(labels, part))))

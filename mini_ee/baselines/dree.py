@@ -48,7 +48,7 @@ from mini_ee.training.method import Method
 from mini_ee.training.stages import Batch, Stage, task_loss
 
 MOMENTUM, EPSILON = 0.1, 1e-5  # of the batch norms; torch's defaults
-SHORTEST = 1e-12  # least length by which a vector is divided
+MIN_VECTOR_NORM = 1e-12  # least length by which a vector is divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class FrameHead(nn.Module):
 
     def classify(self, vector: Tensor) -> Tensor:
         """The output of the shared pooler, (B, D) -> logits (B, C), each of them a cosine."""
-        return F.normalize(self.norm(self.dropout(vector)), eps=SHORTEST) @ self.frame
+        return F.normalize(self.norm(self.dropout(vector)), eps=MIN_VECTOR_NORM) @ self.frame
 
     def flops(self, tokens: int) -> float:
         """FLOPs of one row with that many tokens, the shared pooler included."""

@@ -15,7 +15,7 @@ Inference: a token exits at S if its gap is at least lambda. Any other token goe
            full caches. The graphs by segment of an export recompute too; its model.onnx copies states.
 lambda:    each deep pass reveals (gap, agrees) of the tokens in it. Before the next text two Beta distributions are
            fitted to all pairs so far, one for the tokens that agree. lambda is then the lowest of 10 points from .3 to
-           .9 from which on P(agrees | gap) > .4. It starts at .9, and changes at most MOVES times.
+           .9 from which on P(agrees | gap) > .4. It starts at .9, and changes at most MAX_CHANGES times.
 Fit:       a Beta by its moments: a = m (m (1 - m) / v - 1), b = a (1 - m) / m, of weighted mean m and variance v; the
            weight of a token in a component is .8 posterior (under the previous Betas) + .2 label.
 
@@ -26,7 +26,7 @@ Deviations:
    113). They differ if the tokens that agree have the smaller gaps.
 3. At all points from lambda up agreement is likely; theirs counts the likely points wherever they are.
 4. If S does not divide L, the teachers are rounded down; theirs are in a table.
-5. The rule of a run is a threshold: the last lambda after the held-out texts. `moved` adapts it on other texts.
+5. The rule of a run is a threshold, the last lambda after the held-out texts. `generate_adapting` changes it on others.
 6. On examples, which have no cache to catch up, each exit has its own head, and lambda is fitted on the held-out set:
    one candidate among thresholds on the gap.
 7. The model is a decoder; theirs is the decoder of a T5.
@@ -36,7 +36,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.backbones.backbone import Adapt
 from mini_ee.data.decoder_texts import Text
 from mini_ee.data.settings import Settings, option
 from mini_ee.exits.decoding import Generated, TokenState, decode, gather
@@ -60,11 +61,15 @@ from mini_ee.training.training_text import Source
 
 MATCHES = ("dynamic", "uniform", "last")
 MEASURE = "breaking_ties"
-FIRST, LAMBDAS, LIKELY = 0.9, np.linspace(0.3, 0.9, 10), 0.4  # the first lambda; its possible values; least P(agrees)
-TRUST = 0.8  # weight of the posterior; the label has the rest
-EDGE = 1e-4  # distance of gaps from 0 and 1, at least: there a Beta density may be infinite
-FLAT = 1e-6  # a Beta is not fitted to a variance below this
-MOVES = 300  # changes of lambda, at most
+FIRST_LAMBDA, LAMBDAS, MIN_AGREEMENT = (
+    0.9,
+    np.linspace(0.3, 0.9, 10),
+    0.4,
+)  # the first lambda; its possible values; least P(agrees)
+POSTERIOR_WEIGHT = 0.8  # weight of the posterior; the label has the rest
+GAP_MARGIN = 1e-4  # distance of gaps from 0 and 1, at least: there a Beta density may be infinite
+MIN_VARIANCE = 1e-6  # a Beta is not fitted to a variance below this
+MAX_CHANGES = 300  # changes of lambda, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,7 @@ def shallow_deep_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
         _, real = model.backbone.read_texts(*batch.inputs)
     norm = model.heads[0].norm or nn.Identity()
 
-    def run(hidden: Tensor, context, start: int, stop: int, adapt=None) -> Tensor:
+    def run(hidden: Tensor, context: Any, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         """run_layers that collects the states of each layer, for the distillation."""
         for depth in range(start, stop):
             hidden = model.backbone.run_layers(hidden, context, depth, depth + 1, adapt)
@@ -151,7 +156,7 @@ class Beta(NamedTuple):
         """The Beta with the weighted mean and variance of x, or this one if x hardly varies."""
         m = np.average(x, weights=weights)
         v = np.average((x - m) ** 2, weights=weights)
-        if v < FLAT:
+        if v < MIN_VARIANCE:
             return self
         a = m * (m * (1 - m) / v - 1)
         return Beta(float(a), float(a * (1 - m) / m))
@@ -170,17 +175,17 @@ class Mixture(NamedTuple):
 
     def responsibility(self, gaps: np.ndarray, agrees: np.ndarray) -> np.ndarray:
         """The weight of each token in the component of tokens that agree, from 0 to 1."""
-        return TRUST * self.posterior(gaps) + (1 - TRUST) * agrees
+        return POSTERIOR_WEIGHT * self.posterior(gaps) + (1 - POSTERIOR_WEIGHT) * agrees
 
     def fitted(self, gaps: npt.ArrayLike, agrees: npt.ArrayLike) -> "Mixture":
         """After one more step of EM on all pairs so far: gaps (N,) and agrees (N,) bool."""
-        gaps = np.clip(np.asarray(gaps, np.float64), EDGE, 1 - EDGE)
+        gaps = np.clip(np.asarray(gaps, np.float64), GAP_MARGIN, 1 - GAP_MARGIN)
         weights = self.responsibility(gaps, np.asarray(agrees, bool))
         return Mixture(self.differs.fitted(gaps, 1 - weights), self.agrees.fitted(gaps, weights))
 
     def threshold(self) -> float:
         """lambda: the lowest point of LAMBDAS from which on agreement is likely; the highest point if there is none."""
-        likely = self.posterior(LAMBDAS) > LIKELY
+        likely = self.posterior(LAMBDAS) > MIN_AGREEMENT
         # From the highest point down, cumprod counts the likely points without a gap.
         return float(LAMBDAS[min(len(LAMBDAS) - 1, len(LAMBDAS) - int(likely[::-1].cumprod().sum()))])
 
@@ -221,7 +226,7 @@ class OnlineCalibrationSegments(TokenSegments):
         return state
 
 
-class Moved(NamedTuple):
+class AdaptedTexts(NamedTuple):
     """Texts that were generated while lambda changed."""
 
     written: list[Generated]
@@ -230,9 +235,9 @@ class Moved(NamedTuple):
 
 
 @torch.inference_mode()
-def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
+def generate_adapting(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> AdaptedTexts:
     """Continue the prompt of each text (up to its `start`), one text after the other; lambda adapts to them."""
-    mixture, thresholds = Mixture(), [FIRST]
+    mixture, thresholds = Mixture(), [FIRST_LAMBDA]
     written: list[Generated] = []
     gaps: list[float] = []
     agrees: list[bool] = []
@@ -243,10 +248,10 @@ def moved(model: SharedExits, texts: Sequence[Text], new_tokens: int) -> Moved:
         segments = OnlineCalibrationSegments(model, 1, len(begin) + new_tokens)
         written += gather(decode(segments, [prompt], new_tokens, Threshold(thresholds[-1], MEASURE), stop=stop), 1)
         gaps, agrees = gaps + segments.gaps, agrees + segments.agrees
-        if gaps and len(thresholds) <= MOVES:
+        if gaps and len(thresholds) <= MAX_CHANGES:
             mixture = mixture.fitted(gaps, agrees)
             thresholds.append(mixture.threshold())
-    return Moved(written, thresholds, len(gaps))
+    return AdaptedTexts(written, thresholds, len(gaps))
 
 
 # ---- Training ----
@@ -256,7 +261,7 @@ class FreeTokens(SharedExits):
     missing_kv = "recompute"
 
 
-def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
+def build(backbone: Any, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
     """Two exits on a decoder, or on a classifier if there is a pool. Raises ValueError if S is not below L."""
     layers = backbone.config.num_hidden_layers
     exits = (config.shallow or exits[0], layers)
@@ -277,15 +282,15 @@ def gaps_of(recorded: Record) -> list[Rule]:
     return sweep(Threshold(mixture.threshold(), MEASURE))(recorded)
 
 
-def moved_rule(model: SharedExits, source: Source, held_out: TextData) -> Chosen:
+def adapted_rule(model: SharedExits, source: Source, held_out: TextData) -> Chosen:
     """lambda after the held-out texts, and other thresholds for `mini-ee compare --sweep`."""
-    found = moved(model, held_out.texts, source.follow)
+    found = generate_adapting(model, held_out.texts, source.follow)
     rule = Threshold(found.thresholds[-1], MEASURE)
     rules = passing(record_texts(model, held_out.texts), rule)
     about = {"own": {"lambda": rule.to_dict()}, "sweep": {"lambda": [each.to_dict() for each in rules]}}
     about |= {"thresholds": found.thresholds, "tokens_told": found.observed}
     layers = float(np.mean([layers for text in found.written for layers in text.layers_run]))
-    path = f"lambda changed from {FIRST} to {rule.threshold:.2f} over {len(found.thresholds) - 1} texts"
+    path = f"lambda changed from {FIRST_LAMBDA} to {rule.threshold:.2f} over {len(found.thresholds) - 1} texts"
     about["guaranteed"] = f"{path}, whose tokens used {layers:.2f} of {model.exits[-1]} layers on average."
     return Chosen(rule, None, None, about)
 
@@ -297,7 +302,7 @@ METHOD = Method(
     model=build,
     exits=lambda layers: (max(1, layers // 4), layers),
     candidates=gaps_of,
-    default_rule=moved_rule,
+    default_rule=adapted_rule,
     classes_only=True,
     defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 1000}},
     lacks=("exits", "rank"),

@@ -41,9 +41,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Backbone, SplitLayer, sizes_of, tensor_on, token_places
+from mini_ee.backbones.backbone import Backbone, SplitLayer, Tensors, sizes_of, tensor_on, token_places
 from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
 from mini_ee.data.settings import Settings, option
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import RowData
 from mini_ee.training.method import Method
 from mini_ee.training.stages import Stage, task_loss
@@ -120,14 +121,14 @@ class HashExits(TokenwiseExits):
         self.of_pair = 4.0 * attention  # FLOPs of such a token with each token that it attends to
         self.of_all = 2.0 * key_value * self.layers  # FLOPs of keys and values, of every token in all layers
 
-    def depths(self, inputs) -> Tensor:
+    def depths(self, inputs: Tensors | Inputs) -> Tensor:
         """The number of layers that each token runs, (B, T): 0 at padding."""
         device = self.table.device
         ids = tensor_on(device, inputs.input_ids)
         depths = torch.where(token_places(ids) == 0, float(self.layers), self.table[ids])
         return depths if inputs.attention_mask is None else depths * tensor_on(device, inputs.attention_mask)
 
-    def run_reduced(self, inputs) -> RemainingTokens:
+    def run_reduced(self, inputs: Tensors | Inputs) -> RemainingTokens:
         """Tokens sorted by depth, the deepest first: layer l computes the first n_l tokens, the most of any row.
 
         In rows with fewer tokens that have not exited, the others keep their states.
@@ -147,7 +148,7 @@ class HashExits(TokenwiseExits):
         operations = computed * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
         return RemainingTokens(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
 
-    def run_all(self, inputs) -> RemainingTokens:
+    def run_all(self, inputs: Tensors | Inputs) -> RemainingTokens:
         """By the equation: each layer runs on all tokens, and tokens that have exited keep their states."""
         hidden, context, depths = self.backbone.embed(inputs), self.backbone.context(inputs), self.depths(inputs)
         for depth in range(self.layers):

@@ -22,11 +22,13 @@ not confident (generate_lossless, confidence_threshold).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mini_ee.backbones.backbone import Adapt, Backbone
 from mini_ee.data.settings import Settings, option
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import generate_lossless
@@ -95,11 +97,11 @@ def exit_weights(exits: Sequence[int], batch: Batch, config: Config) -> list[flo
     return [weight / sum(weights) for weight in weights] if sum(weights) else [0.0] * (len(exits) - 1) + [1.0]
 
 
-def leaving_out(backbone, batch: Batch, config: Config) -> RunLayers:
+def leaving_out(backbone: Backbone, batch: Batch, config: Config) -> RunLayers:
     """run_layers with layer dropout: at each layer a random part of the rows skips it."""
     layers = backbone.config.num_hidden_layers
 
-    def run(hidden: Tensor, context, start: int, stop: int, adapt=None) -> Tensor:
+    def run(hidden: Tensor, context: Any, start: int, stop: int, adapt: Adapt | None = None) -> Tensor:
         for layer in range(start, stop):
             computed = torch.rand(len(hidden)) >= layer_dropout(layer, layers, batch, config)
             if computed.all():
@@ -122,7 +124,7 @@ def layerskip_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
 
 
 # ---- Training ----
-def build(backbone, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
+def build(backbone: Any, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
     """A decoder whose head reads every exit, or a classifier if there is a pool."""
     return SharedExits(backbone, exits) if pool is None else RowExits(backbone, exits, num_labels, pool)
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import LayerContext, tensor_on
 from mini_ee.data.settings import Settings, option
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.heads import HEAD_DROPOUT
 from mini_ee.exits.row_exits import RowExits, RowSegments, RowState
 from mini_ee.rules import QExit
@@ -140,7 +141,7 @@ class PonderSegments(RowSegments):
 
     carried = "current"
 
-    def start(self, inputs) -> PonderState:
+    def start(self, inputs: Inputs) -> PonderState:
         return PonderState(*super().start(inputs))
 
     def advance(self, k: int, state: PonderState) -> PonderState:
@@ -157,7 +158,7 @@ class PonderSegments(RowSegments):
             return Reading(None)
         return Reading(None, self._exit_logit(k, torch.cat((state.current, state.before), dim=1)))
 
-    def flops(self, k: int, inputs) -> tuple[float, float]:
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         layers, read = super().flops(k, inputs)
         out = self.model.heads[k].out
         concluded = 2.0 * out.in_features * out.out_features

@@ -39,6 +39,7 @@ from mini_ee.exits.token_exits import NO_LABEL, TEXTS_BATCH, TextData, TokenExit
 from mini_ee.rules import NeverExit
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
+from mini_ee.training.training_text import Source
 
 CHECKPOINT = "checkpoint"
 
@@ -116,16 +117,16 @@ class ShortDecoder(TokenExits):
 # ---- The search ----
 def search(model: ShortDecoder, train: TextData, held_out: TextData, config: Config) -> list[dict]:
     """Remove one layer per turn. Returns a record of the full model, then of each turn."""
-    kept, backbone, records = model.kept_layers, model.full.backbone, []
-    for turn in tqdm(range(config.count(len(kept)) + 1), desc="removing", unit="layer", delay=2):
+    remaining, backbone, records = model.kept_layers, model.full.backbone, []
+    for turn in tqdm(range(config.count(len(remaining)) + 1), desc="removing", unit="layer", delay=2):
         begin, name = time.perf_counter(), "all layers"
-        losses = next_token_losses(backbone, train, kept, each=turn > 0)
+        losses = next_token_losses(backbone, train, remaining, each=turn > 0)
         loss = losses[-1]
         if turn:
             least = 1 + int(np.argmin(losses[1:-2]))  # not the first, not the last; losses[-1] is that of all layers
-            name, loss = f"without layer {kept.pop(least) + 1}", losses[least]
-            model.keep(kept)
-        held_out_loss = next_token_losses(backbone, held_out, kept, each=False)[-1]
+            name, loss = f"without layer {remaining.pop(least) + 1}", losses[least]
+            model.keep(remaining)
+        held_out_loss = next_token_losses(backbone, held_out, remaining, each=False)[-1]
         score, (exit_scores, _) = -held_out_loss, held_out.scores(model, TEXTS_BATCH)
         about = {"stage": name, "epoch": 1, "loss": loss, "score": score, "exit_scores": exit_scores}
         records.append(about | {"seconds": time.perf_counter() - begin})
@@ -133,13 +134,13 @@ def search(model: ShortDecoder, train: TextData, held_out: TextData, config: Con
 
 
 @torch.inference_mode()
-def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int], each: bool = True) -> list[float]:
-    """The mean losses of the decoder with the layers `kept`: without each of them in turn, then with all of them.
+def next_token_losses(backbone: Backbone, data: TextData, layers: Sequence[int], each: bool = True) -> list[float]:
+    """The mean losses of the decoder with these layers: without each of them in turn, then with all of them.
 
     each: if False, only the last one is computed. The state below layer i is computed once; the model without layer i
     runs the layers above i from there.
     """
-    totals, tokens = np.zeros(len(kept) + 1), 0
+    totals, tokens = np.zeros(len(layers) + 1), 0
     for begin in range(0, len(data), TEXTS_BATCH):
         rows = np.arange(begin, min(begin + TEXTS_BATCH, len(data)))
         (ids, counted), labels = data.batch(rows, backbone.device)
@@ -152,15 +153,15 @@ def next_token_losses(backbone: Backbone, data: TextData, kept: Sequence[int], e
             logits = backbone.lm_logits(hidden[counted])
             return float(F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum"))
 
-        for at, layer in enumerate(kept):
-            totals[at] += loss(hidden, kept[at + 1 :]) if each and 0 < at < len(kept) - 1 else 0.0
+        for at, layer in enumerate(layers):
+            totals[at] += loss(hidden, layers[at + 1 :]) if each and 0 < at < len(layers) - 1 else 0.0
             hidden = backbone.run_layers(hidden, context, layer, layer + 1)
         totals[-1] += loss(hidden, ())
         tokens += int((labels != NO_LABEL).sum())
     return (totals / tokens).tolist()
 
 
-def own_rule(model: ShortDecoder, source, held_out: TextData) -> Chosen:
+def own_rule(model: ShortDecoder, source: Source, held_out: TextData) -> Chosen:
     """All tokens run through all remaining layers."""
     layers = model.full.exits[-1]
     removed = [layer + 1 for layer in range(layers) if layer not in model.kept_layers]
@@ -168,7 +169,7 @@ def own_rule(model: ShortDecoder, source, held_out: TextData) -> Chosen:
     return Chosen(NeverExit(), None, None, {"own": {"what is left": NeverExit().to_dict()}, "guaranteed": message})
 
 
-def build(backbone: Backbone, exits, num_labels: int, pool: str, config: Config) -> ShortDecoder:
+def build(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> ShortDecoder:
     """The decoder with all layers, until some are removed or a run is loaded. ValueError if too many are to go."""
     config.count(backbone.config.num_hidden_layers)
     return ShortDecoder(backbone)

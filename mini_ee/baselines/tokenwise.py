@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Tensors
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.segments import Reading
 
@@ -29,11 +30,11 @@ class RemainingTokens(NamedTuple):
 class TokenwiseExits(RowExits):
     """A backbone with one head, after the last layer. Raises ValueError for a backbone whose tokens cannot exit."""
 
-    def run_reduced(self, inputs) -> RemainingTokens:
+    def run_reduced(self, inputs: Tensors | Inputs) -> RemainingTokens:
         """From the inputs of the backbone to the tokens that the head reads."""
         raise NotImplementedError
 
-    def run_all(self, inputs) -> RemainingTokens:
+    def run_all(self, inputs: Tensors | Inputs) -> RemainingTokens:
         """The same up to rounding, but every layer computes all tokens: the cost without token exits."""
         raise NotImplementedError
 
@@ -55,10 +56,10 @@ class TokenwiseSegments(RowSegments):
         super().__init__(model)
         self.tokens_exit = tokens_exit
 
-    def start(self, inputs):
+    def start(self, inputs: Inputs) -> Inputs:
         return inputs
 
-    def advance(self, k: int, state) -> RemainingTokens:
+    def advance(self, k: int, state: Inputs) -> RemainingTokens:
         return self.model.run_reduced(state) if self.tokens_exit else self.model.run_all(state)
 
     def read_logits(self, k: int, state: RemainingTokens) -> Reading:

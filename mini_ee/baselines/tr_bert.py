@@ -42,12 +42,13 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
 from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
 from mini_ee.data.settings import Settings, option
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import States
 from mini_ee.training.method import Method
 from mini_ee.training.policies import POLICY_WIDTH, leave_one_out, policy_network
 from mini_ee.training.stages import Batch, Stage, row_losses, task_loss
 
-INITIAL = 0.9  # pi(keep) of every token before step 2
+INITIAL_KEEP = 0.9  # pi(keep) of every token before step 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,13 @@ class Config(Settings):
 
 
 # ---- The model ----
-class Selected(NamedTuple):
+class Selection(NamedTuple):
     """The remaining tokens of B rows, the log-probability of their selection, and its cost."""
 
     hidden: Tensor  # (B, T', D)
-    kept: Tensor  # (B, T') bool: False at padding, and at tokens that have exited but are still computed
+    mask: Tensor  # (B, T') bool: False at padding, and at tokens that have exited but are still computed
     layers: Tensor  # (B,), the mean over the tokens of the row
-    log_p: Tensor  # (B,), sum over depths of ln pi_d / n_d, over tokens that were kept and that were not
+    log_p: Tensor  # (B,), sum over depths of ln pi_d / n_d, over remaining and removed tokens
     operations: float  # FLOPs of each row
 
 
@@ -83,7 +84,7 @@ def draw(logits: Tensor) -> Tensor:
 
 
 class ReducedExits(TokenwiseExits):
-    """A backbone with policies that keep tokens. Raises ValueError for a backbone of one layer.
+    """A backbone with policies that select the remaining tokens. Raises ValueError for a backbone of one layer.
 
     A state is the input of the head and one number more, d(a) / L: (B, D + 1).
     """
@@ -95,47 +96,49 @@ class ReducedExits(TokenwiseExits):
         if self.layers < 2:
             raise ValueError(f"TR-BERT chooses between layers, and the backbone has {self.layers}; give a deeper one")
         self.ends = (*sorted({1, self.layers // 2}), self.layers)
-        self.selectors = nn.ModuleList(policy_network(width, INITIAL) for _ in self.ends[:-1])
+        self.selectors = nn.ModuleList(policy_network(width, INITIAL_KEEP) for _ in self.ends[:-1])
         self.of_policy = 2.0 * POLICY_WIDTH * (width + 1)  # FLOPs per token
 
-    def through(self, inputs, keep: Callable[[Tensor], Tensor], remove: bool = True) -> Selected:
-        """Run all layers. keep: policy logits (B, T) -> which tokens are kept, (B, T) bool.
+    def through(self, inputs: Tensors | Inputs, keep: Callable[[Tensor], Tensor], remove: bool = True) -> Selection:
+        """Run all layers. keep: policy logits (B, T) -> which tokens remain, (B, T) bool.
 
         remove: the others are removed from the batch; if False, they are masked but still computed.
         """
         hidden, start, layers, log_p, operations = self.backbone.embed(inputs), 0, 0.0, 0.0, 0.0
-        mask = tensor_on(hidden.device, inputs.attention_mask)
-        kept = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
-        length = kept.sum(dim=1)
+        attention_mask = tensor_on(hidden.device, inputs.attention_mask)
+        mask = torch.ones_like(hidden[..., 0], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        length = mask.sum(dim=1)
         for policy, stop in zip((*self.selectors, None), self.ends):  # no policy after the last layer
             width = hidden.shape[1]
-            hidden = self.backbone.run_layers(hidden, self.backbone.context(Tensors(kept, kept)), start, stop)
-            count = kept.sum(dim=1)  # n_d
+            context = self.backbone.context(Tensors(mask, mask))  # made of the mask alone; the ids give the shape
+            hidden = self.backbone.run_layers(hidden, context, start, stop)
+            count = mask.sum(dim=1)  # n_d
             layers = layers + (stop - start) * count / length
             operations += (stop - start) * self.backbone.layer_flops(width)
             if policy is not None:
                 logits = policy(hidden.detach())[..., 0]
                 chosen = keep(logits)
                 # ln pi of the action of each token; 0 at padding and at tokens that exited before; without [CLS].
-                log_pi = F.logsigmoid(torch.where(chosen, logits, -logits)) * kept
+                log_pi = F.logsigmoid(torch.where(chosen, logits, -logits)) * mask
                 log_p = log_p + log_pi[:, 1:].sum(dim=1) / count
-                kept, start = kept & (chosen | (token_places(kept) == 0)), stop
+                # Remaining tokens stay if chosen, the first token always.
+                mask, start = mask & (chosen | (token_places(mask) == 0)), stop
                 operations += self.of_policy * width
-                hidden, kept = compact(hidden, kept) if remove else (hidden, kept)
-        return Selected(hidden, kept, layers, log_p, operations)
+                hidden, mask = compact(hidden, mask) if remove else (hidden, mask)
+        return Selection(hidden, mask, layers, log_p, operations)
 
-    def run_reduced(self, inputs) -> RemainingTokens:
+    def run_reduced(self, inputs: Tensors | Inputs) -> RemainingTokens:
         found = self.through(inputs, likely)
         return RemainingTokens(found.hidden, self._mask(found), token_costs(found.layers, found.operations))
 
-    def run_all(self, inputs) -> RemainingTokens:
+    def run_all(self, inputs: Tensors | Inputs) -> RemainingTokens:
         found = self.through(inputs, likely, remove=False)
         return RemainingTokens(found.hidden, self._mask(found))
 
-    def _mask(self, found: Selected) -> Tensor | None:
-        return self.backbone.context(Tensors(found.kept, found.kept)).padding
+    def _mask(self, found: Selection) -> Tensor | None:
+        return self.backbone.context(Tensors(found.mask, found.mask)).padding
 
-    def logits_of(self, found: Selected) -> Tensor:
+    def logits_of(self, found: Selection) -> Tensor:
         """Logits (B, C) from the remaining tokens."""
         return self.classify(0, self.heads[0].state(found.hidden, self._mask(found)))
 
@@ -149,14 +152,14 @@ class ReducedExits(TokenwiseExits):
         return super().classify(k, state[:, : self.backbone.config.hidden_size])
 
 
-def compact(hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove the tokens that are not kept; rows are padded to the longest. Returns the states, and which are real.
+def compact(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Remove the tokens that `mask` does not keep; rows are padded to the longest. Returns states and mask.
 
-    A stable sort of `kept` puts the kept tokens first, in their order; the first `most` columns contain them all.
+    A stable sort of the mask puts the remaining tokens first, in order, so the first `most` columns have them all.
     """
-    (most,) = sizes_of(kept.sum(dim=1).amax(dim=0, keepdim=True))
-    order = kept.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
-    return in_order(order, hidden, None)[0], kept.gather(1, order)
+    (most,) = sizes_of(mask.sum(dim=1).amax(dim=0, keepdim=True))
+    order = mask.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
+    return in_order(order, hidden, None)[0], mask.gather(1, order)
 
 
 # ---- Training ----

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import LayerContext, Tensors, is_traced, tensor_on
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import RowSegments
 from mini_ee.segments import Reading, Segments
 
@@ -107,7 +108,7 @@ class LoRAState(NamedTuple):
 
 
 class LoRASegments(RowSegments):
-    """The segments of a LoRAExits in eval mode under a schedule. Inputs are data.tokens.Inputs."""
+    """The segments of a LoRAExits in eval mode under a schedule."""
 
     def __init__(self, model: nn.Module, schedule: Sequence[Sequence[int]]):
         if [k for group in schedule for k in group] != list(range(len(model.exits))) or not all(schedule):
@@ -132,7 +133,7 @@ class LoRASegments(RowSegments):
         """The last exit alone, its adapters merged into the weights."""
         return self.model.merged(len(self.exits) - 1).segments()
 
-    def start(self, inputs) -> LoRAState:
+    def start(self, inputs: Inputs) -> LoRAState:
         return LoRAState(self.model.backbone.embed(inputs), None, self.model.backbone.context(inputs))
 
     def advance(self, k: int, state: LoRAState) -> LoRAState:
@@ -156,7 +157,7 @@ class LoRASegments(RowSegments):
     def layer_passes(self, k: int) -> int:
         return super().layer_passes(k) * (self._group[k][-1] - k + 1)
 
-    def flops(self, k: int, inputs) -> tuple[float, float]:
+    def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         backbone, tokens = self.model.backbone, inputs.input_ids.shape[1]
         layer = backbone.layer_flops(tokens)
         for target, pair in self.model.adapters[k][0].items():

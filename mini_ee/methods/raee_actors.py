@@ -7,6 +7,9 @@ Everything else is as in raee_shards.py: all shards are searched at once and the
 folder under the same path, to load and to save its shard.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import hnswlib
 import ray
 
@@ -18,7 +21,7 @@ class _IndexActor:
     def __init__(self, dimension: int):
         self.index = hnswlib.Index("l2", dimension)
 
-    def call(self, name: str, arguments: tuple, settings: dict):
+    def call(self, name: str, arguments: tuple, settings: dict) -> Any:
         return getattr(self.index, name)(*arguments, **settings)
 
 
@@ -28,7 +31,7 @@ class _RemoteIndex:
     def __init__(self, dimension: int):
         self._actor = ray.remote(num_cpus=0)(_IndexActor).remote(dimension)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Callable:
         return lambda *arguments, **settings: ray.get(self._actor.call.remote(name, arguments, settings))
 
 

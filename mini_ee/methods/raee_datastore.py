@@ -25,9 +25,9 @@ from mini_ee.methods.raee_shards import Shards
 
 M, EF_CONSTRUCTION, EF = 16, 400, 256  # parameters of hnswlib; recall@12 is .9938: SST-2 dev in train, MiniLM
 
-SAME = 1e-10  # squared distance below which two embeddings are of one text; measured max between batches 7.9e-13
+SAME_TEXT = 1e-10  # squared distance below which two embeddings are of one text; measured max between batches 7.9e-13
 
-SHORTEST = 1e-15  # least length of an embedding: squares of float32 lose digits below 1e-38
+MIN_EMBEDDING_NORM = 1e-15  # least length of an embedding: squares of float32 lose digits below 1e-38
 
 Embed = Callable[[Inputs], np.ndarray]
 """Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), FLOPs per row; see raee_encoders.py."""
@@ -84,7 +84,7 @@ class Datastore:
     def search(self, embeddings: np.ndarray, k: int) -> Neighbours:
         """The k nearest rows of each embedding (B, D), or all rows if there are fewer than k.
 
-        A distance below SAME is set to 0: rounding must not decide between copies of the query.
+        A distance below SAME_TEXT is set to 0: rounding must not decide between copies of the query.
         Raises ValueError for embeddings of another encoder (dimension) and for an empty datastore.
         """
         unit, k = self._unit(embeddings), min(k, len(self))
@@ -97,7 +97,7 @@ class Datastore:
             rows = np.searchsorted(self._ids, ids)
         except RuntimeError:  # hnswlib's graph does not reach k rows, for example among many copies of one
             rows, distances = exact_search(self.embeddings, unit, k)
-        return Neighbours(rows, np.where(distances < SAME, np.float32(0), distances))
+        return Neighbours(rows, np.where(distances < SAME_TEXT, np.float32(0), distances))
 
     def _unit(self, embeddings: np.ndarray) -> np.ndarray:
         """(B, D) float32 of length 1."""
@@ -109,7 +109,7 @@ class Datastore:
             )
         with np.errstate(over="ignore", invalid="ignore"):  # raises below
             length = np.linalg.norm(embeddings, axis=1, keepdims=True)
-        if not (np.isfinite(length) & (length > SHORTEST)).all():
+        if not (np.isfinite(length) & (length > MIN_EMBEDDING_NORM)).all():
             raise ValueError("expected embeddings that are finite and not zero, found another; correct the encoder")
         return embeddings / length
 

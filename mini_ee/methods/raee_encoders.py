@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.backbones.backbone import Backbone
+from mini_ee.backbones.backbone import Backbone, Tensors
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokenizer import Inputs, Tokenizer
@@ -39,7 +39,7 @@ class OwnStates:
             query = self.mean(inputs).numpy(force=True)
         return check_finite(query, "the mean of the states")
 
-    def mean(self, inputs) -> Tensor:
+    def mean(self, inputs: Tensors | Inputs) -> Tensor:
         """(B, D) float32: the mean of the states of each example."""
         return pooled(*self.backbone.text_states(inputs, self.layer), "mean").float()
 
@@ -72,7 +72,7 @@ class SentenceEncoder:
         return self.tokenizer.encode(inputs.texts).batch(slice(None))
 
 
-def open_encoder(source: dict, backbone) -> OwnStates | SentenceEncoder:
+def open_encoder(source: dict, backbone: Backbone) -> OwnStates | SentenceEncoder:
     """The encoder of the queries: a layer of the model itself, or a checkpoint in a folder."""
     if source["encoder"] is None:
         return OwnStates(backbone, source["layer"])

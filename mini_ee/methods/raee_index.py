@@ -24,9 +24,9 @@ HEADER = np.dtype(  # hnswlib's names, which end with an underscore there
 
 CAPACITY = 1024  # elements for which a new index has room; it doubles if needed
 
-UNIT = 1e-3  # tolerance for the length 1 of a stored vector; rounding to float32 changes it by less than 1e-6
+NORM_TOLERANCE = 1e-3  # tolerance for the length 1 of a stored vector; rounding to float32 changes it by less than 1e-6
 
-AT_ONCE = 10_000  # elements that are checked together, because their vectors are most of the file
+CHECKED_AT_ONCE = 10_000  # elements that are checked together, because their vectors are most of the file
 
 
 def element_type(m: int, dimension: int) -> np.dtype:
@@ -76,10 +76,10 @@ def _problems(
     if not np.array_equal(np.sort(labels[deleted == 0]), ids.astype(np.uint64)):
         yield "it marks other vectors as deleted than the entries do"
     ground = np.zeros(count, np.int64)  # every element is on layer 0
-    for part in np.array_split(elements, 1 + count // AT_ONCE):
+    for part in np.array_split(elements, 1 + count // CHECKED_AT_ONCE):
         yield from _link_problems(part, ground[: len(part)], ground)
         with np.errstate(over="ignore", invalid="ignore"):
-            unit = np.abs(np.linalg.norm(part["vector"], axis=1) - 1) <= UNIT
+            unit = np.abs(np.linalg.norm(part["vector"], axis=1) - 1) <= NORM_TOLERANCE
         if not unit.all():
             yield "a vector is not of length 1"
     yield from _upper_layer_problems(content[end:].tobytes(), layer_type(m), header, count)

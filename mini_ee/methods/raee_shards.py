@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Shards:
             index.set_ef(ef)
         self._threads = ThreadPoolExecutor(count)
 
-    def _new(self):
+    def _new(self) -> Any:
         try:
             import hnswlib
         except ModuleNotFoundError:

@@ -86,7 +86,7 @@ def test_where_an_exit_is_always_right_all_leave_and_where_it_never_is_nobody(si
 
 def test_the_solver_test_can_fail(monkeypatch):
     """Planted bug: steps twice as long as the curvature allows, and few."""
-    monkeypatch.setattr(adainfer, "MOST_STEPS", 20)
+    monkeypatch.setattr(adainfer, "MAX_STEPS", 20)
     with pytest.raises(AssertionError):
         test_the_svm_meets_the_conditions_of_its_optimum(0.3, 100.0)
 

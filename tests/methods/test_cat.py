@@ -183,7 +183,7 @@ def test_meta_classifiers_learn_from_states_and_hidden_values_with_dropout(padde
         states = model.states(*tensors(padded_inputs))
     monkeypatch.setattr(cat.F, "dropout", lambda x, p, training=True: x * x.abs().gt(0.3) if training else x)
     model.policy.train()
-    found = meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META)))
+    found = meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META_PART)))
     before, expected, last = None, 0.0, model.classify(4, states[4]).argmax(1)
     for k, head in enumerate(model.heads[:-1]):
         inner = torch.tanh(head.dense(states[k] * states[k].abs().gt(0.3)))
@@ -193,7 +193,7 @@ def test_meta_classifiers_learn_from_states_and_hidden_values_with_dropout(padde
         before = cat.remember(before, logits, k)
     torch.testing.assert_close(found, expected)
     model.policy.eval()
-    assert (found - meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META)))).abs() > 1e-3
+    assert (found - meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META_PART)))).abs() > 1e-3
 
 
 def test_each_stage_teaches_its_own_and_together_they_teach_all():
@@ -214,7 +214,7 @@ def test_inner_exits_may_learn_what_the_last_one_says(padded_inputs):
         loss = cat.heads_loss(model, batch, Config(target=target))
         assert loss.item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
         scaled = batch._replace(
-            inputs=(), states=model.states(*batch.inputs), targets=torch.full((7,), cat.TEMPERATURES)
+            inputs=(), states=model.states(*batch.inputs), targets=torch.full((7,), cat.TEMPERATURES_PART)
         )
         (stage,) = [each for each in cat.recipe(model, Config(target=target)) if each.name == "temperatures"]
         assert stage.loss(model, scaled).item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
@@ -238,9 +238,9 @@ def test_a_run_keeps_its_temperatures_and_takes_the_conformal_guarantee(run, tas
 def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     seen = []
     held = type("Held", (), {"__len__": lambda self: 3, "batch": lambda self, *a: ([torch.zeros(3, 2)], torch.ones(3))})
-    held_out_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META, run.model, held())
+    held_out_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META_PART, run.model, held())
     assert seen == [[2, 2, 2]]
-    told = {cat.temperature_loss: (cat.TEMPERATURES, 3.0), cat.meta_loss: (cat.META, 5.0)}
+    told = {cat.temperature_loss: (cat.TEMPERATURES_PART, 3.0), cat.meta_loss: (cat.META_PART, 5.0)}
 
     def said(loss, part, *_):
         expected, answer = told[getattr(loss, "func", loss)]

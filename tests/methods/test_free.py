@@ -23,7 +23,7 @@ from mini_ee.baselines.free import (
     build,
     distillation,
     dynamic_match,
-    moved,
+    generate_adapting,
     shallow_deep_loss,
     teachers,
 )
@@ -266,8 +266,8 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
     with torch.no_grad():
         model.backbone.lm_head.weight.mul_(4)  # so that gaps are as wide as the grid
     texts = [Text(list(prompt), len(prompt) - 1) for prompt in PROMPTS]
-    found = moved(model, texts, 10)
-    mixture, level, levels, gaps, agrees = Mixture(), free.FIRST, [free.FIRST], [], []
+    found = generate_adapting(model, texts, 10)
+    mixture, level, levels, gaps, agrees = Mixture(), free.FIRST_LAMBDA, [free.FIRST_LAMBDA], [], []
     for text, written in zip(texts, found.written):
         segments = OnlineCalibrationSegments(model, 1, 20)
         with torch.inference_mode():
@@ -278,7 +278,7 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
         level = mixture.threshold()
         levels.append(level)
     assert found.thresholds == levels and found.observed == len(gaps)
-    chosen = free.moved_rule(model, SimpleNamespace(follow=10), TextData(texts))
+    chosen = free.adapted_rule(model, SimpleNamespace(follow=10), TextData(texts))
     assert chosen.rule == Threshold(levels[-1], "breaking_ties") and len(set(levels)) > 1
 
 
